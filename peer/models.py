@@ -1,0 +1,422 @@
+"""Decoder-only transformers in the style of Llama, and the door for a user's own model.
+
+The built-in model has RMSNorm (arXiv:1910.07467) before each block, rotary positions
+(RoPE, arXiv:2104.09864, half-split form), SwiGLU (arXiv:2002.05202) and optional grouped
+key/value heads (arXiv:2305.13245). Departures: query, key and value are one matrix, as are gate
+and up, so that a layer makes two large products instead of five small ones; residual outputs start
+smaller by ``sqrt(2 * layers)``.
+
+A user's own model is named ``"module:function"``. The function is called with keywords::
+
+    def build(*, vocab_size: int, seq_len: int, **overrides) -> torch.nn.Module: ...
+
+and the module it returns has one of two faces:
+
+- ``forward(tokens_BT) -> logits_BTV``: Atoll computes the cross-entropy;
+- ``forward(tokens_BT, targets_BT) -> loss``: a scalar, the mean over all positions. When the second
+  parameter has a default, a call without it must return logits, which sampling needs.
+
+Only floating-point parameters with ``requires_grad`` are shared between peers. Buffers are not:
+a model must not learn through them.
+
+# B sequences, T positions, V vocabulary, D width, H heads, K key/value heads, E width of a head
+"""
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from atoll.peer.errors import ModelError
+
+INIT_STD = 0.02  # GPT-2's; larger values make the first steps of wide models unstable
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder."""
+
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Number of blocks."""
+    num_heads: int
+    """Query heads; ``dim / num_heads`` is the width of a head and must be even."""
+    ffn_dim: int
+    """Width of the gated feed-forward layer."""
+    num_kv_heads: int = 0
+    """Key/value heads, a divisor of ``num_heads``; 0 means as many."""
+    vocab_size: int = 256
+    """Number of different tokens; set from the tokenizer of the run."""
+    max_seq_len: int = 128
+    """Longest sequence, and the length of the RoPE tables; set from the data of the run."""
+    tied: bool = True
+    """Whether the embedding is also the output matrix."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square before the root."""
+
+    def __post_init__(self) -> None:
+        """Check that the numbers fit together.
+
+        Raises:
+            ModelError: a size below one, or heads that do not divide the width.
+        """
+        for name in ("dim", "num_layers", "num_heads", "ffn_dim", "vocab_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"model {name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % (2 * self.num_heads):
+            raise ModelError(
+                f"model dim must be an even multiple of num_heads, got dim={self.dim} and "
+                f"num_heads={self.num_heads}; try dim={self.num_heads * 64}"
+            )
+        if self.num_kv_heads < 0 or self.num_heads % self.kv_heads:
+            raise ModelError(
+                f"model num_kv_heads must divide num_heads={self.num_heads} (or be 0 for as "
+                f"many), got {self.num_kv_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads in use."""
+        return self.num_kv_heads or self.num_heads
+
+
+# Sizes without the embedding (the tokenizer's): 0.88M, 3.2M, 10.6M, 31M, 154M, 346M, 973M.
+PRESETS: dict[str, ModelConfig] = {
+    "nano": ModelConfig(dim=192, num_layers=2, num_heads=3, ffn_dim=512),
+    "micro": ModelConfig(dim=256, num_layers=4, num_heads=4, ffn_dim=704),
+    "mini": ModelConfig(dim=384, num_layers=6, num_heads=6, ffn_dim=1024),
+    "30m": ModelConfig(dim=512, num_layers=9, num_heads=8, ffn_dim=1536),
+    "150m": ModelConfig(dim=1024, num_layers=12, num_heads=16, ffn_dim=2816),
+    "350m": ModelConfig(dim=1024, num_layers=24, num_heads=16, ffn_dim=3328),
+    "1b": ModelConfig(
+        dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, ffn_dim=8192, rope_theta=500_000.0
+    ),
+}
+
+
+class Rope(nn.Module):
+    """Rotates query and key heads by their position.
+
+    The tables are computed once, in float64, and are not part of the state: they follow from the
+    configuration.
+    """
+
+    cos: Tensor
+    """``(T, 1, E/2)``"""
+    sin: Tensor
+    """``(T, 1, E/2)``"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Compute the tables for ``config.max_seq_len`` positions."""
+        super().__init__()
+        half = config.head_dim // 2
+        frequency_E = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        positions_T = torch.arange(config.max_seq_len, dtype=torch.float64)
+        angle_T1E = torch.outer(positions_T, frequency_E)[:, None, :]
+        self.register_buffer("cos", angle_T1E.cos().float(), persistent=False)
+        self.register_buffer("sin", angle_T1E.sin().float(), persistent=False)
+
+    def forward(self, x_BTHE: Tensor) -> Tensor:
+        """Rotate the two halves of every head of ``x_BTHE``; the shape stays."""
+        length = x_BTHE.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        a, b = x_BTHE.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Create the two matrices of the layer."""
+        super().__init__()
+        self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
+        self.head_dim = config.head_dim
+        heads = self.num_heads + 2 * self.kv_heads
+        self.qkv = nn.Linear(config.dim, heads * self.head_dim, False)
+        self.out = nn.Linear(config.dim, config.dim, False)
+
+    def forward(self, x_BTD: Tensor, rope: Rope) -> Tensor:
+        """Mix the positions of ``x_BTD``, each with itself and earlier ones."""
+        batch, length, _ = x_BTD.shape
+        qkv_BTHE = self.qkv(x_BTD).view(batch, length, -1, self.head_dim)
+        rotated, value = qkv_BTHE.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
+        query, key = rope(rotated).split([self.num_heads, self.kv_heads], dim=2)
+        mixed_BHTE = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.num_heads,
+        )
+        return cast(Tensor, self.out(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1)))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Create the two matrices of the layer."""
+        super().__init__()
+        self.gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, False)
+        self.out = nn.Linear(config.ffn_dim, config.dim, False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Transform every position of ``x_BTD`` by itself."""
+        gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
+        return cast(Tensor, self.out(F.silu(gate) * up))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Create the sublayers."""
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x_BTD: Tensor, rope: Rope) -> Tensor:
+        """Return the residual stream after the block."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope)
+        return cast(Tensor, x_BTD + self.ffn(self.ffn_norm(x_BTD)))
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer; see the module docstring for its sources."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Create the model with fresh weights from torch's current random state."""
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.rope = Rope(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Draw all matrices from a normal distribution, residual outputs from a narrower one."""
+        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
+        for name, param in self.named_parameters():
+            if param.dim() > 1:
+                std = residual_std if name.endswith("out.weight") else INIT_STD
+                nn.init.normal_(param, std=std)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Return the logits of the next tokens, or the loss when these are given.
+
+        Args:
+            tokens_BT: int64 tokens, at most ``config.max_seq_len`` positions.
+            targets_BT: int64, the token after each position.
+
+        Returns:
+            Logits ``(B, T, V)``, or the mean cross-entropy in nats as a float32 scalar.
+        """
+        x_BTD = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, self.rope)
+        logits_BTV = cast(Tensor, self.head(self.norm(x_BTD)))
+        return logits_BTV if targets_BT is None else cross_entropy(logits_BTV, targets_BT)
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats, computed in float32."""
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+
+
+def preset(
+    name: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    vocab_size: int,
+    seq_len: int,
+) -> ModelConfig:
+    """Return the configuration of a named preset with some fields changed.
+
+    Args:
+        name: a key of `PRESETS`.
+        overrides: fields of `ModelConfig`; ``vocab_size`` and ``max_seq_len`` win over the data's.
+        vocab_size: of the run's tokenizer.
+        seq_len: of the run's sequences.
+
+    Raises:
+        ModelError: an unknown preset or field, a value of the wrong kind or an impossible shape.
+    """
+    if name not in PRESETS:
+        raise ModelError(f"unknown model preset {name!r}; the presets are {', '.join(PRESETS)}")
+    changes = {"vocab_size": vocab_size, "max_seq_len": seq_len, **(overrides or {})}
+    kinds = {field.name: field.type for field in fields(ModelConfig)}
+    for key, value in changes.items():
+        _check_override(key, value, kinds)
+    config = replace(PRESETS[name], **changes)
+    if config.vocab_size < vocab_size or config.max_seq_len < seq_len:
+        raise ModelError(
+            f"the model must hold {vocab_size} tokens and {seq_len} positions, but the overrides "
+            f"say vocab_size={config.vocab_size} and max_seq_len={config.max_seq_len}; drop them"
+        )
+    return config
+
+
+def _check_override(key: str, value: object, kinds: Mapping[str, Any]) -> None:
+    if key not in kinds:
+        raise ModelError(f"unknown model override {key!r}; the fields are {', '.join(kinds)}")
+    kind = kinds[key]
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits:
+        raise ModelError(f"model override {key} must be {kind.__name__}, got {value!r}")
+
+
+def build(
+    preset_name: str = "nano",
+    *,
+    custom: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    vocab_size: int,
+    seq_len: int,
+    seed: int,
+) -> nn.Module:
+    """Build the model of a run on the CPU, with weights that follow from ``seed`` alone.
+
+    Args:
+        preset_name: a key of `PRESETS`; ignored when ``custom`` is given.
+        custom: ``"module:function"``, see the module docstring.
+        overrides: fields of `ModelConfig`, or further keywords of the custom function.
+        vocab_size: of the run's tokenizer.
+        seq_len: of the run's sequences.
+        seed: of the weights. The caller's random state is left as it was.
+
+    Raises:
+        ModelError: the preset, the overrides or the custom model are not usable.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        if custom is None:
+            return Decoder(preset(preset_name, overrides, vocab_size=vocab_size, seq_len=seq_len))
+        keywords = {"vocab_size": vocab_size, "seq_len": seq_len, **(overrides or {})}
+        model = _call_custom(custom, keywords)
+        _check_custom(custom, model, vocab_size, seq_len)
+        return model
+
+
+def _call_custom(custom: str, keywords: Mapping[str, Any]) -> nn.Module:
+    function = _find_custom(custom)
+    try:
+        model = function(**keywords)
+    except Exception as error:
+        raise ModelError(
+            f"model {custom!r} failed when called with {', '.join(keywords)} as keywords: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model {custom!r} must return a torch.nn.Module, got {type(model).__name__}"
+        )
+    return model
+
+
+def _find_custom(custom: str) -> Callable[..., object]:
+    module_name, colon, function_name = custom.partition(":")
+    if not (module_name and colon and function_name):
+        raise ModelError(f'a custom model is named "module:function", got {custom!r}')
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last, so that no file here hides an installed module
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ModelError(
+            f"model {custom!r}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
+            f"install it, or start from the folder that holds it (now {here})"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ModelError(f"model {custom!r}: {module_name!r} has no function {function_name!r}")
+    return cast("Callable[..., object]", function)
+
+
+def _check_custom(custom: str, model: nn.Module, vocab_size: int, seq_len: int) -> None:
+    """Run one tiny forward and backward pass and say how it breaks the contract, if it does."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained or not all(p.is_floating_point() for p in trained):
+        raise ModelError(f"model {custom!r} must have trainable parameters, all floating-point")
+    tokens_BT = torch.arange(2 * min(seq_len, 8)).view(2, -1) % vocab_size
+    try:
+        loss = loss_of(model, tokens_BT, tokens_BT)
+        loss.backward()  # type: ignore[no-untyped-call]
+    except ModelError as error:
+        raise ModelError(f"model {custom!r}: {error}") from error
+    except Exception as error:
+        raise ModelError(
+            f"model {custom!r} failed on tokens of shape {tuple(tokens_BT.shape)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    model.zero_grad(set_to_none=True)
+
+
+def takes_targets(model: nn.Module) -> bool:
+    """Whether ``model.forward`` has a second positional parameter, the targets."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return sum(p.kind in positional for p in parameters) >= 2
+
+
+def loss_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the mean loss of ``model`` on a batch, whichever of the two faces it has.
+
+    Raises:
+        ModelError: the result has not the shape that the contract asks for.
+    """
+    if takes_targets(model):
+        loss = cast(Tensor, model(tokens_BT, targets_BT))
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            raise ModelError(f"forward(tokens, targets) must return a scalar, got {_shape(loss)}")
+        return loss
+    return cross_entropy(logits_of(model, tokens_BT), targets_BT)
+
+
+def logits_of(model: nn.Module, tokens_BT: Tensor) -> Tensor:
+    """Return ``logits_BTV`` of a model.
+
+    Raises:
+        ModelError: the model returns something else.
+    """
+    logits_BTV = cast(Tensor, model(tokens_BT))
+    fits = isinstance(logits_BTV, Tensor) and logits_BTV.dim() == 3
+    if not fits or logits_BTV.shape[:2] != tokens_BT.shape:
+        batch, length = tokens_BT.shape
+        raise ModelError(
+            f"forward(tokens) must return logits of shape ({batch}, {length}, vocabulary), "
+            f"got {_shape(logits_BTV)}"
+        )
+    return logits_BTV
+
+
+def _shape(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Return the number of trained numbers, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

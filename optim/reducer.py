@@ -1,0 +1,108 @@
+"""The seam between a method and whatever reduces: in this process, over the network, by gossip.
+
+A method hands in contributions and gets commits back, in the order of the log, on its own thread.
+It knows nothing of sockets, peers or certificates; a reducer knows nothing of models.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from atoll.optim.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """What a peer learned in one window. Frozen until a commit settles it."""
+
+    fragment: int = 0
+    """Which fragment of the model; 0 where the whole model syncs together."""
+
+    window: int
+    """The peer's own count of windows, from 0; names the contribution with its fragment."""
+
+    delta_N: Tensor
+    """Pseudo-gradient, synced minus local, fp32 on the CPU, all finite."""
+
+    tokens: int
+    """Tokens behind delta since the last contribution that was included; 0 gives it weight 0."""
+
+    steps: int
+    """Inner steps behind delta, likewise."""
+
+    loss: float
+    """Mean training loss of these steps; NaN where the caller does not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """One decided entry of the log, as a method needs it."""
+
+    fragment: int = 0
+    """The fragment that it moved."""
+
+    position: int
+    """Position after this entry."""
+
+    params_N: Tensor
+    """The new synced parameters, fp32 on the CPU, all of the model. Read only."""
+
+    included: Tensor | None
+    """Bool per grid cell: where my contribution is in. None: nowhere; the drift still holds it.
+    A contribution of weight 0 counts as included: its work is dropped, as a joiner's first
+    window is meant to be."""
+
+    settles: bool = True
+    """Whether this entry decides my pending contribution. False for an earlier entry that
+    arrives while a contribution for a later one is under way; then `included` is None."""
+
+    members: int
+    """How many contributions are in; 0 for an entry without an update."""
+
+    reset: bool = False
+    """Drop drift and pending contribution and take params_N as they are: this peer's work is
+    too late, too large, or its outcome unknown."""
+
+
+Settle = Callable[[Commit], None]
+"""Called by the reducer once an entry, in order, on the thread that called wait or submit."""
+
+
+class Reducer(Protocol):
+    """Turns contributions of all peers into one sequence of commits."""
+
+    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
+        """Join. Called once, before anything else.
+
+        Args:
+            layout: the model's layout; all members' are equal.
+            params_N: the caller's parameters; they begin the run if nothing else has.
+            settle: takes each commit from here on.
+
+        Returns:
+            synced_N: the parameters that every replica stands at, fp32 on the CPU, read only.
+        """
+        ...
+
+    def submit(self, contribution: Contribution) -> None:
+        """Hand in a contribution; at most one unsettled a fragment. May settle at once."""
+        ...
+
+    def wait(self) -> None:
+        """Deliver decided entries, until nothing of mine is unsettled or its deadline is over.
+
+        A contribution has one deadline, set when it is submitted. Past it, and with nothing
+        unsettled, this delivers what is decided and returns at once: it can be called at each
+        step.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a restart needs to go on in the same bits."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; called after `start`."""
+        ...

@@ -1,0 +1,97 @@
+import hashlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.optim import Layout, OuterState, StateError, nesterov
+from atoll.optim.outer import to_fp32
+
+N = 150_001  # three cells, the last one short; an odd number for the vector kernels' tails
+EXPECTED = "e0698b2e26fc70bcaac2e5c74196892bbdc2b43e298d7f3b2f253b4219ae0c6d"
+
+
+def hashed(num: int, seed: int) -> Tensor:
+    """fp32 numbers in (-1, 1) times powers of two from 2^-24 to 2^7, from integers alone."""
+    x = torch.arange(num, dtype=torch.int64) + seed * 0x9E3779B1
+    for _ in range(3):
+        x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
+    mantissa = (x & 0xFFFFFF).to(torch.float32) * to_fp32(2.0**-24)
+    sign = torch.where((x >> 24) & 1 == 1, 1.0, -1.0)
+    scale = torch.tensor([2.0**-k for k in range(24, -8, -1)])[(x >> 25) & 31]
+    return mantissa * sign * scale
+
+
+def states(positions: int) -> list[OuterState]:
+    layout = Layout(names=("w",), shapes=((N,),))
+    run = [OuterState.genesis(layout, hashed(N, 1_000))]
+    for position in range(positions):
+        run.append(nesterov(run[-1], hashed(N, position), lr=0.7, momentum=0.9))
+    return run
+
+
+def test_twenty_positions_have_the_checked_in_digest():
+    digest = hashlib.sha256()
+    for state in states(20):
+        digest.update(state.root())
+    assert digest.hexdigest() == EXPECTED
+
+
+def test_apply_is_torch_sgd_nesterov_within_rounding():
+    param = torch.nn.Parameter(hashed(N, 1_000))
+    sgd = torch.optim.SGD([param], lr=0.7, momentum=0.9, nesterov=True)
+    for position in range(5):
+        param.grad = hashed(N, position)
+        sgd.step()
+    torch.testing.assert_close(states(5)[-1].params_N, param.data, rtol=1e-5, atol=1e-4)
+
+
+def test_lr_one_without_momentum_subtracts_the_update_exactly():
+    layout = Layout(names=("w",), shapes=((N,),))
+    state = OuterState.genesis(layout, hashed(N, 1))
+    new = nesterov(state, hashed(N, 2), lr=1.0, momentum=0.0)
+    assert torch.equal(new.params_N, hashed(N, 1) - hashed(N, 2))
+
+
+def test_denormal_numbers_survive():
+    layout = Layout(names=("w",), shapes=((8,),))
+    tiny = torch.full((8,), 1e-41)
+    new = nesterov(OuterState.genesis(layout, torch.zeros(8)), tiny, lr=1.0, momentum=0.0)
+    assert torch.equal(new.params_N, -tiny)
+    assert new.params_N[0] != 0
+
+
+def test_apply_leaves_the_old_state_as_it_was():
+    layout = Layout(names=("w",), shapes=((N,),))
+    state = OuterState.genesis(layout, hashed(N, 1))
+    root = state.root()
+    new = nesterov(state, hashed(N, 2), lr=0.5, momentum=0.5)
+    assert (state.position, new.position) == (0, 1)
+    assert OuterState(layout=layout, position=0, buffer=state._buffer).root() == root
+    assert new.root() != root
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    threads = torch.get_num_threads()
+    try:
+        roots = set()
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            roots.add(states(3)[-1].root())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(roots) == 1
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), 1e39])
+def test_a_scalar_that_is_not_finite_in_fp32_is_refused(lr):
+    state = OuterState.genesis(Layout(names=("w",), shapes=((4,),)), torch.zeros(4))
+    with pytest.raises(StateError):
+        nesterov(state, torch.zeros(4), lr=lr, momentum=0.0)
+
+
+@pytest.mark.parametrize("update", [torch.zeros(3), torch.zeros(4, dtype=torch.float64)])
+def test_an_update_of_another_shape_or_dtype_is_refused(update):
+    state = OuterState.genesis(Layout(names=("w",), shapes=((4,),)), torch.zeros(4))
+    with pytest.raises(StateError):
+        nesterov(state, update, lr=0.7, momentum=0.9)

@@ -1,0 +1,1 @@
+"""The coordinator: gRPC service, ledger, checkpoints, invites and the dashboard."""

@@ -1,0 +1,1 @@
+"""The run in a terminal: reads nothing but `RunStatus`."""

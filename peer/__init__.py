@@ -1,0 +1,1 @@
+"""The peer: trainer, data, models, rounds, recovery and the commands."""

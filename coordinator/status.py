@@ -1,0 +1,234 @@
+"""What a run and its peers are doing: plain records that travel as JSON.
+
+Peers send `PeerStatus`, `Event` and `RoundTrace` with their heartbeats; the coordinator answers
+anyone who asks with a `RunStatus`. The dashboard reads nothing else.
+
+Every record is a frozen, keyword-only dataclass of plain values. `to_json` gives compact UTF-8
+bytes; `from_json` checks them as a stranger's: length before parsing, then names, types, ranges,
+lengths of texts and lists, and NaN and infinity. Unknown keys are refused, so that a newer peer is
+noticed instead of half understood.
+
+Exceptions:
+
+    ValueError
+      StatusError     bytes that are no such record; says which field and what was expected
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is below 2 kB
+MAX_RUN_BYTES = 3 * 1024 * 1024  # a full RunStatus: 1,000 peers and 512 rounds are about 1.5 MB
+HISTORY = 512  # rounds in a RunStatus; the ledger has them all
+EVENTS = 256  # newest events in a RunStatus
+
+RunState = Literal["waiting", "training", "stalled", "finished"]
+PeerState = Literal["joining", "ready", "training", "syncing", "recovering", "leaving", "gone"]
+Level = Literal["info", "warning", "error"]
+
+Name = Annotated[str, Field(max_length=128)]
+Text = Annotated[str, Field(max_length=1000)]
+Hex = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Amount = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0)]
+Seconds = Annotated[dict[Name, Amount], Field(max_length=32)]
+
+_CONFIG = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always"
+)
+
+
+class StatusError(ValueError):
+    """Bytes that are not the record they should be."""
+
+
+class _Record:
+    """JSON to and from a dataclass, validated."""
+
+    _max_bytes = MAX_RECORD_BYTES
+
+    def to_json(self) -> bytes:
+        """Return compact UTF-8 JSON. Raises StatusError when a value is out of range."""
+        adapter = _adapter(type(self))
+        try:
+            return adapter.dump_json(adapter.validate_python(self))
+        except ValueError as error:
+            raise _explain(type(self).__name__, error) from None
+
+    @classmethod
+    def from_json(cls, raw: bytes | bytearray | memoryview) -> Self:
+        """Read and check a record. Raises StatusError."""
+        if len(raw) > cls._max_bytes:
+            expected = f"expected at most {cls._max_bytes} bytes"
+            raise StatusError(f"{cls.__name__}: {expected}, got {len(raw)}")
+        try:
+            record: Self = _adapter(cls).validate_json(bytes(raw))
+        except ValueError as error:
+            raise _explain(cls.__name__, error) from None
+        return record
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _explain(name: str, error: ValueError) -> StatusError:
+    if not isinstance(error, ValidationError):
+        return StatusError(f"{name}: {str(error)[:200]}")
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:100]
+    return StatusError(f"{name}: {where}: {first['msg']}" if where else f"{name}: {first['msg']}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(_Record):
+    """Something worth a line in the log."""
+
+    __pydantic_config__ = _CONFIG
+
+    at: Amount
+    """Seconds since 1970 by the coordinator's clock."""
+    level: Level = "info"
+    source: Name = ""
+    """Peer id, or 'coordinator'."""
+    text: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTrace(_Record):
+    """One peer's account of one round, sent once the round is settled."""
+
+    __pydantic_config__ = _CONFIG
+
+    epoch: Count = 0
+    position: Count
+    included: bool
+    """Whether all of the peer's contribution is in the entry."""
+    loss: float | None = None
+    """Mean training loss of the peer's window, nats a token."""
+    tokens: Count = 0
+    seconds: Seconds = field(default_factory=dict)
+    """Time of each phase: wait, encode, send, reduce, apply; rendezvous apart."""
+    wire_bytes_sent: Count = 0
+    wire_bytes_received: Count = 0
+    left_out: Annotated[list[Name], Field(max_length=4096)] = field(default_factory=list)
+    """Peers that this round went on without, as the sender saw it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerStatus(_Record):
+    """How one peer is, as it said itself with its last heartbeat."""
+
+    __pydantic_config__ = _CONFIG
+
+    peer_id: Name
+    name: Name = ""
+    """What its owner calls it; the peer id's last letters otherwise."""
+    role: Literal["trainer", "follower"] = "trainer"
+    incarnation: Name = ""
+    """New at each start of the process."""
+    state: PeerState = "joining"
+    phase: Name = ""
+    """Part of the round it is in: compute, rendezvous, send, reduce, apply, ..."""
+    epoch: Count = 0
+    position: Count = 0
+    """Entries it has applied."""
+    chain: Hex = ""
+    state_digest: Hex = ""
+    """Root of parameters and outer state at `state_position`, as last computed."""
+    state_position: Count = 0
+    tokens_per_s: Amount = 0.0
+    tokens_total: Count = 0
+    loss: float | None = None
+    """Training loss, nats a token."""
+    valid_loss: float | None = None
+    step: Count = 0
+    """Inner steps done in the current window."""
+    inner_steps: Count = 0
+    """Inner steps of a window."""
+    wire_bytes_sent: Count = 0
+    wire_bytes_received: Count = 0
+    uplink_mbit_s: Amount = 0.0
+    """Measured capacity of the link; 0: not known yet."""
+    downlink_mbit_s: Amount = 0.0
+    uplink_use: Share = 0.0
+    """Share of the capacity in use, 0 to 1."""
+    downlink_use: Share = 0.0
+    utilisation: Share = 0.0
+    """Share of the time spent training, 0 to 1."""
+    last_seen_s: Amount = 0.0
+    """Seconds since the coordinator heard from it."""
+    phases: Seconds = field(default_factory=dict)
+    """Seconds of the last round: wait, encode, send, reduce, apply."""
+    recoveries: Count = 0
+    """How often this process fetched its state from others, its first join included."""
+    device: Name = ""
+    version: Name = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSummary(_Record):
+    """One decided position."""
+
+    __pydantic_config__ = _CONFIG
+
+    epoch: Count = 0
+    position: Count
+    """The state that the entry leads to: 1 after the first round."""
+    at: Amount
+    """Seconds since 1970 when the coordinator learned of it."""
+    loss: float | None = None
+    valid_loss: float | None = None
+    tokens: Count = 0
+    members: Count = 0
+    left_out: Annotated[list[Name], Field(max_length=4096)] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=dict)
+    """Mean over the members' traces, by phase."""
+    wire_bytes: Count = 0
+    """Sent by all members together, as counted on the wire."""
+    chain: Hex = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus(_Record):
+    """A run at one moment, as its coordinator knows it."""
+
+    __pydantic_config__ = _CONFIG
+    _max_bytes = MAX_RUN_BYTES
+
+    run_name: Name
+    run_id: Hex
+    state: RunState = "waiting"
+    epoch: Count = 0
+    position: Count = 0
+    """Entries the coordinator holds; peers may be ahead."""
+    rounds_total: Count = 0
+    """0: until stopped."""
+    min_peers: Count = 1
+    chain: Hex = ""
+    started_at: Amount | None = None
+    """Seconds since 1970 when the first epoch opened."""
+    now: Amount = 0.0
+    """Seconds since 1970 by the coordinator's clock when this was made."""
+    tokens_total: Count = 0
+    tokens_per_s: Amount = 0.0
+    loss: float | None = None
+    valid_loss: float | None = None
+    utilisation: Share = 0.0
+    peers: Annotated[list[PeerStatus], Field(max_length=4096)] = field(default_factory=list)
+    history: Annotated[list[RoundSummary], Field(max_length=HISTORY)] = field(default_factory=list)
+    """The newest rounds, oldest first."""
+    events: Annotated[list[Event], Field(max_length=EVENTS)] = field(default_factory=list)
+    """The newest events, oldest first."""
+    codec: Name = ""
+    method: Name = ""
+    inner_steps: Count = 0
+    params: Count = 0
+    """Trainable parameters."""

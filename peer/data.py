@@ -6,6 +6,7 @@ Sources, by the ``source`` of a run and its ``format`` (``auto`` looks at the na
     a file      text, ``.jsonl`` (one object a line, the text in ``text_field``), ``.parquet``
     a folder    the text, jsonl and parquet files under it, hidden ones left out
     hf:NAME     a Hugging Face data set in streaming mode; ``hf:NAME@CONFIG`` for one of its parts
+                (or the bare name with the format ``hf``)
 
 Tokens are bytes (a zero byte ends a document), or those of a ``tokenizers`` JSON file (its end
 token, if it has one, ends a document). A document goes to validation when a hash of its name says
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
 TESTS = frozenset({"test", "tests", "idle_test"})  # would be more than half of the text
 GENERATED = frozenset({"encodings", "pydoc_data"})  # tables of numbers and one 757 kB string
 SKIPPED_FOLDERS = NOT_SOURCE | TESTS | GENERATED
-FORMATS = ("auto", "text", "jsonl", "parquet")
+FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 SPOOL_BYTES = 1 << 30  # tokens beyond this move from memory to an unnamed temporary file
 HUB_VALIDATION_DOCUMENTS = 2_000  # looked at in search of validation text; about 5% are
@@ -352,21 +353,23 @@ class _TokenSpool:
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
         self._file = tempfile.SpooledTemporaryFile(SPOOL_BYTES)
-        self.num_tokens = 0
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def add(self, tokens: Tokens) -> None:
-        self._file.write(tokens.tobytes())
-        self.num_tokens += len(tokens)
+        self._bytes += self._file.write(tokens.tobytes())
 
     def tokens(self) -> Tokens:
-        if self.num_tokens == 0:
-            return np.zeros(0, dtype=self._dtype)
-        with self._file as file:
-            file.seek(0)
-            if self.num_tokens * self._dtype.itemsize <= SPOOL_BYTES:
-                return np.frombuffer(file.read(), dtype=self._dtype)
-            file.flush()
-            return np.memmap(cast(BinaryIO, file), dtype=self._dtype, mode="r")
+        self._file.seek(0)
+        if self._bytes <= SPOOL_BYTES:
+            return np.frombuffer(self._file.read(), dtype=self._dtype)
+        self._file.flush()
+        return np.memmap(cast(BinaryIO, self._file), dtype=self._dtype, mode="r")
 
 
 class LocalCorpus(Corpus):
@@ -387,7 +390,7 @@ class LocalCorpus(Corpus):
         *,
         valid_fraction: float,
         min_tokens: int,
-    ) -> "LocalCorpus":
+    ) -> Self:
         """Tokenise and split documents.
 
         Args:
@@ -402,12 +405,12 @@ class LocalCorpus(Corpus):
         """
         end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token])
         dtype = tokenizer.encode(b"").dtype
-        train, valid = _TokenSpool(dtype), _TokenSpool(dtype)
-        for document in source:
-            spool = valid if goes_to_validation(document.key, valid_fraction) else train
-            spool.add(tokenizer.encode(document.data))
-            spool.add(end.astype(dtype))
-        train_N, valid_N = train.tokens(), valid.tokens()
+        with _TokenSpool(dtype) as train, _TokenSpool(dtype) as valid:
+            for document in source:
+                spool = valid if goes_to_validation(document.key, valid_fraction) else train
+                spool.add(tokenizer.encode(document.data))
+                spool.add(end.astype(dtype))
+            train_N, valid_N = train.tokens(), valid.tokens()
         if min(len(train_N), len(valid_N)) < min_tokens:
             train_N, valid_N = _split_once(train_N, valid_N, valid_fraction, min_tokens)
         return cls(train_N=train_N, valid_N=valid_N, tokenizer=tokenizer)
@@ -618,7 +621,7 @@ def open_corpus(
         DataError: the text is missing, empty, too short or needs an extra.
     """
     opened = open_tokenizer(tokenizer)
-    if source.startswith(HUB):
+    if source.startswith(HUB) or format == "hf":
         name = source.removeprefix(HUB)
         return HubCorpus(name, opened, text_field=text_field, valid_fraction=valid_fraction)
     found = documents(source, format=format, text_field=text_field)

@@ -1,0 +1,163 @@
+"""Error feedback that conserves mass: what a codec loses comes back in a later contribution.
+
+The residual is a mass, g = weight x gradient, kept by the peer over the whole vector in absolute
+coordinates, so it survives a change of weights, of parts and of owners.
+
+    sender     x = delta + beta g / w        sends d = decode(encode(x))
+    included   g = w (x - d)                 on the cells where it was included
+    else       g stays
+    owner      g += W (a - u)                a: weighted mean of the d, u: what it sent back
+
+At beta 1, a linear mean and no clipping: sum(w delta + g_old) = W u + sum(g_new).
+
+This is EF-SGD (arXiv:1901.09847) on both legs. Departures: masses in place of gradients, because
+weights change from round to round; the owner's leg goes to the owner's own residual, because
+the average exists nowhere else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.compression import Codec
+from atoll.optim.layout import cell_slices
+from atoll.optim.update import decode_cells, encode_cells
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One encoded contribution, frozen until it is settled; repairs resend the same frames."""
+
+    weight: float
+    """w of x = delta + beta g / w; 0 sends delta alone and leaves g."""
+
+    frames: tuple[bytes, ...]
+    """Codec frames, one a grid cell."""
+
+    squares: tuple[float, ...]
+    """Sum of squares of d, one a grid cell."""
+
+    change_N: Tensor | None
+    """What inclusion at this weight adds to g: w (x - d) - g. None where g can't change."""
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm of d."""
+        return float(sum(self.squares) ** 0.5)
+
+
+class Feedback:
+    """The residual of one peer for one fragment."""
+
+    def __init__(self, numel: int, codec: Codec, *, beta: float = 1.0) -> None:
+        """Start with no residual, as a joiner does.
+
+        Args:
+            numel: N, numbers of the fragment.
+            codec: encodes what is sent; feedback needs one that is not unbiased.
+            beta: share of the residual that comes back; 0 keeps none.
+
+        Raises:
+            ValueError: when beta is outside [0, 1], or above 0 with an unbiased codec, whose
+                residual would grow without bound.
+        """
+        if not 0.0 <= beta <= 1.0:
+            raise ValueError(f"expected a feedback between 0 and 1, got {beta}")
+        if beta > 0 and codec.mode == "unbiased":
+            raise ValueError(
+                f"expected no feedback with the unbiased codec {codec.spec}, got {beta}; "
+                "set compression.feedback = 0"
+            )
+        self.beta = beta
+        self.codec = codec
+        self.numel = numel
+        self.mass_N = torch.zeros(numel if beta > 0 else 0)
+
+    def offer(self, delta_N: Tensor, weight: float) -> Offer:
+        """Encode a contribution together with the residual. Changes nothing.
+
+        Args:
+            delta_N: pseudo-gradient, fp32 on the CPU.
+            weight: weight that the peer expects to be counted with.
+
+        Raises:
+            CodecError: when delta holds NaN or infinity.
+        """
+        x_N = self._with_residual(delta_N, weight)
+        frames = encode_cells(self.codec, x_N)
+        d_N = decode_cells(self.codec, frames, self.numel)
+        squares = tuple(float(d_N[cell].double().square().sum()) for cell in self._cells())
+        return Offer(
+            weight=weight,
+            frames=tuple(frames),
+            squares=squares,
+            change_N=self._change(x_N, d_N, weight),
+        )
+
+    def settle(self, offer: Offer, included: Tensor, *, weight: float) -> None:
+        """Take the residual of an offer that was included, cell by cell.
+
+        Args:
+            offer: what `offer` gave.
+            included: bool a grid cell.
+            weight: weight x clip factor that it was counted with. Where that is less than
+                offered, less of the old residual has left, and the rest stays.
+        """
+        if offer.change_N is None:
+            return
+        share = weight / offer.weight
+        for cell, counted in zip(self._cells(), included.tolist(), strict=True):
+            if counted:
+                self.mass_N[cell] += offer.change_N[cell] * share
+
+    def owner_credit(self, part: slice, total_weight: float, mean: Tensor, sent: Tensor) -> None:
+        """Keep what the owner's encoding of a part lost: g += W (a - u).
+
+        Call it once the entry is decided, and only for a part that the entry names as this
+        owner's.
+
+        Args:
+            part: values of the part.
+            total_weight: W, the sum of the weights that were averaged over.
+            mean: a, before encoding.
+            sent: u, decoded from what was sent.
+        """
+        if self.beta > 0:
+            self.mass_N[part] += (mean - sent) * total_weight
+
+    def reset(self) -> None:
+        """Forget the residual, when the outcome of a contribution is unknown."""
+        self.mass_N.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residual; an offer under way belongs to whoever holds it."""
+        return {"mass_N": self.mass_N.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a residual.
+
+        Raises:
+            ValueError: when it has another length.
+        """
+        if state["mass_N"].shape != self.mass_N.shape:
+            raise ValueError(
+                f"expected a residual of {self.mass_N.numel()} values, "
+                f"got {state['mass_N'].numel()}"
+            )
+        self.mass_N.copy_(state["mass_N"])
+
+    def _cells(self) -> Sequence[slice]:
+        return list(cell_slices(self.numel))
+
+    def _with_residual(self, delta_N: Tensor, weight: float) -> Tensor:
+        if self.beta == 0 or weight == 0:
+            return delta_N
+        return delta_N + self.mass_N * (self.beta / weight)
+
+    def _change(self, x_N: Tensor, d_N: Tensor, weight: float) -> Tensor | None:
+        if self.beta == 0 or weight == 0:
+            return None
+        return (x_N - d_N) * weight - self.mass_N

@@ -1,0 +1,122 @@
+"""The `atoll` command line.
+
+Only the chosen command's module is imported, so `atoll --help` answers at once. Exit codes:
+
+    0    done
+    1    failed: the work could not be done (network, disk, ...)
+    2    the input is wrong: an argument, RUN.toml, an invite, a checkpoint, a port in use, ...
+    130  stopped by Ctrl-C
+
+A failure that Atoll foresaw is one message on stderr and no traceback. Which code it gets follows
+from the class that is raised, in any layer, without a common base:
+
+    exception                                   code
+    defined in atoll.*, a ValueError            2     (SpecError, InviteError, CheckpointError, ...)
+    defined in atoll.*, anything else           1     (TransportError, ...)
+      with an int attribute `exit_code`         that
+    OSError: address in use                     2
+    OSError with a file name                    2     (not found, no permission, a directory, ...)
+    OSError                                     1
+
+Anything else is a bug and keeps its traceback.
+"""
+
+import argparse
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import ModuleType
+
+from atoll.peer.commands import SUMMARIES
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+EXAMPLES = """\
+examples:
+  atoll demo                     train across 4 peers on this machine
+  atoll init RUN.toml            describe a run of your own
+  atoll coordinator RUN.toml     start it; prints an invite
+  atoll peer INVITE              join it, on as many machines as you like
+  atoll dashboard INVITE         watch it
+
+`atoll COMMAND --help` says more."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    module = _load(chosen) if chosen in SUMMARIES else None
+    parser = _parser(module, chosen)
+    args = parser.parse_args(arguments)
+    if module is None:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT
+    return _run(module, args)
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"atoll.peer.commands.{name}")
+
+
+def _parser(module: ModuleType | None, chosen: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="atoll",
+        description="Train one model together over ordinary internet links.",
+        epilog=EXAMPLES,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=28
+        ),
+    )
+    parser.add_argument("--version", action="version", version=f"atoll {version('atoll')}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, summary in SUMMARIES.items():
+        if module is not None and name == chosen:
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def _run(module: ModuleType, args: argparse.Namespace) -> int:
+    try:
+        return int(module.run(args))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter's last flush must not fail as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        print(f"atoll {args.command}: {message(error)}", file=sys.stderr)
+        return code
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Return the exit code of a foreseen failure by the table above, None for a bug."""
+    if type(error).__module__.partition(".")[0] == "atoll":
+        code = getattr(error, "exit_code", None)
+        if isinstance(code, int):
+            return code
+        return BAD_INPUT if isinstance(error, ValueError) else FAILED
+    if isinstance(error, OSError):
+        bad_input = error.errno == errno.EADDRINUSE or error.filename is not None
+        return BAD_INPUT if bad_input else FAILED
+    return None
+
+
+def message(error: BaseException) -> str:
+    """Return what to tell a person about a foreseen failure."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Identity, transport and signed records: everything that knows about the network.
 
-Importing this package stays cheap: only `atoll.dht.libp2p`, `atoll.dht.daemon`, `atoll.dht.roster_dht` and
-`atoll.dht.node` load hivemind, and only when they are imported by name.
+Importing this package stays cheap: only `atoll.dht.libp2p`, `atoll.dht.daemon`,
+`atoll.dht.roster_dht` and `atoll.dht.node` load hivemind, and only when they are imported by name.
 """
 
 from atoll.dht.identity import Identity, IdentityError, verify

@@ -1,19 +1,21 @@
 """Who a peer is: an Ed25519 key pair on disk, whose public half *is* the PeerID.
 
-The file is a libp2p private key, as p2pd reads it (libp2p specification, peer-ids): a protobuf of two fields::
+The file is a libp2p private key, as p2pd reads it (libp2p specification, peer-ids): a protobuf of
+two fields::
 
     08 01          key type 1, Ed25519
     12 40          64 bytes follow
     seed[32] public[32]
 
-The PeerID is the identity multihash of the public key's protobuf, so anyone can take the key out of the PeerID::
+The PeerID is the identity multihash of the public key's protobuf, so anyone can take the key out of
+the PeerID::
 
     00 24          identity multihash of 36 bytes
     08 01 12 20    key type 1, 32 bytes follow
     public[32]
 
-in base58 (Bitcoin alphabet), always 52 characters from "12D3Koo". A signature is bound to the PeerID by this
-alone; no table of keys is needed.
+in base58 (Bitcoin alphabet), always 52 characters from "12D3Koo". A signature is bound to the
+PeerID by this alone; no table of keys is needed.
 
 Errors::
 
@@ -77,12 +79,14 @@ class Identity:
             data = file.read(_KEY_BYTES + 1)
         if len(data) != _KEY_BYTES or not data.startswith(_KEY_PREFIX):
             raise IdentityError(
-                f"identity file {path}: expected {_KEY_BYTES} bytes of a libp2p Ed25519 key, got something else; "
-                "move it away to have a new identity made"
+                f"identity file {path}: expected {_KEY_BYTES} bytes of a libp2p Ed25519 key, "
+                "got something else; move it away to have a new identity made"
             )
         key = Ed25519PrivateKey.from_private_bytes(data[4:36])
         if key.public_key().public_bytes_raw() != data[36:]:
-            raise IdentityError(f"identity file {path}: its halves do not belong together; restore a copy of it")
+            raise IdentityError(
+                f"identity file {path}: its halves do not belong together; restore a copy of it"
+            )
         return cls(key, path)
 
     @classmethod
@@ -109,7 +113,7 @@ class Identity:
         return _KEY_PREFIX + self._key.private_bytes_raw() + self.public_key
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes. The caller begins `data` with words that no other use of the key begins with."""
+        """64 bytes. The caller begins `data` with words that no other use begins with."""
         return self._key.sign(data)
 
     def __repr__(self) -> str:
@@ -118,7 +122,7 @@ class Identity:
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """True if the owner of `peer_id` signed exactly `data`; False for anything else, malformed input included."""
+    """True if the owner of `peer_id` signed exactly `data`; False for all else, never raises."""
     public_key = public_key_of(peer_id)
     if public_key is None or len(signature) != SIGNATURE_BYTES:
         return False

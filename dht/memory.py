@@ -1,18 +1,23 @@
 """A network in one process: the transport's face with faults that a test chooses.
 
-A peer is an object, a message a list entry; hundreds of peers run in one loop, and in a `VirtualTimeLoop`
-their round trips, bandwidth and deadlines take no real time. What the faults look like follows libp2p:
+A peer is an object, a message a list entry; hundreds of peers run in one loop, and in a
+`VirtualTimeLoop` their round trips, bandwidth and deadlines take no real time. What the faults look
+like follows libp2p:
 
-- `cut`: nothing passes, nothing is lost. As over TCP, what was sent arrives after `heal`, however late.
-- `drop`: a dropped question or answer of a call never comes; a stream never skips a message, so it stalls.
+- `cut`: nothing passes, nothing is lost. As over TCP, what was sent arrives after `heal`, however
+  late.
+- `drop`: a dropped question or answer of a call never comes; a stream never skips a message, so it
+  stalls.
 - `reset`: the connection of a pair breaks; its streams and calls end with PeerUnreachable.
-- `freeze`: SIGSTOP. Nothing arrives and the peer's tasks do not come out of any network operation until `thaw`,
-  not even by their own deadline.
-- `kill`: SIGKILL. Streams end at the other side with PeerUnreachable (`clean=True`: with None, as a peer that
-  closed them all first); operations of the dead peer never return. `transport` of the same PeerID starts it anew.
+- `freeze`: SIGSTOP. Nothing arrives and the peer's tasks do not come out of any network operation
+  until `thaw`, not even by their own deadline.
+- `kill`: SIGKILL. Streams end at the other side with PeerUnreachable (`clean=True`: with None, as a
+  peer that closed them all first); operations of the dead peer never return. `transport` of the
+  same PeerID starts it anew.
 
-`on_message(src, dst, method, n)` is called before the n-th message (from 1; questions, answers, opens, ends and
-stream messages all count) is sent: it may inject any fault, or return False to drop this message.
+`on_message(src, dst, method, n)` is called before the n-th message (from 1; questions, answers,
+opens, ends and stream messages all count) is sent: it may inject any fault, or return False to drop
+this message.
 """
 
 from __future__ import annotations
@@ -56,7 +61,7 @@ OnMessage = Callable[[str, str, str, int], bool | None]
 
 @dataclass(kw_only=True)
 class Link:
-    """What one direction of a pair does to messages. `jitter_s` is uniform and reorders across streams."""
+    """What one direction of a pair does. `jitter_s` is uniform and reorders across streams."""
 
     latency_s: float = 0.0
     jitter_s: float = 0.0
@@ -128,7 +133,7 @@ class MemoryNetwork:
         uplink_bytes_s: float = 0.0,
         downlink_bytes_s: float = 0.0,
     ) -> MemoryTransport:
-        """A live peer. Rates of 0 are unlimited. A dead peer of this PeerID is replaced, a live one refused."""
+        """A live peer. Rates of 0 are unlimited. A dead peer of this PeerID is replaced."""
         old = self._peers.get(peer_id)
         if old is not None and old.alive:
             raise ValueError(f"peer {peer_id} is alive; kill or close it before it starts again")
@@ -241,7 +246,9 @@ class MemoryNetwork:
     def _land(self, pipe: _Pipe) -> None:
         message, dst = pipe.flying.popleft(), pipe.dst
         now_s = asyncio.get_running_loop().time()
-        dst.downlink_free_s = _busy_until(dst.downlink_free_s, now_s, message[0], dst.downlink_bytes_s)
+        dst.downlink_free_s = _busy_until(
+            dst.downlink_free_s, now_s, message[0], dst.downlink_bytes_s
+        )
         pipe.landing.append(message)
         self._at(dst.downlink_free_s, now_s, lambda: self._deliver(pipe))
 
@@ -312,7 +319,9 @@ class _Call:
 class MemoryTransport:
     """A `Transport` in memory; made by `MemoryNetwork.transport`."""
 
-    def __init__(self, network: MemoryNetwork, peer_id: str, *, admission: bytes, check: Check) -> None:
+    def __init__(
+        self, network: MemoryNetwork, peer_id: str, *, admission: bytes, check: Check
+    ) -> None:
         """Use `MemoryNetwork.transport`."""
         self.network = network
         self.peer_id = peer_id
@@ -348,7 +357,9 @@ class MemoryTransport:
         """See `Transport`."""
         checked_method(method)
         checked_size("a call", len(body), MAX_CALL_BYTES)
-        return await self._bounded(self._call(peer, method, bytes(body)), timeout_s, f"call of {method}", peer)
+        return await self._bounded(
+            self._call(peer, method, bytes(body)), timeout_s, f"call of {method}", peer
+        )
 
     async def open(self, peer: str, method: str, *, timeout_s: float) -> MemoryStream:
         """See `Transport`."""
@@ -387,7 +398,9 @@ class MemoryTransport:
 
     # This side of an exchange
 
-    async def _bounded(self, work: Coroutine[None, None, T], timeout_s: float, what: str, peer: str) -> T:
+    async def _bounded(
+        self, work: Coroutine[None, None, T], timeout_s: float, what: str, peer: str
+    ) -> T:
         try:
             await self._awake()
             async with asyncio.timeout(timeout_s):
@@ -395,7 +408,9 @@ class MemoryTransport:
         except TransportError:
             raise
         except TimeoutError:
-            raise DeadlineExceeded(f"{what} with {peer}: not done in {timeout_s:g} s", peer=peer) from None
+            raise DeadlineExceeded(
+                f"{what} with {peer}: not done in {timeout_s:g} s", peer=peer
+            ) from None
         finally:
             work.close()
             await self._awake()
@@ -510,7 +525,8 @@ class MemoryTransport:
 
     def _lose(self, remote: str, *, clean: bool) -> None:
         error = None if clean else PeerUnreachable(f"the connection to {remote} broke", peer=remote)
-        for exchange in [*self._calls, *self._streams]:
+        exchanges: list[_Call | MemoryStream] = [*self._calls, *self._streams]
+        for exchange in exchanges:
             if exchange.remote == remote:
                 exchange.lose(error)
 
@@ -535,13 +551,17 @@ class MemoryStream:
     async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
         """See `Stream`."""
         checked_size("a message", len(data), MAX_MESSAGE_BYTES)
-        await self._transport._bounded(self._send(bytes(data)), timeout_s, f"send on {self.method}", self.remote)
+        await self._transport._bounded(
+            self._send(bytes(data)), timeout_s, f"send on {self.method}", self.remote
+        )
 
     async def recv(self, *, timeout_s: float) -> bytes | None:
         """See `Stream`."""
         if self._inbox and self._transport.alive and not self.network_is_frozen():
             return self._take()
-        return await self._transport._bounded(self._recv(), timeout_s, f"recv on {self.method}", self.remote)
+        return await self._transport._bounded(
+            self._recv(), timeout_s, f"recv on {self.method}", self.remote
+        )
 
     def network_is_frozen(self) -> bool:
         """True while this end's process is stopped."""
@@ -550,7 +570,9 @@ class MemoryStream:
     async def end(self, *, timeout_s: float) -> None:
         """See `Stream`."""
         if not self._ended:
-            await self._transport._bounded(self._end(), timeout_s, f"end of {self.method}", self.remote)
+            await self._transport._bounded(
+                self._end(), timeout_s, f"end of {self.method}", self.remote
+            )
 
     async def close(self) -> None:
         """See `Stream`."""
@@ -569,7 +591,10 @@ class MemoryStream:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """See `Stream`."""
         await self.close()
@@ -580,16 +605,22 @@ class MemoryStream:
             await self._change()
             self._check_sendable()
         self._unread_bytes += len(data)
-        left_s = self._transport.network._send(self._out, len(data), lambda: self._far._on_data(data))
+        left_s = self._transport.network._send(
+            self._out, len(data), lambda: self._far._on_data(data)
+        )
         await asyncio.sleep(left_s)
 
     def _check_sendable(self) -> None:
         if self._ended:
-            raise TransportError(f"stream {self.method} was ended here; nothing more can be sent", peer=self.remote)
+            raise TransportError(
+                f"stream {self.method} was ended here; nothing more can be sent", peer=self.remote
+            )
         if self._error:
             raise self._error
         if self._peer_closed:
-            raise PeerUnreachable(f"{self.remote} has closed stream {self.method}", peer=self.remote)
+            raise PeerUnreachable(
+                f"{self.remote} has closed stream {self.method}", peer=self.remote
+            )
 
     async def _recv(self) -> bytes | None:
         while not self._inbox:
@@ -615,7 +646,9 @@ class MemoryStream:
 
     def _refuse(self, error: Refused) -> None:
         if not self._closed:
-            self._transport.network._send(self._out, len(str(error)), lambda: self._far._on_error(error))
+            self._transport.network._send(
+                self._out, len(str(error)), lambda: self._far._on_error(error)
+            )
 
     async def _change(self) -> None:
         waker = asyncio.get_running_loop().create_future()

@@ -1,7 +1,8 @@
 """What peers say to each other with: calls and streams, over libp2p or in memory, with one face.
 
-Every exchange opens with the caller's *admission* (opaque bytes, signed by the coordinator); the called side
-hands it with the authenticated remote PeerID to its `check` before it reads anything else.
+Every exchange opens with the caller's *admission* (opaque bytes, signed by the coordinator); the
+called side hands it with the authenticated remote PeerID to its `check` before it reads anything
+else.
 
 Errors::
 
@@ -10,8 +11,8 @@ Errors::
     ├── DeadlineExceeded          nothing finished within `timeout_s` (also a TimeoutError)
     └── Refused                   the peer answered no: `code` for programs, `message` for people
 
-A message that is too long, a wrong type or a stream used after its `close` is the caller's own mistake and
-raises ValueError, TypeError or TransportError at the caller.
+A message that is too long, a wrong type or a stream used after its `close` is the caller's own
+mistake and raises ValueError, TypeError or TransportError at the caller.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TransportError(Exception):
         self.peer = peer
 
 
-class PeerUnreachable(TransportError):  # noqa: N818 - a state of the peer, named as the design names it
+class PeerUnreachable(TransportError):  # noqa: N818 - a state of the peer
     """No connection could be made, or it broke before the peer said that it had finished."""
 
 
@@ -68,7 +69,7 @@ class TransportStatistics:
     wire_bytes_sent: int
     wire_bytes_received: int
     source: Literal["tcp", "application", "memory"]
-    """tcp: counted by the kernel on the sockets; application: frames handed to the daemon; memory: in-process."""
+    """tcp: counted by the kernel; application: frames given to the daemon; memory: in-process."""
     messages_sent: int = 0
     messages_received: int = 0
     calls_made: int = 0
@@ -83,7 +84,7 @@ class TransportStatistics:
 class Stream(Protocol):
     """A two-way sequence of messages of at most `MAX_MESSAGE_BYTES`; boundaries are kept.
 
-    One task may send while another receives. `close` at the other side lets what was sent before arrive.
+    One task may send while another receives. What was sent before `close` still arrives.
     """
 
     remote: str
@@ -94,27 +95,36 @@ class Stream(Protocol):
 
         After DeadlineExceeded the message may or may not arrive: close the stream.
         """
+        ...
 
     async def recv(self, *, timeout_s: float) -> bytes | None:
         """The next message, or None when the peer has ended or closed its side.
 
-        Raises PeerUnreachable when the peer dies before it says so, Refused when its handler does. After
-        DeadlineExceeded nothing is lost: call again.
+        Raises PeerUnreachable when the peer dies before it says so, Refused when its handler does.
+        After DeadlineExceeded nothing is lost: call again.
         """
+        ...
 
     async def end(self, *, timeout_s: float) -> None:
         """Says that nothing more will be sent; receiving goes on."""
+        ...
 
     async def close(self) -> None:
         """Ends both directions. Idempotent, never raises, returns soon."""
+        ...
 
     async def __aenter__(self) -> Self:
         """The stream itself."""
+        ...
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Closes the stream."""
+        ...
 
 
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
@@ -133,43 +143,54 @@ class Transport(Protocol):
     @property
     def peer_id(self) -> str:
         """Our own PeerID in base58."""
+        ...
 
     @property
     def addresses(self) -> list[str]:
         """Multiaddrs at which others may dial us."""
+        ...
 
     admission: bytes
     """The credential that goes with every exchange; may be replaced when it is renewed."""
 
     async def call(self, peer: str, method: str, body: bytes, *, timeout_s: float) -> bytes:
         """One question, one answer, each of at most `MAX_CALL_BYTES`."""
+        ...
 
     async def open(self, peer: str, method: str, *, timeout_s: float) -> Stream:
         """A new stream to the peer's handler of `method`.
 
-        Does not wait for the handler: a refusal surfaces as Refused from the first `recv` or a later `send`.
+        Does not wait for the handler: its refusal comes from the first `recv` or a later `send`.
         """
+        ...
 
     def serve(self, method: str, handler: CallHandler) -> None:
-        """Answers calls of `method` with what `handler(remote, body)` returns. Replaces an earlier handler."""
+        """Answers calls of `method` with what `handler(remote, body)` returns."""
+        ...
 
     def serve_stream(self, method: str, handler: StreamHandler) -> None:
-        """Runs `handler(remote, stream)` for every stream of `method`; the stream is closed when it returns."""
+        """Runs `handler(remote, stream)` for every stream of `method`, and closes it then."""
+        ...
 
     async def connect(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
-        """Makes sure that there is a connection. The lower PeerID of a pair dials, the other waits first."""
+        """Makes sure of a connection. The lower PeerID of a pair dials, the other waits first."""
+        ...
 
     def statistics(self) -> TransportStatistics:
         """Counters since the start."""
+        ...
 
     async def close(self) -> None:
         """Ends all streams and handlers. Idempotent."""
+        ...
 
 
 def checked_method(method: str) -> str:
     """`method` if it may travel, else ValueError."""
     if not 0 < len(method) <= MAX_METHOD_CHARS or not method.isascii() or not method.isprintable():
-        raise ValueError(f"method {method!r}: expected 1 to {MAX_METHOD_CHARS} printable ASCII characters")
+        raise ValueError(
+            f"method {method!r}: expected 1 to {MAX_METHOD_CHARS} printable ASCII characters"
+        )
     return method
 
 

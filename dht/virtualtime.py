@@ -1,7 +1,8 @@
 """An event loop whose clock jumps to the next timer when nothing else is left to do.
 
-Code under test uses asyncio and `loop.time()` only; a test that waits out an hour of deadlines then takes no
-time. While a job runs in an executor the clock stands still, so real work never looks like a timeout.
+Code under test uses asyncio and `loop.time()` only; a test that waits out an hour of deadlines then
+takes no time. While a job runs in an executor the clock stands still, so real work never looks like
+a timeout.
 
 Errors::
 
@@ -18,7 +19,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-OUTSIDE_S = 5.0  # real seconds that a wake-up from another thread may take before the loop counts as stuck
+OUTSIDE_S = (
+    5.0  # real seconds that a wake-up from another thread may take before the loop counts as stuck
+)
 
 
 class Deadlock(RuntimeError):  # noqa: N818 - the usual word
@@ -64,7 +67,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now_s
 
     def run_in_executor(  # type: ignore[override]
-        self, executor: Executor | None, func: Callable[..., T], *args: Any  # noqa: ANN401
+        self,
+        executor: Executor | None,
+        func: Callable[..., T],
+        *args: Any,  # noqa: ANN401
     ) -> asyncio.Future[T]:
         """As asyncio's; the clock stands still until the job is done."""
         self._jumping.num_outside_jobs += 1

@@ -2,6 +2,7 @@ import asyncio
 import random
 
 import pytest
+
 from atoll.dht.memory import Link, MemoryNetwork, VirtualTimeLoop, run_virtual
 from atoll.dht.transport import (
     MAX_MESSAGE_BYTES,
@@ -348,7 +349,7 @@ def test_a_dropped_message_stalls_a_stream_and_loses_a_call():
 def test_hook_sees_every_message_and_may_kill_at_the_nth():
     async def main():
         seen = []
-        network, a, b = pair()
+        network, a, _ = pair()
 
         def hook(src, dst, method, n):
             seen.append((src, dst, method, n))
@@ -435,7 +436,11 @@ def test_three_hundred_peers_call_each_other():
         peers = [network.transport(str(i)) for i in range(300)]
         for peer in peers:
             peer.serve("echo", echo)
-        calls = [peers[i].call(str((i * k) % 300), "echo", b"x", timeout_s=5) for i in range(300) for k in (1, 7, 11)]
+        calls = [
+            peers[i].call(str((i * k) % 300), "echo", b"x", timeout_s=5)
+            for i in range(300)
+            for k in (1, 7, 11)
+        ]
         answers = await asyncio.gather(*calls)
         assert len(answers) == 900
         assert sum(p.statistics().messages_sent for p in peers) == 1800

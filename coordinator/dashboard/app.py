@@ -1,0 +1,291 @@
+"""The dashboard: asks for the state of the run once a second and draws it.
+
+    async def feed() -> RunStatus: ...
+    DashboardApp(feed, title="atoll").run()
+
+The app knows nothing about where the state comes from. When the feed fails, the last state stays
+on the screen with its age, and the app asks again for as long as it is open. It is one more object
+in the program that embeds it: `run_async` returns when the user quits or the finished run has
+lingered, and leaves the feed and the run alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from textual import events
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.pilot import Pilot
+from textual.widgets import Footer
+
+from atoll.coordinator.dashboard.help import Help
+from atoll.coordinator.dashboard.panes import (
+    EventsPane,
+    Header,
+    LossPane,
+    Pane,
+    PeersPane,
+    PhasesPane,
+    RoundsPane,
+)
+from atoll.coordinator.dashboard.text import clean
+from atoll.coordinator.dashboard.themes import DARK, LIGHT
+from atoll.coordinator.dashboard.view import View
+from atoll.coordinator.status import RunStatus
+
+Feed = Callable[[], Awaitable[RunStatus]]
+
+INTERVAL_S = 1.0  # peers report about as often; faster would redraw the same numbers
+FEED_TIMEOUT_S = 5.0  # a coordinator that takes longer is shown as lost, and asked again
+RETRY_MAX_S = 5.0  # a person watching sees the connection return within this
+LOWER_PANES = ("loss", "phases", "rounds", "events")
+
+
+class DashboardApp(App[None]):
+    """The run in a terminal."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "atoll dashboard"
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (declared so by Textual)
+        (0, "-narrow"),
+        (100, "-roomy"),
+        (150, "-wide"),
+    ]
+    VERTICAL_BREAKPOINTS = [  # noqa: RUF012  (declared so by Textual)
+        (0, "-low"),
+        (34, "-middle"),
+        (54, "-high"),
+    ]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "leave", "Quit"),
+        Binding("ctrl+c,ctrl+q", "leave", show=False, priority=True),
+        Binding("tab", "next_pane(1)", "Pane", priority=True),
+        Binding("shift+tab", "next_pane(-1)", show=False, priority=True),
+        Binding("l", "toggle_log", "Log"),
+        Binding("s", "toggle_smooth", "Smooth"),
+        Binding("p", "toggle_pause", "Pause"),
+        Binding("z", "zoom", "Zoom"),
+        Binding("t", "toggle_theme", "Theme"),
+        Binding("question_mark", "help", "Help"),
+        *(
+            Binding(str(number), f"pane('{name}')", show=False)
+            for number, name in enumerate(("peers", *LOWER_PANES), start=1)
+        ),
+    ]
+
+    def __init__(
+        self,
+        feed: Feed,
+        *,
+        title: str = "atoll",
+        on_quit: Callable[[], None] | None = None,
+        linger_s: float | None = None,
+        interval_s: float | None = INTERVAL_S,
+        light: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Draw what `feed` returns.
+
+        Args:
+            feed: Reads the state of the run; it may raise, and may take its time.
+            title: The word in the top left corner.
+            on_quit: Called when the user quits, not when a finished run closes by itself.
+            linger_s: Close this long after the run has finished, unless a key is pressed; None:
+                stay.
+            interval_s: From one reading to the next; None: only when `poll` is called.
+            light: Begin with the light theme.
+            clock: This machine's monotonic clock, in seconds.
+        """
+        super().__init__()
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = LIGHT.name if light else DARK.name
+        self.view = View(title=title)
+        self._feed = feed
+        self._on_quit = on_quit
+        self._linger_s = linger_s
+        self._interval_s = interval_s
+        self._clock = clock
+        self._received_at = clock()
+        self._closes_at: float | None = None
+        self._held: RunStatus | None = None
+        self._mounted = False
+
+    def compose(self) -> ComposeResult:
+        """Header, peers, four panes, keys."""
+        yield Header(id="header")
+        yield PeersPane(id="peers")
+        with Container(id="lower"):
+            yield LossPane(id="loss", classes="-current")
+            yield PhasesPane(id="phases")
+            yield RoundsPane(id="rounds")
+            yield EventsPane(id="events")
+        yield Footer(show_command_palette=False, compact=True)
+
+    def on_mount(self) -> None:
+        """Begin to ask."""
+        self._mounted = True
+        self.query_one("#peers", Pane).focus()
+        self._name_panes()
+        if self._interval_s is not None:
+            self.run_worker(self._follow(self._interval_s))
+            self.set_interval(self._interval_s, self.tick)
+
+    async def _follow(self, interval_s: float) -> None:
+        while True:
+            await self.poll()
+            backoff = min(RETRY_MAX_S, interval_s * 2 ** min(self.view.num_attempts, 8))
+            await asyncio.sleep(backoff if self.view.failure else interval_s)
+
+    async def poll(self) -> None:
+        """Read the state once and draw it, or draw that it could not be read."""
+        try:
+            status = await asyncio.wait_for(self._feed(), FEED_TIMEOUT_S)
+        except TimeoutError:
+            self._failed(f"no answer within {FEED_TIMEOUT_S:.0f} s")
+        except Exception as error:  # whatever a feed raises, the screen outlives it
+            self._failed(clean(error) or type(error).__name__)
+        else:
+            self._received(status)
+
+    def _failed(self, reason: str) -> None:
+        attempts = self.view.num_attempts + 1
+        self._show(replace(self.view, failure=reason, num_attempts=attempts))
+
+    def _received(self, status: RunStatus) -> None:
+        self._received_at = self._clock()
+        self._held = status
+        if status.state != "finished":
+            self._closes_at = None
+        elif self._linger_s is not None and self._closes_at is None:
+            self._closes_at = self._received_at + self._linger_s
+        kept = self.view.status if self.view.paused else status
+        self._show(replace(self.view, status=kept, failure="", num_attempts=0))
+
+    def tick(self) -> None:
+        """Let the ages on the screen grow, and close a finished run that has lingered."""
+        if self._closes_at is not None and self._clock() >= self._closes_at:
+            self.exit()
+        else:
+            self._show(self.view)
+
+    def _show(self, view: View) -> None:
+        now = self._clock()
+        closing = None if self._closes_at is None else max(0.0, self._closes_at - now)
+        age_s = now - self._received_at if view.status is not None else 0.0
+        self.view = replace(view, age_s=age_s, closing_in_s=closing)
+        if not self._mounted:
+            return
+        base = self.screen_stack[0]
+        base.query_one(Header).show(self.view)
+        for pane in base.query(Pane):
+            pane.show(self.view)
+
+    async def on_event(self, event: events.Event) -> None:
+        """Any key or click keeps a finished run on the screen."""
+        if isinstance(event, events.Key | events.MouseDown) and self._closes_at is not None:
+            self._closes_at, self._linger_s = None, None
+            self._show(self.view)
+        await super().on_event(event)
+
+    def on_grid_pane_moved(self) -> None:
+        """The waterfall follows the round that is chosen in the list."""
+        self.query_one(PhasesPane).choose(self.query_one(RoundsPane).chosen)
+
+    def action_leave(self) -> None:
+        """Quit."""
+        if self._on_quit is not None:
+            self._on_quit()
+        self.exit()
+
+    def action_toggle_log(self) -> None:
+        """Switch the axis of the loss."""
+        self._show(replace(self.view, log_scale=not self.view.log_scale))
+
+    def action_toggle_smooth(self) -> None:
+        """Switch between the curve as measured and smoothed."""
+        self._show(replace(self.view, smooth=not self.view.smooth))
+
+    def action_toggle_pause(self) -> None:
+        """Hold the screen still, or catch up with the run."""
+        status = self._held if self.view.paused else self.view.status
+        self._show(replace(self.view, paused=not self.view.paused, status=status))
+
+    def action_toggle_theme(self) -> None:
+        """Switch between dark and light."""
+        self.theme = LIGHT.name if self.theme == DARK.name else DARK.name
+
+    def action_help(self) -> None:
+        """Explain."""
+        self.push_screen(Help())
+
+    def action_zoom(self) -> None:
+        """Give the focused pane the whole screen, or return."""
+        if self.screen.maximized is not None:
+            self.screen.minimize()
+        elif isinstance(self.focused, Pane):
+            self.screen.maximize(self.focused)
+
+    def action_pane(self, name: str) -> None:
+        """Show a pane and focus it."""
+        if self.screen.maximized is not None:
+            self.screen.minimize()
+        if name in LOWER_PANES:
+            for pane in self.query("#lower > Pane"):
+                pane.set_class(pane.id == name, "-current")
+        self._name_panes()
+        self.query_one(f"#{name}", Pane).focus()
+
+    def action_next_pane(self, step: int) -> None:
+        """Go round the panes, hidden ones too."""
+        if isinstance(self.screen, Help):
+            return
+        order = ("peers", *LOWER_PANES)
+        here = self.focused.id if self.focused is not None else None
+        index = order.index(here) if here in order else 0
+        self.action_pane(order[(index + step) % len(order)])
+
+    def on_resize(self) -> None:
+        """Frames say how to reach what the new size hides."""
+        self.call_after_refresh(self._name_panes)
+
+    def _name_panes(self) -> None:
+        hides = any(not pane.display for pane in self.query("#lower > Pane").results(Pane))
+        for pane in self.query(Pane):
+            names = [pane.heading] if pane.id == "peers" or not hides else list(LOWER_PANES)
+            pane.border_title = " ".join(
+                name if name == pane.id else f"[not b $dim]{name}[/]" for name in names
+            )
+
+
+async def save_screenshot(
+    feed: Feed, path: Path, *, width: int = 120, height: int = 40, light: bool = False
+) -> None:
+    """Write the dashboard as an SVG after its first state.
+
+    Raises:
+        OSError: `path` cannot be written.
+        Exception: whatever the feed raised: a picture of a lost connection helps nobody.
+    """
+    status = await asyncio.wait_for(feed(), FEED_TIMEOUT_S)
+
+    async def first() -> RunStatus:
+        return status
+
+    app = DashboardApp(first, interval_s=None, light=light)
+
+    async def draw(pilot: Pilot[object]) -> None:
+        await app.poll()
+        await pilot.pause()
+        path.write_text(app.export_screenshot(), encoding="utf-8")
+        app.exit()
+
+    await app.run_async(headless=True, size=(width, height), auto_pilot=draw)

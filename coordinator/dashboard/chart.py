@@ -1,0 +1,241 @@
+"""A line chart in braille dots: each terminal cell holds 2 x 4 of them.
+
+Drawn here rather than with a plotting library, because the colours have to follow the theme, the
+size follows the terminal on every frame, and one curve over one axis is all there is to draw.
+
+`plot` is pure: series in, text out. x is a round, y a loss; points that are not finite are left
+out, and so are points at or below zero on a logarithmic axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Final
+
+from textual.content import Content
+
+from atoll.coordinator.dashboard.text import count
+
+Point = tuple[float, float]
+
+_DOT_BITS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [x % 2][y % 4]
+_AXIS_CELLS: Final = 7  # a label of five characters, a space, the axis itself
+_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)  # distances between ticks that people count in
+_LOG_STEPS: Final = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve; a later series is drawn over an earlier one."""
+
+    points: Sequence[Point]
+    style: str
+    dots: bool = False
+    """Draw the points themselves, not the line through them."""
+
+
+@dataclass
+class Canvas:
+    """Dots by cell; a cell takes the style of the last dot put into it."""
+
+    width: int
+    height: int
+    bits: dict[tuple[int, int], int] = field(default_factory=dict)
+    styles: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def dot(self, x: int, y: int, style: str) -> None:
+        """Put one dot, counted from the top left; a dot outside is ignored."""
+        if 0 <= x < 2 * self.width and 0 <= y < 4 * self.height:
+            cell = (x // 2, y // 4)
+            self.bits[cell] = self.bits.get(cell, 0) | _DOT_BITS[x % 2][y % 4]
+            self.styles[cell] = style
+
+    def line(self, start: tuple[int, int], end: tuple[int, int], style: str) -> None:
+        """Join two dots."""
+        (x0, y0), (x1, y1) = start, end
+        steps = max(abs(x1 - x0), abs(y1 - y0), 1)
+        for i in range(steps + 1):
+            self.dot(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps), style)
+
+    def row(self, y: int) -> list[tuple[str, str]]:
+        """One line of cells as styled text."""
+        cells = ((x, y) for x in range(self.width))
+        return [
+            (chr(0x2800 + self.bits[cell]), self.styles[cell]) if cell in self.bits else (" ", "")
+            for cell in cells
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """An axis: values between `low` and `high` map to 0..1."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Where `value` lies between the ends."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def scale_of(values: Sequence[float], *, log: bool) -> Scale:
+    """A scale around `values` with a little air at both ends."""
+    low, high = min(values), max(values)
+    if log:
+        ratio = max(high / low, 1.01) ** 0.04
+        return Scale(low=low / ratio, high=high * ratio, log=True)
+    air = max((high - low) * 0.04, abs(high) * 1e-3, 1e-9)
+    return Scale(low=low - air, high=high + air)
+
+
+def ticks(scale: Scale, num_max: int) -> list[float]:
+    """At most `num_max` round values on the scale."""
+    if num_max < 1:
+        return []
+    if scale.log and (found := _log_ticks(scale, num_max)):
+        return found
+    return _linear_ticks(scale.low, scale.high, num_max)
+
+
+def _linear_ticks(low: float, high: float, num_max: int) -> list[float]:
+    least = (high - low) / num_max
+    power = 10.0 ** math.floor(math.log10(least))
+    for factor in (*_STEPS, 20.0):
+        step = factor * power
+        first, last = math.ceil(low / step), math.floor(high / step)
+        if last - first + 1 <= num_max and step >= least * 0.999:
+            break
+    return [i * step for i in range(first, last + 1)][:num_max]
+
+
+def _log_ticks(scale: Scale, num_max: int) -> list[float]:
+    decades = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
+    values = [step * 10.0**decade for decade in decades for step in _LOG_STEPS]
+    inside = [value for value in values if scale.low <= value <= scale.high]
+    return inside[:: max(1, math.ceil(len(inside) / num_max))] if len(inside) >= 2 else []
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """A local straight line through each point's neighbours, the near ones counting more.
+
+    Unlike a running mean it does not lag behind a falling loss, nor bend at the ends.
+    """
+    reach = max(3, len(points) // 16)
+    return [
+        (x, _local_line(points[max(0, i - reach) : i + reach + 1], x, points[i][1]))
+        for i, (x, _) in enumerate(points)
+    ]
+
+
+def _local_line(near: Sequence[Point], at: float, otherwise: float) -> float:
+    span = 1.001 * max(abs(x - at) for x, _ in near) or 1.0
+    weights = [(1 - (abs(x - at) / span) ** 3) ** 3 for x, _ in near]
+    mass = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, near, strict=True)) / mass
+    mean_y = sum(w * y for w, (_, y) in zip(weights, near, strict=True)) / mass
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, near, strict=True))
+    if spread == 0:
+        return otherwise
+    slant = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, near, strict=True))
+    return mean_y + slant / spread * (at - mean_x)
+
+
+def thinned(points: Sequence[Point], num_max: int) -> list[Point]:
+    """The lowest and highest point of each of `num_max / 2` stretches, so that no spike is lost."""
+    if len(points) <= num_max:
+        return list(points)
+    num_stretches = max(1, num_max // 2)
+    result: list[Point] = []
+    for i in range(num_stretches):
+        start = i * len(points) // num_stretches
+        stretch = points[start : (i + 1) * len(points) // num_stretches]
+        extremes = {min(stretch, key=_height), max(stretch, key=_height)}
+        result += sorted(extremes)
+    return result
+
+
+def _height(point: Point) -> float:
+    return point[1]
+
+
+def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
+    """The points that an axis of this kind can show."""
+    return [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not log)]
+
+
+def plot(series: Sequence[Series], width: int, height: int, *, log: bool = False) -> Content:
+    """The chart with its axes in `width` x `height` cells; empty where there is no room."""
+    curves = [replace(curve, points=drawable(curve.points, log=log)) for curve in series]
+    everything = [point for curve in curves for point in curve.points]
+    plot_width, plot_height = width - _AXIS_CELLS, height - 2
+    if not everything or plot_width < 4 or plot_height < 2:
+        return Content("")
+    xs = [x for x, _ in everything]
+    x_scale = Scale(low=min(xs), high=max(max(xs), min(xs) + 1))
+    y_scale = scale_of([y for _, y in everything], log=log)
+    canvas = Canvas(plot_width, plot_height)
+    for curve in curves:
+        _draw(canvas, curve, x_scale, y_scale)
+    y_labels = _y_labels(y_scale, plot_height)
+    lines = [_line(canvas, row, y_labels.get(row)) for row in range(plot_height)]
+    return Content("\n").join([*lines, *_x_axis(x_scale, plot_width)])
+
+
+def _draw(canvas: Canvas, curve: Series, x_scale: Scale, y_scale: Scale) -> None:
+    last_x, last_y = 2 * canvas.width - 1, 4 * canvas.height - 1
+    dots = [
+        (round(x_scale.at(x) * last_x), round((1 - y_scale.at(y)) * last_y))
+        for x, y in thinned(curve.points, 4 * canvas.width)
+    ]
+    pairs = [(dot, dot) for dot in dots] if curve.dots else pairwise(dots)
+    for start, end in pairs:
+        canvas.line(start, end, curve.style)
+
+
+def _y_labels(scale: Scale, height: int) -> dict[int, str]:
+    values = ticks(scale, min(8, max(2, height // 2)))
+    decimals = _decimals(values)
+    rows = {round((1 - scale.at(value)) * (height - 1)): value for value in values}
+    return {row: _label(value, decimals) for row, value in rows.items()}
+
+
+def _decimals(values: Sequence[float]) -> int:
+    """The fewest decimals that write every tick exactly."""
+    for decimals in range(1, 4):
+        if all(math.isclose(round(value, decimals), value, abs_tol=1e-9) for value in values):
+            return decimals
+    return 4
+
+
+def _label(value: float, decimals: int) -> str:
+    text = f"{value:.{decimals}f}"
+    return text if len(text) <= _AXIS_CELLS - 2 else count(value)
+
+
+def _line(canvas: Canvas, row: int, label: str | None) -> Content:
+    axis = (f"{label or '':>{_AXIS_CELLS - 2}} ", "$dim"), ("┤" if label else "│", "$track")
+    return Content.assemble(*axis, *canvas.row(row))
+
+
+def _x_axis(scale: Scale, width: int) -> list[Content]:
+    values = [value for value in ticks(scale, max(2, width // 12)) if value == int(value)]
+    marks, labels = ["─"] * width, [" "] * width
+    for value in values:
+        column = round(scale.at(value) * (width - 1))
+        text = count(value)
+        start = min(max(0, column - len(text) // 2), width - len(text))
+        if any(taken != " " for taken in labels[max(0, start - 1) : start + len(text) + 1]):
+            continue
+        marks[column] = "┬"
+        labels[start : start + len(text)] = text
+    margin = " " * (_AXIS_CELLS - 1)
+    return [
+        Content.assemble((f"{margin}└{''.join(marks)}", "$track")),
+        Content.assemble((f"{margin} {''.join(labels)}", "$dim")),
+    ]

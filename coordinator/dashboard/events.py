@@ -1,0 +1,44 @@
+"""The event log as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from textual.content import Content
+
+from atoll.coordinator.dashboard import text
+from atoll.coordinator.dashboard.peers import names
+from atoll.coordinator.status import Event, RunStatus
+
+LEVEL_STYLES: Final = {
+    "info": "$accent",
+    "warning": "$warn",
+    "error": "$bad",
+}
+IMPORTANT: Final = frozenset({"warning", "error"})
+_MARKS: Final = {"info": "•", "warning": "▲", "error": "■"}
+_SOURCE_CELLS: Final = 12
+
+
+def event_lines(event: Event, width: int, known: Mapping[str, str]) -> list[Content]:
+    """One event, wrapped under its own text where it is longer than the line."""
+    style = LEVEL_STYLES[event.level]
+    head = Content.assemble(
+        (f" {text.clock_time(event.at)} ", "$dim"),
+        (f"{_MARKS[event.level]} ", style),
+    )
+    if width >= 60:
+        source = known.get(event.source) or text.short_id(event.source)
+        head += Content.assemble((f"{text.fit(source, _SOURCE_CELLS)} ", "$dim"))
+    loud = style if event.level in IMPORTANT else "$text-plain"
+    body = Content.assemble((text.clean(event.text), loud))
+    wrapped = body.wrap(max(8, width - head.cell_length))
+    indent = Content(" " * head.cell_length)
+    return [(head if i == 0 else indent) + line for i, line in enumerate(wrapped)]
+
+
+def log_lines(status: RunStatus, width: int) -> list[Content]:
+    """All events, oldest first."""
+    known = names(status)
+    return [line for event in status.events for line in event_lines(event, width, known)]

@@ -1,0 +1,170 @@
+"""The top of the screen: what run this is, how far it is, how it is doing."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from textual.content import Content
+
+from atoll.coordinator.dashboard import text
+from atoll.coordinator.dashboard.marks import bar, spark
+from atoll.coordinator.dashboard.view import (
+    View,
+    elapsed_seconds,
+    eta_seconds,
+    num_present,
+    round_seconds,
+    token_rates,
+)
+from atoll.coordinator.status import RunStatus
+
+Fact = tuple[str, Content]  # a label and its value
+
+STATE_STYLES: Final = {
+    "waiting": "bold $on-chip on $warn",
+    "training": "bold $on-chip on $good",
+    "stalled": "bold $on-chip on $bad",
+    "finished": "bold $on-chip on $primary",
+}
+MIN_AGE_SHOWN_S: Final = 3.0  # a state is read every second; younger than this is now
+
+
+def header(view: View, width: int) -> Content:
+    """The header's lines for `width` cells."""
+    if view.status is None:
+        return _edges(_name(view.title, None), link(view), width)
+    status = view.status
+    facts = _wrapped(_facts(status, width), width)
+    top = _edges(_name(view.title, status), link(view), width)
+    return Content("\n").join([top, _progress(status, width), *facts])
+
+
+def num_lines(view: View, width: int) -> int:
+    """How many lines `header` takes."""
+    return header(view, width).plain.count("\n") + 1
+
+
+def link(view: View) -> Content:
+    """The state of this screen's own connection."""
+    if view.closing_in_s is not None:
+        left = text.duration(view.closing_in_s)
+        return Content.assemble((f"closes in {left} · any key stays", "$primary"))
+    if view.failure:
+        return _lost(view)
+    if view.paused:
+        return Content.assemble(("‖ paused", "bold $warn"))
+    if view.status is None:
+        return Content.assemble(("◌ connecting", "$warn"))
+    age = f" · {text.duration(view.age_s)} old" if view.age_s >= MIN_AGE_SHOWN_S else ""
+    return Content.assemble(("● ", "$good"), (f"live{age}", "$dim"))
+
+
+def _lost(view: View) -> Content:
+    attempt = f" · attempt {view.num_attempts + 1}"
+    if view.status is None:
+        return Content.assemble(("◌ no connection", "bold $bad"), (attempt, "$dim"))
+    age = f"state is {text.duration(view.age_s)} old"
+    return Content.assemble(("◌ connection lost", "bold $bad"), (f" · {age}{attempt}", "$dim"))
+
+
+def _name(title: str, status: RunStatus | None) -> Content:
+    brand = (f" {text.clean(title, num_max=24)} ", "bold $primary")
+    if status is None:
+        return Content.assemble(brand)
+    state = text.clean(status.state, num_max=16)
+    chip = (f" {state.upper()} ", STATE_STYLES.get(status.state, "bold reverse"))
+    return Content.assemble(
+        brand,
+        (text.clean(status.run_name, num_max=32), "bold $text-plain"),
+        "  ",
+        chip,
+        ("  chain ", "$dim"),
+        (text.short_hash(status.chain), "$accent"),
+    )
+
+
+def _edges(left: Content, right: Content, width: int) -> Content:
+    """Both on one line; the left gives way, because the right says whether the rest is true."""
+    room = max(0, width - right.cell_length - 2)
+    kept = left.truncate(room, ellipsis=True)
+    return kept.pad_right(1 + room - kept.cell_length) + right
+
+
+def _progress(status: RunStatus, width: int) -> Content:
+    pace = round_seconds(status.history)
+    tail = f"{text.duration(pace)} a round" if pace else ""
+    if status.state == "waiting":
+        return _waiting(status)
+    if status.rounds_total <= 0:
+        front = Content.assemble((" round ", "$dim"), (f"{status.position}", "bold $text-plain"))
+        return front + Content.assemble((f"  until stopped  {tail}", "$dim"))
+    done = status.position / status.rounds_total
+    eta = eta_seconds(status)
+    if eta is not None:
+        tail = f"{text.duration(eta)} left · {tail}"
+    front = Content.assemble(
+        (" round ", "$dim"),
+        (f"{status.position}", "bold $text-plain"),
+        (f"/{status.rounds_total}  ", "$dim"),
+    )
+    back = Content.assemble((f"  {text.percent(min(1.0, done))}", "bold $text-plain"))
+    if tail:
+        back += Content.assemble((f"  {tail}", "$dim"))
+    room = max(4, width - front.cell_length - back.cell_length - 1)
+    return front + bar(done, room, "$primary") + back
+
+
+def _waiting(status: RunStatus) -> Content:
+    here = num_present(status)
+    need = f"{here} of {status.min_peers} peers are here; "
+    missing = max(0, status.min_peers - here)
+    rest = f"the run starts with {missing} more" if missing else "the run is about to start"
+    return Content.assemble((f" {need}{rest}", "$warn"))
+
+
+def _facts(status: RunStatus, width: int) -> list[Fact]:
+    """What is worth a place, the most important first."""
+    here = _bold(str(num_present(status))) + Content.assemble((f"/{len(status.peers)}", "$dim"))
+    facts = [
+        ("loss", _bold(text.loss_text(status.loss))),
+        ("valid", _bold(text.loss_text(status.valid_loss))),
+        ("tokens/s", _rate(status, width)),
+        ("tokens", _bold(text.count(status.tokens_total))),
+        ("util", Content.assemble((text.percent(status.utilisation, decimals=1), "bold $good"))),
+        ("peers", here),
+        ("sent", _bold(text.size(sum(peer.wire_bytes_sent for peer in status.peers)))),
+        ("method", _bold(f"{text.clean(status.method, num_max=24)} H={status.inner_steps}")),
+        ("codec", _bold(text.clean(status.codec, num_max=32))),
+        ("params", _bold(text.count(status.params))),
+    ]
+    elapsed = elapsed_seconds(status)
+    if elapsed is not None:
+        facts.append(("up", _bold(text.duration(elapsed))))
+    if status.epoch:
+        facts.append(("epoch", _bold(str(status.epoch))))
+    return facts
+
+
+def _bold(value: str) -> Content:
+    return Content.assemble((value, "bold $text-plain"))
+
+
+def _rate(status: RunStatus, width: int) -> Content:
+    value = _bold(text.count(status.tokens_per_s))
+    rates = token_rates(status.history)
+    if width < 110 or len(rates) < 3:
+        return value
+    return value + Content.assemble(" ") + spark(rates, 16, "$accent")
+
+
+def _wrapped(facts: list[Fact], width: int) -> list[Content]:
+    """As many lines as the facts need."""
+    lines: list[Content] = []
+    line = Content("")
+    for label, value in facts:
+        piece = Content.assemble((f" {label} ", "$dim")) + value + Content(" ")
+        if line and line.cell_length + piece.cell_length > width:
+            lines.append(line)
+            line = Content("")
+        line += piece
+    return [*lines, line] if line else lines

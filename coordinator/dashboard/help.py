@@ -1,0 +1,57 @@
+"""The help screen: keys, and what the words on the screen mean."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from atoll.coordinator.dashboard.marks import legend
+
+_KEYS: Final = (
+    ("tab, 1-5", "next pane, or peers, loss, phases, rounds, events"),
+    ("↑ ↓ pgup pgdn", "choose a peer or a round, scroll the log; also the mouse"),
+    ("l", "linear or logarithmic loss"),
+    ("s", "smoothed or raw loss"),
+    ("p", "hold the screen still; the run goes on"),
+    ("z", "zoom the focused pane, esc to return"),
+    ("t", "dark or light"),
+    ("q", "quit"),
+)
+_WORDS: Final = (
+    ("util", "time spent computing, of all time"),
+    ("window", "the inner steps until the peer's next round"),
+    ("up, down", "use of the link, of its measured speed"),
+    ("bytes", "counted on the wire, both ways"),
+    ("seen", "since the coordinator last heard of the peer"),
+)
+
+
+def help_text() -> Content:
+    """All of it."""
+    lines = [_entry(key, meaning, "bold $primary") for key, meaning in _KEYS]
+    lines += [Content(""), Content("phases of a round   ") + legend()]
+    lines += [_entry(word, meaning, "$text-plain") for word, meaning in _WORDS]
+    return Content("\n").join(lines)
+
+
+def _entry(word: str, meaning: str, style: str) -> Content:
+    return Content.assemble((f"{word:<15}", style), (meaning, "$dim"))
+
+
+class Help(ModalScreen[None]):
+    """Over the dashboard, until a key is pressed."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,question_mark,q,enter,space", "dismiss", "Close")
+    ]
+
+    def compose(self) -> ComposeResult:
+        """One box."""
+        box = Static(help_text())
+        box.border_title = "help"
+        yield box

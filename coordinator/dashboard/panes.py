@@ -1,0 +1,320 @@
+"""The widgets: each turns a `View` into text for its own size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Generic, TypeVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.geometry import Size
+from textual.message import Message
+from textual.widget import Widget
+
+from atoll.coordinator.dashboard import peers, rounds
+from atoll.coordinator.dashboard.chart import Series, plot, smoothed
+from atoll.coordinator.dashboard.events import log_lines
+from atoll.coordinator.dashboard.grid import GridState
+from atoll.coordinator.dashboard.grid import render as render_grid
+from atoll.coordinator.dashboard.header import header, num_lines
+from atoll.coordinator.dashboard.view import View, num_present, sorted_peers
+from atoll.coordinator.status import PeerStatus, RoundSummary
+
+Row = TypeVar("Row")
+MIN_SMOOTHED = 3  # fewer rounds have no noise to look through
+WHEEL_ROWS = 3  # what terminals scroll for one notch
+
+
+class Header(Widget):
+    """The run at a glance."""
+
+    view = View()
+
+    def show(self, view: View) -> None:
+        """Draw this view."""
+        lines_before = num_lines(self.view, self.size.width)
+        self.view = view
+        self.refresh(layout=num_lines(view, self.size.width) != lines_before)
+
+    def render(self) -> Content:
+        """The header's text."""
+        return header(self.view, self.size.width)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """As many lines as the facts need at this width."""
+        return num_lines(self.view, width)
+
+
+class Pane(Widget, can_focus=True):
+    """A framed part of the screen: can be focused, zoomed and, where room is short, hidden."""
+
+    heading: ClassVar[str] = ""
+    view = View()
+
+    def show(self, view: View) -> None:
+        """Draw this view, if it differs in anything that this pane draws."""
+        changed = self.facts(view) != self.facts(self.view)
+        self.view = view
+        if changed:
+            self.changed()
+            self.refresh()
+
+    def facts(self, view: View) -> object:
+        """What the pane draws of a view."""
+        return view.status
+
+    def changed(self) -> None:
+        """Called when there is something new to draw."""
+
+
+class GridPane(Pane, Generic[Row]):
+    """A table with a cursor that stays on its row when rows come and go."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", show=False),
+        Binding("down,j", "move(1)", show=False),
+        Binding("pageup", "page(-1)", show=False),
+        Binding("pagedown", "page(1)", show=False),
+        Binding("home,g", "move(-1000000)", show=False),
+        Binding("end,G", "move(1000000)", show=False),
+    ]
+
+    class Moved(Message):
+        """The cursor is on another row."""
+
+    def __init__(self, *, id: str) -> None:
+        """Start at the first row."""
+        super().__init__(id=id)
+        self.state = GridState()
+        self._key: object = None
+
+    def rows(self) -> Sequence[Row]:
+        """The rows, in order."""
+        raise NotImplementedError
+
+    def key(self, row: Row) -> object:
+        """What makes the row the same one in the next view."""
+        raise NotImplementedError
+
+    @property
+    def chosen(self) -> Row | None:
+        """The row under the cursor."""
+        found = self.rows()
+        return found[min(self.state.cursor, len(found) - 1)] if found else None
+
+    @property
+    def page_rows(self) -> int:
+        """Rows in view below the heading."""
+        return max(1, self.size.height - 1)
+
+    def changed(self) -> None:
+        """Put the cursor back on the row it was on."""
+        keys = [self.key(row) for row in self.rows()]
+        if self._key in keys:
+            self.state.cursor = keys.index(self._key)
+
+    def action_move(self, num_rows: int) -> None:
+        """Move the cursor."""
+        self.state.move(num_rows, len(self.rows()), self.page_rows)
+        chosen = self.chosen
+        self._key = None if chosen is None else self.key(chosen)
+        self.refresh()
+        self.post_message(self.Moved())
+
+    def action_page(self, num_pages: int) -> None:
+        """Move the cursor by what is in view."""
+        self.action_move(num_pages * self.page_rows)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """The wheel moves the cursor."""
+        event.stop()
+        self.action_move(WHEEL_ROWS)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """The wheel moves the cursor."""
+        event.stop()
+        self.action_move(-WHEEL_ROWS)
+
+    def on_click(self, event: events.Click) -> None:
+        """Choose the row that was clicked."""
+        offset = event.get_content_offset(self)
+        if offset is not None and 1 <= offset.y <= self.page_rows:
+            self.action_move(self.state.top + offset.y - 1 - self.state.cursor)
+
+
+class PeersPane(GridPane[PeerStatus]):
+    """The table of peers, and under it the one that is chosen."""
+
+    heading = "peers"
+
+    def rows(self) -> Sequence[PeerStatus]:
+        """The peers by name."""
+        return sorted_peers(self.view.status) if self.view.status else []
+
+    def key(self, row: PeerStatus) -> object:
+        """The peer's identity."""
+        return row.peer_id
+
+    @property
+    def page_rows(self) -> int:
+        """Rows in view between the heading and the details."""
+        return max(1, self.size.height - 1 - peers.NUM_DETAIL_LINES)
+
+    def changed(self) -> None:
+        """Follow a swarm that grew or shrank."""
+        super().changed()
+        status = self.view.status
+        if status is not None:
+            self.border_subtitle = f"{num_present(status)} of {len(status.peers)} here"
+        self.refresh(layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """One line a peer, the heading and the details; the style sheet limits it."""
+        return 1 + max(1, len(self.rows())) + peers.NUM_DETAIL_LINES
+
+    def render(self) -> Content:
+        """The table and the details."""
+        width, height = self.size
+        grid = render_grid(
+            peers.COLUMNS,
+            self.rows(),
+            width,
+            max(1, height - peers.NUM_DETAIL_LINES),
+            self.state,
+            row_style=peers.row_style,
+            active=self.has_focus,
+        )
+        if height <= 1 + peers.NUM_DETAIL_LINES:
+            return grid
+        gap = height - peers.NUM_DETAIL_LINES - (grid.plain.count("\n") + 1)
+        return grid + Content("\n" * (1 + gap)) + peers.details(self.chosen, width)
+
+
+class RoundsPane(GridPane[RoundSummary]):
+    """The committed rounds, newest first."""
+
+    heading = "rounds"
+
+    def rows(self) -> Sequence[RoundSummary]:
+        """The rounds, newest first."""
+        return rounds.newest_first(self.view.status) if self.view.status else []
+
+    def key(self, row: RoundSummary) -> object:
+        """The round's position."""
+        return row.position
+
+    def render(self) -> Content:
+        """The list."""
+        status = self.view.status
+        if status is None or not status.history:
+            return Content.assemble((" no round has been committed yet", "$dim"))
+        columns = rounds.columns(peers.names(status))
+        width, height = self.size
+        return render_grid(columns, self.rows(), width, height, self.state, active=self.has_focus)
+
+
+class LossPane(Pane):
+    """The loss over the rounds."""
+
+    heading = "loss"
+
+    def facts(self, view: View) -> object:
+        """The curve depends on the scale too."""
+        status = view.status
+        return status and status.history, view.log_scale, view.smooth
+
+    def changed(self) -> None:
+        """Name the scale in the frame."""
+        view = self.view
+        words = ["log" if view.log_scale else "linear", "smoothed" if view.smooth else "raw"]
+        if view.status is not None and rounds.valid_losses(view.status.history):
+            words.insert(0, "[$warn]• validation[/]")
+        self.border_subtitle = " · ".join(words)
+
+    def render(self) -> Content:
+        """The curve, as measured and smoothed."""
+        status = self.view.status
+        points = rounds.losses(status.history) if status else []
+        if status is None or len(points) < 2:
+            return Content.assemble((" the curve starts with the second round", "$dim"))
+        curves = [Series(points=points, style="$primary")]
+        if self.view.smooth and len(points) > MIN_SMOOTHED:
+            curves = [
+                Series(points=points, style="$raw-curve"),
+                Series(points=smoothed(points), style="$primary"),
+            ]
+        curves.append(Series(points=rounds.valid_losses(status.history), style="$warn", dots=True))
+        width, height = self.size
+        return plot(curves, width, height, log=self.view.log_scale)
+
+
+class PhasesPane(Pane):
+    """Where the time of a round went: the chosen round, and each peer's last one."""
+
+    heading = "phases"
+    chosen: RoundSummary | None = None
+
+    def choose(self, row: RoundSummary | None) -> None:
+        """Show this round on top."""
+        self.chosen = row
+        self.refresh()
+
+    def render(self) -> Content:
+        """The waterfall."""
+        status = self.view.status
+        if status is None:
+            return Content("")
+        newest = status.history[-1] if status.history else None
+        width, height = self.size
+        return rounds.waterfall(status, self.chosen or newest, width, height)
+
+
+class EventsPane(Pane):
+    """The event log: follows its end until it is scrolled up."""
+
+    heading = "events"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "scroll_lines(-1)", show=False),
+        Binding("down,j", "scroll_lines(1)", show=False),
+        Binding("pageup", "scroll_pages(-1)", show=False),
+        Binding("pagedown", "scroll_pages(1)", show=False),
+        Binding("home,g", "scroll_lines(-1000000)", show=False),
+        Binding("end,G", "scroll_lines(1000000)", show=False),
+    ]
+    top: int | None = None
+    """The first line in view, or None while following the end."""
+
+    def _lines(self) -> list[Content]:
+        status = self.view.status
+        return log_lines(status, self.size.width) if status else []
+
+    def action_scroll_lines(self, num_lines: int) -> None:
+        """Scroll; reaching the end follows it again."""
+        last_top = max(0, len(self._lines()) - self.size.height)
+        top = max(0, (last_top if self.top is None else self.top) + num_lines)
+        self.top = None if top >= last_top else top
+        self.border_subtitle = "" if self.top is None else "scrolled back · end follows"
+        self.refresh()
+
+    def action_scroll_pages(self, num_pages: int) -> None:
+        """Scroll by what is in view."""
+        self.action_scroll_lines(num_pages * max(1, self.size.height - 1))
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """The wheel scrolls."""
+        event.stop()
+        self.action_scroll_lines(WHEEL_ROWS)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """The wheel scrolls."""
+        event.stop()
+        self.action_scroll_lines(-WHEEL_ROWS)
+
+    def render(self) -> Content:
+        """The lines in view."""
+        lines = self._lines()
+        if not lines:
+            return Content.assemble((" nothing has happened yet", "$dim"))
+        start = max(0, len(lines) - self.size.height) if self.top is None else self.top
+        return Content("\n").join(lines[start : start + self.size.height])

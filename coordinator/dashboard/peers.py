@@ -1,0 +1,185 @@
+"""The table of peers, and what is said about the one under the cursor."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from textual.content import Content
+
+from atoll.coordinator.dashboard import text
+from atoll.coordinator.dashboard.grid import Column
+from atoll.coordinator.dashboard.marks import PHASES, bar, legend, phase_style, stacked
+from atoll.coordinator.dashboard.view import is_gone
+from atoll.coordinator.status import PeerStatus, RunStatus
+
+_STATE_STYLES: Final = {
+    "joining": "$warn",
+    "ready": "$accent",
+    "training": "$good",
+    "syncing": "$primary",
+    "recovering": "$warn",
+    "leaving": "$dim",
+    "gone": "$bad",
+}
+STALE_S: Final = 10.0  # two heartbeats missed: worth a second look
+NUM_DETAIL_LINES: Final = 2
+
+
+def dot_style(peer: PeerStatus) -> str:
+    """The colour of a peer's state."""
+    return _STATE_STYLES.get(peer.state, "$text-plain")
+
+
+def label(peer: PeerStatus) -> str:
+    """The peer's own name, or the end of its identity."""
+    return text.clean(peer.name, num_max=40) or text.short_id(peer.peer_id)
+
+
+def names(status: RunStatus) -> dict[str, str]:
+    """What to call each peer, by its identity."""
+    return {peer.peer_id: label(peer) for peer in status.peers}
+
+
+def _name(peer: PeerStatus, width: int) -> Content:
+    mark = "○" if is_gone(peer) else "●"
+    name, short = label(peer), text.short_id(peer.peer_id)
+    styled = Content.assemble((f"{mark} ", dot_style(peer)), (name, "bold $text-plain"))
+    if name != short and styled.cell_length + 1 + len(short) <= width:
+        styled += Content.assemble((f" {short}", "$dim"))
+    return styled
+
+
+def _state(peer: PeerStatus, width: int) -> Content:
+    """What the peer is doing: state and phase, or where there is no room the telling one."""
+    state, phase = peer.state, text.clean(peer.phase, num_max=24)
+    if peer.state not in ("training", "syncing") or not phase:
+        return Content.assemble((state, dot_style(peer)))
+    styled = (phase, phase_style(phase) if phase in PHASES else dot_style(peer))
+    if len(state) + 3 + len(phase) > width:
+        return Content.assemble(styled)
+    return Content.assemble((state, dot_style(peer)), (" · ", "$dim"), styled)
+
+
+def _steps(peer: PeerStatus, width: int) -> Content:
+    if is_gone(peer) or peer.inner_steps <= 0:
+        return _plain(text.ABSENT)
+    total = str(peer.inner_steps)
+    numbers = f" {min(peer.step, peer.inner_steps):>{len(total)}}/{total}"
+    if width < len(numbers) + 3:
+        return _plain(numbers.strip())
+    filled = bar(peer.step / peer.inner_steps, width - len(numbers), "$good")
+    return filled + Content.assemble((numbers, "$dim"))
+
+
+def _link(peer: PeerStatus, use: float, mbit_s: float, width: int) -> Content:
+    """Use as a share of the measured capacity; a dash until that is known."""
+    if is_gone(peer) or mbit_s <= 0:
+        return _plain(f"{text.ABSENT:>4}" if width < 8 else text.ABSENT)
+    share = f"{text.percent(use):>4}"
+    if width < 8:
+        return Content.assemble((share, _use_style(use)))
+    speed = f" {text.count(mbit_s)} Mb/s" if width >= 20 else ""
+    cells = width - len(share) - 1 - 10 * bool(speed)
+    drawn = bar(use, cells, _use_style(use)) + Content.assemble((f" {share}", "$text-plain"))
+    return drawn + Content.assemble((f"{speed:>10}" if speed else "", "$dim"))
+
+
+def _use_style(use: float) -> str:
+    """Calm while there is room on the link, loud when it is what the round waits for."""
+    return "$accent" if use < 0.75 else "$warn" if use < 0.95 else "$bad"
+
+
+def _uplink(peer: PeerStatus, width: int) -> Content:
+    return _link(peer, peer.uplink_use, peer.uplink_mbit_s, width)
+
+
+def _downlink(peer: PeerStatus, width: int) -> Content:
+    return _link(peer, peer.downlink_use, peer.downlink_mbit_s, width)
+
+
+def _seen(peer: PeerStatus, width: int) -> Content:
+    late = peer.last_seen_s >= STALE_S
+    return Content.assemble((text.duration(peer.last_seen_s), "$warn" if late else "$dim"))
+
+
+def _utilisation(peer: PeerStatus, width: int) -> Content:
+    if is_gone(peer):
+        return _plain(text.ABSENT)
+    style = "$good" if peer.utilisation >= 0.9 else "$warn"
+    return Content.assemble((text.percent(peer.utilisation), style))
+
+
+def _plain(value: str) -> Content:
+    return Content.assemble((value, "$text-plain"))
+
+
+COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
+    Column(title="  peer", width=12, grow_to=26, priority=0, draw=_name),
+    Column(title="state", width=10, grow_to=21, priority=1, draw=_state),
+    Column(
+        title="round", width=5, priority=4, right=True, draw=lambda p, w: _plain(str(p.position))
+    ),
+    Column(title="window", width=11, grow_to=24, priority=2, draw=_steps),
+    Column(
+        title="tok/s",
+        width=5,
+        priority=1,
+        right=True,
+        draw=lambda p, w: _plain(text.ABSENT if is_gone(p) else text.count(p.tokens_per_s)),
+    ),
+    Column(
+        title="loss", width=6, priority=2, right=True,
+        draw=lambda p, w: _plain(text.loss_text(p.loss)),
+    ),
+    Column(
+        title="sent", width=5, grow_to=7, priority=6, right=True,
+        draw=lambda p, w: _plain(text.compact_size(p.wire_bytes_sent)),
+    ),
+    Column(
+        title="recv", width=5, grow_to=7, priority=7, right=True,
+        draw=lambda p, w: _plain(text.compact_size(p.wire_bytes_received)),
+    ),
+    Column(title="up", width=4, grow_to=26, priority=3, draw=_uplink),
+    Column(title="down", width=4, grow_to=26, priority=5, draw=_downlink),
+    Column(title="util", width=4, priority=3, right=True, draw=_utilisation),
+    Column(title="seen", width=6, priority=8, right=True, draw=_seen),
+)  # fmt: skip
+
+
+def row_style(peer: PeerStatus) -> str:
+    """A peer that is not there is dim from end to end."""
+    return "dim" if is_gone(peer) else ""
+
+
+def details(peer: PeerStatus | None, width: int) -> Content:
+    """Two lines: who and what the peer is, and where the time of its last round went."""
+    if peer is None:
+        return Content.assemble((" no peer has joined yet", "$dim"), "\n")
+    facts = [
+        ("id", text.short_id(peer.peer_id)),
+        ("on", text.clean(peer.device, num_max=32)),
+        ("valid", text.loss_text(peer.valid_loss)),
+        ("sent", text.size(peer.wire_bytes_sent)),
+        ("received", text.size(peer.wire_bytes_received)),
+        ("up", f"{text.count(peer.uplink_mbit_s)} Mbit/s"),
+        ("down", f"{text.count(peer.downlink_mbit_s)} Mbit/s"),
+        ("chain", text.short_hash(peer.chain)),
+        ("version", text.clean(peer.version, num_max=24)),
+    ]
+    line = Content.assemble((f" {label(peer)} ", "bold $primary"))
+    for name, value in facts:
+        piece = Content.assemble((f" {name} ", "$dim"), (value or text.ABSENT, "$text-plain"))
+        if line.cell_length + piece.cell_length > width:
+            break
+        line += piece
+    return line + Content("\n") + _last_round(peer, width)
+
+
+def _last_round(peer: PeerStatus, width: int) -> Content:
+    if not peer.phases:
+        return Content.assemble((" has finished no round yet", "$dim"))
+    names = legend(peer.phases)
+    room = width - names.cell_length - 3
+    if room < 8:
+        return Content(" ") + names.truncate(max(0, width - 1), ellipsis=True)
+    return Content(" ") + stacked(peer.phases, room) + Content("  ") + names

@@ -1,0 +1,136 @@
+"""Numbers and strangers' strings as short text, for the dashboard and the plain printer alike.
+
+Names, event texts and versions come from other machines. `clean` is the one place where they lose
+everything that could steer a terminal: control and escape characters, bidirectional overrides,
+line breaks. Markup needs no escaping after that, because nothing here is ever parsed as markup.
+
+Sizes are decimal (1 kB = 1000 bytes), as link speeds are. Numbers that are absent, NaN or infinite
+become a dash; they are never invented.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from datetime import datetime
+from typing import Final
+
+from rich.cells import cell_len, set_cell_size
+
+ABSENT: Final = "–"  # noqa: RUF001  (an en dash: shown where there is no number)
+NUM_TEXT_MAX: Final = 500  # a longer event fills a screen and tells nobody more
+_UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def clean(text: object, *, num_max: int = NUM_TEXT_MAX) -> str:
+    """One line of printable text, whatever `text` was; a removed character leaves a middle dot."""
+    raw = str(text)[: num_max + 1]
+    safe = "".join(_printable(character) for character in raw[:num_max])
+    return safe + "…" if len(raw) > num_max else safe
+
+
+def _printable(character: str) -> str:
+    if character in "\t\n\r":
+        return " "
+    return "·" if unicodedata.category(character) in _UNSAFE else character
+
+
+def fit(text: str, width: int, *, right: bool = False) -> str:
+    """`text` in exactly `width` terminal cells, cut with an ellipsis or padded."""
+    if width <= 0:
+        return ""
+    length = cell_len(text)
+    if length > width:
+        return set_cell_size(text, width - 1) + "…"
+    pad = " " * (width - length)
+    return pad + text if right else text + pad
+
+
+def finite(value: float | None) -> float | None:
+    """`value` if it is a number that can be drawn, else None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def count(value: float | None) -> str:
+    """A count in at most five characters: 999, 12.3k, 4.56M."""
+    number = finite(value)
+    if number is None:
+        return ABSENT
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if abs(number) < 999.5 or unit == "P":
+            break
+        number /= 1000
+    return _three_digits(number, whole=unit == "") + unit
+
+
+def _three_digits(number: float, *, whole: bool) -> str:
+    if whole and (number == int(number) or abs(number) >= 99.95):
+        return f"{number:.0f}"
+    size = abs(number)
+    return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"
+
+
+def size(num_bytes: float | None) -> str:
+    """Bytes in decimal units: 12.3 MB."""
+    text = count(num_bytes)
+    if text == ABSENT:
+        return text
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
+
+
+def compact_size(num_bytes: float | None) -> str:
+    """Bytes for a narrow column: 12.3M."""
+    return count(num_bytes)
+
+
+def loss_text(value: float | None) -> str:
+    """A loss in nats with three decimals, or fewer where it is large."""
+    number = finite(value)
+    if number is None:
+        return ABSENT
+    return f"{number:.3f}" if abs(number) < 100 else f"{number:.3g}"
+
+
+def percent(fraction: float | None, *, decimals: int = 0) -> str:
+    """A fraction of one as percent."""
+    number = finite(fraction)
+    return ABSENT if number is None else f"{100 * number:.{decimals}f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """A span of time with two units at most: 0.4s, 42s, 3m 20s, 1h 04m, 3d 02h."""
+    number = finite(seconds)
+    if number is None:
+        return ABSENT
+    number = max(0.0, number)
+    if number < 9.95:
+        return f"{number:.1f}s"
+    whole = round(number)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d {whole % 86_400 // 3600:02d}h"
+
+
+def clock_time(at: float | None, *, with_date: bool = False) -> str:
+    """A time stamp of the server, in this machine's time zone; never compared with its clock."""
+    number = finite(at)
+    pattern = "%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S"
+    try:
+        return datetime.fromtimestamp(number).strftime(pattern) if number else "--:--:--"
+    except (OverflowError, OSError, ValueError):
+        return "--:--:--"
+
+
+def short_id(peer_id: str) -> str:
+    """The end of a PeerID: the beginning is the same for every key of one kind."""
+    safe = clean(peer_id)
+    return safe if len(safe) <= 12 else "…" + safe[-6:]
+
+
+def short_hash(digest_hex: str) -> str:
+    """The first eight characters of a digest."""
+    return clean(digest_hex)[:8] or ABSENT

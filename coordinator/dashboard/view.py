@@ -1,0 +1,77 @@
+"""What the widgets are given: the last state of the run, and how this screen came by it.
+
+The only clock here is this machine's monotonic one, for the age of the state; time stamps of the
+server are printed, and subtracted from each other, but never from a clock of this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from atoll.coordinator.dashboard.text import finite
+from atoll.coordinator.status import PeerStatus, RoundSummary, RunStatus
+
+NUM_RECENT_ROUNDS = 16  # enough to be steady, few enough to follow a changed swarm
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Everything that is on the screen, as plain values."""
+
+    title: str = "atoll"
+    status: RunStatus | None = None
+    age_s: float = 0.0
+    """Since the last state arrived."""
+    failure: str = ""
+    """Why the last attempt to read the state failed; empty while connected."""
+    num_attempts: int = 0
+    """Attempts since then."""
+    paused: bool = False
+    log_scale: bool = False
+    smooth: bool = True
+    closing_in_s: float | None = None
+    """Until a finished run closes the screen by itself."""
+
+
+def round_seconds(history: Sequence[RoundSummary]) -> float | None:
+    """The median time from one committed round to the next, by the server's clock."""
+    gaps = [b.at - a.at for a, b in pairwise(history[-NUM_RECENT_ROUNDS:])]
+    steady = [gap for gap in gaps if finite(gap) is not None and gap > 0]
+    return median(steady) if steady else None
+
+
+def eta_seconds(status: RunStatus) -> float | None:
+    """What the rounds that remain will take at the pace of the last ones."""
+    pace = round_seconds(status.history)
+    if pace is None or status.rounds_total <= 0 or status.state == "finished":
+        return None
+    return pace * max(0, status.rounds_total - status.position)
+
+
+def elapsed_seconds(status: RunStatus) -> float | None:
+    """How long the run has been open, by the server's clock."""
+    return None if status.started_at is None else status.now - status.started_at
+
+
+def token_rates(history: Sequence[RoundSummary]) -> list[float]:
+    """Tokens per second of each round but the first."""
+    pairs = ((a, b) for a, b in pairwise(history) if b.at > a.at)
+    return [b.tokens / (b.at - a.at) for a, b in pairs]
+
+
+def is_gone(peer: PeerStatus) -> bool:
+    """Whether the peer is shown dimmed: known, but not there."""
+    return peer.state == "gone"
+
+
+def sorted_peers(status: RunStatus) -> list[PeerStatus]:
+    """By name and identity, so that a row stays where it is whatever the numbers do."""
+    return sorted(status.peers, key=lambda peer: (peer.name, peer.peer_id))
+
+
+def num_present(status: RunStatus) -> int:
+    """Peers that are there."""
+    return sum(not is_gone(peer) for peer in status.peers)

@@ -1,0 +1,19 @@
+"""What all tests share: one thread for arithmetic, and state that stays in the test's folder."""
+
+import os
+
+# Before torch is imported, and for every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def state_home(tmp_path, monkeypatch):
+    """Give the test an empty state home; nothing of it reaches the user's own."""
+    home = tmp_path / "state-home"
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
+    return home / "atoll"

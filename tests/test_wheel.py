@@ -1,0 +1,103 @@
+"""A wheel holds every file, and works in a new environment away from the repository."""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("compression", "coordinator", "dht", "optim", "peer")
+SHIPPED = {".py", ".pyi", ".proto", ".tcss", ".typed"}
+
+
+def run(*command, **options):
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=90, **options
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy: a build leaves files beside its source, which later ones would pick up."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+    run(*pip, *build)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory):
+    """A new environment with the wheel; torch and the like come from the running one."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    site = json.loads(
+        run(python, "-c", "import json, sysconfig; print(json.dumps(sysconfig.get_paths()))")
+    )
+    # A folder on the path by way of a .pth file has its own .pth files ignored, so the
+    # editable install of the running environment stays out of sight.
+    lent = Path(site["purelib"]) / "lent.pth"
+    lent.write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
+    return folder
+
+
+def modules():
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(("atoll", *parts)).removesuffix(".__init__")
+
+
+def test_the_wheel_has_every_file_and_nothing_else(wheel):
+    on_disk = {
+        f"atoll/{path.relative_to(ROOT).as_posix()}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in SHIPPED
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == on_disk
+
+
+def test_the_wheel_brings_its_licence(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (licence,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+        assert "Apache License" in archive.read(licence).decode()
+
+
+def test_every_module_is_imported_from_the_wheel(environment, tmp_path):
+    script = tmp_path / "import_all.py"
+    script.write_text(
+        "import importlib, sys, warnings\n"
+        f"for name in {sorted(modules())!r}:\n"
+        "    module = importlib.import_module(name)\n"
+        f"    assert module.__file__.startswith({str(environment)!r}), module.__file__\n"
+        "print('all')\n",
+        encoding="utf-8",
+    )
+    assert run(environment / "bin" / "python", script, cwd=tmp_path) == "all\n"
+
+
+def test_the_console_script_works_in_another_folder(environment, tmp_path):
+    atoll = environment / "bin" / "atoll"
+    assert run(atoll, "--version", cwd=tmp_path) == f"atoll {version('atoll')}\n"
+    run(atoll, "init", "mine.toml", cwd=tmp_path)
+    assert "[outer]" in (tmp_path / "mine.toml").read_text(encoding="utf-8")

@@ -1,0 +1,156 @@
+"""The coordinator's secrets, in one file that only its owner can read.
+
+    keys.json   {"version": 1, "run_key", "tls_key", "tls_certificate", "token", "session_secret"}
+
+`run_key` (Ed25519) signs admissions and epochs, the TLS pair is pinned by the invite, `token` lets
+the holders of an invite in, `session_secret` makes session tokens. The file is written once, as a
+whole, with mode 0600; it is never overwritten. Whoever loses it loses the run's invite; whoever
+copies it can speak for the run.
+
+Exceptions:
+
+    ValueError
+      KeysError     the file is damaged, of another version, or cannot be read or written
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
+
+TLS_NAME = "atoll-coordinator"
+"""The name in every certificate: peers trust the pin, not the name."""
+
+_MAX_FILE_BYTES = 64 * 1024
+_FIELDS = ("run_key", "tls_key", "tls_certificate", "token", "session_secret")
+
+
+class KeysError(ValueError):
+    """The coordinator's keys cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RunKeys:
+    """The secrets of one run."""
+
+    run_key: bytes
+    """32 bytes, Ed25519 private."""
+    tls_key: bytes
+    """PEM."""
+    tls_certificate: bytes
+    """PEM."""
+    token: bytes
+    session_secret: bytes
+
+    @classmethod
+    def generate(cls) -> Self:
+        """Make new keys."""
+        tls_key, tls_certificate = _self_signed()
+        return cls(
+            run_key=Ed25519PrivateKey.generate().private_bytes_raw(),
+            tls_key=tls_key,
+            tls_certificate=tls_certificate,
+            token=secrets.token_bytes(16),
+            session_secret=secrets.token_bytes(32),
+        )
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Self:
+        """Read the file, or make it if there is none. Raises KeysError."""
+        try:
+            return cls._load(path) if path.exists() else cls._create(path)
+        except OSError as error:
+            raise KeysError(f"{path}: cannot be used: {error.strerror or error}") from None
+
+    @cached_property
+    def signer(self) -> Ed25519PrivateKey:
+        """The run's key."""
+        return Ed25519PrivateKey.from_private_bytes(self.run_key)
+
+    @cached_property
+    def run_public_key(self) -> bytes:
+        """32 bytes, in every invite."""
+        return self.signer.public_key().public_bytes_raw()
+
+    @cached_property
+    def tls_sha256(self) -> bytes:
+        """What the invite pins: SHA-256 of the certificate's DER."""
+        certificate = x509.load_pem_x509_certificate(self.tls_certificate)
+        return hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest()
+
+    @classmethod
+    def _load(cls, path: Path) -> Self:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES)
+        try:
+            values = json.loads(raw)
+            if values["version"] != 1:
+                raise KeysError(f"{path}: expected keys of version 1, got {values['version']!r}")
+            keys = cls(**{name: bytes.fromhex(values[name]) for name in _FIELDS})
+            _ = keys.run_public_key, keys.tls_sha256
+        except KeysError:
+            raise
+        except (ValueError, KeyError, TypeError):
+            raise KeysError(
+                f"{path}: damaged; put back a copy, or start the run in a new directory"
+            ) from None
+        return keys
+
+    @classmethod
+    def _create(cls, path: Path) -> Self:
+        keys = cls.generate()
+        values = {name: getattr(keys, name).hex() for name in _FIELDS}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_private(path, json.dumps({"version": 1, **values}, indent=1).encode())
+        return keys
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file whole or not at all, mode 0600. Raises FileExistsError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(partial, path)
+    finally:
+        partial.unlink()
+
+
+def _self_signed() -> tuple[bytes, bytes]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, TLS_NAME)])
+    start = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)  # a peer's clock may be anything
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start.replace(year=2100))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(TLS_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    key_pem = key.private_bytes(
+        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return key_pem, certificate.public_bytes(pem)

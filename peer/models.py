@@ -378,7 +378,8 @@ def _check_custom(custom: str, model: nn.Module, vocab_size: int, seq_len: int) 
 def takes_targets(model: nn.Module) -> bool:
     """Whether ``model.forward`` has a second positional parameter, the targets."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
+    uncompiled = getattr(model, "_orig_mod", model)
+    parameters = inspect.signature(uncompiled.forward).parameters.values()
     return sum(p.kind in positional for p in parameters) >= 2
 
 

@@ -279,7 +279,7 @@ def test_a_corpus_uses_the_tokenizer_of_the_run(folder):
 def test_a_missing_tokenizer_is_named():
     pytest.importorskip("tokenizers")
     with pytest.raises(
-        DataError, match="expected 'bytes' or a tokenizers JSON file, got 'no.json'"
+        DataError, match=r"expected 'bytes' or a tokenizers JSON file, got 'no\.json'"
     ):
         data.open_tokenizer("no.json")
 

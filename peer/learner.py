@@ -1,0 +1,208 @@
+"""The inner half of training: gradients, learning rate and AdamW, and the loss on held-out text.
+
+Nothing here knows of other peers: the trainer puts DiLoCo around a `Learner`, the baseline does
+not.
+
+# B sequences, T positions, N parameters
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch._dynamo.exc
+from torch import Tensor, nn
+
+from atoll.optim.layout import Layout
+from atoll.peer import models
+from atoll.peer.devices import Device
+
+_log = logging.getLogger(__name__)
+
+
+class InnerSettings(Protocol):
+    """The part of a run's spec that a learner reads; `RunSpec.inner` is one."""
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate."""
+
+    @property
+    def beta1(self) -> float:
+        """Decay of the first moment."""
+
+    @property
+    def beta2(self) -> float:
+        """Decay of the second moment."""
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled weight decay, of matrices only."""
+
+    @property
+    def clip_norm(self) -> float:
+        """Largest L2 norm of a gradient; 0 means no clipping."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps up to the peak."""
+
+    @property
+    def min_lr_ratio(self) -> float:
+        """Final rate as a share of the peak."""
+
+    @property
+    def compile(self) -> bool:
+        """Whether to use torch.compile."""
+
+
+def learning_rate(step: int, *, inner: InnerSettings, total_steps: int) -> float:
+    """Return the rate of one inner step of a run.
+
+    It rises linearly over the warm-up, then follows half a cosine (arXiv:1608.03983) to
+    ``min_lr_ratio`` of the peak at the last step.
+
+    Args:
+        step: counted from 0 over the whole run, whoever does it.
+        inner: the inner section of the spec.
+        total_steps: of the run; 0 for a run without an end, whose rate stays at the peak.
+    """
+    if step < inner.warmup_steps:
+        return inner.lr * (step + 1) / inner.warmup_steps
+    if not total_steps:
+        return inner.lr
+    span = max(1, total_steps - 1 - inner.warmup_steps)
+    progress = min(1.0, (step - inner.warmup_steps) / span)
+    share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return inner.lr * (inner.min_lr_ratio + (1.0 - inner.min_lr_ratio) * share)
+
+
+def adamw(model: nn.Module, inner: InnerSettings, device: Device) -> torch.optim.AdamW:
+    """Return AdamW (arXiv:1711.05101) over a model; vectors, such as norms, do not decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2]
+    vectors = [p for p in trained if p.dim() < 2]
+    groups = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((matrices, inner.weight_decay), (vectors, 0.0))
+        if params
+    ]
+    fused = True if device.device.type in ("cpu", "cuda") else None
+    return torch.optim.AdamW(groups, lr=inner.lr, betas=(inner.beta1, inner.beta2), fused=fused)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """What a backward pass came to; the gradient itself lies in the parameters."""
+
+    loss: float
+    """Mean loss in nats."""
+    norm: float
+    """L2 norm before clipping."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class Learner:
+    """A model on a device with its AdamW, its schedule and its clipping."""
+
+    def __init__(
+        self, model: nn.Module, inner: InnerSettings, device: Device, *, total_steps: int
+    ) -> None:
+        """Move the model to the device and make its optimizer.
+
+        Args:
+            model: as in `atoll.peer.models`.
+            inner: the inner section of the spec.
+            device: where to train.
+            total_steps: of the run, 0 for one without an end.
+        """
+        self.model = model.to(device.device)
+        self.device = device
+        self.optimizer = adamw(self.model, inner, device)
+        self._inner, self._total_steps = inner, total_steps
+        self._forward: nn.Module = self.model
+        if inner.compile:
+            self._forward = cast(nn.Module, torch.compile(self.model))
+
+    def gradient(self, batches: Sequence[Tensor], *, step: int) -> Gradient:
+        """Compute the mean gradient over micro-batches, clipped, and set the step's rate.
+
+        Args:
+            batches: int64 tokens ``(B, T + 1)`` each.
+            step: of the run, for the schedule.
+        """
+        rate = learning_rate(step, inner=self._inner, total_steps=self._total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.clear()
+        loss = torch.zeros((), device=self.device.device)
+        for batch in batches:
+            loss += self._backward(batch, len(batches))
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self._inner.clip_norm or math.inf
+        )
+        loss_value, norm_value = torch.stack((loss, norm.float())).tolist()  # one wait for the GPU
+        return Gradient(loss=loss_value, norm=norm_value)
+
+    def clear(self) -> None:
+        """Forget the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _backward(self, batch: Tensor, parts: int) -> Tensor:
+        tokens_BT = batch.to(self.device.device, non_blocking=True)
+        try:
+            return self._accumulate(tokens_BT, parts)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            _log.warning("torch.compile failed here, training goes on without it: %s", error)
+            self._forward = self.model
+            return self._accumulate(tokens_BT, parts)
+
+    def _accumulate(self, tokens_BT: Tensor, parts: int) -> Tensor:
+        with self.device.autocast():
+            loss = models.loss_of(self._forward, tokens_BT[:, :-1], tokens_BT[:, 1:]) / parts
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach().float()
+
+
+class Evaluator:
+    """The loss on fixed batches, with a copy of the model that training does not touch."""
+
+    def __init__(self, model: nn.Module, batches: Iterable[Tensor], device: Device) -> None:
+        """Copy the model.
+
+        Args:
+            model: not compiled.
+            batches: int64 tokens ``(B, T + 1)``.
+            device: where to compute.
+        """
+        self._model = copy.deepcopy(model).to(device.device).eval()
+        self._layout = Layout.of(self._model)
+        self._batches, self._device = list(batches), device
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches each measurement takes."""
+        return len(self._batches)
+
+    def loss(self, params_N: Tensor) -> float:
+        """Return the mean loss in nats a token.
+
+        Args:
+            params_N: parameters in the order of the model's layout.
+        """
+        self._layout.load_(self._model, params_N)
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad(), self._device.autocast():
+            for batch in self._batches:
+                tokens_BT = batch.to(self._device.device)
+                loss = models.loss_of(self._model, tokens_BT[:, :-1], tokens_BT[:, 1:])
+                total += loss.double().cpu()
+        return float(total) / len(self._batches)

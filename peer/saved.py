@@ -1,0 +1,150 @@
+"""A tree of numbers and tensors in one file, written whole or not at all, read without pickle.
+
+The file is a safetensors file. Its tensors are ``0``, ``1``, ... in the order in which a walk of
+the tree meets them; its metadata holds
+
+    format      "atoll-saved-1"
+    kind        what the tree is, "trainer" for example
+    run         the run it belongs to
+    tree        JSON; {"tensor": i} stands for a tensor, {"bytes": hex} for bytes, {"tuple": list}
+                for a tuple, {"map": [[key, value], ...]} for a dict; lists and scalars for
+                themselves
+    sha256      of kind, run, tree and, for each tensor, its dtype, shape and bytes
+
+A reader MUST compare the digest before it uses a value, and MUST refuse another kind or run.
+Errors are `SavedStateError`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from atoll.peer.errors import SavedStateError
+
+FORMAT = "atoll-saved-1"
+
+
+def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
+    """Write a tree of dicts, lists, numbers, strings, bytes and tensors.
+
+    The old file stays until the new one is on disk.
+
+    Args:
+        path: of the file; its folder must exist.
+        tree: what to save; tensors on any device.
+        kind: what the tree is.
+        run: the run it belongs to.
+
+    Raises:
+        TypeError: the tree holds something else.
+        OSError: the disk is full or the folder is gone.
+    """
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_pack(tree, tensors))
+    metadata = {"format": FORMAT, "kind": kind, "run": run, "tree": text}
+    metadata["sha256"] = _digest(metadata, tensors)
+    partial = path.with_name(path.name + ".partial")
+    safetensors.torch.save_file(tensors, partial, metadata)
+    _sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def load(path: Path, *, kind: str, run: str) -> dict[str, Any]:
+    """Read a tree that `save` wrote; tensors arrive on the CPU.
+
+    Raises:
+        SavedStateError: the file is missing, damaged, of another kind or of another run.
+    """
+    metadata, tensors = _read(path)
+    if metadata.get("format") != FORMAT:
+        raise SavedStateError(
+            f"{path} is not a saved state of this version ({FORMAT}); move it away"
+        )
+    if metadata.get("sha256") != _digest(metadata, tensors):
+        raise SavedStateError(f"{path} is damaged: its digest does not match; move it away")
+    for name, expected in (("kind", kind), ("run", run)):
+        if metadata.get(name) != expected:
+            raise SavedStateError(
+                f"{path} is of another {name}: expected {expected!r}, got {metadata.get(name)!r}; "
+                "use another state directory"
+            )
+    tree: dict[str, Any] = _unpack(json.loads(metadata["tree"]), tensors)
+    return tree
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            return file.metadata() or {}, tensors
+    except FileNotFoundError as error:
+        raise SavedStateError(f"{path} does not exist") from error
+    except (safetensors.SafetensorError, OSError) as error:
+        raise SavedStateError(f"{path} is damaged ({error}); move it away") from error
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in ("kind", "run", "tree"):
+        digest.update(f"{name}={metadata.get(name)}\n".encode())
+    for name in sorted(tensors, key=int):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401 - a tree of anything
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": name}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, Mapping):
+        return {"map": [[_key(k), _pack(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": _pack(list(value), tensors)}
+    if isinstance(value, list):
+        return [_pack(item, tensors) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"cannot save a {type(value).__name__}")
+
+
+def _key(key: object) -> int | str:
+    if type(key) is int or isinstance(key, str):
+        return key
+    raise TypeError(f"expected int or str as the key of a saved dict, got {key!r}")
+
+
+def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 - a tree of anything
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((name, content),) = value.items()
+    if name == "tensor":
+        return tensors[content]
+    if name == "bytes":
+        return bytes.fromhex(content)
+    if name == "tuple":
+        return tuple(_unpack(content, tensors))
+    return {key: _unpack(item, tensors) for key, item in content}

@@ -1,0 +1,521 @@
+"""The trainer of a peer: draws its data, takes inner steps and lets DiLoCo meet the others.
+
+It runs in a thread of its own (`Trainer.run`); everyone else reads `Trainer.statistics`.
+
+The schedule belongs to the run, not to the peer: with H inner steps a window, the step after
+position ``p`` of the log is ``p * H``, so a peer that joins late or slept starts where the others
+are. A peer that waits long for a decision trains on, at a rate at most two windows ahead.
+
+A loss or gradient that is not finite costs its step. After `MAX_SKIPS` of them in a row the peer's
+parameters are taken to be spoiled: it drops its window, goes back to the synced parameters with a
+fresh AdamW, and what it would have sent is not sent. After `MAX_DROPPED` such windows in a row it
+gives up with `TrainingFailed`.
+
+Random numbers (dropout) follow from the seed, the peer and the step, so they need no saving.
+
+# N parameters
+"""
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.coordinator.spec import RunSpec
+from atoll.optim.diloco import DiLoCo
+from atoll.optim.layout import Layout
+from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
+from atoll.peer import data, models, saved
+from atoll.peer.devices import Device
+from atoll.peer.errors import SavedStateError
+from atoll.peer.learner import Evaluator, Learner
+
+MAX_SKIPS = 10  # a bad batch costs one step, spoiled parameters all that follow
+MAX_DROPPED = 5  # windows; beyond it the fault is not in this peer's luck
+VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
+LOSS_DECAY = 0.95  # the mean of about the last 20 steps
+RATE_STEPS = 32  # steps over which tokens per second are measured
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingFailed(RuntimeError):  # noqa: N818 - it names the event
+    """Training cannot go on: every window of this peer ends in numbers that are not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerStatistics:
+    """How a trainer is."""
+
+    phase: str = "starting"
+    """``starting``, ``training``, ``reducing``, ``validating``, ``stopped`` or ``finished``."""
+    position: int = 0
+    """Position of the log that this peer's synced parameters stand at."""
+    step: int = 0
+    """Inner steps done in the open window."""
+    inner_steps: int = 0
+    """Inner steps of a window."""
+    schedule_step: int = 0
+    """Step of the run that the learning rate follows."""
+    steps: int = 0
+    """Inner steps that this peer tried, skipped ones included."""
+    tokens: int = 0
+    """Tokens that this peer trained on."""
+    loss: float = math.nan
+    """Mean training loss of about the last 20 steps."""
+    valid_loss: float = math.nan
+    """Loss of the synced parameters on held-out text, when it was last measured."""
+    valid_position: int = -1
+    """Position at which it was measured."""
+    learning_rate: float = 0.0
+    """Rate of the last step."""
+    tokens_per_s: float = 0.0
+    """Over the last steps, waits included."""
+    step_s: float = 0.0
+    """Seconds that one step takes, waits left out."""
+    ready_in_s: float = 0.0
+    """Seconds until the open window is done, at this speed."""
+    compute_s: float = 0.0
+    """Seconds spent on training."""
+    wait_s: float = 0.0
+    """Seconds spent on rounds."""
+    windows: int = 0
+    """Windows ended."""
+    skipped_steps: int = 0
+    """Steps not taken, for a loss or gradient that was not finite."""
+    dropped_windows: int = 0
+    """Windows that were not sent, for parameters that were not finite or seemed spoiled."""
+    params: int = 0
+    """Trained parameters of the model."""
+    device: str = "cpu"
+    """Where it trains."""
+    precision: str = "float32"
+    """Number format of the forward pass."""
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time that went into training, 1.0 before the first wait."""
+        total_s = self.compute_s + self.wait_s
+        return self.compute_s / total_s if total_s else 1.0
+
+
+class _Watched:
+    """A reducer that tells the trainer when something is decided, and can send it back."""
+
+    def __init__(self, inner: Reducer, on_commit: Callable[[Commit], None]) -> None:
+        self.unsettled = False
+        self._inner, self._on_commit = inner, on_commit
+        self._settle: Settle | None = None
+
+    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
+        self._settle = settle
+        return self._inner.start(layout, params_N, self._deliver)
+
+    def submit(self, contribution: Contribution) -> None:
+        self.unsettled = True
+        self._inner.submit(contribution)
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self._inner.state_dict(), "unsettled": self.unsettled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.unsettled = state["unsettled"]
+        self._inner.load_state_dict(state["inner"])
+
+    def go_back(self, position: int, params_N: Tensor) -> None:
+        """Have the method drop its window, as when the reducer itself asks for it."""
+        self._deliver(
+            Commit(position=position, params_N=params_N, included=None, members=0, reset=True)
+        )
+
+    def _deliver(self, commit: Commit) -> None:
+        assert self._settle is not None, "a reducer settles after start"
+        self._settle(commit)
+        if commit.settles or commit.reset:
+            self.unsettled = False
+        self._on_commit(commit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """What a peer decides for itself; none of it changes the run."""
+
+    peer_id: str = "local"
+    """Names this peer's stream of data."""
+    device: str = "auto"
+    """``auto``, ``cuda``, ``cuda:1``, ``mps`` or ``cpu``."""
+    position: int = 0
+    """Position of the log at which the peer joins; the reducer's parameters stand there."""
+    validate_every: int = 0
+    """Positions between two measurements of the validation loss; 0 for none."""
+    state_path: Path | None = None
+    """File in which the trainer keeps its state."""
+    save_every_s: float = 300.0
+    """Seconds between two saves, each at the end of a window; one more when it stops."""
+    clock: Callable[[], float] = field(default=time.perf_counter)
+    """Seconds from anywhere; measures speed only."""
+
+
+class Trainer:
+    """Trains one model as one peer of a run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        reducer: Reducer,
+        options: TrainerOptions | None = None,
+        *,
+        corpus: data.Corpus | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Open the data, build the model and take the reducer's parameters.
+
+        Args:
+            spec: of the run.
+            reducer: what joins the peers; started here.
+            options: this peer's own.
+            corpus: the data of the run, if it is open already.
+            model: the model of the run, if it is built already.
+
+        Raises:
+            SetupError: data, model or device are not usable; the subclass says which.
+        """
+        self.spec, self.options = spec, options or TrainerOptions()
+        self.device = Device.choose(self.options.device, spec.inner.precision)
+        self.corpus = corpus or open_corpus(spec)
+        self.learner = Learner(
+            model if model is not None else build_model(spec, self.corpus.tokenizer.vocab_size),
+            spec.inner,
+            self.device,
+            total_steps=spec.run.rounds * spec.outer.inner_steps,
+        )
+        self._stream = self.corpus.stream(
+            seed=spec.run.seed,
+            peer_id=self.options.peer_id,
+            batch_size=spec.inner.batch_size,
+            seq_len=spec.data.seq_len,
+        )
+        self._reducer = _Watched(reducer, self._committed)
+        self._position = self._seen_position = self.options.position
+        self._steps = self._since_commit = self._skips_in_a_row = self._dropped_in_a_row = 0
+        self._skipped = self._dropped = 0
+        self._loss, self._loss_weight = 0.0, 0.0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
+        self._stopping = threading.Event()
+        self._evaluator: Evaluator | None = None
+        self._saved_at_s = self.options.clock()
+        self.diloco = DiLoCo(
+            self.learner.model,
+            self.learner.optimizer,
+            self._reducer,
+            inner_steps=spec.outer.inner_steps,
+        )
+        self._statistics = TrainerStatistics(
+            position=self._position,
+            inner_steps=spec.outer.inner_steps,
+            params=self.diloco.layout.numel,
+            device=self.device.label,
+            precision=self.device.precision,
+        )
+
+    # --- seen from any thread
+
+    def statistics(self) -> TrainerStatistics:
+        """How the trainer is; each call returns a consistent record."""
+        return self._statistics
+
+    def stop(self) -> None:
+        """Let `run` return after the step in progress."""
+        self._stopping.set()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its last round."""
+        return 0 < self.spec.run.rounds <= self._position
+
+    # --- the trainer's own thread
+
+    def run(self) -> None:
+        """Train until the run is finished or `stop` is called; then save, if there is a path.
+
+        Raises:
+            TrainingFailed: this peer computes nothing but numbers that are not finite.
+            OSError: the state cannot be saved.
+        """
+        try:
+            while not self._stopping.is_set() and not self.finished:
+                self.step()
+                self._save_when_due()
+            if self.options.state_path is not None:
+                self.save(self.options.state_path)
+        finally:
+            self._publish(phase="finished" if self.finished else "stopped")
+
+    def step(self) -> None:
+        """Take one inner step; at the end of a window also meet the others.
+
+        Raises:
+            TrainingFailed: as `run`.
+        """
+        began_s = self.options.clock()
+        torch.manual_seed(self._step_seed())
+        inner = self.spec.inner
+        batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
+        gradient = self.learner.gradient(batches, step=self.schedule_step)
+        self._steps += 1
+        self._since_commit += 1
+        step_s = self.options.clock() - began_s
+        if gradient.is_finite:
+            self._take(gradient.loss, sum(batch[:, 1:].numel() for batch in batches))
+        else:
+            self._skip(gradient.loss, gradient.norm)
+        self._measure(step_s)
+        self._validate_when_due()
+
+    @property
+    def schedule_step(self) -> int:
+        """The step of the run that comes next, from 0."""
+        window = self.diloco.inner_steps
+        return self._position * window + min(self._since_commit, 2 * window)
+
+    def evaluate(self, params_N: Tensor | None = None, *, batches: int = VALID_BATCHES) -> float:
+        """Return the loss in nats a token on held-out text.
+
+        Args:
+            params_N: parameters, the synced ones by default.
+            batches: how many; the text is the same at every call.
+
+        Raises:
+            DataError: a streamed data set has too little validation text.
+        """
+        if self._evaluator is None or self._evaluator.num_batches != batches:
+            self._evaluator = Evaluator(
+                self.learner.model, validation(self.spec, self.corpus, batches), self.device
+            )
+        return self._evaluator.loss(self.diloco.synced_N if params_N is None else params_N)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a restart needs to go on with the same bits."""
+        return {
+            "peer_id": self.options.peer_id,
+            "diloco": self.diloco.state_dict(),
+            "stream": self._stream.state_dict(),
+            "counts": {name: getattr(self, f"_{name}") for name in _COUNTS},
+            "valid": [self._statistics.valid_loss, self._statistics.valid_position],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, exact: bool = True) -> None:
+        """Go on where `state_dict` was taken.
+
+        Args:
+            state: of a trainer of the same run.
+            exact: whether the run stands where it stood. If not, only what is this peer's own
+                comes back (the moments of AdamW, its place in the data, its counters); the
+                parameters stay those that the reducer gave.
+
+        Raises:
+            SavedStateError: the state is of another peer or model.
+        """
+        if state["peer_id"] != self.options.peer_id:
+            raise SavedStateError(
+                f"expected the state of peer {self.options.peer_id}, got that of "
+                f"{state['peer_id']}; use another state directory"
+            )
+        here = {"position": self._position, "seen_position": self._position, "since_commit": 0}
+        try:
+            if exact:
+                self.diloco.load_state_dict(state["diloco"])
+            else:
+                self.learner.optimizer.load_state_dict(state["diloco"]["inner"])
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise SavedStateError(f"the saved state does not fit this model: {error}") from error
+        self._stream.load_state_dict(state["stream"])
+        for name, value in (state["counts"] | ({} if exact else here)).items():
+            setattr(self, f"_{name}", value)
+        valid_loss, valid_position = state["valid"]
+        self._recent.clear()
+        self._publish(valid_loss=valid_loss, valid_position=valid_position)
+
+    def save(self, path: Path) -> None:
+        """Write the state to a file, atomically.
+
+        Raises:
+            OSError: the file cannot be written; an older one is still whole.
+        """
+        saved.save(path, self.state_dict(), kind="trainer", run=self.spec.digest())
+        self._saved_at_s = self.options.clock()
+
+    def load(self, path: Path, *, exact: bool = True) -> None:
+        """Go on from a file that `save` wrote; see `load_state_dict`.
+
+        Raises:
+            SavedStateError: the file is missing, damaged, or of another run, peer or model.
+        """
+        state = saved.load(path, kind="trainer", run=self.spec.digest())
+        self.load_state_dict(state, exact=exact)
+
+    def _step_seed(self) -> int:
+        name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._steps}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+    def _take(self, loss: float, tokens: int) -> None:
+        self._skips_in_a_row = 0
+        self._loss = LOSS_DECAY * self._loss + (1 - LOSS_DECAY) * loss
+        self._loss_weight = LOSS_DECAY * self._loss_weight + (1 - LOSS_DECAY)
+        self._announce_window_end()
+        self.diloco.step(tokens=tokens, loss=loss)
+
+    def _skip(self, loss: float, norm: float) -> None:
+        self._skipped += 1
+        self._skips_in_a_row += 1
+        _log.warning("step %d skipped: loss %s, gradient norm %s", self._steps, loss, norm)
+        self.learner.clear()
+        if self._skips_in_a_row >= MAX_SKIPS and not self._reducer.unsettled:
+            self._drop_window()
+        else:
+            self._announce_window_end()
+            self.diloco.advance(tokens=0)
+
+    def _drop_window(self) -> None:
+        self._skips_in_a_row = 0
+        self._dropped += 1
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= MAX_DROPPED:
+            raise TrainingFailed(
+                f"{MAX_DROPPED} windows in a row ended in {MAX_SKIPS} steps without a finite loss "
+                f"and gradient, the last one from the synced parameters of position "
+                f"{self._position}; check the data of this peer and the learning rate of the run"
+            )
+        _log.warning("window dropped after %d bad steps in a row", MAX_SKIPS)
+        self._reducer.go_back(self._position, self.diloco.synced_N)
+        self.learner.optimizer.state.clear()
+
+    def _committed(self, commit: Commit) -> None:
+        self._position = commit.position
+        self._since_commit = 0
+        if commit.included is not None:
+            self._dropped_in_a_row = 0
+
+    def _announce_window_end(self) -> None:
+        last = self.diloco.step_in_window + 1 >= self.diloco.inner_steps
+        self._publish(phase="reducing" if last else "training")
+
+    def _validate_when_due(self) -> None:
+        every, before = self.options.validate_every, self._seen_position
+        self._seen_position = self._position
+        if not every or self._position == before:
+            return
+        if self._position // every > before // every or self.finished:
+            self._publish(phase="validating")
+            self._publish(valid_loss=self.evaluate(), valid_position=self._position)
+
+    def _save_when_due(self) -> None:
+        path, at_window_end = self.options.state_path, self.diloco.step_in_window == 0
+        due = self.options.clock() - self._saved_at_s >= self.options.save_every_s
+        if path is not None and at_window_end and due:
+            self.save(path)
+
+    def _measure(self, step_s: float) -> None:
+        method = self.diloco.statistics()
+        self._recent.append((self.options.clock(), method.tokens))
+        (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
+        step_s = 0.9 * self._statistics.step_s + 0.1 * step_s if self._statistics.step_s else step_s
+        left = self.diloco.inner_steps - self.diloco.step_in_window
+        self._publish(
+            phase="training",
+            tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
+            step_s=step_s,
+            ready_in_s=left * step_s,
+            learning_rate=self.learner.optimizer.param_groups[0]["lr"],
+        )
+
+    def _publish(self, **changes: Any) -> None:  # noqa: ANN401 - fields of TrainerStatistics
+        """Replace the record; a reader sees the old one or the new one, nothing in between."""
+        method = self.diloco.statistics()
+        changes.setdefault("phase", self._statistics.phase)
+        self._statistics = replace(
+            self._statistics,
+            position=self._position,
+            step=self.diloco.step_in_window,
+            inner_steps=self.diloco.inner_steps,
+            schedule_step=self.schedule_step,
+            steps=self._steps,
+            tokens=method.tokens,
+            loss=self._loss / self._loss_weight if self._loss_weight else math.nan,
+            compute_s=method.compute_s,
+            wait_s=method.wait_s,
+            windows=method.windows,
+            skipped_steps=self._skipped,
+            dropped_windows=self._dropped + method.discarded,
+            **changes,
+        )
+
+
+_COUNTS = (
+    "position",
+    "seen_position",
+    "steps",
+    "since_commit",
+    "skips_in_a_row",
+    "dropped_in_a_row",
+    "skipped",
+    "dropped",
+    "loss",
+    "loss_weight",
+)
+
+
+def open_corpus(spec: RunSpec) -> data.Corpus:
+    """Open the data that a spec names.
+
+    Raises:
+        DataError: as `atoll.peer.data.open_corpus`.
+    """
+    section = spec.data
+    return data.open_corpus(
+        section.source,
+        format=section.format,
+        tokenizer=section.tokenizer,
+        text_field=section.text_field,
+        valid_fraction=section.valid_fraction,
+        seq_len=section.seq_len,
+    )
+
+
+def build_model(spec: RunSpec, vocab_size: int) -> nn.Module:
+    """Build the model that a spec names, on the CPU, with the weights of its seed.
+
+    Args:
+        spec: of the run.
+        vocab_size: of the run's tokenizer.
+
+    Raises:
+        ModelError: as `atoll.peer.models.build`.
+    """
+    return models.build(
+        spec.model.preset,
+        custom=spec.model.custom,
+        overrides=spec.model.overrides,
+        vocab_size=vocab_size,
+        seq_len=spec.data.seq_len,
+        seed=spec.run.seed,
+    )
+
+
+def validation(spec: RunSpec, corpus: data.Corpus, batches: int = VALID_BATCHES) -> list[Tensor]:
+    """Return the fixed validation batches of a run, int64 ``(B, T + 1)`` each."""
+    return corpus.validation(
+        batches=batches, batch_size=spec.inner.batch_size, seq_len=spec.data.seq_len
+    )

@@ -1,10 +1,11 @@
 import msgpack
 import pytest
-from atoll.coordinator.admission import Admission, AdmissionCheck, AdmissionRefused
-from atoll.dht import Refused
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
+
+from atoll.coordinator.admission import Admission, AdmissionCheck, AdmissionRefused
+from atoll.dht import Refused
 
 KEY = Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key().public_bytes_raw()

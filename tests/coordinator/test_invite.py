@@ -1,7 +1,8 @@
 import pytest
-from atoll.coordinator.invite import DamagedInvite, Invite, InviteVersion, NotAnInvite
 from hypothesis import given
 from hypothesis import strategies as st
+
+from atoll.coordinator.invite import DamagedInvite, Invite, InviteVersion, NotAnInvite
 
 INVITE = Invite(
     addresses=("203.0.113.7:7700", "[2001:db8::1]:7700"),

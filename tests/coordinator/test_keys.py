@@ -2,6 +2,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from atoll.coordinator.keys import KeysError, RunKeys
 
 

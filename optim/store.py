@@ -1,0 +1,578 @@
+"""The log on disk: entries, their bodies, epochs and snapshots, in one SQLite file.
+
+Peers keep a bounded log, the coordinator all of it. The store checks order and size, not meaning:
+whoever appends has verified the entry (`atoll.optim.log`). What is in the file is one history: a
+new epoch first rewinds to its base.
+
+    store.append(epoch=0, position=7, entry=..., certificate=..., body=..., chain=...)
+    store.head                  epoch, next position, and the chain there
+    with store.lease(position): ...     bodies from there on, and that snapshot, stay
+
+Writing is one transaction a call, in WAL mode: after `kill -9` the file holds exactly the calls
+that returned (with `fsync=True` also after a loss of power). One connection under a lock serves
+all threads. Bodies are cut into rows of 1 MiB, so that no copy of a large one is made in SQLite
+and parts of it can be read. Snapshots are files beside the database, written under another name,
+synced and renamed; their digests are in the database.
+
+Exceptions:
+
+    StoreError
+      StoreCorrupt      the file is no database, or a damaged one
+      WrongRun          the file is of another run
+      OutOfOrder        an entry that does not come next
+      Conflict          another entry at a position that is taken
+      NotStored         a body or snapshot that is not here (any more)
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.optim.layout import Layout
+from atoll.optim.state import Assembly, OuterState, StateError
+
+CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE entries (
+    position INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, entry BLOB NOT NULL,
+    certificate BLOB NOT NULL, chain BLOB NOT NULL, body_bytes INTEGER NOT NULL,
+    has_body INTEGER NOT NULL);
+CREATE TABLE bodies (
+    position INTEGER NOT NULL, part INTEGER NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY (position, part));
+CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE snapshots (
+    position INTEGER PRIMARY KEY, chain BLOB NOT NULL, root BLOB NOT NULL,
+    leaf_digests BLOB NOT NULL, layout TEXT NOT NULL, file TEXT NOT NULL);
+"""
+
+
+class StoreError(Exception):
+    """The log on disk cannot do what was asked."""
+
+
+class StoreCorrupt(StoreError):  # noqa: N818
+    """The file is no database of a log, or a damaged one."""
+
+
+class WrongRun(StoreError):  # noqa: N818
+    """The file belongs to another run."""
+
+
+class OutOfOrder(StoreError):  # noqa: N818
+    """An entry that does not follow the last one."""
+
+
+class Conflict(StoreError):  # noqa: N818
+    """A different entry at a position that is decided."""
+
+
+class NotStored(StoreError):  # noqa: N818
+    """A body or snapshot that was pruned or never here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The end of the log."""
+
+    epoch: int
+    position: int
+    """Of the next entry."""
+    chain: bytes
+    """What the next entry names as its previous chain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One stored position without its body."""
+
+    epoch: int
+    position: int
+    entry: bytes
+    certificate: bytes
+    chain: bytes
+    """The chain after this entry."""
+    body_bytes: int
+    has_body: bool
+    """Whether the body is still here; a body of no bytes always is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotInfo:
+    """A stored snapshot."""
+
+    position: int
+    """Entries applied: the state before entry `position`."""
+    chain: bytes
+    root: bytes
+    leaf_digests: tuple[bytes, ...]
+    layout: Layout
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStatistics:
+    """How a store is."""
+
+    entries: int
+    bodies: int
+    body_bytes: int
+    snapshots: int
+    leases: int
+    pruned_bodies: int
+    """Since the store was opened."""
+
+
+class LogStore:
+    """The log of one run, in a directory of its own."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: bytes,
+        genesis_chain: bytes,
+        body_budget_bytes: int | None = None,
+        keep_snapshots: int = 2,
+        fsync: bool = False,
+    ) -> None:
+        """Open the log in `directory`, or begin it.
+
+        Args:
+            directory: made if absent; holds log.sqlite and the snapshots.
+            run_id: 32 bytes.
+            genesis_chain: the chain before entry 0.
+            body_budget_bytes: most bytes of bodies to keep; None keeps all.
+            keep_snapshots: newest snapshots to keep, beside those under a lease and the genesis.
+            fsync: survive a loss of power too, for a sync of the disk with every write.
+
+        Raises:
+            WrongRun: when the directory holds the log of another run. Nothing is changed.
+            StoreCorrupt: when the file cannot be read as a log. Nothing is changed.
+        """
+        self._directory = directory
+        self._genesis_chain = genesis_chain
+        self._budget_bytes = body_budget_bytes
+        self._keep_snapshots = keep_snapshots
+        self._lock = threading.RLock()
+        self._leases: dict[int, int] = {}
+        self._pruned = 0
+        self._path = directory / "log.sqlite"
+        directory.mkdir(parents=True, exist_ok=True)
+        with _readable(self._path):
+            self._db = self._open(run_id, fsync)
+        self._discard_stray_files()
+
+    # Entries
+
+    @property
+    def head(self) -> Head:
+        """The epoch, position and chain that the next entry must have."""
+        with self._lock:
+            row = self._one("SELECT position, epoch, chain FROM entries ORDER BY position DESC")
+            epoch = self._one("SELECT max(epoch) FROM epochs")[0] or 0
+        if row is None:
+            return Head(epoch=epoch, position=self._base()[0], chain=self._base()[1])
+        return Head(epoch=max(epoch, row[1]), position=row[0] + 1, chain=row[2])
+
+    def append(
+        self,
+        *,
+        epoch: int,
+        position: int,
+        entry: bytes,
+        certificate: bytes,
+        body: bytes | bytearray | memoryview,
+        chain: bytes,
+    ) -> bool:
+        """Add a verified entry. False when it is here already.
+
+        Raises:
+            OutOfOrder: when it does not come next.
+            Conflict: when its position holds another entry.
+        """
+        with self._lock:
+            known = self.get(position)
+            if known is not None:
+                if known.entry != entry:
+                    raise Conflict(f"position {position} is decided: another entry is stored there")
+                return False
+            self._expect_next(epoch, position)
+            with self._db:
+                self._insert(position, epoch, entry, certificate, chain, memoryview(body))
+            self.prune()
+            return True
+
+    def get(self, position: int) -> Record | None:
+        """The entry at a position, if it is here."""
+        return next(iter(self.headers(position, 1)), None)
+
+    def headers(self, start: int, count: int) -> list[Record]:
+        """At most `count` entries from `start` on, without bodies."""
+        columns = "epoch, position, entry, certificate, chain, body_bytes, has_body"
+        query = f"SELECT {columns} FROM entries WHERE position >= ? AND position < ? ORDER BY 2"
+        with self._lock:
+            rows = self._db.execute(query, (start, start + count)).fetchall()
+        return [_record(row) for row in rows]
+
+    def body(self, position: int) -> bytes:
+        """The body of an entry. Raises NotStored."""
+        return b"".join(self.body_chunks(position))
+
+    def body_chunks(self, position: int) -> Iterator[bytes]:
+        """The body in pieces of at most 1 MiB; take a lease to keep it. Raises NotStored."""
+        record = self.get(position)
+        if record is None or not record.has_body:
+            raise NotStored(f"the body of entry {position} is not here: ask another peer")
+        for part in range(-(-record.body_bytes // CHUNK_BYTES)):
+            query = "SELECT data FROM bodies WHERE position = ? AND part = ?"
+            with self._lock:
+                row = self._one(query, position, part)
+            if row is None:
+                raise NotStored(f"the body of entry {position} was pruned while it was read")
+            yield row[0]
+
+    def add_body(self, position: int, body: bytes | bytearray | memoryview) -> None:
+        """Put back the body of a stored entry, verified by the caller. Raises NotStored."""
+        with self._lock, self._db:
+            record = self.get(position)
+            if record is None or record.body_bytes != len(body):
+                raise NotStored(f"entry {position} with a body of {len(body)} bytes is not here")
+            if not record.has_body:
+                self._insert_body(position, memoryview(body))
+                self._db.execute("UPDATE entries SET has_body = 1 WHERE position = ?", (position,))
+
+    def first_with_bodies(self) -> int:
+        """The position from which on all bodies up to the head are here."""
+        query = "SELECT max(position) FROM entries WHERE has_body = 0"
+        with self._lock:
+            gap = self._one(query)[0]
+        return self._base()[0] if gap is None else gap + 1
+
+    def rewind(self, position: int) -> int:
+        """Void the entries and snapshots beyond a new epoch's base; returns how many entries.
+
+        A snapshot at `position` itself is the state before that entry, and stays.
+
+        Raises:
+            OutOfOrder: when the log begins after that position: recover a snapshot instead.
+        """
+        start = self._base()[0]
+        if position < start:
+            raise OutOfOrder(f"expected a base from {start} on, got {position}: recover a snapshot")
+        with self._lock, self._db:
+            self._db.execute("DELETE FROM bodies WHERE position >= ?", (position,))
+            gone = self._db.execute("DELETE FROM entries WHERE position >= ?", (position,)).rowcount
+        self._drop_snapshots([p for p in self.snapshot_positions() if p > position])
+        return gone
+
+    def begin_at(self, *, position: int, chain: bytes) -> None:
+        """Let the log start after a recovered snapshot: what was stored before is dropped."""
+        with self._lock, self._db:
+            self._db.execute("DELETE FROM bodies")
+            self._db.execute("DELETE FROM entries")
+            self._put_meta("base_position", str(position).encode())
+            self._put_meta("base_chain", chain)
+
+    # Epochs and notes
+
+    def put_epoch(self, epoch: int, record: bytes) -> None:
+        """Keep the signed record of an epoch."""
+        with self._lock, self._db:
+            self._db.execute("INSERT OR REPLACE INTO epochs VALUES (?, ?)", (epoch, record))
+
+    def epochs(self) -> list[tuple[int, bytes]]:
+        """All epoch records, oldest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT epoch, record FROM epochs ORDER BY 1").fetchall()
+        return [(row[0], row[1]) for row in rows]
+
+    def latest_epoch(self) -> bytes | None:
+        """The signed record of the highest epoch."""
+        epochs = self.epochs()
+        return epochs[-1][1] if epochs else None
+
+    def put_note(self, key: str, value: bytes) -> None:
+        """Keep a small value beside the log."""
+        with self._lock, self._db:
+            self._put_meta(f"note:{key}", value)
+
+    def note(self, key: str) -> bytes | None:
+        """A value kept by `put_note`."""
+        return self._meta(f"note:{key}")
+
+    # Snapshots
+
+    def save_snapshot(self, state: OuterState, chain: bytes) -> SnapshotInfo:
+        """Write the state before entry `state.position`; older snapshots without a lease go.
+
+        Hashes the state if that was not done yet: call it off the training thread.
+        """
+        name = f"snapshot-{state.position:012d}.bin"
+        self._write_state(state, name)
+        layout, digests = state.layout.to_json(), b"".join(state.leaves())
+        row = (state.position, chain, state.root(), digests, layout, name)
+        with self._lock, self._db:
+            self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?)", row)
+        self.prune()
+        return self.snapshot(state.position)
+
+    def snapshot_positions(self) -> list[int]:
+        """Positions of the stored snapshots, oldest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT position FROM snapshots ORDER BY 1").fetchall()
+        return [row[0] for row in rows]
+
+    def snapshot(self, position: int) -> SnapshotInfo:
+        """Digests and file of a snapshot. Raises NotStored."""
+        query = "SELECT chain, root, leaf_digests, layout, file FROM snapshots WHERE position = ?"
+        with self._lock:
+            row = self._one(query, position)
+        if row is None:
+            raise NotStored(
+                f"snapshot {position} is not here; here are {self.snapshot_positions()}"
+            )
+        digests = tuple(row[2][i : i + 32] for i in range(0, len(row[2]), 32))
+        return SnapshotInfo(
+            position=position,
+            chain=row[0],
+            root=row[1],
+            leaf_digests=digests,
+            layout=Layout.from_json(row[3]),
+            path=self._directory / row[4],
+        )
+
+    def load_snapshot(self, position: int) -> OuterState:
+        """Read a snapshot and verify every leaf. Raises NotStored or StoreCorrupt."""
+        info = self.snapshot(position)
+        try:
+            assembly = Assembly(
+                layout=info.layout,
+                position=position,
+                leaf_digests=info.leaf_digests,
+                root=info.root,
+            )
+            with info.path.open("rb") as file:
+                for index in range(len(info.leaf_digests)):
+                    assembly.add(index, file.read(1 << 20))
+            return assembly.finish()
+        except (OSError, StateError) as error:
+            raise StoreCorrupt(f"{info.path}: {error}; fetch the snapshot again") from None
+
+    @contextmanager
+    def lease(self, position: int) -> Iterator[None]:
+        """Keep the snapshot at `position`, and all bodies from there on, while in the block."""
+        with self._lock:
+            self._leases[position] = self._leases.get(position, 0) + 1
+        try:
+            yield
+        finally:
+            self._release(position)
+
+    # Bounds
+
+    def prune(self) -> int:
+        """Drop bodies over the budget, oldest first, and old snapshots; returns bodies dropped.
+
+        Bodies that the newest snapshot or a lease needs stay, whatever the budget says.
+        """
+        with self._lock:
+            self._drop_snapshots(self._old_snapshots())
+            positions = self._over_budget()
+            with self._db:
+                for position in positions:
+                    self._db.execute("DELETE FROM bodies WHERE position = ?", (position,))
+                    self._db.execute(
+                        "UPDATE entries SET has_body = 0 WHERE position = ?", (position,)
+                    )
+            self._pruned += len(positions)
+            return len(positions)
+
+    def statistics(self) -> StoreStatistics:
+        """Counts and sizes."""
+        query = (
+            "SELECT count(*), coalesce(sum(has_body), 0), coalesce(sum(body_bytes * has_body), 0)"
+        )
+        with self._lock:
+            entries, bodies, body_bytes = self._one(f"{query} FROM entries")
+            return StoreStatistics(
+                entries=entries,
+                bodies=bodies,
+                body_bytes=body_bytes,
+                snapshots=len(self.snapshot_positions()),
+                leases=sum(self._leases.values()),
+                pruned_bodies=self._pruned,
+            )
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        with self._lock:
+            self._db.close()
+
+    # Inside
+
+    def _open(self, run_id: bytes, fsync: bool) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, check_same_thread=False, timeout=10.0)
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, SCHEMA_VERSION):
+                raise StoreCorrupt(
+                    f"{self._path}: expected a log of version {SCHEMA_VERSION}, got {version}"
+                )
+            if version == 0:
+                _create(db, run_id)
+            _expect_run(db, run_id, self._path)
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _one(self, query: str, *values: object) -> Any:  # noqa: ANN401  # a row of SQLite
+        return self._db.execute(query, values).fetchone()
+
+    def _meta(self, key: str) -> bytes | None:
+        with self._lock:
+            row = self._one("SELECT value FROM meta WHERE key = ?", key)
+        return None if row is None else bytes(row[0])
+
+    def _put_meta(self, key: str, value: bytes) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def _base(self) -> tuple[int, bytes]:
+        position, chain = self._meta("base_position"), self._meta("base_chain")
+        if position is None or chain is None:
+            return 0, self._genesis_chain
+        return int(position), chain
+
+    def _expect_next(self, epoch: int, position: int) -> None:
+        head = self.head
+        if position != head.position:
+            raise OutOfOrder(f"expected the entry at position {head.position}, got {position}")
+        if epoch < head.epoch:
+            raise OutOfOrder(f"expected an entry of epoch {head.epoch} or later, got {epoch}")
+
+    def _insert(
+        self,
+        position: int,
+        epoch: int,
+        entry: bytes,
+        certificate: bytes,
+        chain: bytes,
+        body: memoryview,
+    ) -> None:
+        row = (position, epoch, entry, certificate, chain, len(body), 1)
+        self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        self._insert_body(position, body)
+
+    def _insert_body(self, position: int, body: memoryview) -> None:
+        for part, start in enumerate(range(0, len(body), CHUNK_BYTES)):
+            data = body[start : start + CHUNK_BYTES]
+            self._db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (position, part, data))
+
+    def _over_budget(self) -> list[int]:
+        if self._budget_bytes is None:
+            return []
+        query = "SELECT position, body_bytes FROM entries WHERE has_body AND body_bytes ORDER BY 1"
+        rows = self._db.execute(query).fetchall()
+        excess = sum(row[1] for row in rows) - self._budget_bytes
+        needed_from = self._needed_from()
+        dropped: list[int] = []
+        for position, body_bytes in rows:
+            if excess <= 0 or position >= needed_from:
+                break
+            excess -= body_bytes
+            dropped.append(position)
+        return dropped
+
+    def _needed_from(self) -> int:
+        snapshots = self.snapshot_positions()
+        newest = snapshots[-1] if snapshots else self.head.position
+        return min([newest, *self._leases])
+
+    def _old_snapshots(self) -> list[int]:
+        later = [p for p in self.snapshot_positions() if p > 0]
+        old = later[: -self._keep_snapshots or None]
+        return [p for p in old if p not in self._leases]
+
+    def _drop_snapshots(self, positions: list[int]) -> None:
+        with self._lock:
+            for position in positions:
+                path = self.snapshot(position).path
+                with self._db:
+                    self._db.execute("DELETE FROM snapshots WHERE position = ?", (position,))
+                path.unlink(missing_ok=True)
+
+    def _release(self, position: int) -> None:
+        with self._lock:
+            self._leases[position] -= 1
+            if not self._leases[position]:
+                del self._leases[position]
+
+    def _write_state(self, state: OuterState, name: str) -> None:
+        partial = self._directory / f"{name}.new"
+        with partial.open("wb") as file:
+            for index in range(state.num_leaves):
+                file.write(state.read_leaf(index))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._directory / name)
+
+    def _discard_stray_files(self) -> None:
+        with self._lock:
+            known = {row[0] for row in self._db.execute("SELECT file FROM snapshots")}
+        for path in self._directory.glob("snapshot-*"):
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
+
+def _record(row: tuple[Any, ...]) -> Record:
+    return Record(
+        epoch=row[0],
+        position=row[1],
+        entry=row[2],
+        certificate=row[3],
+        chain=row[4],
+        body_bytes=row[5],
+        has_body=bool(row[6]),
+    )
+
+
+def _create(db: sqlite3.Connection, run_id: bytes) -> None:
+    tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if tables:
+        raise StoreCorrupt("expected a log of Atoll, got another database; choose a new directory")
+    db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
+    db.execute("INSERT INTO meta VALUES ('run_id', ?)", (run_id,))
+    db.commit()
+
+
+def _expect_run(db: sqlite3.Connection, run_id: bytes, path: Path) -> None:
+    row = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+    stored = bytes(row[0]) if row else b""
+    if stored != run_id:
+        raise WrongRun(
+            f"{path}: expected the log of run {run_id.hex()[:12]}, got that of run "
+            f"{stored.hex()[:12]}; use another directory for this run"
+        )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise StoreCorrupt(
+            f"{path}: {error}; move the directory away: the log can be fetched again from peers"
+        ) from None

@@ -28,17 +28,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
+from atoll.dht.serving import Handlers
+from atoll.dht.streams import Mark, StreamEnd, within
 from atoll.dht.transport import (
-    INTERNAL,
     MAX_CALL_BYTES,
-    MAX_MESSAGE_BYTES,
-    UNKNOWN_METHOD,
     CallHandler,
     Check,
-    DeadlineExceeded,
     PeerUnreachable,
     Refused,
     StreamHandler,
@@ -76,8 +73,6 @@ class _Counters:
     messages_sent: int = 0
     messages_received: int = 0
     calls_made: int = 0
-    calls_served: int = 0
-    refused: int = 0
 
 
 @dataclass(eq=False)
@@ -327,7 +322,7 @@ class MemoryTransport:
         self.peer_id = peer_id
         self.addresses = [f"/memory/{peer_id}"]
         self.admission = admission
-        self.check = check
+        self.handlers = Handlers(check, network.errors.append)
         self.alive = True
         self.counters = _Counters()
         self.uplink_bytes_s = self.downlink_bytes_s = 0.0
@@ -336,8 +331,6 @@ class MemoryTransport:
         self._calls: set[_Call] = set()
         self._streams: set[MemoryStream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._call_handlers: dict[str, CallHandler] = {}
-        self._stream_handlers: dict[str, StreamHandler] = {}
 
     def __repr__(self) -> str:
         """The PeerID."""
@@ -347,11 +340,11 @@ class MemoryTransport:
 
     def serve(self, method: str, handler: CallHandler) -> None:
         """See `Transport`."""
-        self._call_handlers[checked_method(method)] = handler
+        self.handlers.serve(method, handler)
 
     def serve_stream(self, method: str, handler: StreamHandler) -> None:
         """See `Transport`."""
-        self._stream_handlers[checked_method(method)] = handler
+        self.handlers.serve_stream(method, handler)
 
     async def call(self, peer: str, method: str, body: bytes, *, timeout_s: float) -> bytes:
         """See `Transport`."""
@@ -380,8 +373,8 @@ class MemoryTransport:
             messages_sent=c.messages_sent,
             messages_received=c.messages_received,
             calls_made=c.calls_made,
-            calls_served=c.calls_served,
-            refused=c.refused,
+            calls_served=self.handlers.num_served,
+            refused=self.handlers.num_refused,
             streams_open=len(self._streams),
         )
 
@@ -403,14 +396,7 @@ class MemoryTransport:
     ) -> T:
         try:
             await self._awake()
-            async with asyncio.timeout(timeout_s):
-                return await work
-        except TransportError:
-            raise
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{what} with {peer}: not done in {timeout_s:g} s", peer=peer
-            ) from None
+            return await within(work, timeout_s, what, peer)
         finally:
             work.close()
             await self._awake()
@@ -463,22 +449,13 @@ class MemoryTransport:
         there, back = call.pipes
         outcome: bytes | TransportError
         try:
-            outcome = await self._reply(there.src.peer_id, there.method, admission, body)
-            self.counters.calls_served += 1
+            remote = there.src.peer_id
+            outcome = await self.handlers.answer(remote, there.method, admission, body)
         except Exception as error:
-            outcome = self._refusal(error)
+            outcome = self.handlers.refusal(error, self.peer_id)
         await self._awake()
         size = len(outcome) if isinstance(outcome, bytes) else len(str(outcome))
         self.network._send(back, size, lambda: call.settle(outcome))
-
-    async def _reply(self, remote: str, method: str, admission: bytes, body: bytes) -> bytes:
-        self.check(remote, admission)
-        handler = self._call_handlers.get(method)
-        if handler is None:
-            raise Refused(UNKNOWN_METHOD, f"nobody serves calls of {method} here")
-        reply = await handler(remote, body)
-        checked_size("an answer", len(reply), MAX_CALL_BYTES)
-        return bytes(reply)
 
     def _accept(self, stream: MemoryStream, admission: bytes) -> None:
         self._streams.add(stream)
@@ -486,24 +463,12 @@ class MemoryTransport:
 
     async def _serve_stream(self, stream: MemoryStream, admission: bytes) -> None:
         try:
-            self.check(stream.remote, admission)
-            handler = self._stream_handlers.get(stream.method)
-            if handler is None:
-                raise Refused(UNKNOWN_METHOD, f"nobody serves streams of {stream.method} here")
-            await handler(stream.remote, stream)
+            await self.handlers.run(stream, admission)
         except Exception as error:
             await self._awake()
-            stream._refuse(self._refusal(error))
+            stream.refuse(self.handlers.refusal(error, self.peer_id))
         finally:
             await stream.close()
-
-    def _refusal(self, error: Exception) -> Refused:
-        self.counters.refused += 1
-        if isinstance(error, Refused):
-            return Refused(error.code, error.message, peer=self.peer_id)
-        if not isinstance(error, TransportError):
-            self.network.errors.append(error)
-        return Refused(INTERNAL, f"{type(error).__name__} in the handler", peer=self.peer_id)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -531,164 +496,59 @@ class MemoryTransport:
                 exchange.lose(error)
 
 
-class MemoryStream:
+class MemoryStream(StreamEnd):
     """A `Stream` in memory: one end of it."""
 
     def __init__(self, transport: MemoryTransport, out: _Pipe) -> None:
         """Use `MemoryTransport.open`."""
-        self.remote = out.dst.peer_id
-        self.method = out.method
+        super().__init__(out.dst.peer_id, out.method)
         self._transport = transport
         self._out = out
         self._far: MemoryStream
-        self._inbox: deque[bytes] = deque()
         self._unread_bytes = 0  # sent by this end and not yet taken by the other
-        self._error: TransportError | None = None
-        self._peer_ended = self._peer_closed = False
-        self._ended = self._closed = False
-        self._wakers: list[asyncio.Future[None]] = []
 
-    async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-        """See `Stream`."""
-        checked_size("a message", len(data), MAX_MESSAGE_BYTES)
-        await self._transport._bounded(
-            self._send(bytes(data)), timeout_s, f"send on {self.method}", self.remote
-        )
-
-    async def recv(self, *, timeout_s: float) -> bytes | None:
-        """See `Stream`."""
-        if self._inbox and self._transport.alive and not self.network_is_frozen():
-            return self._take()
+    async def _within(self, work: Coroutine[None, None, T], timeout_s: float, what: str) -> T:
         return await self._transport._bounded(
-            self._recv(), timeout_s, f"recv on {self.method}", self.remote
+            work, timeout_s, f"{what} on {self.method}", self.remote
         )
 
-    def network_is_frozen(self) -> bool:
-        """True while this end's process is stopped."""
-        return self._transport.peer_id in self._transport.network._frozen
-
-    async def end(self, *, timeout_s: float) -> None:
-        """See `Stream`."""
-        if not self._ended:
-            await self._transport._bounded(
-                self._end(), timeout_s, f"end of {self.method}", self.remote
-            )
-
-    async def close(self) -> None:
-        """See `Stream`."""
-        if self._closed or not self._transport.alive:
-            return
-        self._closed = self._ended = True
-        self._transport._streams.discard(self)
-        self._inbox.clear()
-        with suppress(TransportError):
-            await self._transport._awake()
-            self._transport.network._send(self._out, 0, self._far._on_close)
-        self._wake()
-
-    async def __aenter__(self) -> Self:
-        """See `Stream`."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """See `Stream`."""
-        await self.close()
-
-    async def _send(self, data: bytes) -> None:
-        self._check_sendable()
+    async def _write(self, mark: Mark, data: bytes | bytearray | memoryview) -> None:
         while self._unread_bytes > WINDOW_BYTES:
             await self._change()
             self._check_sendable()
         self._unread_bytes += len(data)
-        left_s = self._transport.network._send(
-            self._out, len(data), lambda: self._far._on_data(data)
-        )
+        left_s = self._transport.network._send(self._out, len(data), self._arrival(mark, data))
         await asyncio.sleep(left_s)
 
-    def _check_sendable(self) -> None:
-        if self._ended:
-            raise TransportError(
-                f"stream {self.method} was ended here; nothing more can be sent", peer=self.remote
-            )
-        if self._error:
-            raise self._error
-        if self._peer_closed:
-            raise PeerUnreachable(
-                f"{self.remote} has closed stream {self.method}", peer=self.remote
-            )
+    def _arrival(self, mark: Mark, data: bytes | bytearray | memoryview) -> Callable[[], None]:
+        far = self._far
+        if mark == Mark.DATA:
+            copy = bytes(data)
+            return lambda: far.on_data(copy)
+        return far.on_end
 
-    async def _recv(self) -> bytes | None:
-        while not self._inbox:
-            if self._closed:
-                raise TransportError(f"stream {self.method} was closed here", peer=self.remote)
-            if self._peer_ended:
-                return None
-            if self._error:
-                raise self._error
-            await self._change()
-        return self._take()
-
-    def _take(self) -> bytes:
-        data = self._inbox.popleft()
-        self._far._unread_bytes -= len(data)
+    def _taken(self, num_bytes: int) -> None:
+        self._far._unread_bytes -= num_bytes
         self._far._wake()
-        return data
 
-    async def _end(self) -> None:
-        self._check_sendable()
-        self._ended = True
-        self._transport.network._send(self._out, 0, self._far._on_end)
+    async def _shut(self) -> None:
+        self._transport._streams.discard(self)
+        if self._transport.alive:
+            with suppress(TransportError):
+                await self._transport._awake()
+                self._transport.network._send(self._out, 0, self._far.on_close)
 
-    def _refuse(self, error: Refused) -> None:
+    def refuse(self, error: Refused) -> None:
+        """Tells the other end why there is nothing more to come."""
         if not self._closed:
             self._transport.network._send(
-                self._out, len(str(error)), lambda: self._far._on_error(error)
+                self._out, len(str(error)), lambda: self._far.on_error(error)
             )
-
-    async def _change(self) -> None:
-        waker = asyncio.get_running_loop().create_future()
-        self._wakers.append(waker)
-        await waker
-
-    def _wake(self) -> None:
-        wakers, self._wakers = self._wakers, []
-        for waker in wakers:
-            if not waker.done():
-                waker.set_result(None)
-
-    # What arrives
-
-    def _on_data(self, data: bytes) -> None:
-        if not self._closed:
-            self._inbox.append(data)
-            self._wake()
-
-    def _on_end(self) -> None:
-        self._peer_ended = True
-        self._wake()
-
-    def _on_close(self) -> None:
-        self._peer_closed = True
-        if self._error is None:
-            self._peer_ended = True
-        self._wake()
-
-    def _on_error(self, error: TransportError) -> None:
-        self._error = self._error or error
-        self._wake()
 
     def lose(self, error: TransportError | None) -> None:
         """The connection is gone: cleanly if `error` is None."""
         self._out.broken = self._far._out.broken = True
         if error is None:
-            self._on_close()
-        elif not self._peer_ended:
-            self._on_error(error)
+            self.on_close()
         else:
-            self._peer_closed = True
-            self._wake()
+            self.on_lost(error)

@@ -1,0 +1,81 @@
+"""What a peer answers: handlers by method, behind the admission check."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from atoll.dht.transport import (
+    INTERNAL,
+    MAX_CALL_BYTES,
+    UNKNOWN_METHOD,
+    CallHandler,
+    Check,
+    Refused,
+    Stream,
+    StreamHandler,
+    TransportError,
+    checked_method,
+    checked_size,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def log_failure(error: Exception) -> None:
+    """What happens to an error that a handler should not have raised."""
+    logger.error("a handler failed", exc_info=error)
+
+
+class Handlers:
+    """The methods of one peer."""
+
+    def __init__(self, check: Check, on_failure: Callable[[Exception], None]) -> None:
+        """`on_failure` hears of every error other than TransportError that a handler raises."""
+        self.check = check
+        self.num_served = 0
+        self.num_refused = 0
+        self._on_failure = on_failure
+        self._calls: dict[str, CallHandler] = {}
+        self._streams: dict[str, StreamHandler] = {}
+
+    def serve(self, method: str, handler: CallHandler) -> None:
+        """See `Transport`."""
+        self._calls[checked_method(method)] = handler
+
+    def serve_stream(self, method: str, handler: StreamHandler) -> None:
+        """See `Transport`."""
+        self._streams[checked_method(method)] = handler
+
+    async def answer(self, remote: str, method: str, admission: bytes, body: bytes) -> bytes:
+        """What the handler of a call returns. Raises whatever it raises."""
+        handler = self.admitted_call(remote, method, admission)
+        reply = await handler(remote, body)
+        checked_size("an answer", len(reply), MAX_CALL_BYTES)
+        self.num_served += 1
+        return bytes(reply)
+
+    def admitted_call(self, remote: str, method: str, admission: bytes) -> CallHandler:
+        """The handler of a call, if `remote` may make it; else raises Refused."""
+        self.check(remote, admission)
+        handler = self._calls.get(method)
+        if handler is None:
+            raise Refused(UNKNOWN_METHOD, f"nobody serves calls of {method} here")
+        return handler
+
+    async def run(self, stream: Stream, admission: bytes) -> None:
+        """Runs the handler of a stream. Raises whatever it raises."""
+        self.check(stream.remote, admission)
+        handler = self._streams.get(stream.method)
+        if handler is None:
+            raise Refused(UNKNOWN_METHOD, f"nobody serves streams of {stream.method} here")
+        await handler(stream.remote, stream)
+
+    def refusal(self, error: Exception, me: str) -> Refused:
+        """What the other side is told about an error of a handler of the peer `me`."""
+        self.num_refused += 1
+        if isinstance(error, Refused):
+            return Refused(error.code, error.message, peer=me)
+        if not isinstance(error, TransportError):
+            self._on_failure(error)
+        return Refused(INTERNAL, f"{type(error).__name__} in the handler", peer=me)

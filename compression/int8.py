@@ -1,0 +1,48 @@
+"""`int8`: blocks scaled by their largest magnitude, rounded to nearest.
+
+Payload::
+
+    scales   bf16, amax / 127 of each block of `block` values
+    codes    int8, one for each value; value = code * scale
+
+A decoder multiplies once in fp32, so it has the same bits everywhere.  Encoders write
+codes in -127..127; a decoder also takes -128.  An all-zero block has scale 0.
+
+Source: 8-Bit Approximations for Parallelism in Deep Learning, arXiv:1511.04561.
+Departures: linear codes in blocks instead of a code of the whole tensor, so that one
+outlier costs its block only; scales of 16 bits, for which the codes make up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from atoll.compression.blocks import BlockCodec, absmax_scales
+from atoll.compression.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Int8(BlockCodec):
+    """8 bits a value and 16 a block; contractive."""
+
+    name: ClassVar[str] = "int8"
+    code: ClassVar[int] = 4
+
+    def _code_bytes(self, numel: int) -> int:
+        return numel
+
+    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor) -> Tensor:
+        inverse_B1, witness = absmax_scales(x_BK, 127.0, scales_B)
+        steps_N = torch.mul(x_BK, inverse_B1).round_().view(-1)
+        codes.view(torch.int8).copy_(steps_N[: codes.numel()])
+        return witness
+
+    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_BK: Tensor) -> None:
+        numel = codes.numel()
+        out_BK.view(-1)[:numel].copy_(codes.view(torch.int8))
+        out_BK.mul_(scales_B.unsqueeze(1))

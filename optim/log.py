@@ -1,0 +1,405 @@
+"""The log of a run: entries, certificates, epochs, and the hash chain that names the history.
+
+A run is a log of compressed outer updates, state(p+1) = apply(state(p), entry(p)).  This module
+holds what is written in the log and the rules that make an entry valid; who proposes and who votes
+is in ``atoll.peer.rounds``.  The rules are stated in ``docs/protocol.md``.
+
+Every record is a msgpack map with the fields of its class in declaration order.  The encoding is
+canonical: bytes that decode to a record but do not equal that record's own encoding are refused,
+so a record has one digest.
+
+    chain(0)   = SHA-256("atoll genesis 1" | run_id | root of the genesis state)
+    chain(p+1) = SHA-256("atoll chain 1" | chain(p) | SHA-256(entry(p)))
+    a vote     = sign("atoll vote 1" | run_id | epoch | position | attempt | SHA-256(entry(p)))
+
+Errors::
+
+    LogError (ValueError)
+     +-- MalformedRecord     bytes that are no record of the claimed kind
+     +-- ChainMismatch       an entry that does not follow the entry before it
+     +-- CertificateInvalid  votes that are forged, repeated, or fewer than a quorum
+     +-- EpochInvalid        an epoch that the run's key did not sign
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar, Literal, Self
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+VERSION = 1
+
+Verify = Callable[[str, bytes, bytes], bool]
+"""(peer_id, data, signature) -> whether that peer signed that data."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+PeerId = Annotated[str, Field(min_length=1, max_length=128)]
+Incarnation = Annotated[str, Field(min_length=1, max_length=32)]
+Signature = Annotated[bytes, Field(min_length=1, max_length=1024)]
+
+
+class LogError(ValueError):
+    """Any record of the log that cannot be accepted."""
+
+
+class MalformedRecord(LogError):  # noqa: N818
+    """Bytes that do not decode to the record they claim to be."""
+
+
+class ChainMismatch(LogError):  # noqa: N818
+    """An entry whose epoch, position or previous chain is not the one that comes next."""
+
+
+class CertificateInvalid(LogError):  # noqa: N818
+    """Votes that do not amount to a quorum of the electorate."""
+
+
+class EpochInvalid(LogError):  # noqa: N818
+    """An epoch record without a valid signature of the run's key."""
+
+
+class Record(BaseModel):
+    """A strict, frozen, canonically encoded message."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    max_bytes: ClassVar[int] = 1 << 20
+
+    def encode(self) -> bytes:
+        """The canonical bytes."""
+        packed: bytes = msgpack.packb(self.model_dump(), use_bin_type=True)
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """The record in ``data``; MalformedRecord on anything but its canonical bytes."""
+        name = cls.__name__
+        if len(data) > cls.max_bytes:
+            raise MalformedRecord(
+                f"{name}: expected at most {cls.max_bytes} bytes, got {len(data)}"
+            )
+        try:
+            fields = msgpack.unpackb(data, raw=False, use_list=False, strict_map_key=True)
+            record = cls.model_validate(fields)
+        except (ValidationError, ValueError, TypeError, RecursionError) as error:
+            raise MalformedRecord(f"{name}: not a valid record: {_first_line(error)}") from None
+        except Exception as error:  # msgpack has exceptions of its own outside ValueError
+            raise MalformedRecord(f"{name}: not msgpack: {_first_line(error)}") from None
+        if record.encode() != data:
+            raise MalformedRecord(f"{name}: the bytes are not the record's canonical encoding")
+        return record
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return f"{type(error).__name__} {error}".splitlines()[0][:200]
+
+
+class Elector(Record):
+    """A voter.  A restarted peer has a new incarnation and so is another elector."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+
+
+class Member(Record):
+    """One contribution to an entry."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+    weight: Annotated[FiniteFloat, Field(ge=0)]
+    clip: Annotated[FiniteFloat, Field(ge=0, le=1)]
+    tokens: Count
+    steps: Count
+    loss: FiniteFloat
+
+    @property
+    def elector(self) -> Elector:
+        """The member as a voter of the next position."""
+        return Elector(peer_id=self.peer_id, incarnation=self.incarnation)
+
+
+class Partial(Record):
+    """A member of which only the first ``cells`` cells of a part were included."""
+
+    member: Count
+    cells: Count
+
+
+class Part(Record):
+    """The reduced bytes of the cells ``[start_cell, stop_cell)``, encoded once by their owner."""
+
+    start_cell: Count
+    stop_cell: Count
+    owner: Count
+    generation: Count
+    wire_bytes: Count
+    digest: Digest
+    partial: tuple[Partial, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.start_cell >= self.stop_cell:
+            raise ValueError("a part holds at least one cell")
+        cells = self.stop_cell - self.start_cell
+        if any(p.cells >= cells for p in self.partial):
+            raise ValueError("a partial inclusion is shorter than its part")
+        members = [p.member for p in self.partial]
+        if members != sorted(set(members)):
+            raise ValueError("partial inclusions are sorted and name each member once")
+        return self
+
+
+class StateRoot(Record):
+    """The Merkle root of the state before entry ``position``."""
+
+    position: Count
+    root: Digest
+
+
+class Entry(Record):
+    """One decided position: an update (a manifest of part digests) or NULL (given up)."""
+
+    max_bytes: ClassVar[int] = 16 << 20
+
+    version: Literal[1] = VERSION
+    run_id: Digest
+    epoch: Count
+    position: Count
+    kind: Literal["update", "null"]
+    previous_chain: Digest
+    fragment: Count
+    lr: FiniteFloat
+    momentum: FiniteFloat
+    members: tuple[Member, ...]
+    parts: tuple[Part, ...]
+    electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
+    state_root: StateRoot | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.kind == "update") != bool(self.parts and self.members):
+            raise ValueError("an update has members and parts, NULL has neither")
+        if _fp32(self.lr) != self.lr or _fp32(self.momentum) != self.momentum:
+            raise ValueError("scalars are fp32 values")
+        if len({e.peer_id for e in self.electorate}) != len(self.electorate):
+            raise ValueError("an elector is named twice")
+        if len({m.peer_id for m in self.members}) != len(self.members):
+            raise ValueError("a member is named twice")
+        self._check_parts()
+        return self
+
+    def _check_parts(self) -> None:
+        start = 0
+        for part in self.parts:
+            if part.start_cell != start:
+                raise ValueError("parts follow each other without gap or overlap from cell 0")
+            named = (part.owner, *(p.member for p in part.partial))
+            if max(named) >= len(self.members):
+                raise ValueError("a part names a member that is not in the entry")
+            start = part.stop_cell
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the canonical bytes."""
+        return sha256(self.encode())
+
+    @property
+    def chain(self) -> bytes:
+        """The chain after this entry."""
+        return extend_chain(self.previous_chain, self.digest)
+
+    @property
+    def num_cells(self) -> int:
+        """Cells covered by the parts."""
+        return self.parts[-1].stop_cell if self.parts else 0
+
+    @property
+    def body_bytes(self) -> int:
+        """Length of the body: the bytes of all parts, one after the other."""
+        return sum(part.wire_bytes for part in self.parts)
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss of the members, by tokens."""
+        tokens = sum(m.tokens for m in self.members)
+        return sum(m.loss * m.tokens for m in self.members) / tokens if tokens else 0.0
+
+    def included_cells(self, peer_id: str, incarnation: str) -> list[bool] | None:
+        """Which cells hold that peer's contribution; None where the peer is not a member."""
+        for index, member in enumerate(self.members):
+            if (member.peer_id, member.incarnation) == (peer_id, incarnation):
+                return self._included(index)
+        return None
+
+    def _included(self, member: int) -> list[bool]:
+        mask: list[bool] = []
+        for part in self.parts:
+            size = part.stop_cell - part.start_cell
+            cells = next((p.cells for p in part.partial if p.member == member), size)
+            mask += [True] * cells + [False] * (size - cells)
+        return mask
+
+    def complete_members(self) -> tuple[Member, ...]:
+        """The members whose contributions are in every part to the last cell."""
+        partial = {p.member for part in self.parts for p in part.partial}
+        return tuple(m for i, m in enumerate(self.members) if i not in partial)
+
+
+class Vote(Record):
+    """The signature of the elector at ``elector`` in the electorate's order."""
+
+    elector: Count
+    signature: Signature
+
+
+class Certificate(Record):
+    """A quorum of votes for one entry at one attempt."""
+
+    attempt: Count
+    votes: tuple[Vote, ...]
+
+
+class Epoch(Record):
+    """A new beginning named by the run's key: who votes at ``base_position``, and after what."""
+
+    run_id: Digest
+    epoch: Count
+    base_position: Count
+    base_chain: Digest
+    electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
+
+
+class SignedEpoch(Record):
+    """An epoch record under the signature of the run's key."""
+
+    epoch: bytes
+    signature: Signature
+
+    def open(self, verify: Callable[[bytes, bytes], bool]) -> Epoch:
+        """The epoch, once ``verify(data, signature)`` with the run's public key holds."""
+        if not verify(epoch_payload(self.epoch), self.signature):
+            raise EpochInvalid("epoch record: expected a signature of the run's key; got another")
+        return Epoch.decode(self.epoch)
+
+
+def sha256(data: bytes | bytearray | memoryview) -> bytes:
+    """SHA-256."""
+    return hashlib.sha256(data).digest()
+
+
+def genesis_chain(run_id: bytes, root: bytes) -> bytes:
+    """The chain before the first entry."""
+    return sha256(b"atoll genesis 1" + run_id + root)
+
+
+def extend_chain(chain: bytes, entry_digest: bytes) -> bytes:
+    """The chain after an entry."""
+    return sha256(b"atoll chain 1" + chain + entry_digest)
+
+
+def epoch_payload(epoch: bytes) -> bytes:
+    """What the run's key signs to open an epoch."""
+    return b"atoll epoch 1" + epoch
+
+
+def vote_payload(entry: Entry, attempt: int) -> bytes:
+    """What an elector signs to vote for ``entry`` at ``attempt``."""
+    place = struct.pack(">QQQ", entry.epoch, entry.position, attempt)
+    return b"atoll vote 1" + entry.run_id + place + entry.digest
+
+
+def fp32(value: float) -> float:
+    """``value`` rounded to the nearest fp32."""
+    return _fp32(value)
+
+
+def _fp32(value: float) -> float:
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded
+
+
+def is_quorum(voters: Sequence[int], electors: int) -> bool:
+    """More than half of the electors, or exactly half including the first."""
+    distinct = set(voters)
+    return 2 * len(distinct) > electors or (2 * len(distinct) == electors and 0 in distinct)
+
+
+def next_electorate(
+    members: Sequence[Member], parts: Sequence[Part], current: Sequence[Elector]
+) -> tuple[Elector, ...]:
+    """Who votes next: the members that are complete in every part; failing any, who votes now."""
+    partial = {p.member for part in parts for p in part.partial}
+    complete = [m.elector for i, m in enumerate(members) if i not in partial]
+    return tuple(complete or current)
+
+
+def leader_order(electorate: Sequence[Elector], position: int) -> list[int]:
+    """Indices of the electors in the order in which they lead attempts 0, 1, 2, ... at a position."""
+
+    def rank(index: int) -> bytes:
+        elector = electorate[index]
+        place = f"{position}|{elector.peer_id}|{elector.incarnation}"
+        return sha256(place.encode())
+
+    return sorted(range(len(electorate)), key=rank)
+
+
+def check_certificate(
+    entry: Entry, certificate: Certificate, electorate: Sequence[Elector], verify: Verify
+) -> None:
+    """CertificateInvalid unless a quorum of ``electorate`` signed ``entry``."""
+    voters = [vote.elector for vote in certificate.votes]
+    if len(set(voters)) != len(voters) or any(v >= len(electorate) for v in voters):
+        raise CertificateInvalid(
+            f"entry {entry.position}: expected distinct electors below {len(electorate)}, "
+            f"got {voters}"
+        )
+    if not is_quorum(voters, len(electorate)):
+        raise CertificateInvalid(
+            f"entry {entry.position}: expected a quorum of {len(electorate)} electors, "
+            f"got {len(voters)} votes"
+        )
+    payload = vote_payload(entry, certificate.attempt)
+    for vote in certificate.votes:
+        peer_id = electorate[vote.elector].peer_id
+        if not verify(peer_id, payload, vote.signature):
+            raise CertificateInvalid(f"entry {entry.position}: the vote of {peer_id} is forged")
+
+
+def check_follows(entry: Entry, *, run_id: bytes, epoch: int, position: int, chain: bytes) -> None:
+    """ChainMismatch unless ``entry`` is the one that comes next."""
+    for what, expected, got in (
+        ("run", run_id.hex()[:12], entry.run_id.hex()[:12]),
+        ("epoch", epoch, entry.epoch),
+        ("position", position, entry.position),
+        ("previous chain", chain.hex()[:12], entry.previous_chain.hex()[:12]),
+    ):
+        if expected != got:
+            raise ChainMismatch(f"entry {entry.position}: expected {what} {expected}, got {got}")
+
+
+def split_body(entry: Entry, body: bytes | memoryview) -> list[memoryview]:
+    """The parts of a body, each checked against its digest; MalformedRecord on any difference."""
+    view = memoryview(body)
+    if len(view) != entry.body_bytes:
+        raise MalformedRecord(
+            f"body of entry {entry.position}: expected {entry.body_bytes} bytes, got {len(view)}"
+        )
+    parts: list[memoryview] = []
+    start = 0
+    for index, part in enumerate(entry.parts):
+        piece = view[start : start + part.wire_bytes]
+        if sha256(piece) != part.digest:
+            raise MalformedRecord(
+                f"body of entry {entry.position}: part {index} has another digest"
+            )
+        parts.append(piece)
+        start += part.wire_bytes
+    return parts

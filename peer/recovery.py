@@ -1,0 +1,397 @@
+"""Catching up: snapshot + log, as in a database, while the run goes on.
+
+A peer that is behind takes the cheaper way: the entries it missed where a donor still has their
+bodies, else the newest snapshot whose root the log certifies, and the entries after it.
+
+Trust starts at the epoch record, which the run's key signed: it names a position, the chain there,
+and who votes there.  From that base on each entry carries a certificate of the electorate that the
+entry before it names; before the base, entries are good when their chain ends in the base's.  So no
+donor is trusted with anything but its time, and each may be asked for a different piece.
+
+Errors::
+
+    RecoveryError (RuntimeError)
+     +-- NoDonor     nobody who could be reached has what is missing; try again later
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from atoll.dht.transport import TransportError
+from atoll.optim.log import (
+    Certificate,
+    ChainMismatch,
+    Elector,
+    Entry,
+    Epoch,
+    LogError,
+    Verify,
+    check_certificate,
+    check_follows,
+)
+from atoll.optim.state import Assembly, OuterState, StateError
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.fetching import (
+    fetch_body,
+    fetch_headers,
+    fetch_leaves,
+    fetch_snapshot_meta,
+)
+from atoll.peer.rounds.messages import Decided, Head
+
+LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
+MAX_PASSES = 64  # of catching up with a head that moves on meanwhile
+
+
+class RecoveryError(RuntimeError):
+    """This peer cannot catch up now."""
+
+
+class NoDonor(RecoveryError):  # noqa: N818
+    """Nobody who could be reached has what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Donor:
+    """Someone who may give, and where it stood when asked."""
+
+    peer: str
+    head: Head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """What it took."""
+
+    from_position: int
+    to_position: int
+    snapshot_position: int | None
+    entries: int
+    donors: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """An entry of which everything but the body is verified."""
+
+    entry: Entry
+    certificate: Certificate
+
+
+class Recovery:
+    """Brings a replica to the head of the log."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        run_id: bytes,
+        genesis: Callable[[], OuterState],
+        on_progress: Callable[[str, float], None],
+    ) -> None:
+        """``genesis`` gives the verified first state, from which anyone may replay everything."""
+        self._ctx = ctx
+        self._run_id = run_id
+        self._genesis = genesis
+        self._on_progress = on_progress
+
+    async def run(self) -> Recovered | None:
+        """Catch up with the furthest donor; None where nothing was missing.
+
+        Raises:
+            NoDonor: nobody has what is missing.
+        """
+        replica = self._ctx.replica
+        started, before = self._ctx.now(), replica.position
+        donors: set[str] = set()
+        snapshot: int | None = None
+        for _ in range(MAX_PASSES):
+            ahead = await self._donors_ahead()
+            if not ahead:
+                break
+            if not await self._replay(ahead, donors):
+                snapshot = await self._restore(ahead, donors)
+        else:
+            raise NoDonor("the log moves on faster than this peer can follow")
+        if replica.position == before and snapshot is None:
+            return None
+        return Recovered(
+            from_position=before,
+            to_position=replica.position,
+            snapshot_position=snapshot,
+            entries=replica.position - (before if snapshot is None else snapshot),
+            donors=tuple(sorted(donors)),
+            seconds=self._ctx.now() - started,
+        )
+
+    # donors
+
+    async def _donors_ahead(self) -> list[Donor]:
+        """Who is at this replica's epoch and has entries that it lacks, the furthest first."""
+        records = await self._ctx.roster.peers()
+        peers = sorted(peer for peer in records if peer != self._ctx.me.peer_id)
+        heads = await asyncio.gather(*(self._ask(peer) for peer in peers))
+        donors = [
+            Donor(peer=peer, head=head)
+            for peer, head in zip(peers, heads, strict=True)
+            if head is not None
+        ]
+        for donor in donors:
+            await self._learn_epoch(donor.head)
+        replica = self._ctx.replica
+        lost = not self._on_the_log()
+        ahead = [
+            d
+            for d in donors
+            if d.head.epoch == replica.epoch and (d.head.position > replica.position or lost)
+        ]
+        return sorted(ahead, key=lambda d: (-d.head.position, d.peer))
+
+    async def _ask(self, peer: str) -> Head | None:
+        with suppress(TransportError, LogError):
+            timeout_s = 2 * self._ctx.settings.stall_s
+            return Head.decode(
+                await self._ctx.transport.call(peer, "head", b"", timeout_s=timeout_s)
+            )
+        return None
+
+    async def _learn_epoch(self, head: Head) -> None:
+        replica = self._ctx.replica
+        if head.epoch > replica.epoch or (head.epoch_record and replica.opened is None):
+            with suppress(LogError):
+                await replica.adopt(head.epoch_record)
+
+    def _on_the_log(self) -> bool:
+        """Whether the replica's entries are those of its epoch (none of them void)."""
+        return bool(self._ctx.replica.electorate)
+
+    # the log alone
+
+    async def _replay(self, donors: Sequence[Donor], used: set[str]) -> bool:
+        """Fetch and apply the missing entries; False where only a snapshot helps."""
+        replica = self._ctx.replica
+        if not replica.ready or not self._on_the_log():
+            return False
+        start, furthest = replica.position, donors[0]
+        sources = [d for d in donors if d.head.first_body <= start]
+        if not sources:
+            return False
+        headers = await self._headers(furthest, start, replica.chain)
+        for header in headers:
+            await self._apply(header, sources, used)
+        return bool(headers)
+
+    async def _headers(self, donor: Donor, start: int, chain: bytes | None) -> list[Header]:
+        fetched: list[Decided] = []
+        while start + len(fetched) < donor.head.position:
+            more = await fetch_headers(
+                self._ctx, donor.peer, start + len(fetched), donor.head.position
+            )
+            if not more:
+                break
+            fetched += more
+        opened = self._ctx.replica.opened
+        if opened is None:
+            raise NoDonor("expected an epoch record of the run, nobody has sent one")
+        return verify_headers(
+            fetched, run_id=self._run_id, chain=chain, opened=opened, verify=self._ctx.verify
+        )
+
+    async def _apply(self, header: Header, sources: Sequence[Donor], used: set[str]) -> None:
+        entry = header.entry
+        replica = self._ctx.replica
+        if replica.position > entry.position:
+            return
+        for donor in rotated(sources, entry.position):
+            if donor.head.position <= entry.position:
+                continue
+            try:
+                body = b""
+                if entry.body_bytes:
+                    body = await fetch_body(
+                        self._ctx, donor.peer, entry.position, entry.body_bytes
+                    )
+                await replica.append_verified(entry, header.certificate, body)
+            except (TransportError, LogError) as error:
+                self._ctx.on_event("warning", f"entry {entry.position} of {donor.peer}: {error}")
+                continue
+            used.add(donor.peer)
+            self._on_progress("replay", float(entry.position))
+            return
+        raise NoDonor(f"nobody gave the body of entry {entry.position}")
+
+    # a snapshot, then the log
+
+    async def _restore(self, donors: Sequence[Donor], used: set[str]) -> int:
+        """Install the newest certified snapshot; its position."""
+        furthest = donors[0]
+        opened = self._ctx.replica.opened
+        if opened is None:
+            raise NoDonor("expected an epoch record of the run, nobody has sent one")
+        offered = {p for d in donors for p in d.head.snapshots}
+        oldest = min(offered, default=0)
+        headers = await self._headers(furthest, min(oldest, opened.base_position), None)
+        for position in sorted(offered | {0}, reverse=True):
+            root = certified_root(headers, position)
+            if position == 0:
+                return await self._restore_genesis(headers, opened)
+            if root is None:
+                continue
+            holders = [d.peer for d in donors if position in d.head.snapshots]
+            with suppress(NoDonor):
+                state = await self._fetch_snapshot(position, root, holders, used)
+                await self._install(state, headers, opened)
+                return position
+        raise NoDonor("nobody has a snapshot with a certified root")
+
+    async def _restore_genesis(self, headers: Sequence[Header], opened: Epoch) -> int:
+        await self._install(self._genesis(), headers, opened)
+        return 0
+
+    async def _install(
+        self, state: OuterState, headers: Sequence[Header], opened: Epoch
+    ) -> None:
+        chain, electorate = place(headers, state.position, opened)
+        before = [
+            (h.entry, h.certificate) for h in headers if h.entry.position < state.position
+        ]
+        await self._ctx.replica.install(state, chain, electorate, before)
+
+    async def _fetch_snapshot(
+        self, position: int, root: bytes, holders: Sequence[str], used: set[str]
+    ) -> OuterState:
+        assembly = await self._assembly(position, root, holders)
+        queue = _ranges(sorted(assembly.missing))
+        await asyncio.gather(
+            *(self._drain(peer, position, assembly, queue, used) for peer in holders)
+        )
+        if assembly.missing:
+            raise NoDonor(f"{len(assembly.missing)} leaves of snapshot {position} are missing")
+        try:
+            return assembly.finish()
+        except StateError as error:
+            raise NoDonor(f"snapshot {position}: {error}") from error
+
+    async def _assembly(self, position: int, root: bytes, holders: Sequence[str]) -> Assembly:
+        for peer in holders:
+            with suppress(TransportError, LogError, StateError):
+                meta = await fetch_snapshot_meta(self._ctx, peer, position)
+                digests = [meta.leaves[i : i + 32] for i in range(0, len(meta.leaves), 32)]
+                return Assembly(
+                    layout=self._ctx.layout, position=position, leaf_digests=digests, root=root
+                )
+        raise NoDonor(f"nobody gave the digests of snapshot {position}")
+
+    async def _drain(
+        self,
+        peer: str,
+        position: int,
+        assembly: Assembly,
+        queue: list[list[int]],
+        used: set[str],
+    ) -> None:
+        """Take ranges of leaves from one donor until none is left or the donor fails."""
+        while queue:
+            indices = queue.pop()
+            try:
+                async for index, leaf in fetch_leaves(self._ctx, peer, position, indices):
+                    await self._ctx.compute(assembly.add, index, leaf)
+                    used.add(peer)
+                    self._on_progress("snapshot", float(len(assembly.missing)))
+            except (TransportError, LogError, StateError) as error:
+                queue.append([i for i in indices if i in assembly.missing])
+                self._ctx.on_event("warning", f"snapshot {position} of {peer}: {error}")
+                return
+
+
+def verify_headers(
+    headers: Sequence[Decided],
+    *,
+    run_id: bytes,
+    chain: bytes | None,
+    opened: Epoch,
+    verify: Verify,
+) -> list[Header]:
+    """Entries that are the log's, in order.
+
+    Args:
+        headers: consecutive entries as a donor sent them.
+        run_id: of the run.
+        chain: the chain before the first of them, None where it is not known: then they must
+            reach the epoch's base, whose chain proves them.
+        opened: the current epoch.
+        verify: checks a peer's signature.
+
+    Raises:
+        LogError: one of them is not the log's.
+    """
+    verified: list[Header] = []
+    electorate: tuple[Elector, ...] | None = None
+    for decided in headers:
+        entry = Entry.decode(decided.entry)
+        certificate = Certificate.decode(decided.certificate)
+        before = entry.previous_chain if chain is None else chain
+        expected = entry.position if not verified else verified[-1].entry.position + 1
+        if entry.position == opened.base_position:
+            before, electorate = opened.base_chain, opened.electorate
+        epoch = opened.epoch if entry.position >= opened.base_position else entry.epoch
+        check_follows(entry, run_id=run_id, epoch=epoch, position=expected, chain=before)
+        if entry.position >= opened.base_position:
+            if electorate is None:
+                electorate = ()
+            check_certificate(entry, certificate, electorate, verify)
+        electorate, chain = entry.electorate, entry.chain
+        verified.append(Header(entry=entry, certificate=certificate))
+    _check_reaches_base(verified, opened)
+    return verified
+
+
+def _check_reaches_base(verified: Sequence[Header], opened: Epoch) -> None:
+    if not verified or verified[-1].entry.position + 1 > opened.base_position:
+        return
+    last = verified[-1].entry
+    if last.position + 1 < opened.base_position or last.chain != opened.base_chain:
+        raise ChainMismatch(
+            f"expected entries up to the base {opened.base_position} of epoch {opened.epoch}, "
+            f"got them up to {last.position} with another chain"
+        )
+
+
+def certified_root(headers: Sequence[Header], position: int) -> bytes | None:
+    """The root of the state at ``position``, if an entry carries it."""
+    for header in headers:
+        root = header.entry.state_root
+        if root is not None and root.position == position:
+            return root.root
+    return None
+
+
+def place(
+    headers: Sequence[Header], position: int, opened: Epoch
+) -> tuple[bytes, tuple[Elector, ...]]:
+    """Chain and electorate before the entry at ``position``."""
+    if position == opened.base_position:
+        return opened.base_chain, opened.electorate
+    for header in headers:
+        if header.entry.position + 1 == position:
+            return header.entry.chain, header.entry.electorate
+        if header.entry.position == position:
+            return header.entry.previous_chain, ()
+    raise NoDonor(f"expected the entry before snapshot {position}, nobody gave it")
+
+
+def rotated(donors: Sequence[Donor], turn: int) -> list[Donor]:
+    """Donors in another order each turn, so that each gives its share."""
+    start = turn % len(donors)
+    return [*donors[start:], *donors[:start]]
+
+
+def _ranges(indices: Sequence[int]) -> list[list[int]]:
+    """Runs of consecutive leaves; the last comes first off the list."""
+    step = LEAVES_A_REQUEST
+    return [list(indices[i : i + step]) for i in range(0, len(indices), step)][::-1]

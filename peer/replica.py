@@ -1,0 +1,309 @@
+"""This peer's copy of the run: state, chain, epoch, and the log that led here.
+
+``append`` is the only way forward and takes nothing without a certificate; ``install`` puts a
+verified snapshot in place; ``adopt`` begins an epoch.  Snapshots stay at multiples of
+``snapshot_every``: the two newest, so that one of them has its root certified by a later entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from atoll.compression import Codec
+from atoll.optim.layout import Layout
+from atoll.optim.log import (
+    Certificate,
+    Elector,
+    Entry,
+    Epoch,
+    EpochInvalid,
+    SignedEpoch,
+    Verify,
+    check_certificate,
+    check_follows,
+)
+from atoll.optim.replay import next_state
+from atoll.optim.state import OuterState
+from atoll.optim.store import LogStore, StoreError
+
+Compute = Callable[..., Awaitable[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """One entry, applied."""
+
+    entry: Entry
+    state: OuterState
+    apply_s: float
+
+
+class Replica:
+    """Single-loop: all coroutines run in one event loop, apply work in ``compute``."""
+
+    def __init__(
+        self,
+        *,
+        run_id: bytes,
+        layout: Layout,
+        codec: Codec,
+        store: LogStore,
+        verify: Verify,
+        verify_run: Callable[[bytes, bytes], bool],
+        snapshot_every: int,
+        compute: Compute,
+    ) -> None:
+        """Empty: ``resume`` or ``install`` gives it a state."""
+        self.run_id = run_id
+        self.layout = layout
+        self.store = store
+        self.snapshot_every = snapshot_every
+        self.chain = b""
+        self.epoch = 0
+        self.epoch_record = b""
+        self.opened: Epoch | None = None
+        self.electorate: tuple[Elector, ...] = ()
+        self._codec = codec
+        self._verify = verify
+        self._verify_run = verify_run
+        self._compute = compute
+        self._state: OuterState | None = None
+        self.snapshots: dict[int, OuterState] = {}
+        self._lock = asyncio.Lock()
+        self._moved = asyncio.Condition()
+        self.listeners: list[Callable[[Applied], None]] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a state."""
+        return self._state is not None
+
+    @property
+    def state(self) -> OuterState:
+        """The current state."""
+        if self._state is None:
+            raise RuntimeError("expected a state, got a replica that holds none yet")
+        return self._state
+
+    @property
+    def position(self) -> int:
+        """The position that is decided next; the number of entries applied."""
+        return self._state.position if self._state is not None else 0
+
+    async def passed(self, position: int) -> None:
+        """Wait until ``position`` is decided and applied, or the epoch has changed."""
+        epoch = self.epoch
+        async with self._moved:
+            await self._moved.wait_for(
+                lambda: self.position > position or self.epoch != epoch
+            )
+
+    async def append(
+        self,
+        entry: Entry,
+        certificate: Certificate,
+        body: bytes,
+        update_N: Tensor | None = None,
+    ) -> bool:
+        """Apply the next entry; False where its position is decided already.
+
+        Raises:
+            LogError: the entry does not follow, its certificate or its body is invalid.
+            UpdateError: the body does not decode.
+        """
+        async with self._lock:
+            if entry.position < self.position:
+                return False
+            check_follows(
+                entry,
+                run_id=self.run_id,
+                epoch=self.epoch,
+                position=self.position,
+                chain=self.chain,
+            )
+            check_certificate(entry, certificate, self.electorate, self._verify)
+            await self._apply(entry, certificate, body, update_N)
+        await self._notify()
+        return True
+
+    async def append_verified(self, entry: Entry, certificate: Certificate, body: bytes) -> bool:
+        """``append`` for an entry that ``verify_headers`` has vouched for.
+
+        Entries before the base of an epoch follow from its chain, not from their certificates.
+        """
+        async with self._lock:
+            if entry.position != self.position or entry.previous_chain != self.chain:
+                return False
+            await self._apply(entry, certificate, body, None)
+            opened = self.opened
+            if opened is not None and self.position == opened.base_position:
+                self.electorate = opened.electorate
+        await self._notify()
+        return True
+
+    async def _apply(
+        self, entry: Entry, certificate: Certificate, body: bytes, update_N: Tensor | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        state = await self._compute(
+            next_state, self.state, entry, body, self._codec, update_N
+        )
+        await self._compute(
+            lambda: self.store.append(
+                epoch=entry.epoch,
+                position=entry.position,
+                chain=entry.chain,
+                entry=entry.encode(),
+                certificate=certificate.encode(),
+                body=body,
+            )
+        )
+        self._state, self.chain, self.electorate = state, entry.chain, entry.electorate
+        if state.position % self.snapshot_every == 0:
+            await self._keep(state)
+        applied = Applied(entry=entry, state=state, apply_s=loop.time() - started)
+        for listener in self.listeners:
+            listener(applied)
+
+    async def _keep(self, state: OuterState) -> None:
+        await self._compute(self.store.save_snapshot, state, self.chain)
+        self.snapshots[state.position] = state
+        for position in sorted(self.snapshots)[:-2]:
+            del self.snapshots[position]
+
+    async def install(
+        self,
+        state: OuterState,
+        chain: bytes,
+        electorate: Sequence[Elector],
+        headers: Sequence[tuple[Entry, Certificate]] = (),
+    ) -> None:
+        """Put a verified state in place of whatever there is.
+
+        Args:
+            state: the state before entry ``state.position``.
+            chain: the chain there.
+            electorate: who votes there; nobody where no epoch has begun.
+            headers: verified entries that end right before it, kept for later joiners.
+        """
+        async with self._lock:
+            await self._compute(self._begin_store, state.position, chain, headers)
+            self._state, self.chain = state, chain
+            self.electorate = tuple(electorate)
+            self.snapshots = {}
+            if state.position % self.snapshot_every == 0:
+                await self._keep(state)
+        await self._notify()
+
+    def _begin_store(
+        self, position: int, chain: bytes, headers: Sequence[tuple[Entry, Certificate]]
+    ) -> None:
+        first = headers[0][0] if headers else None
+        if self.store.head.position == position and self.store.head.chain == chain:
+            return
+        self.store.begin_at(
+            epoch=first.epoch if first else self.epoch,
+            position=first.position if first else position,
+            chain=first.previous_chain if first else chain,
+        )
+        for entry, certificate in headers:
+            self.store.append_header(
+                epoch=entry.epoch,
+                position=entry.position,
+                entry=entry.encode(),
+                certificate=certificate.encode(),
+                body_bytes=entry.body_bytes,
+                chain=entry.chain,
+            )
+
+    async def resume(self) -> bool:
+        """Take up the state that the store holds: its newest snapshot and the entries after it.
+
+        False where the store holds no snapshot that can be read; then there is nothing to resume.
+        """
+        record = self.store.latest_epoch()
+        if record is not None:
+            self.opened = self.open_epoch(record)
+            self.epoch, self.epoch_record = self.opened.epoch, record
+        for position in reversed(self.store.snapshot_positions()):
+            try:
+                state = await self._compute(self.store.load_snapshot, position)
+            except StoreError:
+                continue
+            await self._resume_from(state)
+            return True
+        return False
+
+    async def _resume_from(self, state: OuterState) -> None:
+        info = self.store.snapshot(state.position)
+        self.snapshots = {state.position: state}
+        self.chain = info.chain
+        count = self.store.head.position - state.position
+        for record in self.store.headers(state.position, count):
+            if not record.has_body:
+                break
+            entry = Entry.decode(record.entry)
+            body = await self._compute(self.store.body, record.position)
+            state = await self._compute(next_state, state, entry, body, self._codec)
+            self.chain = entry.chain
+            if state.position % self.snapshot_every == 0:
+                self.snapshots[state.position] = state
+        self._state = state
+        self.electorate = self._stored_electorate(state.position)
+
+    def _stored_electorate(self, position: int) -> tuple[Elector, ...]:
+        opened = self.opened
+        if opened is not None and position == opened.base_position:
+            return opened.electorate if self.chain == opened.base_chain else ()
+        before = self.store.get(position - 1)
+        return Entry.decode(before.entry).electorate if before is not None else ()
+
+    def open_epoch(self, record: bytes) -> Epoch:
+        """The epoch in a signed record.
+
+        Raises:
+            LogError: malformed, of another run, or not signed by the run's key.
+        """
+        epoch = SignedEpoch.decode(record).open(self._verify_run)
+        if epoch.run_id != self.run_id:
+            raise EpochInvalid("epoch record: expected this run, got another")
+        return epoch
+
+    async def adopt(self, record: bytes) -> bool:
+        """Begin an epoch if it is newer; True where this replica stands at its base.
+
+        A replica that stands elsewhere knows the epoch from now on and has to recover: entries
+        beyond the base are void, entries before it are missing.  Until then it has no electorate,
+        so it neither votes nor leads.
+        """
+        epoch = self.open_epoch(record)
+        if self.opened is not None and epoch.epoch <= self.opened.epoch:
+            return True
+        async with self._lock:
+            self.opened, self.epoch, self.epoch_record = epoch, epoch.epoch, record
+            await self._compute(self.store.put_epoch, epoch.epoch, record)
+            here = self.ready and (self.position, self.chain) == (
+                epoch.base_position,
+                epoch.base_chain,
+            )
+            self.electorate = epoch.electorate if here else ()
+        await self._notify()
+        return here
+
+    def root_due(self, position: int) -> tuple[int, bytes] | None:
+        """The state root that entry ``position`` carries: of the state S positions before."""
+        if position == 0 or position % self.snapshot_every:
+            return None
+        state = self.snapshots.get(position - self.snapshot_every)
+        return (state.position, state.root()) if state is not None else None
+
+    async def _notify(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
+

@@ -1,0 +1,89 @@
+"""What every piece of a round shares: identity, log, links, settings, and the bytes in hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from atoll.compression import Codec
+from atoll.dht.transport import Transport
+from atoll.optim.layout import Layout
+from atoll.optim.log import Elector, Verify, sha256
+from atoll.peer.replica import Replica
+
+if TYPE_CHECKING:
+    from atoll.dht.roster import Roster
+
+ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
+
+
+class Compute(Protocol):
+    """Runs a function off the event loop (or on it, in tests with a virtual clock)."""
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any) -> Awaitable[Any]:  # noqa: ANN401
+        """The function's result."""
+        ...
+
+
+async def inline(function: Callable[..., Any], /, *args: Any) -> Any:  # noqa: ANN401
+    """A Compute that runs on the event loop."""
+    return function(*args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSettings:
+    """Times of a round."""
+
+    stall_s: float = 1.5
+    """a peer without a sign of life for this long is taken for dead in this round"""
+
+    grace_s: float = 5.0
+    """how long a group waits for stragglers once a quorum is ready"""
+
+    min_window_s: float = 0.0
+    """pause between attempts that failed at once, so that nobody spins"""
+
+
+Scalars = Callable[[int], tuple[float, float]]
+"""position -> outer lr and momentum of its entry, as fp32 values."""
+
+OnEvent = Callable[[str, str], None]
+"""(level, text) of something worth telling a person."""
+
+
+@dataclass(kw_only=True)
+class Context:
+    """One peer's view, shared by leader, member and voter."""
+
+    me: Elector
+    sign: Callable[[bytes], bytes]
+    verify: Verify
+    transport: Transport
+    roster: Roster
+    replica: Replica
+    codec: Codec
+    layout: Layout
+    scalars: Scalars
+    settings: RoundSettings
+    compute: Compute
+    on_event: OnEvent
+    ready_in_s: Callable[[], float | None] = lambda: None
+    """seconds until this peer's own contribution is expected; None where none will come"""
+    held: dict[bytes, bytes] = field(default_factory=dict)
+    """reduced parts of the position in progress, by digest"""
+
+    @property
+    def alive_s(self) -> float:
+        """Seconds between signs of life."""
+        return self.settings.stall_s / ALIVE_PER_STALL
+
+    @staticmethod
+    def now() -> float:
+        """The clock of deadlines: the event loop's."""
+        return asyncio.get_running_loop().time()
+
+    def hold(self, body: bytes) -> None:
+        """Keep the bytes of a part until its position is decided."""
+        self.held[sha256(body)] = body

@@ -1,0 +1,483 @@
+"""The rounds of one peer: one position after another, until told to stop.
+
+The engine joins or leads attempts with this peer's contribution, votes, serves what others ask
+for, and keeps the replica at the head of the log.  It decides nothing by itself: when a group
+closes, who reduces and what counts are in ``policies``, ``leader``, ``voter`` and ``optim.log``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from atoll.dht.transport import Refused, Stream, TransportError
+from atoll.optim.feedback import Offer
+from atoll.optim.log import Certificate, Entry, LogError, MalformedRecord
+from atoll.optim.update import UpdateError
+from atoll.peer.replica import Applied
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.exchange import Exchange
+from atoll.peer.rounds.leader import Leadership, leader_of
+from atoll.peer.rounds.local import stream_pair
+from atoll.peer.rounds.member import CONNECT_STALLS, AttemptFailed, join
+from atoll.peer.rounds.messages import (
+    PROTOCOL,
+    READY,
+    REDUCE,
+    Decided,
+    Head,
+    Ready,
+    Reduce,
+)
+from atoll.peer.rounds.serving import Archive
+from atoll.peer.rounds.voter import Voter
+
+CATCH_UP_TRIES = 4  # a commit may be under way: look again this often before refusing a peer
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferedWindow:
+    """A contribution as it is offered at the current position."""
+
+    offer: Offer
+    tokens: int
+    steps: int
+    loss: float
+
+
+@dataclass(kw_only=True)
+class RoundTrace:
+    """What one position took, as this peer saw it.  Seconds."""
+
+    position: int
+    wait_s: float = 0.0
+    send_s: float = 0.0
+    reduce_s: float = 0.0
+    vote_s: float = 0.0
+    apply_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """The contribution that waits for a decision."""
+
+    window: OfferedWindow
+    since: float
+    exchange: Exchange | None = None
+
+
+@dataclass(kw_only=True)
+class RoundsStatistics:
+    """How the rounds of this peer are."""
+
+    phase: str = "idle"
+    position: int = 0
+    rounds: int = 0
+    included: int = 0
+    left_out: int = 0
+    attempts_failed: int = 0
+    last: RoundTrace | None = None
+
+
+@dataclass(kw_only=True)
+class Settled:
+    """A position that was decided, with what it means for this peer."""
+
+    applied: Applied
+    included: list[bool] | None
+    credits: list[tuple[slice, Tensor]] = field(default_factory=list)
+    trace: RoundTrace | None = None
+
+
+class Rounds:
+    """The engine.  ``serve`` once, then ``run`` as a task."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        catch_up: Callable[[], Awaitable[None]],
+        on_settled: Callable[[Settled], None],
+        on_phase: Callable[[str, int], None],
+        on_decided: Callable[[Entry, Certificate, bytes], None],
+        uplink_mbit_s: Callable[[], float],
+    ) -> None:
+        """Callbacks run on the event loop and must return at once."""
+        self._ctx = ctx
+        self._catch_up = catch_up
+        self._on_settled = on_settled
+        self._on_phase = on_phase
+        self._on_decided = on_decided
+        self._uplink_mbit_s = uplink_mbit_s
+        self.voter = Voter(ctx)
+        self._archive = Archive(ctx)
+        self._pending: Pending | None = None
+        self._offered = asyncio.Event()
+        self._leaderships: dict[tuple[int, int, int], Leadership] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._catching_up: asyncio.Task[None] | None = None
+        self._stats = RoundsStatistics()
+        ctx.replica.listeners.append(self._settle)
+
+    def statistics(self) -> RoundsStatistics:
+        """How the rounds are."""
+        self._stats.position = self._ctx.replica.position
+        return self._stats
+
+    def serve(self) -> None:
+        """Answer the others from now on."""
+        transport = self._ctx.transport
+        transport.serve("head", self._serve_head)
+        for method in ("prepare", "propose"):
+            transport.serve(method, self._serve_vote(method))
+        transport.serve("commit", self._serve_commit)
+        transport.serve_stream("round", self._serve_round)
+        transport.serve_stream("reduce", self._serve_reduce)
+        self._archive.serve()
+
+    def offer(self, window: OfferedWindow) -> None:
+        """Offer a contribution; it stays offered until a position settles it."""
+        self._pending = Pending(window=window, since=self._ctx.now())
+        self._offered.set()
+
+    def withdraw(self) -> None:
+        """Forget what was offered: the state that it belongs to is gone."""
+        self._pending = None
+        self._offered.clear()
+
+    async def run(self) -> None:
+        """Take part in position after position."""
+        while True:
+            await self._offered.wait()
+            position = self._ctx.replica.position
+            attempts = asyncio.create_task(self._attempts(position))
+            decided = asyncio.create_task(self._ctx.replica.passed(position))
+            try:
+                await asyncio.wait({attempts, decided}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await self._end(attempts, decided)
+            if attempts.done() and not attempts.cancelled() and attempts.exception():
+                raise attempts.exception() or AssertionError
+
+    async def close(self) -> None:
+        """End everything that is under way."""
+        for leadership in self._leaderships.values():
+            await leadership.close()
+        tasks = [*self._tasks, *([self._catching_up] if self._catching_up else [])]
+        await self._end(*tasks)
+
+    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        async def run() -> None:
+            await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # taking part
+
+    async def _attempts(self, position: int) -> None:
+        ctx = self._ctx
+        attempt = self.voter.promised
+        while ctx.replica.position == position and self._pending is not None:
+            electorate = ctx.replica.electorate
+            if not electorate:
+                await asyncio.sleep(ctx.alive_s)
+                continue
+            leader = leader_of(electorate, position, attempt).peer_id
+            try:
+                await self._attempt(leader, position, attempt)
+            except Refused as error:
+                if not await self._refused(error, leader, position):
+                    attempt = max(attempt + 1, self.voter.promised)
+            except (AttemptFailed, TransportError) as error:
+                self._stats.attempts_failed += 1
+                ctx.on_event("warning", f"position {position}, attempt {attempt}: {error}")
+                attempt = max(attempt + 1, self.voter.promised)
+                if attempt % len(electorate) == 0:
+                    await asyncio.sleep(ctx.settings.stall_s)
+
+    async def _attempt(self, leader: str, position: int, attempt: int) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        ready = self._ready(pending, position, attempt)
+        self._phase("wait")
+
+        def on_exchange(exchange: Exchange) -> None:
+            pending.exchange = exchange
+            if leader == self._ctx.me.peer_id:
+                self._lead(position, attempt).exchange = exchange
+            self._phase("reduce")
+
+        stream = await self._line_to(leader, position, attempt)
+        try:
+            await join(self._ctx, stream, ready, pending.window.offer.frames, on_exchange)
+        finally:
+            if pending.exchange is not None:
+                await pending.exchange.close()
+
+    async def _line_to(self, leader: str, position: int, attempt: int) -> Stream:
+        if leader != self._ctx.me.peer_id:
+            connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
+            return await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
+        here, there = stream_pair(self._ctx.me.peer_id, "round")
+        self._spawn(self._serve_round_quietly(there))
+        return here
+
+    async def _serve_round_quietly(self, stream: Stream) -> None:
+        try:
+            with suppress(TransportError):
+                await self._serve_round(self._ctx.me.peer_id, stream)
+        finally:
+            await stream.close()
+
+    def _ready(self, pending: Pending, position: int, attempt: int) -> Ready:
+        window = pending.window
+        return Ready(
+            protocol=PROTOCOL,
+            epoch=self._ctx.replica.epoch,
+            position=position,
+            attempt=attempt,
+            chain=self._ctx.replica.chain,
+            incarnation=self._ctx.me.incarnation,
+            weight=window.offer.weight,
+            tokens=window.tokens,
+            steps=window.steps,
+            loss=window.loss,
+            norm=window.offer.norm,
+            uplink_mbit_s=self._uplink_mbit_s(),
+        )
+
+    async def _refused(self, error: Refused, leader: str, position: int) -> bool:
+        """Whether to wait for the decision rather than to go to the next leader."""
+        if error.code == "closed":
+            self._phase("late")
+            self._ctx.on_event("info", f"position {position}: {error.message}")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._ctx.replica.passed(position), 20 * self._ctx.settings.stall_s
+                )
+                return True
+            return False
+        if error.code == "decided":
+            await self._catch_up_with(leader)
+            return self._ctx.replica.position > position
+        self._ctx.on_event("warning", f"position {position}: {leader} refused: {error}")
+        return False
+
+    def _phase(self, phase: str) -> None:
+        if phase != self._stats.phase:
+            self._stats.phase = phase
+            self._on_phase(phase, self._ctx.replica.position)
+
+    # leading
+
+    def _lead(self, position: int, attempt: int) -> Leadership:
+        """The leadership of an attempt of ours; it starts with the first call."""
+        key = (self._ctx.replica.epoch, position, attempt)
+        if key not in self._leaderships:
+            leadership = Leadership(
+                ctx=self._ctx, voter=self.voter, position=position, attempt=attempt
+            )
+            self._leaderships[key] = leadership
+            self._spawn(self._run_leadership(key, leadership))
+        return self._leaderships[key]
+
+    async def _run_leadership(self, key: tuple[int, int, int], leadership: Leadership) -> None:
+        try:
+            outcome = await leadership.run()
+            body = await self.voter.gather(outcome.entry, self._ctx.me.peer_id)
+            await self._commit(outcome.entry, outcome.certificate, body)
+            await self._announce(leadership, outcome.entry, outcome.certificate)
+        except (AttemptFailed, TransportError, LogError, UpdateError) as error:
+            self._ctx.on_event(
+                "warning", f"position {key[1]}, attempt {key[2]} led here failed: {error}"
+            )
+        finally:
+            await leadership.close()
+            self._leaderships.pop(key, None)
+
+    async def _announce(
+        self, leadership: Leadership, entry: Entry, certificate: Certificate
+    ) -> None:
+        decided = Decided(entry=entry.encode(), certificate=certificate.encode()).encode()
+        peers = set(leadership.sessions) | set(await self._ctx.roster.peers())
+        peers |= {elector.peer_id for elector in entry.electorate}
+        peers.discard(self._ctx.me.peer_id)
+        await asyncio.gather(*(self._tell(peer, decided) for peer in sorted(peers)))
+
+    async def _tell(self, peer: str, decided: bytes) -> None:
+        with suppress(TransportError):
+            timeout_s = 4 * self._ctx.settings.stall_s
+            await self._ctx.transport.call(peer, "commit", decided, timeout_s=timeout_s)
+
+    async def _commit(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
+        _, update_N = self.voter.verified.get(entry.digest, (b"", None))
+        if await self._ctx.replica.append(entry, certificate, body, update_N):
+            self._on_decided(entry, certificate, body)
+
+    # what a decided entry means for this peer
+
+    def _settle(self, applied: Applied) -> None:
+        entry, pending = applied.entry, self._pending
+        included = entry.included_cells(self._ctx.me.peer_id, self._ctx.me.incarnation)
+        self._stats.rounds += 1
+        settled = Settled(applied=applied, included=included)
+        if pending is not None:
+            self._stats.included += included is not None
+            self._stats.left_out += included is None
+            settled.credits = self._credits(entry, pending.exchange)
+            settled.trace = self._trace(applied, pending)
+            self._stats.last = settled.trace
+            self._pending = None
+            self._offered.clear()
+        self._phase("train")
+        self._on_settled(settled)
+
+    def _credits(self, entry: Entry, exchange: Exchange | None) -> list[tuple[slice, Tensor]]:
+        """What this peer's encoding lost of the parts that the entry names as its own."""
+        if exchange is None:
+            return []
+        mine = []
+        for index, part in enumerate(entry.parts):
+            done = exchange.parts.get(index)
+            credit_N = exchange.credits.get(index)
+            if credit_N is not None and done is not None and done.digest == part.digest:
+                mine.append((exchange.range_of(index).values, credit_N))
+        return mine
+
+    def _trace(self, applied: Applied, pending: Pending) -> RoundTrace:
+        now = self._ctx.now()
+        trace = RoundTrace(position=applied.entry.position, apply_s=applied.apply_s)
+        if pending.exchange is None:
+            trace.wait_s = now - pending.since
+            return trace
+        times = pending.exchange.times
+        sent = times.sent if times.sent is not None else now
+        reduced = times.reduced if times.reduced is not None else now
+        trace.wait_s = times.started - pending.since
+        trace.send_s = sent - times.started
+        trace.reduce_s = max(0.0, reduced - sent)
+        trace.vote_s = max(0.0, now - applied.apply_s - reduced)
+        return trace
+
+    # answering
+
+    async def _serve_head(self, remote: str, body: bytes) -> bytes:
+        return self.head().encode()
+
+    def head(self) -> Head:
+        """Where this peer stands."""
+        replica = self._ctx.replica
+        ready_in_s = self._ctx.ready_in_s()
+        return Head(
+            protocol=PROTOCOL,
+            epoch=replica.epoch,
+            position=replica.position,
+            chain=replica.chain or bytes(32),
+            incarnation=self._ctx.me.incarnation,
+            role="trainer" if ready_in_s is not None else "follower",
+            ready_in_s=ready_in_s or 0.0,
+            first_body=replica.store.first_with_bodies(),
+            snapshots=tuple(sorted(replica.snapshots)),
+            epoch_record=replica.epoch_record,
+        )
+
+    def _serve_vote(self, method: str) -> Callable[[str, bytes], Awaitable[bytes]]:
+        async def answer(remote: str, body: bytes) -> bytes:
+            return await self.voter.answer(remote, method, body)
+
+        return answer
+
+    async def _serve_commit(self, remote: str, body: bytes) -> bytes:
+        decided = Decided.decode(body)
+        entry = Entry.decode(decided.entry)
+        position = self._ctx.replica.position
+        if entry.position < position:
+            return b""
+        if entry.position > position or entry.epoch != self._ctx.replica.epoch:
+            self.kick_catch_up()
+            return b""
+        try:
+            parts = await self.voter.gather(entry, remote)
+        except (TransportError, MalformedRecord):
+            self.kick_catch_up()
+            return b""
+        await self._commit(entry, Certificate.decode(decided.certificate), parts)
+        return b""
+
+    def kick_catch_up(self) -> None:
+        """Look for what is missing, if nobody is looking already."""
+        if self._catching_up is None or self._catching_up.done():
+            self._catching_up = self._spawn(self._catch_up())
+
+    async def _catch_up_with(self, leader: str) -> None:
+        self.kick_catch_up()
+        if self._catching_up is not None:
+            await asyncio.wait({self._catching_up})
+
+    async def _serve_round(self, remote: str, stream: Stream) -> None:
+        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
+        if message is None or message[:1] != READY:
+            raise Refused("bad-ready", "expected a Ready record first")
+        ready = Ready.decode(message[1:])
+        await self._check_ready(ready)
+        leader = leader_of(self._ctx.replica.electorate, ready.position, ready.attempt)
+        if leader != self._ctx.me:
+            raise Refused("not-the-leader", f"expected {leader.peer_id} to lead this attempt")
+        if ready.attempt < self.voter.promised:
+            raise Refused("superseded", f"attempt {self.voter.promised} is under way")
+        await self._lead(ready.position, ready.attempt).serve(remote, ready, stream)
+
+    async def _check_ready(self, ready: Ready) -> None:
+        if ready.protocol != PROTOCOL:
+            raise Refused("protocol", f"expected protocol {PROTOCOL}, got {ready.protocol}")
+        replica = self._ctx.replica
+        for _ in range(CATCH_UP_TRIES):
+            if replica.ready and replica.position >= ready.position and replica.electorate:
+                break
+            self.kick_catch_up()
+            await asyncio.sleep(self._ctx.settings.stall_s / CATCH_UP_TRIES / 2)
+        here = (replica.epoch, replica.position, replica.chain)
+        if here == (ready.epoch, ready.position, ready.chain):
+            return
+        code = "decided" if replica.position > ready.position else "elsewhere"
+        raise Refused(
+            code,
+            f"expected (epoch, position) {here[:2]}, got {(ready.epoch, ready.position)}; "
+            "fetch what is missing",
+        )
+
+    async def _serve_reduce(self, remote: str, stream: Stream) -> None:
+        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
+        if message is None or message[:1] != REDUCE:
+            raise Refused("bad-head", "expected a Reduce record first")
+        head = Reduce.decode(message[1:])
+        exchange = await self._await_exchange(head)
+        await exchange.serve(remote, head, stream)
+
+    async def _await_exchange(self, head: Reduce) -> Exchange:
+        """The exchange that a stream belongs to; the group may reach us after the stream does."""
+        asked = (head.epoch, head.position, head.attempt)
+        deadline = self._ctx.now() + CONNECT_STALLS * self._ctx.settings.stall_s
+        while self._ctx.now() < deadline:
+            exchange = self._pending.exchange if self._pending is not None else None
+            if exchange is not None:
+                group = exchange.group
+                if (group.epoch, group.position, group.attempt) == asked:
+                    return exchange
+            await asyncio.sleep(self._ctx.alive_s / 4)
+        raise Refused("no-such-round", f"no group (epoch, position, attempt) {asked} here")
+
+

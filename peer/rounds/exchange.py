@@ -1,0 +1,348 @@
+"""A member's side of a reduction: codes go to the owners of parts, reduced parts come back.
+
+Every member runs one ``Exchange`` a group.  For a part of its own it is the owner: it feeds its own
+codes, takes in the others' streams, and answers each with the cells as they are complete.  A part
+is named by (part, generation); a repair starts the next generation and forgets the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from atoll.compression import CodecError
+from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
+from atoll.optim.log import MalformedRecord, sha256
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.messages import (
+    ALIVE,
+    CELL,
+    PART_DONE,
+    PIECE_BYTES,
+    REDUCE,
+    Group,
+    PartDone,
+    Reduce,
+    Repair,
+    tagged,
+)
+from atoll.peer.rounds.reduction import (
+    CellRefused,
+    PartRange,
+    PartReducer,
+    Share,
+    batches,
+    split_frames,
+)
+
+CONNECT_STALLS = 3  # a first contact may have to dial; after that a stall is a stall
+
+
+class PartLost(Exception):  # noqa: N818
+    """The owner of a part is gone or does not go on."""
+
+
+@dataclass(kw_only=True)
+class OwnedPart:
+    """A part that this peer reduces."""
+
+    reducer: PartReducer
+    waiting: set[int]
+    """members whose stream has not come yet"""
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(kw_only=True)
+class ExchangeTimes:
+    """When things were done, seconds on the context's clock; None while they are not."""
+
+    started: float
+    sent: float | None = None
+    reduced: float | None = None
+
+
+class Exchange:
+    """One group's reduction, from one member's place."""
+
+    def __init__(self, ctx: Context, group: Group, codes: Sequence[bytes]) -> None:
+        """Codes are one frame a cell of the whole vector; empty for a member of weight 0."""
+        self._ctx = ctx
+        self.group = group
+        self._codes = codes
+        self.me = [m.peer_id for m in group.members].index(ctx.me.peer_id)
+        self.generation = dict.fromkeys(range(len(group.parts)), 0)
+        self.parts: dict[int, PartDone] = {}
+        self.credits: dict[int, Tensor] = {}
+        self.reports: asyncio.Queue[PartDone] = asyncio.Queue()
+        self.times = ExchangeTimes(started=ctx.now())
+        self._owned: dict[tuple[int, int], OwnedPart] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._unsent = set(range(len(group.parts)))
+        everyone = range(len(group.members))
+        for index, plan in enumerate(group.parts):
+            self._start(index, plan.owner, everyone)
+
+    def repair(self, order: Repair) -> None:
+        """Reduce a part again under a new owner; what the old one sent is forgotten."""
+        if not 0 <= order.part < len(self.group.parts) or order.owner >= len(self.group.members):
+            raise MalformedRecord("repair: names a part or an owner that the group does not have")
+        if order.generation <= self.generation[order.part]:
+            return
+        self.generation[order.part] = order.generation
+        self.parts.pop(order.part, None)
+        self.credits.pop(order.part, None)
+        self._tasks[order.part].cancel()
+        self._start(order.part, order.owner, order.senders)
+
+    def busy(self, part: int) -> bool:
+        """Whether the bytes of a part may still come by themselves."""
+        return not self._tasks[part].done()
+
+    async def close(self) -> None:
+        """End all streams."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
+        """Answer a member's stream for a part that this peer owns."""
+        member = self._member(remote)
+        owned = await self._await_owned(head)
+        owned.waiting.discard(member)
+        receiving = asyncio.create_task(self._receive(owned, member, stream))
+        try:
+            await self._send_results(owned, head, stream)
+            await receiving
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+    def _start(self, part: int, owner: int, senders: Collection[int]) -> None:
+        generation = self.generation[part]
+        if owner == self.me:
+            self._owned[part, generation] = self._own(part, senders)
+            work = self._reduce_own(part, generation)
+        else:
+            work = self._fetch_reduced(part, generation, owner)
+        self._tasks[part] = asyncio.create_task(work)
+
+    def range_of(self, part: int) -> PartRange:
+        """The cells of a part."""
+        plan = self.group.parts[part]
+        return PartRange(
+            start_cell=plan.start_cell, stop_cell=plan.stop_cell, numel=self._ctx.layout.numel
+        )
+
+    def _own(self, part: int, senders: Collection[int]) -> OwnedPart:
+        members = self.group.members
+        shares = {
+            i: Share(weight=members[i].weight, clip=members[i].clip, norm=members[i].norm)
+            for i in senders
+            if members[i].weight > 0
+        }
+        reducer = PartReducer(codec=self._ctx.codec, part=self.range_of(part), shares=shares)
+        return OwnedPart(reducer=reducer, waiting=set(shares) - {self.me})
+
+    def _member(self, remote: str) -> int:
+        for index, member in enumerate(self.group.members):
+            if member.peer_id == remote:
+                return index
+        raise Refused("not-a-member", f"expected a member of the group, got {remote}")
+
+    async def _await_owned(self, head: Reduce) -> OwnedPart:
+        # The order to repair reaches members at different times; a stream may come before it.
+        deadline = self._ctx.now() + CONNECT_STALLS * self.group.stall_s
+        while (owned := self._owned.get((head.part, head.generation))) is None:
+            if self._ctx.now() > deadline:
+                raise Refused(
+                    "not-the-owner", f"part {head.part}.{head.generation} is not reduced here"
+                )
+            await asyncio.sleep(self._ctx.alive_s / 4)
+        return owned
+
+    def _my_codes(self, part: int) -> Sequence[bytes]:
+        plan = self.group.parts[part]
+        return self._codes[plan.start_cell : plan.stop_cell]
+
+    # the owner's side
+
+    async def _reduce_own(self, part: int, generation: int) -> None:
+        owned = self._owned[part, generation]
+        self._unsent.discard(part)
+        self._note_sent()
+        await self._add(owned, self.me, list(map(memoryview, self._my_codes(part))))
+        await self._finish(owned)
+        body, done = owned.reducer.done(part, generation)
+        self.credits[part] = owned.reducer.credit_N
+        self._complete(part, body, done)
+        self.reports.put_nowait(done)
+
+    async def _finish(self, owned: OwnedPart) -> None:
+        connect_by = self._ctx.now() + CONNECT_STALLS * self.group.stall_s
+        while not owned.reducer.finished:
+            now = self._ctx.now()
+            if owned.waiting and now >= connect_by:
+                await self._drop(owned, *owned.waiting, reason="sent nothing")
+                continue
+            if now >= self.times.started + self.group.deadline_s:
+                await self._drop(owned, *owned.reducer.waiting_for, reason="was past the deadline")
+                continue
+            async with owned.changed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(owned.changed.wait(), self._ctx.alive_s)
+
+    async def _receive(self, owned: OwnedPart, member: int, stream: Stream) -> None:
+        try:
+            while member in owned.reducer.waiting_for:
+                message = await stream.recv(timeout_s=self.group.stall_s)
+                if message is None:
+                    raise PeerUnreachable("the stream ended before the part was complete")
+                if message != ALIVE:
+                    await self._take(owned, member, message)
+        except TransportError as error:
+            await self._drop(owned, member, reason=str(error))
+        except (CodecError, CellRefused) as error:
+            await self._drop(owned, member, reason=str(error), level="error")
+            raise Refused("bad-cell", str(error)) from None
+
+    async def _take(self, owned: OwnedPart, member: int, message: bytes) -> None:
+        if message[:1] != CELL:
+            raise CellRefused(f"expected cells, got a message of kind {message[:1]!r}")
+        reducer = owned.reducer
+        frames = split_frames(
+            memoryview(message)[1:],
+            codec=self._ctx.codec,
+            part=reducer.part,
+            first=reducer.arrived(member),
+        )
+        await self._add(owned, member, frames)
+
+    async def _add(self, owned: OwnedPart, member: int, frames: Sequence[memoryview]) -> None:
+        def accumulate() -> None:
+            for frame in frames:
+                owned.reducer.add(member, frame)
+            owned.reducer.advance()
+
+        async with owned.lock:
+            await self._ctx.compute(accumulate)
+        await _notify(owned)
+
+    async def _drop(
+        self, owned: OwnedPart, *members: int, reason: str, level: str = "warning"
+    ) -> None:
+        for member in members:
+            owned.waiting.discard(member)
+            owned.reducer.drop(member)
+            name = self.group.members[member].peer_id
+            self._ctx.on_event(level, f"position {self.group.position}: left out {name}: {reason}")
+        async with owned.lock:
+            await self._ctx.compute(owned.reducer.advance)
+        await _notify(owned)
+
+    async def _send_results(self, owned: OwnedPart, head: Reduce, stream: Stream) -> None:
+        sent = 0
+        while sent < owned.reducer.part.num_cells:
+            frames = owned.reducer.frames[sent:]
+            for piece in batches(frames, PIECE_BYTES):
+                await stream.send(CELL + piece, timeout_s=self.group.stall_s)
+            sent += len(frames)
+            if not frames:
+                await self._await_frames(owned, sent, stream)
+        _, done = owned.reducer.done(head.part, head.generation)
+        await stream.send(tagged(PART_DONE, done), timeout_s=self.group.stall_s)
+
+    async def _await_frames(self, owned: OwnedPart, sent: int, stream: Stream) -> None:
+        async with owned.changed:
+            if len(owned.reducer.frames) > sent:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(owned.changed.wait(), self._ctx.alive_s)
+                return
+        await stream.send(ALIVE, timeout_s=self.group.stall_s)
+
+    # the other members' side
+
+    async def _fetch_reduced(self, part: int, generation: int, owner: int) -> None:
+        name = self.group.members[owner].peer_id
+        try:
+            body, done = await self._exchange_with(name, part, generation)
+        except (TransportError, CodecError, MalformedRecord, CellRefused, PartLost) as error:
+            text = f"position {self.group.position}: lost part {part} of {name}: {error}"
+            self._ctx.on_event("warning", text)
+            return
+        self._complete(part, body, done)
+
+    async def _exchange_with(self, owner: str, part: int, generation: int) -> tuple[bytes, PartDone]:
+        connect_s = CONNECT_STALLS * self.group.stall_s
+        stream = await self._ctx.transport.open(owner, "reduce", timeout_s=connect_s)
+        sending = asyncio.create_task(self._send_codes(stream, part, generation))
+        try:
+            return await self._collect(stream, part, generation)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            await stream.close()
+
+    async def _send_codes(self, stream: Stream, part: int, generation: int) -> None:
+        head = Reduce(
+            epoch=self.group.epoch,
+            position=self.group.position,
+            attempt=self.group.attempt,
+            part=part,
+            generation=generation,
+        )
+        await stream.send(tagged(REDUCE, head), timeout_s=self.group.stall_s)
+        if self.group.members[self.me].weight > 0:
+            for piece in batches(self._my_codes(part), PIECE_BYTES):
+                await stream.send(CELL + piece, timeout_s=self.group.deadline_s)
+        self._unsent.discard(part)
+        self._note_sent()
+
+    async def _collect(
+        self, stream: Stream, part: int, generation: int
+    ) -> tuple[bytes, PartDone]:
+        span = self.range_of(part)
+        frames: list[bytes] = []
+        deadline = self.times.started + self.group.deadline_s + self.group.stall_s
+        first_s = CONNECT_STALLS * self.group.stall_s
+        while self._ctx.now() < deadline:
+            message = await stream.recv(timeout_s=first_s if not frames else self.group.stall_s)
+            if message is None:
+                raise PartLost("the stream ended before the part was complete")
+            if message[:1] == CELL:
+                view = memoryview(message)[1:]
+                pieces = split_frames(view, codec=self._ctx.codec, part=span, first=len(frames))
+                frames += map(bytes, pieces)
+            elif message[:1] == PART_DONE:
+                return self._checked(part, generation, frames, PartDone.decode(message[1:]))
+        raise DeadlineExceeded(f"expected the part within {self.group.deadline_s:.1f} s")
+
+    def _checked(
+        self, part: int, generation: int, frames: Sequence[bytes], done: PartDone
+    ) -> tuple[bytes, PartDone]:
+        body = b"".join(frames)
+        if len(frames) != self.range_of(part).num_cells or sha256(body) != done.digest:
+            raise PartLost("the bytes that came are not those that the owner names")
+        if (done.part, done.generation) != (part, generation):
+            raise PartLost("the owner names another part")
+        return body, done
+
+    def _complete(self, part: int, body: bytes, done: PartDone) -> None:
+        self._ctx.hold(body)
+        self.parts[part] = done
+        if len(self.parts) == len(self.group.parts):
+            self.times.reduced = self._ctx.now()
+
+    def _note_sent(self) -> None:
+        if not self._unsent and self.times.sent is None:
+            self.times.sent = self._ctx.now()
+
+
+async def _notify(owned: OwnedPart) -> None:
+    async with owned.changed:
+        owned.changed.notify_all()

@@ -1,0 +1,115 @@
+"""Fetching bytes that are named by a digest or by the log, from whoever has them.
+
+Every length is known from the log before the first byte arrives, so a donor can neither make a
+peer take memory nor keep it waiting beyond a stall for each piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from atoll.dht.transport import PeerUnreachable, Refused, Stream
+from atoll.optim.log import MalformedRecord, Record, sha256
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.messages import (
+    PIECE_BYTES,
+    Decided,
+    LeafRequest,
+    PartRequest,
+    SnapshotMeta,
+    Span,
+)
+
+MAX_SPAN = 4096  # headers of one request
+
+
+async def fetch_part(ctx: Context, peer: str, digest: bytes, wire_bytes: int) -> bytes:
+    """A reduced part of the position in progress.
+
+    Raises:
+        TransportError: the peer cannot be reached or does not have it.
+        MalformedRecord: the peer sent other bytes.
+    """
+    request = PartRequest(digest=digest, wire_bytes=wire_bytes)
+    async with await _open(ctx, peer, "part", request) as stream:
+        body = await _exactly(ctx, stream, wire_bytes)
+    if sha256(body) != digest:
+        raise MalformedRecord(f"expected the part {digest.hex()[:12]} of {peer}, got other bytes")
+    return body
+
+
+async def fetch_headers(ctx: Context, peer: str, start: int, stop: int) -> list[Decided]:
+    """Entries with certificates, unverified, from ``start``; a donor may send fewer than asked."""
+    headers: list[Decided] = []
+    request = Span(start=start, stop=min(stop, start + MAX_SPAN))
+    async with await _open(ctx, peer, "headers", request) as stream:
+        while len(headers) < request.stop - request.start:
+            message = await stream.recv(timeout_s=_patience_s(ctx))
+            if message is None:
+                break
+            headers.append(Decided.decode(message))
+    return headers
+
+
+async def fetch_body(ctx: Context, peer: str, position: int, body_bytes: int) -> bytes:
+    """The body of one entry, unverified but of the right length."""
+    async with await _open(ctx, peer, "body", Span(start=position, stop=position + 1)) as stream:
+        return await _exactly(ctx, stream, body_bytes)
+
+
+async def fetch_snapshot_meta(ctx: Context, peer: str, position: int) -> SnapshotMeta:
+    """The digests of the leaves of a snapshot, unverified."""
+    request = LeafRequest(position=position, start=0, stop=0)
+    async with await _open(ctx, peer, "leaves", request) as stream:
+        return SnapshotMeta.decode(await _message(ctx, stream))
+
+
+async def fetch_leaves(
+    ctx: Context, peer: str, position: int, indices: Sequence[int]
+) -> AsyncIterator[tuple[int, bytes]]:
+    """Consecutive leaves of a snapshot, unverified."""
+    request = LeafRequest(position=position, start=indices[0], stop=indices[-1] + 1)
+    async with await _open(ctx, peer, "leaves", request) as stream:
+        SnapshotMeta.decode(await _message(ctx, stream))
+        for index in indices:
+            yield index, await _message(ctx, stream)
+
+
+async def send_pieces(ctx: Context, stream: Stream, data: bytes | memoryview) -> None:
+    """Send bytes as messages of at most ``PIECE_BYTES``."""
+    view = memoryview(data)
+    for start in range(0, len(view), PIECE_BYTES):
+        await stream.send(view[start : start + PIECE_BYTES], timeout_s=_patience_s(ctx))
+        await asyncio.sleep(0)
+
+
+def _patience_s(ctx: Context) -> float:
+    return 4 * ctx.settings.stall_s  # a donor shares its uplink with its own round
+
+
+async def _open(ctx: Context, peer: str, method: str, request: Record) -> Stream:
+    stream = await ctx.transport.open(peer, method, timeout_s=_patience_s(ctx))
+    await stream.send(request.encode(), timeout_s=_patience_s(ctx))
+    return stream
+
+
+async def _message(ctx: Context, stream: Stream) -> bytes:
+    message = await stream.recv(timeout_s=_patience_s(ctx))
+    if message is None:
+        raise PeerUnreachable("the stream ended before everything was sent")
+    return message
+
+
+async def _exactly(ctx: Context, stream: Stream, wire_bytes: int) -> bytes:
+    body = bytearray()
+    while len(body) < wire_bytes:
+        body += await _message(ctx, stream)
+    if len(body) != wire_bytes:
+        raise MalformedRecord(f"expected {wire_bytes} bytes, got {len(body)}")
+    return bytes(body)
+
+
+def refuse_missing(what: str) -> Refused:
+    """The answer to a request for something that is not here."""
+    return Refused("not-here", f"expected {what}; ask another peer")

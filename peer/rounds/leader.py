@@ -1,0 +1,558 @@
+"""The leader of one attempt at one position: group, parts, repair, votes, certificate.
+
+A leadership begins with the first peer that reports ready, whether or not the leader itself is
+ready; it may lead a group that it is not a member of.  All its waits are bounded: sessions by signs
+of life, the group by the grace, the reduction by the group's deadline, votes by their calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
+from atoll.optim.log import (
+    Certificate,
+    Elector,
+    Entry,
+    Member,
+    Part,
+    Partial,
+    StateRoot,
+    Vote,
+    is_quorum,
+    leader_order,
+    next_electorate,
+    vote_payload,
+)
+from atoll.optim.update import cells_bytes
+from atoll.optim.weights import cap_weights, clip_factors
+from atoll.peer.rounds.ballot import Accepted, value_to_propose
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.exchange import Exchange
+from atoll.peer.rounds.fetching import fetch_part
+from atoll.peer.rounds.member import AttemptFailed
+from atoll.peer.rounds.messages import (
+    ALIVE,
+    GROUP,
+    PART_DONE,
+    REPAIR,
+    Ballot,
+    Group,
+    GroupMember,
+    Head,
+    PartDone,
+    PartPlan,
+    Prepare,
+    Promise,
+    Propose,
+    Ready,
+    Repair,
+    tagged,
+)
+from atoll.peer.rounds.policies import (
+    Close,
+    Rendezvous,
+    close_decision,
+    new_owner,
+    round_deadline_s,
+    split_cells,
+)
+from atoll.peer.rounds.voter import Voter
+
+PROBE_S = 1.0  # how often the leader looks for peers that it still waits for
+ALONE_GRACES = 3  # graces after which a group without a quorum of electors closes all the same
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """A member's line to the leader."""
+
+    remote: str
+    ready: Ready
+    stream: Stream
+    alive: bool = True
+
+
+@dataclass(kw_only=True)
+class LeaderTimes:
+    """When the leader's phases ended, seconds on the context's clock."""
+
+    opened: float
+    closed: float | None = None
+    reduced: float | None = None
+    certified: float | None = None
+
+
+@dataclass(kw_only=True)
+class PartState:
+    """Where a part stands."""
+
+    plan: PartPlan
+    owner: int
+    generation: int = 0
+    done: PartDone | None = None
+    fetching: asyncio.Task[None] | None = None
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """A decided position."""
+
+    entry: Entry
+    certificate: Certificate
+
+
+@dataclass(kw_only=True)
+class Leadership:
+    """One attempt that this peer leads."""
+
+    ctx: Context
+    voter: Voter
+    position: int
+    attempt: int
+    group: Group | None = None
+    exchange: Exchange | None = None
+    sessions: dict[str, Session] = field(default_factory=dict)
+    parts: list[PartState] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    expected: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Start the clock."""
+        self.times = LeaderTimes(opened=self.ctx.now())
+
+    @property
+    def electorate(self) -> Sequence[Elector]:
+        """Who votes at this position."""
+        return self.ctx.replica.electorate
+
+    async def serve(self, remote: str, ready: Ready, stream: Stream) -> None:
+        """Hold a member's session until it ends.
+
+        Raises:
+            Refused: the group is closed.
+        """
+        if self.group is not None:
+            raise Refused(
+                "closed",
+                f"the group of position {self.position} is closed; "
+                "what you learned stays in your next contribution",
+            )
+        session = Session(remote=remote, ready=ready, stream=stream)
+        self.sessions[remote] = session
+        self.changed.set()
+        alive = asyncio.create_task(self._send_alive(session))
+        try:
+            await self._listen(session)
+        finally:
+            session.alive = False
+            alive.cancel()
+            self.changed.set()
+            await asyncio.gather(alive, return_exceptions=True)
+
+    async def run(self) -> Outcome:
+        """Lead to a certificate.
+
+        Raises:
+            AttemptFailed: a later ballot took over, or no quorum answered.
+        """
+        adopted = await self._collect_promises() if self.attempt else None
+        if adopted is not None:
+            return await self._decide(Entry.decode(adopted))
+        await self._gather_group()
+        self.times.closed = self.ctx.now()
+        entry = await self._reduce()
+        self.times.reduced = self.ctx.now()
+        return await self._decide(entry)
+
+    async def close(self) -> None:
+        """End all sessions."""
+        for session in self.sessions.values():
+            await session.stream.close()
+        fetches = [part.fetching for part in self.parts if part.fetching]
+        for task in fetches:
+            task.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+
+    # sessions
+
+    async def _listen(self, session: Session) -> None:
+        with suppress(TransportError):
+            while True:
+                message = await session.stream.recv(timeout_s=self.ctx.settings.stall_s)
+                if message is None:
+                    return
+                if message[:1] == PART_DONE:
+                    self._note_done(session.remote, PartDone.decode(message[1:]))
+
+    async def _send_alive(self, session: Session) -> None:
+        with suppress(TransportError):
+            while True:
+                await asyncio.sleep(self.ctx.alive_s)
+                await session.stream.send(ALIVE, timeout_s=self.ctx.settings.stall_s)
+
+    def _note_done(self, remote: str, done: PartDone) -> None:
+        if self.group is None or done.part >= len(self.parts):
+            return
+        part = self.parts[done.part]
+        owner = self.group.members[part.owner].peer_id
+        if owner == remote and done.generation == part.generation:
+            part.done = done
+            self.changed.set()
+
+    async def _send(self, session: Session, kind: bytes, record: Group | Repair) -> None:
+        try:
+            await session.stream.send(
+                tagged(kind, record), timeout_s=self.ctx.settings.stall_s
+            )
+        except TransportError:
+            session.alive = False
+            self.changed.set()
+
+    async def _broadcast(self, kind: bytes, record: Group | Repair) -> None:
+        await asyncio.gather(*(self._send(s, kind, record) for s in self._live()))
+
+    def _live(self) -> list[Session]:
+        return [s for s in self.sessions.values() if s.alive]
+
+    async def _await_change(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), timeout_s)
+        self.changed.clear()
+
+    # the group
+
+    async def _gather_group(self) -> None:
+        probe = asyncio.create_task(self._probe_expected())
+        try:
+            first = quorum = None
+            while True:
+                now = self.ctx.now()
+                live = self._live()
+                first = (first or now) if live else None
+                quorum = (quorum or now) if self._has_quorum(live) else None
+                if self._close(live, first, quorum, now):
+                    return await self._open_reduction(live)
+                await self._await_change(self.ctx.alive_s)
+        finally:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+
+    def _has_quorum(self, live: Sequence[Session]) -> bool:
+        return is_quorum(self._voters(s.remote for s in live), len(self.electorate))
+
+    def _voters(self, peers: object) -> list[int]:
+        names = set(peers)  # type: ignore[call-overload]
+        return [i for i, e in enumerate(self.electorate) if e.peer_id in names]
+
+    def _close(
+        self, live: Sequence[Session], first: float | None, quorum: float | None, now: float
+    ) -> bool:
+        view = Rendezvous(
+            ready={s.remote for s in live},
+            expected=self.expected,
+            electors_ready=len(self._voters(s.remote for s in live)),
+            electors=len(self.electorate),
+            first_ready_at=first if first is not None else now,
+            quorum_ready_at=quorum,
+            grace_s=self.ctx.settings.grace_s,
+            alone_s=ALONE_GRACES * self.ctx.settings.grace_s,
+        )
+        return self._probed and close_decision(view, now) is Close.CLOSE
+
+    _probed: bool = False
+
+    async def _probe_expected(self) -> None:
+        """Keep ``expected`` true: the trainers of the roster that answer and stand here."""
+        while True:
+            records = await self.ctx.roster.peers()
+            trainers = [
+                peer
+                for peer, record in records.items()
+                if record.role == "trainer" and peer != self.ctx.me.peer_id
+            ]
+            unknown = [peer for peer in trainers if peer not in self.sessions]
+            heads = await asyncio.gather(*(self._head(peer) for peer in unknown))
+            now = self.ctx.now()
+            self.expected = {
+                peer: now + head.ready_in_s
+                for peer, head in zip(unknown, heads, strict=True)
+                if head is not None and head.position >= self.position and head.role == "trainer"
+            }
+            self.expected |= {peer: now for peer in trainers if peer in self.sessions}
+            self._expect_myself(now)
+            self._probed = True
+            self.changed.set()
+            await asyncio.sleep(PROBE_S)
+
+    def _expect_myself(self, now: float) -> None:
+        ready_in_s = self.ctx.ready_in_s()
+        if ready_in_s is not None and self.ctx.me.peer_id not in self.sessions:
+            self.expected[self.ctx.me.peer_id] = now + ready_in_s
+
+    async def _head(self, peer: str) -> Head | None:
+        with suppress(TransportError, ValueError):
+            timeout_s = self.ctx.settings.stall_s
+            return Head.decode(await self.ctx.transport.call(peer, "head", b"", timeout_s=timeout_s))
+        return None
+
+    async def _open_reduction(self, live: Sequence[Session]) -> None:
+        members = admit([(s.remote, s.ready) for s in live])
+        uplinks = [s.ready.uplink_mbit_s for s in live]
+        plans = split_cells(self.ctx.layout.num_cells, uplinks)
+        body_bytes = cells_bytes(self.ctx.codec, self.ctx.layout.numel)
+        stall_s = self.ctx.settings.stall_s
+        self.group = Group(
+            epoch=self.ctx.replica.epoch,
+            position=self.position,
+            attempt=self.attempt,
+            members=tuple(members),
+            parts=tuple(plans),
+            stall_s=stall_s,
+            deadline_s=round_deadline_s(body_bytes, min(uplinks), stall_s),
+        )
+        self.parts = [PartState(plan=plan, owner=plan.owner) for plan in plans]
+        await self._broadcast(GROUP, self.group)
+
+    # the reduction
+
+    async def _reduce(self) -> Entry:
+        group = self._closed_group()
+        deadline = self.ctx.now() + group.deadline_s + 2 * group.stall_s
+        while not all(self._held(part) for part in self.parts):
+            if self.ctx.now() > deadline:
+                return self._null_entry("no part of it could be reduced in time")
+            for index, part in enumerate(self.parts):
+                if not self._held(part):
+                    await self._chase(index, part)
+            if not self._live():
+                return self._null_entry("every member left")
+            await self._await_change(self.ctx.alive_s)
+        return self._update_entry()
+
+    def _closed_group(self) -> Group:
+        if self.group is None:
+            raise AttemptFailed("the group was not closed")
+        return self.group
+
+    def _held(self, part: PartState) -> bool:
+        return part.done is not None and part.done.digest in self.ctx.held
+
+    async def _chase(self, index: int, part: PartState) -> None:
+        """Fetch a part that is done, or give it to a new owner if its owner is gone."""
+        if part.fetching is not None and not part.fetching.done():
+            return
+        if self.exchange is not None and self.exchange.busy(index):
+            if self._owner_lives(part):
+                return
+        elif part.done is not None and part.fetching is None:
+            part.fetching = asyncio.create_task(self._fetch(part.done))
+            return
+        elif self._owner_lives(part) and part.done is None:
+            return
+        await self._repair(index, part)
+
+    def _owner_lives(self, part: PartState) -> bool:
+        owner = self._closed_group().members[part.owner].peer_id
+        return self.sessions[owner].alive
+
+    async def _fetch(self, done: PartDone) -> None:
+        for session in self._live():
+            with suppress(TransportError, ValueError):
+                peer = session.remote
+                body = await fetch_part(self.ctx, peer, done.digest, done.wire_bytes)
+                self.ctx.hold(body)
+                break
+        self.changed.set()
+
+    async def _repair(self, index: int, part: PartState) -> None:
+        alive = self._alive_members()
+        load: dict[int, int] = {}
+        for state in self.parts:
+            cells = state.plan.stop_cell - state.plan.start_cell
+            load[state.owner] = load.get(state.owner, 0) + cells
+        owner = new_owner((part.owner,), alive, load)
+        if owner is None:
+            owner = new_owner((), alive, load)
+        if owner is None:
+            return
+        part.owner, part.done, part.fetching = owner, None, None
+        part.generation += 1
+        name = self._closed_group().members[owner].peer_id
+        self.ctx.on_event("warning", f"position {self.position}: part {index} goes to {name}")
+        order = Repair(
+            part=index, generation=part.generation, owner=owner, senders=tuple(alive)
+        )
+        await self._broadcast(REPAIR, order)
+
+    def _alive_members(self) -> list[int]:
+        members = self._closed_group().members
+        return [i for i, m in enumerate(members) if self.sessions[m.peer_id].alive]
+
+    # entries
+
+    def _update_entry(self) -> Entry:
+        group = self._closed_group()
+        members = tuple(
+            Member(
+                peer_id=m.peer_id,
+                incarnation=m.incarnation,
+                weight=m.weight,
+                clip=m.clip,
+                tokens=m.tokens,
+                steps=m.steps,
+                loss=m.loss,
+            )
+            for m in group.members
+        )
+        parts = tuple(_logged(part) for part in self.parts)
+        return self._entry("update", members, parts)
+
+    def _null_entry(self, why: str) -> Entry:
+        self.ctx.on_event("error", f"position {self.position}: given up: {why}")
+        return self._entry("null", (), ())
+
+    def _entry(self, kind: str, members: tuple[Member, ...], parts: tuple[Part, ...]) -> Entry:
+        replica = self.ctx.replica
+        lr, momentum = self.ctx.scalars(self.position)
+        root = replica.root_due(self.position)
+        return Entry(
+            run_id=replica.run_id,
+            epoch=replica.epoch,
+            position=self.position,
+            kind="update" if kind == "update" else "null",
+            previous_chain=replica.chain,
+            fragment=0,
+            lr=lr,
+            momentum=momentum,
+            members=members,
+            parts=parts,
+            electorate=next_electorate(members, parts, self.electorate),
+            state_root=StateRoot(position=root[0], root=root[1]) if root else None,
+        )
+
+    # votes
+
+    async def _collect_promises(self) -> bytes | None:
+        ask = Prepare(
+            epoch=self.ctx.replica.epoch, position=self.position, attempt=self.attempt
+        ).encode()
+        answers = await self._poll("prepare", ask)
+        promises = {i: Promise.decode(answer) for i, answer in answers.items()}
+        if not is_quorum(list(promises), len(self.electorate)):
+            raise AttemptFailed(
+                f"{len(promises)} of {len(self.electorate)} electors promised attempt "
+                f"{self.attempt}, expected a quorum"
+            )
+        return value_to_propose(
+            [
+                Accepted(attempt=p.accepted_attempt, entry=p.entry) if p.entry else None
+                for p in promises.values()
+            ]
+        )
+
+    async def _decide(self, entry: Entry) -> Outcome:
+        ask = Propose(attempt=self.attempt, entry=entry.encode()).encode()
+        answers = await self._poll("propose", ask)
+        payload = vote_payload(entry, self.attempt)
+        votes = []
+        for index, answer in sorted(answers.items()):
+            signature = Ballot.decode(answer).signature
+            if self.ctx.verify(self.electorate[index].peer_id, payload, signature):
+                votes.append(Vote(elector=index, signature=signature))
+        if not is_quorum([v.elector for v in votes], len(self.electorate)):
+            raise AttemptFailed(
+                f"{len(votes)} of {len(self.electorate)} electors voted, expected a quorum"
+            )
+        self.times.certified = self.ctx.now()
+        return Outcome(
+            entry=entry,
+            certificate=Certificate(attempt=self.attempt, votes=tuple(votes)),
+        )
+
+    async def _poll(self, method: str, body: bytes) -> dict[int, bytes]:
+        """Ask every elector at once; return when a quorum answered or all are through."""
+        deadline_s = self.group.deadline_s if self.group else 10 * self.ctx.settings.stall_s
+        asking = {
+            asyncio.create_task(self._ask(elector.peer_id, method, body, deadline_s)): index
+            for index, elector in enumerate(self.electorate)
+        }
+        answers: dict[int, bytes] = {}
+        pending = set(asking)
+        try:
+            while pending and not is_quorum(list(answers), len(self.electorate)):
+                done, pending = await asyncio.wait(
+                    pending, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    answer = task.result()
+                    if answer is not None:
+                        answers[asking[task]] = answer
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        return answers
+
+    async def _ask(self, peer: str, method: str, body: bytes, timeout_s: float) -> bytes | None:
+        if peer == self.ctx.me.peer_id:
+            return await self.voter.answer(peer, method, body)
+        if not await self._reachable(peer):
+            return None
+        try:
+            return await self.ctx.transport.call(peer, method, body, timeout_s=timeout_s)
+        except Refused as error:
+            self.ctx.on_event("warning", f"position {self.position}: {peer} refused: {error}")
+        except (TransportError, DeadlineExceeded):
+            pass
+        return None
+
+    async def _reachable(self, peer: str) -> bool:
+        """A frozen elector answers no call: find out within a stall, not a vote's deadline."""
+        session = self.sessions.get(peer)
+        return (session is not None and session.alive) or await self._head(peer) is not None
+
+
+def admit(ready: Sequence[tuple[str, Ready]]) -> list[GroupMember]:
+    """Members with their capped weights and clip factors."""
+    weights = cap_weights([r.weight for _, r in ready])
+    clips = clip_factors([r.norm for _, r in ready], [max(r.steps, 1) for _, r in ready])
+    return [
+        GroupMember(
+            peer_id=peer,
+            incarnation=r.incarnation,
+            weight=weight,
+            clip=clip,
+            norm=r.norm,
+            tokens=r.tokens,
+            steps=r.steps,
+            loss=r.loss,
+        )
+        for (peer, r), weight, clip in zip(ready, weights, clips, strict=True)
+    ]
+
+
+def _logged(part: PartState) -> Part:
+    done = part.done
+    if done is None:
+        raise AttemptFailed("a part is not done")
+    return Part(
+        start_cell=part.plan.start_cell,
+        stop_cell=part.plan.stop_cell,
+        owner=part.owner,
+        generation=part.generation,
+        wire_bytes=done.wire_bytes,
+        digest=done.digest,
+        partial=tuple(Partial(member=p.member, cells=p.cells) for p in done.partial),
+    )
+
+
+def leader_of(electorate: Sequence[Elector], position: int, attempt: int) -> Elector:
+    """Who leads an attempt."""
+    order = leader_order(electorate, position)
+    return electorate[order[attempt % len(order)]]
+
+

@@ -1,0 +1,69 @@
+"""A stream from a peer to itself, so that a leader is a member like the others."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from atoll.dht.transport import DeadlineExceeded
+
+
+class LocalStream:
+    """One end of a pair; the face of ``atoll.dht.transport.Stream``."""
+
+    def __init__(
+        self,
+        remote: str,
+        method: str,
+        inbox: asyncio.Queue[bytes | None],
+        outbox: asyncio.Queue[bytes | None],
+    ) -> None:
+        """Use ``stream_pair``."""
+        self.remote = remote
+        self.method = method
+        self._inbox = inbox
+        self._outbox = outbox
+        self._ended = False
+
+    async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
+        """Never blocks: the other end is in this process."""
+        self._outbox.put_nowait(bytes(data))
+
+    async def recv(self, *, timeout_s: float) -> bytes | None:
+        """The next message, or None at the end."""
+        try:
+            return await asyncio.wait_for(self._inbox.get(), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing came for {timeout_s:.1f} s", peer=self.remote) from None
+
+    async def end(self, *, timeout_s: float) -> None:
+        """Say that nothing more will be sent."""
+        if not self._ended:
+            self._ended = True
+            self._outbox.put_nowait(None)
+
+    async def close(self) -> None:
+        """End both directions."""
+        await self.end(timeout_s=0)
+        self._inbox.put_nowait(None)
+
+    async def __aenter__(self) -> Self:
+        """The stream."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        await self.close()
+
+
+def stream_pair(peer: str, method: str) -> tuple[LocalStream, LocalStream]:
+    """Two ends; what one sends the other receives."""
+    first: asyncio.Queue[bytes | None] = asyncio.Queue()
+    second: asyncio.Queue[bytes | None] = asyncio.Queue()
+    return LocalStream(peer, method, first, second), LocalStream(peer, method, second, first)

@@ -1,0 +1,223 @@
+"""What peers say to each other in a round.  Rules: ``docs/protocol.md``.
+
+Calls (one message, one reply)::
+
+    head     b""       -> Head       where the peer stands; also the test whether it is alive
+    prepare  Prepare   -> Promise    a later leader asks what was accepted before
+    propose  Propose   -> Ballot     the leader asks for a vote
+    commit   Decided   -> b""        the leader announces an entry with its certificate
+
+Streams (duplex; an empty message is a sign of life)::
+
+    round    Ready ->        <- Group, then Repair* <- ; PartDone* ->      member and leader
+    reduce   Reduce, cells -> ; <- cells, PartDone                        member and owner
+    part     PartRequest ->  <- pieces of a part that the entry names by digest
+    headers  Span ->         <- Decided*                                 entries with certificates
+    body     Span ->         <- pieces of the bodies, one entry after another
+    leaves   LeafRequest ->  <- SnapshotMeta, then leaves of a snapshot
+
+A message of the streams ``round`` and ``reduce`` is one byte naming the kind, then the record; a
+cell is the kind ``CELL`` and the bytes of the codec.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, FiniteFloat
+
+from atoll.optim.log import Count, Digest, Elector, Incarnation, PeerId, Record, Signature
+
+PROTOCOL = 1
+PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
+
+Weight = Annotated[FiniteFloat, Field(ge=0)]
+
+
+class Head(Record):
+    """Where a peer stands in the log, and what it can give to others."""
+
+    protocol: Count
+    epoch: Count
+    position: Count
+    chain: Digest
+    incarnation: Incarnation
+    role: str
+    ready_in_s: Weight
+    first_body: Count
+    snapshots: tuple[Count, ...]
+    epoch_record: bytes
+
+
+class Ready(Record):
+    """A contribution is encoded and waits for a group."""
+
+    max_bytes: ClassVar[int] = 16 << 20
+
+    protocol: Count
+    epoch: Count
+    position: Count
+    attempt: Count
+    chain: Digest
+    incarnation: Incarnation
+    weight: Weight
+    tokens: Count
+    steps: Count
+    loss: FiniteFloat
+    norm: Weight
+    uplink_mbit_s: Weight
+
+
+class GroupMember(Record):
+    """A member as the leader admitted it: its share of the mean and its clip factor."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+    weight: Weight
+    clip: Weight
+    norm: Weight
+    tokens: Count
+    steps: Count
+    loss: FiniteFloat
+
+    @property
+    def elector(self) -> Elector:
+        """The member as a voter."""
+        return Elector(peer_id=self.peer_id, incarnation=self.incarnation)
+
+
+class PartPlan(Record):
+    """Who reduces which cells."""
+
+    start_cell: Count
+    stop_cell: Count
+    owner: Count
+
+
+class Group(Record):
+    """A closed group."""
+
+    epoch: Count
+    position: Count
+    attempt: Count
+    members: Annotated[tuple[GroupMember, ...], Field(min_length=1, max_length=4096)]
+    parts: tuple[PartPlan, ...]
+    stall_s: Weight
+    deadline_s: Weight
+
+
+class Repair(Record):
+    """A part is reduced again under a new owner, from the members that are left."""
+
+    part: Count
+    generation: Count
+    owner: Count
+    senders: tuple[Count, ...]
+
+
+class Prefix(Record):
+    """A member of which only the first cells of a part arrived."""
+
+    member: Count
+    cells: Count
+
+
+class PartDone(Record):
+    """An owner's word on a finished part."""
+
+    part: Count
+    generation: Count
+    wire_bytes: Count
+    digest: Digest
+    partial: tuple[Prefix, ...]
+
+
+class Reduce(Record):
+    """The head of a reduction stream: which part of which group it carries."""
+
+    epoch: Count
+    position: Count
+    attempt: Count
+    part: Count
+    generation: Count
+
+
+class Prepare(Record):
+    """A leader of a later attempt asks for promises."""
+
+    epoch: Count
+    position: Count
+    attempt: Count
+
+
+class Promise(Record):
+    """Nothing below ``attempt`` will be accepted any more; ``entry`` was accepted before."""
+
+    max_bytes: ClassVar[int] = 17 << 20
+
+    attempt: Count
+    accepted_attempt: Count
+    entry: bytes
+
+
+class Propose(Record):
+    """The leader asks for a vote."""
+
+    max_bytes: ClassVar[int] = 17 << 20
+
+    attempt: Count
+    entry: bytes
+
+
+class Ballot(Record):
+    """A vote's signature."""
+
+    signature: Signature
+
+
+class Decided(Record):
+    """An entry and the certificate that makes it so."""
+
+    max_bytes: ClassVar[int] = 17 << 20
+
+    entry: bytes
+    certificate: bytes
+
+
+class PartRequest(Record):
+    """A part of the position in progress, by digest."""
+
+    digest: Digest
+    wire_bytes: Count
+
+
+class Span(Record):
+    """The entries ``[start, stop)``."""
+
+    start: Count
+    stop: Count
+
+
+class LeafRequest(Record):
+    """Leaves ``[start, stop)`` of the snapshot at ``position``."""
+
+    position: Count
+    start: Count
+    stop: Count
+
+
+class SnapshotMeta(Record):
+    """The leaves' digests; their Merkle root is the snapshot's state root."""
+
+    max_bytes: ClassVar[int] = 16 << 20
+
+    position: Count
+    leaves: bytes
+
+
+READY, GROUP, REPAIR, PART_DONE, CELL, REDUCE, ALIVE = b"R", b"G", b"P", b"D", b"C", b"H", b""
+
+
+def tagged(kind: bytes, record: Record) -> bytes:
+    """A stream message."""
+    return kind + record.encode()

@@ -1,0 +1,215 @@
+"""The owner's side of a part: what arrives is accumulated, what is complete is encoded once.
+
+Cells of a member arrive in order, so what a part holds of a member is always a prefix: the cells
+that came before the member stalled.  The mean of a cell is taken over the members whose cell
+arrived, sum(w c d) / sum(w), with weight w, clip factor c and decoded contribution d.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.compression import Codec
+from atoll.optim.layout import CELL
+from atoll.peer.rounds.messages import PartDone, Prefix
+
+NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have
+
+
+class CellRefused(ValueError):  # noqa: N818
+    """A cell that is not what its sender declared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How a member enters the mean."""
+
+    weight: float
+    clip: float
+    norm: float
+    """L2 norm that the member declared for its whole contribution"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRange:
+    """The values of the cells ``[start_cell, stop_cell)`` of a vector of ``numel`` values."""
+
+    start_cell: int
+    stop_cell: int
+    numel: int
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of the part."""
+        return self.stop_cell - self.start_cell
+
+    @property
+    def values(self) -> slice:
+        """The part within the whole vector."""
+        return slice(self.start_cell * CELL, min(self.stop_cell * CELL, self.numel))
+
+    def cell_numel(self, index: int) -> int:
+        """Values of the part's cell ``index``."""
+        start = (self.start_cell + index) * CELL
+        return min(CELL, self.numel - start)
+
+    def frame_bytes(self, codec: Codec, index: int) -> int:
+        """Bytes of the frame of the part's cell ``index``."""
+        return codec.wire_bytes(self.cell_numel(index))
+
+    def wire_bytes(self, codec: Codec) -> int:
+        """Bytes of the part."""
+        last = self.num_cells - 1
+        return last * codec.wire_bytes(CELL) + self.frame_bytes(codec, last)
+
+
+class PartReducer:
+    """Accumulates one part.  Not thread safe: its owner calls it from one task at a time."""
+
+    def __init__(self, *, codec: Codec, part: PartRange, shares: Mapping[int, Share]) -> None:
+        """Expect cells of every member in ``shares``."""
+        self._codec = codec
+        self.part = part
+        self._shares = dict(shares)
+        self._arrived = dict.fromkeys(shares, 0)
+        self._squares = dict.fromkeys(shares, 0.0)
+        self._live = set(shares)
+        count = part.values.stop - part.values.start
+        self._sum_N = torch.zeros(count)
+        self._weight = [0.0] * part.num_cells
+        self._credit_N = torch.zeros(count)
+        self.frames: list[bytes] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether every cell is encoded."""
+        return len(self.frames) == self.part.num_cells
+
+    @property
+    def waiting_for(self) -> set[int]:
+        """Members of which cells are still missing."""
+        return {m for m in self._live if self._arrived[m] < self.part.num_cells}
+
+    def arrived(self, member: int) -> int:
+        """How many cells of ``member`` arrived."""
+        return self._arrived.get(member, 0)
+
+    def add(self, member: int, frame: bytes | memoryview) -> None:
+        """Take the next cell of ``member``.
+
+        Raises:
+            CodecError: the frame is no cell of the codec.
+            CellRefused: more cells than the part has, or a norm above the declared one.
+        """
+        if member not in self._live:
+            return
+        index = self._arrived[member]
+        if index >= self.part.num_cells:
+            raise CellRefused(f"expected {self.part.num_cells} cells, got one more")
+        cell_N = self._codec.decode(frame, self.part.cell_numel(index))
+        self._check_norm(member, cell_N)
+        share = self._shares[member]
+        self._values(self._sum_N, index).add_(cell_N, alpha=share.weight * share.clip)
+        self._weight[index] += share.weight
+        self._arrived[member] += 1
+
+    def drop(self, member: int) -> None:
+        """Expect nothing more of ``member``; what arrived stays."""
+        self._live.discard(member)
+
+    def advance(self) -> bool:
+        """Encode the cells that are complete; whether there was one."""
+        ready = self._ready_cells()
+        for index in range(len(self.frames), ready):
+            self.frames.append(self._encode(index))
+        return ready > 0
+
+    def done(self, part: int, generation: int) -> tuple[bytes, PartDone]:
+        """The part's bytes and the owner's word on them."""
+        body = b"".join(self.frames)
+        partial = tuple(
+            Prefix(member=m, cells=cells)
+            for m, cells in sorted(self._arrived.items())
+            if cells < self.part.num_cells
+        )
+        return body, PartDone(
+            part=part,
+            generation=generation,
+            wire_bytes=len(body),
+            digest=hashlib.sha256(body).digest(),
+            partial=partial,
+        )
+
+    @property
+    def credit_N(self) -> Tensor:
+        """What encoding the mean lost, times the weight behind it: W (a - u) on this part."""
+        return self._credit_N
+
+    def _ready_cells(self) -> int:
+        cells = [self._arrived[m] for m in self._live]
+        return min(cells, default=self.part.num_cells)
+
+    def _encode(self, index: int) -> bytes:
+        weight = self._weight[index]
+        mean_N = self._values(self._sum_N, index)
+        if weight > 0:
+            mean_N.div_(weight)
+        frame = self._codec.encode(mean_N)
+        sent_N = self._codec.decode(frame, self.part.cell_numel(index))
+        self._values(self._credit_N, index).copy_(mean_N).sub_(sent_N).mul_(weight)
+        return frame
+
+    def _values(self, vector_N: Tensor, index: int) -> Tensor:
+        return vector_N[index * CELL : index * CELL + self.part.cell_numel(index)]
+
+    def _check_norm(self, member: int, cell_N: Tensor) -> None:
+        self._squares[member] += float(torch.dot(cell_N, cell_N))
+        norm = math.sqrt(self._squares[member])
+        declared = self._shares[member].norm
+        if not norm <= declared * NORM_SLACK + 1e-12:
+            raise CellRefused(f"expected a norm of at most {declared:.3g}, got {norm:.3g} so far")
+
+
+def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
+    """Join consecutive frames to messages of at most ``limit`` bytes, at least one frame each."""
+    out: deque[bytes] = deque()
+    batch: list[bytes] = []
+    size = 0
+    for frame in frames:
+        if batch and size + len(frame) > limit:
+            out.append(b"".join(batch))
+            batch, size = [], 0
+        batch.append(frame)
+        size += len(frame)
+    if batch:
+        out.append(b"".join(batch))
+    return out
+
+
+def split_frames(
+    data: memoryview, *, codec: Codec, part: PartRange, first: int
+) -> list[memoryview]:
+    """The frames in a message that begins with the part's cell ``first``.
+
+    Raises:
+        CellRefused: the message does not end where a cell ends, or holds too many cells.
+    """
+    frames: list[memoryview] = []
+    offset = 0
+    while offset < len(data):
+        index = first + len(frames)
+        if index >= part.num_cells:
+            raise CellRefused(f"expected {part.num_cells} cells, got more")
+        size = part.frame_bytes(codec, index)
+        if offset + size > len(data):
+            raise CellRefused(f"expected a cell of {size} bytes, got {len(data) - offset}")
+        frames.append(data[offset : offset + size])
+        offset += size
+    return frames

@@ -1,0 +1,155 @@
+"""The elector's side: promises, votes, and the checks before a vote.
+
+An elector votes for an entry only when it holds all the bytes, has verified them against the
+manifest, and finds everything in the entry that follows from rules to follow from them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from atoll.dht.transport import Refused
+from atoll.optim.log import (
+    Elector,
+    Entry,
+    LogError,
+    check_follows,
+    leader_order,
+    next_electorate,
+    split_body,
+    vote_payload,
+)
+from atoll.optim.update import UpdateError, decode_update
+from atoll.peer.rounds.ballot import Acceptor
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.fetching import fetch_part
+from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose
+
+
+class Voter:
+    """Answers ``prepare`` and ``propose`` for the position that this peer stands at."""
+
+    def __init__(self, ctx: Context) -> None:
+        """No position yet."""
+        self._ctx = ctx
+        self._place = (-1, -1)
+        self._acceptor = Acceptor()
+        self.verified: dict[bytes, tuple[bytes, Tensor | None]] = {}
+
+    @property
+    def promised(self) -> int:
+        """The attempt below which nothing is accepted at this position."""
+        self._turn()
+        return self._acceptor.promised
+
+    async def answer(self, remote: str, method: str, body: bytes) -> bytes:
+        """The reply to a call.
+
+        Raises:
+            Refused: with the reason.
+        """
+        self._turn()
+        try:
+            if method == "prepare":
+                return self._prepare(remote, Prepare.decode(body)).encode()
+            return (await self._propose(remote, Propose.decode(body))).encode()
+        except (LogError, UpdateError) as error:
+            raise Refused("bad-proposal", str(error)) from error
+
+    def _turn(self) -> None:
+        place = (self._ctx.replica.epoch, self._ctx.replica.position)
+        if place != self._place:
+            self._place = place
+            self._acceptor = Acceptor()
+            self.verified.clear()
+            self._ctx.held.clear()
+
+    def _prepare(self, remote: str, ask: Prepare) -> Promise:
+        self._check_place(ask.epoch, ask.position)
+        self._check_leader(remote, ask.attempt)
+        if not self._acceptor.prepare(ask.attempt):
+            raise self._superseded(ask.attempt)
+        accepted = self._acceptor.accepted
+        return Promise(
+            attempt=ask.attempt,
+            accepted_attempt=accepted.attempt if accepted else 0,
+            entry=accepted.entry if accepted else b"",
+        )
+
+    async def _propose(self, remote: str, ask: Propose) -> Ballot:
+        entry = Entry.decode(ask.entry)
+        self._check_place(entry.epoch, entry.position)
+        self._check_leader(remote, ask.attempt)
+        self._check_rules(entry)
+        body = await self.gather(entry, remote)
+        await self._verify(entry, body)
+        self._check_place(entry.epoch, entry.position)
+        if not self._acceptor.accept(ask.attempt, ask.entry):
+            raise self._superseded(ask.attempt)
+        return Ballot(signature=self._ctx.sign(vote_payload(entry, ask.attempt)))
+
+    async def gather(self, entry: Entry, source: str) -> bytes:
+        """The body of an entry, from the parts in hand and from ``source`` for the rest."""
+        pieces: list[bytes] = []
+        for part in entry.parts:
+            body = self._ctx.held.get(part.digest)
+            if body is None:
+                body = await fetch_part(self._ctx, source, part.digest, part.wire_bytes)
+                self._ctx.held[part.digest] = body
+            pieces.append(body)
+        return b"".join(pieces)
+
+    async def _verify(self, entry: Entry, body: bytes) -> None:
+        if entry.digest in self.verified:
+            return
+        update_N = None
+        if entry.kind == "update":
+            split_body(entry, body)
+            numel = self._ctx.layout.numel
+            update_N = await self._ctx.compute(decode_update, [body], self._ctx.codec, numel)
+        self.verified[entry.digest] = (body, update_N)
+
+    def _check_place(self, epoch: int, position: int) -> None:
+        here = (self._ctx.replica.epoch, self._ctx.replica.position)
+        if (epoch, position) != here:
+            raise Refused(
+                "elsewhere", f"expected (epoch, position) {here}, got {(epoch, position)}"
+            )
+
+    def _check_leader(self, remote: str, attempt: int) -> None:
+        electorate = self._ctx.replica.electorate
+        order = leader_order(electorate, self._ctx.replica.position)
+        if self._ctx.me not in electorate:
+            raise Refused("no-elector", "this peer does not vote at this position")
+        leader = electorate[order[attempt % len(order)]].peer_id
+        if remote != leader:
+            raise Refused("not-the-leader", f"expected {leader} at attempt {attempt}")
+
+    def _check_rules(self, entry: Entry) -> None:
+        replica = self._ctx.replica
+        check_follows(
+            entry,
+            run_id=replica.run_id,
+            epoch=replica.epoch,
+            position=replica.position,
+            chain=replica.chain,
+        )
+        electorate: tuple[Elector, ...] = tuple(replica.electorate)
+        if entry.electorate != next_electorate(entry.members, entry.parts, electorate):
+            raise Refused("bad-electorate", "expected the complete members as next electorate")
+        if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
+            raise Refused("bad-scalars", f"expected {self._ctx.scalars(entry.position)}")
+        self._check_root(entry)
+
+    def _check_root(self, entry: Entry) -> None:
+        due = self._ctx.replica.root_due(entry.position)
+        got = entry.state_root
+        if due is not None and got is not None and (got.position, got.root) != due:
+            raise Refused(
+                "bad-root", f"expected root {due[1].hex()[:12]} of state {due[0]}, got another"
+            )
+
+    def _superseded(self, attempt: int) -> Refused:
+        return Refused(
+            "superseded", f"attempt {self._acceptor.promised} was promised, got {attempt}"
+        )

@@ -51,6 +51,8 @@ TILE = 65_536  # values; 256 KiB of fp32 and its codes stay in a 1 MiB L2 cache
 WORDS_PER_ROW = 64
 ROW_BYTES = 8 * WORDS_PER_ROW
 SMALL_BYTES = 4_096  # below this a plain CRC-32 is faster than two sums
+FLOAT_MAX = torch.finfo(torch.float32).max
+BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class CodecError(ValueError):
@@ -103,7 +105,7 @@ def peak(x: Tensor) -> Tensor:
     return x.abs().amax() if x.numel() else x.new_zeros(())
 
 
-def require_finite(x: Tensor, what: str, *, limit: float = 3.4028234663852886e38) -> None:
+def require_finite(x: Tensor, what: str, *, limit: float = FLOAT_MAX) -> None:
     """Refuse a decoded field that is NaN, infinite or beyond `limit` in magnitude."""
     largest = float(peak(x))
     if not largest <= limit:
@@ -123,12 +125,14 @@ def carve(payload: Tensor, *sections: tuple[torch.dtype, int]) -> list[Tensor]:
     return views
 
 
-def tiles(x: Tensor) -> int:
-    """Return how many values of `x` to process at once: a cache's worth, or all on an accelerator.
+def spans(x_N: Tensor) -> list[tuple[int, int]]:
+    """Return what to process at once, as (start, stop): tiles, or all on an accelerator.
 
-    The layout of a frame never depends on it: tiles are always `TILE` values on the wire.
+    The layout of a frame does not depend on it: a tile on the wire is always `TILE` values.
     """
-    return TILE if x.device.type == "cpu" else max(x.numel(), 1)
+    numel = x_N.numel()
+    step = TILE if x_N.device.type == "cpu" else max(numel, 1)
+    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
 
 @dataclass(frozen=True)

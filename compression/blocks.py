@@ -17,10 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from atoll.compression.base import TILE, Codec, CodecError, carve, peak, require_finite, tiles
-
-FLOAT_MAX = torch.finfo(torch.float32).max
-BF16_MAX = torch.finfo(torch.bfloat16).max
+from atoll.compression.base import (
+    BF16_MAX,
+    FLOAT_MAX,
+    TILE,
+    Codec,
+    CodecError,
+    carve,
+    peak,
+    require_finite,
+    spans,
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class BlockCodec(Codec):
                 scales[start // self.block : self._num_blocks(stop)],
                 codes[self._code_offset(start) : self._code_offset(stop)],
             )
-            for start, stop in self._spans(x_N)
+            for start, stop in spans(x_N)
         ]
         return witnesses[0] if len(witnesses) == 1 else peak(torch.stack(witnesses))
 
@@ -80,7 +87,7 @@ class BlockCodec(Codec):
         require_finite(scales, "scales", limit=FLOAT_MAX / self.code_limit)
         whole = self._num_blocks(numel) * self.block
         out = torch.empty(whole, dtype=torch.float32, device=payload.device)
-        for start, stop in self._spans(out[:numel]):
+        for start, stop in spans(out[:numel]):
             stop_block = self._num_blocks(stop)
             self._read_tile(
                 codes[self._code_offset(start) : self._code_offset(stop)],
@@ -92,10 +99,6 @@ class BlockCodec(Codec):
     def _code_offset(self, position: int) -> int:
         whole, rest = divmod(position, TILE)
         return whole * self._code_bytes(TILE) + (self._code_bytes(rest) if rest else 0)
-
-    def _spans(self, x_N: Tensor) -> list[tuple[int, int]]:
-        numel, step = x_N.numel(), tiles(x_N)
-        return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
     def _padded(self, x_N: Tensor) -> Tensor:
         short = -x_N.numel() % self.block

@@ -68,7 +68,7 @@ class DiLoCoStatistics:
 class _Pending:
     """My contribution under way: where local stood, and the work that it stands for."""
 
-    local_N: Tensor
+    local_N: Tensor  # noqa: N815
     tokens: int
     steps: int
 
@@ -111,7 +111,7 @@ class DiLoCo:
         self._resumed_s = time.perf_counter()
 
     @property
-    def synced_N(self) -> Tensor:
+    def synced_N(self) -> Tensor:  # noqa: N802
         """The parameters that all replicas share, fp32 on the CPU. Read only."""
         return self._synced_N
 

@@ -40,7 +40,7 @@ class Offer:
     squares: tuple[float, ...]
     """Sum of squares of d, one a grid cell."""
 
-    change_N: Tensor | None
+    change_N: Tensor | None  # noqa: N815
     """What inclusion at this weight adds to g: w (x - d) - g. None where g can't change."""
 
     @property

@@ -126,7 +126,7 @@ class Layout:
             raise LayoutError(
                 f"expected a vector of {self.numel} values, got shape {tuple(vector_N.shape)}"
             )
-        pieces = vector_N.split(list(self.sizes))
+        pieces = torch.split(vector_N, list(self.sizes))
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def to_json(self) -> str:
@@ -148,7 +148,8 @@ class Layout:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise LayoutError(f"expected JSON, got {error}") from None
-        return cls(**_checked(fields))
+        names, shapes = _checked(fields)
+        return cls(names=names, shapes=shapes)
 
     def digest(self) -> bytes:
         """SHA-256 of the canonical JSON."""
@@ -190,15 +191,15 @@ def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.replace(_COMPILED, ""), param
 
 
-def _checked(fields: object) -> dict[str, tuple[object, ...]]:
+def _checked(fields: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     if not isinstance(fields, dict) or set(fields) != {"names", "shapes"}:
         raise LayoutError("expected an object with names and shapes")
     names, shapes = fields["names"], fields["shapes"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise LayoutError("expected names to be a list of strings")
     if not isinstance(shapes, list) or not all(_is_shape(shape) for shape in shapes):
-        raise LayoutError("expected shapes to be a list of lists of at most 8 sizes below 2^40")
-    return {"names": tuple(names), "shapes": tuple(tuple(shape) for shape in shapes)}
+        raise LayoutError("expected shapes to be a list of lists of at most 8 sizes up to 2^40")
+    return tuple(names), tuple(tuple(shape) for shape in shapes)
 
 
 def _is_shape(shape: object) -> bool:

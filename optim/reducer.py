@@ -23,7 +23,7 @@ class Contribution:
     window: int
     """The peer's own count of windows, from 0; names the contribution with its fragment."""
 
-    delta_N: Tensor
+    delta_N: Tensor  # noqa: N815
     """Pseudo-gradient, synced minus local, fp32 on the CPU, all finite."""
 
     tokens: int
@@ -46,7 +46,7 @@ class Commit:
     position: int
     """Position after this entry."""
 
-    params_N: Tensor
+    params_N: Tensor  # noqa: N815
     """The new synced parameters, fp32 on the CPU, all of the model. Read only."""
 
     included: Tensor | None

@@ -38,19 +38,19 @@ class StateError(ValueError):
     """A state or snapshot that can't be taken."""
 
 
-class SnapshotMismatch(StateError):
+class SnapshotMismatch(StateError):  # noqa: N818
     """Leaf digests that do not belong to the root or to the layout."""
 
 
-class LeafRefused(StateError):
+class LeafRefused(StateError):  # noqa: N818
     """A leaf with the wrong index, length or digest."""
 
 
-class SnapshotIncomplete(StateError):
+class SnapshotIncomplete(StateError):  # noqa: N818
     """A snapshot that lacks leaves."""
 
 
-class NotFinite(StateError):
+class NotFinite(StateError):  # noqa: N818
     """NaN or infinity where a number must be."""
 
 
@@ -233,7 +233,7 @@ def merkle_root(leaf_digests: Sequence[bytes]) -> bytes:
 
 def is_finite(vector_N: Tensor) -> bool:
     """Whether a vector holds neither NaN nor infinity; takes little memory."""
-    return all(bool(torch.isfinite(piece).all()) for piece in vector_N.split(_CHECK))
+    return all(bool(torch.isfinite(piece).all()) for piece in torch.split(vector_N, _CHECK))
 
 
 def _node(pair: list[bytes]) -> bytes:

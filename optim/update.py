@@ -24,7 +24,15 @@ class UpdateError(ValueError):
 
 
 def cells_bytes(codec: Codec, numel: int) -> int:
-    """Length of the frames of `numel` values that start on a cell boundary."""
+    """Length of the frames of `numel` values that start on a cell boundary.
+
+    Raises:
+        UpdateError: when frames of the codec have no fixed length, or depend on earlier ones.
+    """
+    if codec.stateful or not codec.exact_size:
+        raise UpdateError(
+            f"expected a codec whose frames have a fixed length and stand alone, got {codec.spec}"
+        )
     full, rest = divmod(numel, CELL)
     return full * codec.wire_bytes(CELL) + (codec.wire_bytes(rest) if rest else 0)
 

@@ -22,7 +22,7 @@ WEIGHT_CAP = 4.0  # times the median: one claim of absurd work can't own the ave
 CLIP_AT = 2.0  # times the median norm: honest norms stay within it, see docs/benchmarks
 
 
-class WorkRefused(ValueError):
+class WorkRefused(ValueError):  # noqa: N818
     """A contribution's claim of work or norm is not finite or absurd."""
 
 

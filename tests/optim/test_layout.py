@@ -108,7 +108,7 @@ def test_another_model_is_refused_by_name():
         layout.load_(nn.Linear(4, 2), torch.zeros(layout.numel))
     with pytest.raises(LayoutError, match="1 parameters"):
         layout.flatten(nn.Linear(3, 2, bias=False))
-    with pytest.raises(LayoutError, match="9 values|8 values"):
+    with pytest.raises(LayoutError, match="9"):
         layout.load_(nn.Linear(3, 2), torch.zeros(9))
 
 

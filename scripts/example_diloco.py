@@ -1,0 +1,118 @@
+"""Your own model and your own loop, with DiLoCo in three lines.
+
+    python scripts/example_diloco.py                      four workers in this process, no network
+    python scripts/example_diloco.py --invite atoll1...   one peer of a run
+
+Any torch module and any torch optimizer will do. To train this model in a run, let its RUN.toml
+name it, and start the peers from the folder `scripts`:
+
+    [model]
+    custom = "example_diloco:build"
+"""
+
+import argparse
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from atoll.optim import DiLoCo, InProcessGroup, Reducer, outer_defaults
+
+SEQ_LEN = 64
+BATCH_SIZE = 16
+INNER_STEPS = 10
+
+
+class ByteModel(nn.Module):
+    """A small recurrent model of bytes: nothing in it knows of Atoll."""
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 64)
+        self.rnn = nn.GRU(64, 128, batch_first=True)
+        self.head = nn.Linear(128, vocab_size)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        hidden_BTD, _ = self.rnn(self.embedding(tokens_BT))
+        return self.head(hidden_BTD)
+
+
+def build(*, vocab_size: int, seq_len: int, **_: object) -> nn.Module:
+    """What a RUN.toml names as `custom`."""
+    return ByteModel(vocab_size)
+
+
+class Text:
+    """Random windows of some source files."""
+
+    def __init__(self, seed: int) -> None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        data = bytearray(b"".join(file.read_bytes() for file in files))
+        self.bytes_N = torch.frombuffer(data, dtype=torch.uint8)
+        self.random = torch.Generator().manual_seed(seed)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        last = len(self.bytes_N) - SEQ_LEN - 1
+        starts_B1 = torch.randint(last, (BATCH_SIZE, 1), generator=self.random)
+        window_BT = self.bytes_N[starts_B1 + torch.arange(SEQ_LEN + 1)].long()
+        return window_BT[:, :-1], window_BT[:, 1:]
+
+
+def train(reducer: Reducer, seed: int, steps: int):
+    """The whole loop. A generator only so that several workers can take turns in one process."""
+    model = ByteModel()
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = Text(seed)
+    diloco = DiLoCo(model, inner, reducer, inner_steps=INNER_STEPS)  # 1: join
+    for _ in range(steps):
+        tokens_BT, targets_BT = text.batch()
+        logits_BTV = model(tokens_BT)
+        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        inner.zero_grad()
+        loss.backward()
+        diloco.step(tokens=tokens_BT.numel(), loss=loss)  # 2: in place of inner.step()
+        yield diloco.statistics()  # 3: see how it goes
+
+
+def in_process(workers: int, steps: int) -> None:
+    torch.manual_seed(0)
+    lr, momentum = outer_defaults(steps // INNER_STEPS, INNER_STEPS, workers)
+    group = InProcessGroup(workers, lr=lr, momentum=momentum, codec="int8")
+    loops = [train(group.member(index), seed=index, steps=steps) for index in range(workers)]
+    sent = 0
+    for step, statistics in enumerate(zip(*loops, strict=True), start=1):
+        if step % INNER_STEPS == 0:
+            loss = sum(s.loss for s in statistics) / workers
+            sent, before = group.statistics().body_bytes, sent
+            print(f"round {group.state.position:3}  loss {loss:.3f}  update {sent - before} bytes")
+    print(f"state root {group.state.root().hex()[:16]} on all {workers} workers")
+
+
+def networked(invite: str, state_dir: Path, steps: int) -> None:
+    from atoll.peer.network import NetworkReducer
+
+    reducer = NetworkReducer.connect(invite, state_dir=state_dir)
+    position = 0
+    for statistics in train(reducer, seed=0, steps=steps):
+        if statistics.position > position and not math.isnan(statistics.loss):
+            position = statistics.position
+            print(f"position {position:3}  loss {statistics.loss:.3f}  {statistics.tokens} tokens")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=150, help="inner steps of each worker")
+    parser.add_argument("--invite", help="join this run in place of workers in one process")
+    parser.add_argument("--state-dir", type=Path, default=Path("example-state"))
+    options = parser.parse_args()
+    if options.invite:
+        networked(options.invite, options.state_dir, options.steps)
+    else:
+        in_process(options.workers, options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -25,6 +25,7 @@ from textual.containers import Container
 from textual.pilot import Pilot
 from textual.widgets import Footer
 
+from atoll.coordinator.dashboard.feed import INTERVAL_S, Feed, FeedError, read, retry_s
 from atoll.coordinator.dashboard.help import Help
 from atoll.coordinator.dashboard.panes import (
     EventsPane,
@@ -35,16 +36,10 @@ from atoll.coordinator.dashboard.panes import (
     PhasesPane,
     RoundsPane,
 )
-from atoll.coordinator.dashboard.text import clean
 from atoll.coordinator.dashboard.themes import DARK, LIGHT
 from atoll.coordinator.dashboard.view import View
 from atoll.coordinator.status import RunStatus
 
-Feed = Callable[[], Awaitable[RunStatus]]
-
-INTERVAL_S = 1.0  # peers report about as often; faster would redraw the same numbers
-FEED_TIMEOUT_S = 5.0  # a coordinator that takes longer is shown as lost, and asked again
-RETRY_MAX_S = 5.0  # a person watching sees the connection return within this
 LOWER_PANES = ("loss", "phases", "rounds", "events")
 
 
@@ -142,23 +137,15 @@ class DashboardApp(App[None]):
     async def _follow(self, interval_s: float) -> None:
         while True:
             await self.poll()
-            backoff = min(RETRY_MAX_S, interval_s * 2 ** min(self.view.num_attempts, 8))
-            await asyncio.sleep(backoff if self.view.failure else interval_s)
+            await asyncio.sleep(retry_s(self.view.num_attempts, interval_s))
 
     async def poll(self) -> None:
         """Read the state once and draw it, or draw that it could not be read."""
         try:
-            status = await asyncio.wait_for(self._feed(), FEED_TIMEOUT_S)
-        except TimeoutError:
-            self._failed(f"no answer within {FEED_TIMEOUT_S:.0f} s")
-        except Exception as error:  # whatever a feed raises, the screen outlives it
-            self._failed(clean(error) or type(error).__name__)
-        else:
-            self._received(status)
-
-    def _failed(self, reason: str) -> None:
-        attempts = self.view.num_attempts + 1
-        self._show(replace(self.view, failure=reason, num_attempts=attempts))
+            self._received(await read(self._feed))
+        except FeedError as error:
+            attempts = self.view.num_attempts + 1
+            self._show(replace(self.view, failure=str(error), num_attempts=attempts))
 
     def _received(self, status: RunStatus) -> None:
         self._received_at = self._clock()
@@ -273,9 +260,9 @@ async def save_screenshot(
 
     Raises:
         OSError: `path` cannot be written.
-        Exception: whatever the feed raised: a picture of a lost connection helps nobody.
+        FeedError: there is no state to draw.
     """
-    status = await asyncio.wait_for(feed(), FEED_TIMEOUT_S)
+    status = await read(feed)
 
     async def first() -> RunStatus:
         return status

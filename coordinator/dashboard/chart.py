@@ -3,8 +3,8 @@
 Drawn here rather than with a plotting library, because the colours have to follow the theme, the
 size follows the terminal on every frame, and one curve over one axis is all there is to draw.
 
-`plot` is pure: series in, text out. x is a round, y a loss; points that are not finite are left
-out, and so are points at or below zero on a logarithmic axis.
+`plot` is pure: series in, text out. x is a round, y a loss; points that are not finite or absurdly
+large are left out, and so are points at or below zero on a logarithmic axis.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard.text import count
+from atoll.coordinator.dashboard.text import count, fit
 
 Point = tuple[float, float]
 
 _DOT_BITS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [x % 2][y % 4]
+_MAX_VALUE: Final = 1e12  # no loss is larger; differences and ratios stay finite below it
 _AXIS_CELLS: Final = 7  # a label of five characters, a space, the axis itself
 _STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)  # distances between ticks that people count in
 _LOG_STEPS: Final = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
@@ -166,7 +167,8 @@ def _height(point: Point) -> float:
 
 def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
     """The points that an axis of this kind can show."""
-    return [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not log)]
+    least = 1 / _MAX_VALUE if log else -_MAX_VALUE
+    return [(x, y) for x, y in points if least <= y <= _MAX_VALUE]
 
 
 def plot(series: Sequence[Series], width: int, height: int, *, log: bool = False) -> Content:
@@ -215,11 +217,11 @@ def _decimals(values: Sequence[float]) -> int:
 
 def _label(value: float, decimals: int) -> str:
     text = f"{value:.{decimals}f}"
-    return text if len(text) <= _AXIS_CELLS - 2 else count(value)
+    return fit(text if len(text) <= _AXIS_CELLS - 2 else count(value), _AXIS_CELLS - 2, right=True)
 
 
 def _line(canvas: Canvas, row: int, label: str | None) -> Content:
-    axis = (f"{label or '':>{_AXIS_CELLS - 2}} ", "$dim"), ("┤" if label else "│", "$track")
+    axis = (f"{label or ' ' * (_AXIS_CELLS - 2)} ", "$dim"), ("┤" if label else "│", "$track")
     return Content.assemble(*axis, *canvas.row(row))
 
 

@@ -19,6 +19,7 @@ LEVEL_STYLES: Final = {
 IMPORTANT: Final = frozenset({"warning", "error"})
 _MARKS: Final = {"info": "•", "warning": "▲", "error": "■"}
 _SOURCE_CELLS: Final = 12
+_SOURCE_FROM_CELLS: Final = 72  # narrower, a column for the source starves the text
 
 
 def event_lines(event: Event, width: int, known: Mapping[str, str]) -> list[Content]:
@@ -28,11 +29,12 @@ def event_lines(event: Event, width: int, known: Mapping[str, str]) -> list[Cont
         (f" {text.clock_time(event.at)} ", "$dim"),
         (f"{_MARKS[event.level]} ", style),
     )
-    if width >= 60:
-        source = known.get(event.source) or text.short_id(event.source)
+    source = known.get(event.source) or text.short_id(event.source)
+    if width >= _SOURCE_FROM_CELLS:
         head += Content.assemble((f"{text.fit(source, _SOURCE_CELLS)} ", "$dim"))
     loud = style if event.level in IMPORTANT else "$text-plain"
-    body = Content.assemble((text.clean(event.text), loud))
+    prefix = f"{source}: " if source and width < _SOURCE_FROM_CELLS else ""
+    body = Content.assemble((prefix, "$dim"), (text.clean(event.text), loud))
     wrapped = body.wrap(max(8, width - head.cell_length))
     indent = Content(" " * head.cell_length)
     return [(head if i == 0 else indent) + line for i, line in enumerate(wrapped)]

@@ -31,12 +31,13 @@ MIN_AGE_SHOWN_S: Final = 3.0  # a state is read every second; younger than this 
 
 def header(view: View, width: int) -> Content:
     """The header's lines for `width` cells."""
-    if view.status is None:
-        return _edges(_name(view.title, None), link(view), width)
     status = view.status
-    facts = _wrapped(_facts(status, width), width)
-    top = _edges(_name(view.title, status), link(view), width)
-    return Content("\n").join([top, _progress(status, width), *facts])
+    lines = [_edges(_name(view.title, status), link(view), width)]
+    if view.failure:
+        lines.append(Content.assemble((f" {view.failure}", "$bad")).truncate(width, ellipsis=True))
+    if status is not None:
+        lines += [_progress(status, width), *_wrapped(_facts(status, width), width)]
+    return Content("\n").join(lines)
 
 
 def num_lines(view: View, width: int) -> int:

@@ -61,7 +61,8 @@ def stacked(
     used = width if scale_s <= total else max(1, round(width * total / scale_s))
     cells = shares([value for _, value in parts], used)
     filled = [(mark * n, phase_style(phase)) for (phase, _), n in zip(parts, cells, strict=True)]
-    return Content.assemble(*filled, ("─" * (width - used), "$track"))
+    rest = [("─" * (width - used), "$track")] if used < width else []
+    return Content.assemble(*filled, *rest)
 
 
 def legend(seconds: Mapping[str, float] | None = None, *, names: Sequence[str] = PHASES) -> Content:

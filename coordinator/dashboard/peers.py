@@ -23,6 +23,7 @@ _STATE_STYLES: Final = {
 }
 STALE_S: Final = 10.0  # two heartbeats missed: worth a second look
 NUM_DETAIL_LINES: Final = 2
+_ID_FROM_CELLS: Final = 22  # room for the identity in every row, not only beside short names
 
 
 def dot_style(peer: PeerStatus) -> str:
@@ -44,7 +45,7 @@ def _name(peer: PeerStatus, width: int) -> Content:
     mark = "○" if is_gone(peer) else "●"
     name, short = label(peer), text.short_id(peer.peer_id)
     styled = Content.assemble((f"{mark} ", dot_style(peer)), (name, "bold $text-plain"))
-    if name != short and styled.cell_length + 1 + len(short) <= width:
+    if width >= _ID_FROM_CELLS and styled.cell_length + 1 + len(short) <= width:
         styled += Content.assemble((f" {short}", "$dim"))
     return styled
 

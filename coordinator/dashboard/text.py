@@ -35,6 +35,11 @@ def _printable(character: str) -> str:
     return "·" if unicodedata.category(character) in _UNSAFE else character
 
 
+def cells(text: str) -> int:
+    """The width of `text` on a terminal."""
+    return cell_len(text)
+
+
 def fit(text: str, width: int, *, right: bool = False) -> str:
     """`text` in exactly `width` terminal cells, cut with an ellipsis or padded."""
     if width <= 0:

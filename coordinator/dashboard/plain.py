@@ -1,0 +1,218 @@
+"""The run without a terminal: a line for each round and each important event.
+
+`lines` is pure: two states in, text out, so that a log file, a pipe and a test see the same.
+`follow` asks a feed and writes them until the run has finished. Strings of strangers pass through
+`clean`, because a log is read in a terminal in the end.
+
+    14:24:26  round  37/120  loss 1.363  52.5k tok/s  5.30 MB sent  util 96.4%  5 peers
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from atoll.coordinator.dashboard import text
+from atoll.coordinator.dashboard.events import IMPORTANT
+from atoll.coordinator.dashboard.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.dashboard.peers import label, names
+from atoll.coordinator.dashboard.view import num_present, sorted_peers
+from atoll.coordinator.status import Event, RoundSummary, RunStatus
+
+# A round is known before its members' accounts of it are: they come with the next heartbeats.
+TRACES_WITHIN_S = 3.0
+
+
+def lines(previous: RunStatus | None, current: RunStatus) -> list[str]:
+    """What happened from one state to the next, in order of the server's time.
+
+    Rounds and events count as new by position and by equality, not by time stamp. A state that is
+    older than the previous one, as after a restart of the feed, says nothing.
+    """
+    if previous is not None and _is_older(current, previous):
+        return []
+    entries = [(event.at, _event_line(event, current)) for event in _new_events(previous, current)]
+    entries += [(row.at, line) for row, line in _round_lines(previous, current)]
+    found = [line for _, line in sorted(entries, key=lambda entry: entry[0])]
+    change = _state_change(previous, current)
+    return [*found, *change] if current.state == "finished" else [*change, *found]
+
+
+def _new_events(previous: RunStatus | None, current: RunStatus) -> list[Event]:
+    known = set(previous.events) if previous is not None else set()
+    return [event for event in current.events if event.level in IMPORTANT and event not in known]
+
+
+def _round_lines(previous: RunStatus | None, current: RunStatus) -> list[tuple[RoundSummary, str]]:
+    told, settled = _last_settled(previous), _last_settled(current)
+    rows: list[tuple[RoundSummary, str]] = []
+    before: RoundSummary | None = None
+    for row in current.history:
+        if told < (row.epoch, row.position) <= settled:
+            rows.append((row, round_line(row, before, current)))
+        before = row
+    return rows
+
+
+def _last_settled(status: RunStatus | None) -> tuple[int, int]:
+    """Epoch and position of the last round whose numbers will change no more."""
+    if status is None:
+        return (-1, -1)
+    settled = [(row.epoch, row.position) for row in status.history if _is_settled(row, status)]
+    return max(settled, default=(-1, -1))
+
+
+def _is_settled(row: RoundSummary, status: RunStatus) -> bool:
+    return status.now - row.at >= TRACES_WITHIN_S
+
+
+def round_line(row: RoundSummary, before: RoundSummary | None, status: RunStatus) -> str:
+    """One round: its number, loss, tokens/s, bytes sent, utilisation and members."""
+    total = f"/{status.rounds_total}" if status.rounds_total else ""
+    rate = status.tokens_per_s
+    if before is not None and row.at > before.at:
+        rate = row.tokens / (row.at - before.at)
+    fields = [
+        text.clock_time(row.at),
+        f"round {row.position:>{max(3, len(total) - 1)}}{total}",
+        f"loss {text.loss_text(row.loss)}",
+        f"{text.count(rate):>5} tok/s",
+        f"{text.size(row.wire_bytes):>7} sent",
+        f"util {text.percent(status.utilisation, decimals=1)}",
+        _members(row, status),
+    ]
+    if row.valid_loss is not None:
+        fields.append(f"valid {text.loss_text(row.valid_loss)}")
+    return "  ".join(fields)
+
+
+def _members(row: RoundSummary, status: RunStatus) -> str:
+    members = f"{row.members} peer{'' if row.members == 1 else 's'}"
+    if not row.left_out:
+        return members
+    known = names(status)
+    missing = (known.get(peer_id) or text.short_id(peer_id) for peer_id in row.left_out)
+    return f"{members} (without {', '.join(missing)})"
+
+
+def _event_line(event: Event, status: RunStatus) -> str:
+    source = names(status).get(event.source) or text.short_id(event.source)
+    told = f"{source}: " if source else ""
+    return f"{text.clock_time(event.at)}  {event.level}  {told}{text.clean(event.text)}"
+
+
+def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
+    if previous is not None and previous.state == current.state:
+        return []
+    at = text.clock_time(current.now)
+    match current.state:
+        case "waiting":
+            here = f"{num_present(current)} of {current.min_peers} here"
+            return [f"{at}  waiting for peers: {here}"]
+        case "finished":
+            tokens, loss = text.count(current.tokens_total), text.loss_text(current.loss)
+            return [f"{at}  finished after {current.position} rounds: {tokens} tokens, loss {loss}"]
+        case "stalled":
+            return [f"{at}  stalled: no round has been committed for too long"]
+        case "training":
+            return [] if previous is None else [f"{at}  training"]
+
+
+def _is_older(status: RunStatus, than: RunStatus) -> bool:
+    return (status.epoch, status.position) < (than.epoch, than.position)
+
+
+async def follow(
+    feed: Feed, write: Callable[[str], None], *, interval_s: float = INTERVAL_S
+) -> RunStatus:
+    """Write the lines of a run until it has finished; a lost connection is said once.
+
+    Args:
+        feed: Reads the state of the run.
+        write: Takes one line without its end.
+        interval_s: From one reading to the next.
+
+    Returns:
+        The last state of the finished run.
+    """
+    previous: RunStatus | None = None
+    num_failures = 0
+    while True:
+        try:
+            current = await read(feed)
+        except FeedError as error:
+            num_failures += 1
+            if num_failures == 1:
+                write(f"--:--:--  {error}; trying again")
+        else:
+            found = lines(previous, current)
+            if num_failures:
+                found.insert(0, f"{text.clock_time(current.now)}  connected again")
+            for line in found:
+                write(line)
+            if _is_over(current):
+                return current
+            previous = current if previous is None or not _is_older(current, previous) else previous
+            num_failures = 0
+        await asyncio.sleep(retry_s(num_failures, interval_s))
+
+
+def _is_over(status: RunStatus) -> bool:
+    return status.state == "finished" and all(_is_settled(row, status) for row in status.history)
+
+
+def render_status(status: RunStatus) -> str:
+    """The state of the run for `atoll status`: a paragraph and a table of peers."""
+    goal = f" of {status.rounds_total}" if status.rounds_total else ""
+    facts = [
+        ("state", status.state),
+        ("round", f"{status.position}{goal}, epoch {status.epoch}"),
+        ("chain", text.clean(status.chain) or text.ABSENT),
+        ("loss", f"{text.loss_text(status.loss)}, validation {text.loss_text(status.valid_loss)}"),
+        (
+            "tokens",
+            f"{text.count(status.tokens_total)}, {text.count(status.tokens_per_s)} a second",
+        ),
+        ("utilisation", text.percent(status.utilisation, decimals=1)),
+        ("method", f"{text.clean(status.method)}, H={status.inner_steps}"),
+        ("codec", text.clean(status.codec)),
+        ("parameters", text.count(status.params)),
+        ("peers", f"{num_present(status)} of {len(status.peers)} here"),
+    ]
+    head = [f"{text.clean(status.run_name)} ({text.short_hash(status.run_id)})"]
+    body = [f"  {name:<12} {value}" for name, value in facts]
+    return "\n".join([*head, *body, *_peer_table(status)])
+
+
+def _peer_table(status: RunStatus) -> list[str]:
+    if not status.peers:
+        return []
+    rows = [("peer", "state", "round", "tok/s", "loss", "sent", "received", "util", "seen")]
+    for peer in sorted_peers(status):
+        rows.append(
+            (
+                label(peer),
+                peer.state,
+                str(peer.position),
+                text.count(peer.tokens_per_s),
+                text.loss_text(peer.loss),
+                text.size(peer.wire_bytes_sent),
+                text.size(peer.wire_bytes_received),
+                text.percent(peer.utilisation),
+                f"{text.duration(peer.last_seen_s)} ago",
+            )
+        )
+    return ["", *_aligned(rows)]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns as wide as their widest cell; the first two to the left, numbers to the right."""
+    widths = [max(text.cells(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            text.fit(cell, width, right=i > 1)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -1,0 +1,149 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from atoll.coordinator.dashboard.plain import follow, lines, render_status
+from atoll.coordinator.status import Event
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]x[/red]\r\nround 99 \u202eevil\u0000"
+
+
+def without_clock(found):
+    return [line[10:] for line in found]
+
+
+def test_a_round_is_one_line(sample):
+    before, after = sample(36), sample(37)
+    (line,) = without_clock(lines(before, after))
+    assert line == ("round  37/120  loss 1.363  17.0k tok/s  5.30 MB sent  util 96.4%  5 peers")
+
+
+def test_a_round_waits_for_its_members_accounts(sample):
+    after = sample(37)
+    at = after.history[-1].at
+    fresh = replace(after, now=at + 1)
+    settled = replace(after, now=at + 4)
+    assert lines(sample(36), fresh) == []
+    (line,) = lines(fresh, settled)
+    assert "round  37/120" in line
+    assert lines(settled, replace(settled, now=at + 5)) == []
+
+
+def test_several_rounds_come_in_order(sample):
+    found = [line.split()[2] for line in lines(sample(2), sample(6)) if " round " in line]
+    assert found == ["3/120", "4/120", "5/120", "6/120"]
+
+
+def test_validation_is_shown_where_it_was_measured(sample):
+    (line,) = lines(sample(39), sample(40))
+    assert "valid 1.459" in line
+
+
+def test_a_member_left_out_is_named_and_important_events_follow_their_round(sample):
+    found = without_clock(lines(sample(12), sample(13)))
+    assert found == [
+        "round  13/120  loss 2.343  16.7k tok/s  4.24 MB sent  util 96.4%  "
+        "4 peers (without fathom)",
+        "warning  basalt: owner went silent in round 13; 2 parts re-reduced in 0.8 s",
+    ]
+
+
+def test_nothing_new_prints_nothing(sample):
+    assert lines(sample(10), sample(10)) == []
+
+
+def test_an_older_state_prints_nothing(sample):
+    assert lines(sample(10), sample(4)) == []
+
+
+def test_waiting_training_and_finished_are_said(sample):
+    waiting = sample(0, state="waiting", num_peers=2, num_gone=1)
+    started, done = sample(0), sample(1, state="finished")
+    assert without_clock(lines(None, waiting)) == ["waiting for peers: 1 of 2 here"]
+    assert without_clock(lines(waiting, started)) == ["training"]
+    assert without_clock(lines(started, done))[-1] == (
+        "finished after 1 rounds: 307k tokens, loss 5.108"
+    )
+
+
+def test_absent_numbers_are_dashes(sample):
+    status = sample(1)
+    bare = replace(status.history[0], loss=None, tokens=0, wire_bytes=0, members=1)
+    (line,) = without_clock(lines(None, replace(status, history=[bare], rounds_total=0)))
+    assert line.startswith("round   1  loss –")  # noqa: RUF001
+    assert line.endswith("1 peer")
+
+
+def test_escape_sequences_of_a_stranger_do_not_reach_the_log(sample):
+    status = sample(1, num_peers=1, num_gone=0)
+    event = Event(at=1.0, level="error", source=HOSTILE, text=HOSTILE)
+    peer = replace(status.peers[0], name=HOSTILE, phase=HOSTILE, device=HOSTILE)
+    row = replace(status.history[0], left_out=[peer.peer_id, HOSTILE])
+    hostile = replace(
+        status, run_name=HOSTILE, codec=HOSTILE, events=[event], peers=[peer], history=[row]
+    )
+    told = [*lines(None, hostile), *render_status(hostile).split("\n")]
+    assert all(line.isprintable() for line in told)
+    assert any("[red]x[/red]" in line for line in told)
+
+
+def test_status_is_a_paragraph_and_a_table(sample):
+    told = render_status(sample(37)).split("\n")
+    assert told[0] == "python-1m (abababab)"
+    assert "  round        37 of 120, epoch 0" in told
+    assert "  loss         1.419, validation 1.479" in told
+    table = told[told.index("") + 1 :]
+    assert [row.split()[0] for row in table] == [
+        "peer",
+        "basalt",
+        "coral",
+        "drift",
+        "ebb",
+        "fathom",
+    ]
+    assert len({len(row) for row in table}) == 1
+
+
+def test_status_without_peers_has_no_table(sample):
+    assert (
+        "" not in render_status(replace(sample(0), peers=[PeerStatus(peer_id="x")])).split("\n")[:3]
+    )
+    assert "seen" not in render_status(replace(sample(0), peers=[]))
+
+
+def test_follow_says_once_that_the_connection_is_lost_and_ends_with_the_run(sample):
+    steps = [
+        sample(1),
+        ConnectionError("refused \x1b[2J"),
+        ConnectionError("refused"),
+        sample(2),
+        sample(3, state="finished"),
+    ]
+    written: list[str] = []
+
+    async def feed():
+        step = steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    last = asyncio.run(follow(feed, written.append, interval_s=0.0))
+    assert last.position == 3
+    assert steps == []
+    told = without_clock(written)
+    assert told[1] == "cannot read the state of the run: refused ·[2J; trying again"
+    assert told[2] == "connected again"
+    assert [line.split()[1] for line in told if line.startswith("round")] == [
+        "1/120",
+        "2/120",
+        "3/120",
+    ]
+    assert told[-1].startswith("finished after 3 rounds")
+
+
+@pytest.mark.parametrize("position", [0, 1, 512, 700])
+def test_a_long_run_can_be_joined_late(sample, position):
+    status = sample(position)
+    found = [line for line in lines(None, status) if " round " in line[:20]]
+    assert len(found) == min(position, 512)

@@ -63,22 +63,29 @@ def _load(name: str) -> ModuleType:
 
 
 def _parser(module: ModuleType | None, chosen: str | None) -> argparse.ArgumentParser:
+    # argparse's own table of subcommands breaks the lines of the longer names.
     parser = argparse.ArgumentParser(
         prog="atoll",
-        description="Train one model together over ordinary internet links.",
+        usage="atoll [-h] [--version] COMMAND ...",
+        description=f"Train one model together over ordinary internet links.\n\n{_table()}",
         epilog=EXAMPLES,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=28
-        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"atoll {version('atoll')}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, summary in SUMMARIES.items():
+    subparsers = parser.add_subparsers(
+        prog="atoll", dest="command", metavar="COMMAND", help=argparse.SUPPRESS
+    )
+    for name in SUMMARIES:
         if module is not None and name == chosen:
             module.add_parser(subparsers)
         else:
-            subparsers.add_parser(name, help=summary)
+            subparsers.add_parser(name)
     return parser
+
+
+def _table() -> str:
+    rows = (f"  {name:<13}{summary}" for name, summary in SUMMARIES.items())
+    return "\n".join(["commands:", *rows])
 
 
 def _run(module: ModuleType, args: argparse.Namespace) -> int:

@@ -36,7 +36,6 @@ def new_parser(
     """Add the parser of one command: what it does, its arguments, then examples."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
-        help=SUMMARIES[name],
         description=description,
         epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,8 +12,8 @@ from the class that is raised, in any layer, without a common base:
 
     exception                                   code
     defined in atoll.*, a ValueError            2     (SpecError, InviteError, CheckpointError, ...)
+    defined in atoll.*, named in BAD_INPUTS     2
     defined in atoll.*, anything else           1     (TransportError, ...)
-      with an int attribute `exit_code`         that
     OSError: address in use                     2
     OSError with a file name                    2     (not found, no permission, a directory, ...)
     OSError                                     1
@@ -33,6 +33,14 @@ from types import ModuleType
 from atoll.peer.commands import SUMMARIES
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+BAD_INPUTS = frozenset(
+    {
+        "atoll.optim.store.StoreCorrupt",  # the user named a directory with a damaged log
+        "atoll.optim.store.WrongRun",  # ... or with that of another run
+    }
+)
+"""Classes that mean bad input although they are no ValueError; named, so that none is imported."""
 
 EXAMPLES = """\
 examples:
@@ -108,14 +116,16 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
 def exit_code(error: BaseException) -> int | None:
     """Return the exit code of a foreseen failure by the table above, None for a bug."""
     if type(error).__module__.partition(".")[0] == "atoll":
-        code = getattr(error, "exit_code", None)
-        if isinstance(code, int):
-            return code
-        return BAD_INPUT if isinstance(error, ValueError) else FAILED
+        bad_input = isinstance(error, ValueError) or not BAD_INPUTS.isdisjoint(_names(error))
+        return BAD_INPUT if bad_input else FAILED
     if isinstance(error, OSError):
         bad_input = error.errno == errno.EADDRINUSE or error.filename is not None
         return BAD_INPUT if bad_input else FAILED
     return None
+
+
+def _names(error: BaseException) -> set[str]:
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
 
 
 def message(error: BaseException) -> str:

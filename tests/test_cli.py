@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and that it overwrites nothing."""
 
 import errno
+import importlib
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from atoll.coordinator.spec import RunSpec, SpecError
 from atoll.dht.transport import TransportError
+from atoll.optim import store
 from atoll.peer import cli
 from atoll.peer.commands import SUMMARIES, print_json
 
@@ -41,7 +43,7 @@ def refused(result):
 def test_help_names_every_command(atoll):
     result = atoll("--help")
     assert result.code == 0
-    assert all(f"  {name} " in result.out for name in SUMMARIES)
+    assert all(f"  {name:<13}{text}\n" in result.out for name, text in SUMMARIES.items())
 
 
 def test_help_loads_no_torch():
@@ -98,6 +100,8 @@ class BoomError(Exception):
     ("error", "code"),
     [
         (SpecError([], source="RUN.toml"), 2),
+        (store.WrongRun("another run's log"), 2),
+        (store.NotStored("a body that was pruned"), 1),
         (TransportError("nobody answers"), 1),
         (OSError(errno.EADDRINUSE, "Address already in use"), 2),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "here"), 2),
@@ -108,6 +112,12 @@ class BoomError(Exception):
 )
 def test_exit_codes_follow_the_table(error, code):
     assert cli.exit_code(error) == code
+
+
+@pytest.mark.parametrize("name", sorted(cli.BAD_INPUTS))
+def test_the_table_names_classes_that_exist(name):
+    module, _, kind = name.rpartition(".")
+    assert issubclass(getattr(importlib.import_module(module), kind), Exception)
 
 
 def command_that_raises(error, monkeypatch):

@@ -36,6 +36,9 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 BAD_INPUTS = frozenset(
     {
+        "atoll.coordinator.client_errors.NotWelcome",  # an invite whose token is not accepted
+        "atoll.coordinator.client_errors.WrongCertificate",  # ... of another run at that address
+        "atoll.coordinator.client_errors.WrongRunOrVersion",
         "atoll.optim.store.StoreCorrupt",  # the user named a directory with a damaged log
         "atoll.optim.store.WrongRun",  # ... or with that of another run
     }

@@ -41,13 +41,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from atoll.compression.scratch import TILE, frame_buffer, scratch
+
 Shape = int | Sequence[int]
 Mode = Literal["contractive", "unbiased"]
 Device = torch.device | str
 Frame = bytes | bytearray | memoryview
+Dims = tuple[int, ...]
 
 HEADER_BYTES = 8
-TILE = 65_536  # values; 256 KiB of fp32 and its codes stay in a 1 MiB L2 cache
 WORDS_PER_ROW = 64
 ROW_BYTES = 8 * WORDS_PER_ROW
 SMALL_BYTES = 4_096  # below this a plain CRC-32 is faster than two sums
@@ -81,16 +83,14 @@ def _grid_sums(payload: Tensor, rows: int) -> bytearray:
     return out
 
 
-def checksum(buffer: bytearray) -> int:
-    """Return the checksum of a frame of at least `HEADER_BYTES`; see the module docstring."""
-    view = memoryview(buffer)
-    crc = zlib.crc32(view[:4])
-    payload = view[HEADER_BYTES:]
-    if len(payload) <= SMALL_BYTES:
-        return zlib.crc32(payload, crc)
-    rows = len(payload) // ROW_BYTES
-    sums = _grid_sums(torch.frombuffer(buffer, dtype=torch.uint8, offset=HEADER_BYTES), rows)
-    return zlib.crc32(payload[rows * ROW_BYTES :], zlib.crc32(sums, crc))
+def checksum(head: bytes, payload: Tensor) -> int:
+    """Return the checksum of a payload (uint8, CPU) under its header; see the module docstring."""
+    crc = zlib.crc32(head)
+    length = payload.numel()
+    rows = length // ROW_BYTES if length > SMALL_BYTES else 0
+    if rows:
+        crc = zlib.crc32(_grid_sums(payload, rows), crc)
+    return zlib.crc32(payload[rows * ROW_BYTES :].numpy(), crc)
 
 
 def floats(x: Tensor) -> Tensor:
@@ -100,9 +100,9 @@ def floats(x: Tensor) -> Tensor:
     return x.detach().to(torch.float32).contiguous().view(-1)
 
 
-def peak(x: Tensor) -> Tensor:
-    """Return the largest magnitude of `x`, 0-d; NaN or infinite exactly if `x` has such a value."""
-    return x.abs().amax() if x.numel() else x.new_zeros(())
+def peak(x_N: Tensor) -> Tensor:
+    """Return the largest magnitude, 0-d; NaN or infinite exactly if `x_N` has such a value."""
+    return torch.abs(x_N, out=scratch("peak", x_N)).amax()
 
 
 def require_finite(x: Tensor, what: str, *, limit: float = FLOAT_MAX) -> None:
@@ -126,13 +126,33 @@ def carve(payload: Tensor, *sections: tuple[torch.dtype, int]) -> list[Tensor]:
 
 
 def spans(x_N: Tensor) -> list[tuple[int, int]]:
-    """Return what to process at once, as (start, stop): tiles, or all on an accelerator.
+    """Return what to process at once, as (start, stop).
 
-    The layout of a frame does not depend on it: a tile on the wire is always `TILE` values.
+    Tile after tile on a CPU; on an accelerator all whole tiles together, then the rest.
     """
     numel = x_N.numel()
-    step = TILE if x_N.device.type == "cpu" else max(numel, 1)
+    step = TILE if x_N.device.type == "cpu" else max(numel // TILE, 1) * TILE
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+def _aligned(data: Frame) -> Tensor:
+    """Return `data` as a uint8 tensor that starts at a multiple of 8; a copy where it must be."""
+    if not memoryview(data).readonly:
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        if tensor.data_ptr() % 8 == 0:
+            return tensor
+    buffer = frame_buffer(len(data))
+    with memoryview(buffer) as view:
+        view[: len(data)] = data
+    return torch.frombuffer(buffer, dtype=torch.uint8)[: len(data)]
+
+
+def _result(dims: Dims, device: Device, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(math.prod(dims), dtype=torch.float32, device=device)
+    if tuple(out.shape) != dims or out.dtype != torch.float32 or not out.is_contiguous():
+        raise CodecError(f"expected out to be contiguous fp32 of {dims}, got {out.shape}")
+    return out.view(-1)
 
 
 @dataclass(frozen=True)
@@ -174,97 +194,119 @@ class Codec(ABC):
         Raises:
             CodecError: `x` holds NaN or infinity, or is not floating point.
         """
-        shape = tuple(x.shape)
-        buffer = bytearray(self.wire_bytes(shape))
-        if len(buffer) > HEADER_BYTES:
-            self._fill(floats(x), shape, buffer)
-        return self._seal(buffer, shape)
+        buffer = frame_buffer(self.wire_bytes(x.shape))
+        with memoryview(buffer) as view:
+            return bytes(view[: self.encode_into(x, buffer)])
 
-    def decode(self, data: Frame, shape: Shape, *, device: Device = "cpu") -> Tensor:
+    def encode_into(self, x: Tensor, buffer: bytearray) -> int:
+        """Write the frame of `x` to the start of `buffer`; return its length in bytes.
+
+        For large tensors: a buffer that is used again costs no page faults.
+
+        Raises:
+            CodecError: as `encode`, or `buffer` is shorter than `wire_bytes`.
+        """
+        dims = tuple(x.shape)
+        length = self.wire_bytes(dims)
+        if len(buffer) < length:
+            raise CodecError(f"expected a buffer of {length} bytes, got {len(buffer)}")
+        payload = torch.frombuffer(buffer, dtype=torch.uint8)[HEADER_BYTES:length]
+        if payload.numel():
+            length = HEADER_BYTES + self._fill(floats(x), dims, payload)
+        head = self._head(dims)
+        digest = checksum(head, payload[: length - HEADER_BYTES])
+        buffer[:HEADER_BYTES] = head + digest.to_bytes(4, "little")
+        return length
+
+    def decode(
+        self, data: Frame, shape: Shape, *, device: Device = "cpu", out: Tensor | None = None
+    ) -> Tensor:
         """Return the fp32 tensor of `shape` that the frame `data` stands for.
 
         The result has the same bits on every device.
+
+        Args:
+            data: one frame; nothing before or after it.
+            shape: the shape that was encoded.
+            device: where to decode.
+            out: a contiguous fp32 tensor of `shape` to write to, in place of a new one.
 
         Raises:
             CodecError: wrong length, codec, version, parameters, count, checksum, or a
                 payload with NaN, infinity or an index out of range.
         """
         dims = shape_of(shape)
-        buffer = self._open(data, dims)
-        if numel_of(dims) == 0:
-            return torch.zeros(dims, device=device)
-        payload = torch.frombuffer(buffer, dtype=torch.uint8, offset=HEADER_BYTES)
-        return self._read(payload.to(device), dims).view(dims)
+        payload = self._open(data, dims)
+        out_N = _result(dims, device, out)
+        if out_N.numel():
+            self._read(payload.to(out_N.device), dims, out_N)
+        return out_N.view(dims)
 
     @abstractmethod
-    def _payload_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the payload's length for a non-empty tensor of `shape`."""
+    def _payload_bytes(self, dims: Dims) -> int:
+        """Return the payload's length for a non-empty tensor."""
 
     @abstractmethod
-    def _write(self, x_N: Tensor, shape: tuple[int, ...], payload: Tensor) -> Tensor:
-        """Encode into `payload` (uint8, zeros, same device).
+    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
+        """Write every byte of `payload` (uint8, same device).
 
         Returns a 0-d fp32 witness: NaN or infinite exactly if `x_N` holds NaN or infinity.
         """
 
     @abstractmethod
-    def _read(self, payload: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Decode `payload` on its device; refuse what no encoder writes and would do harm."""
+    def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
+        """Decode to `out_N`, same device; refuse what no encoder writes and would do harm."""
 
-    def _frame_key(self, shape: tuple[int, ...]) -> str:
-        return str(math.prod(shape))
+    def _frame_key(self, dims: Dims) -> str:
+        return str(math.prod(dims))
 
-    def _head(self, shape: tuple[int, ...]) -> bytes:
-        tag = zlib.crc32(f"{self.spec}|{self._frame_key(shape)}".encode()) & 0xFFFF
+    def _head(self, dims: Dims) -> bytes:
+        tag = zlib.crc32(f"{self.spec}|{self._frame_key(dims)}".encode()) & 0xFFFF
         return bytes((self.code, self.version)) + tag.to_bytes(2, "little")
 
-    def _fill(self, x_N: Tensor, shape: tuple[int, ...], buffer: bytearray) -> None:
-        target = torch.frombuffer(buffer, dtype=torch.uint8, offset=HEADER_BYTES)
+    def _fill(self, x_N: Tensor, dims: Dims, payload: Tensor) -> int:
+        """Write `payload`, on the CPU, from `x_N` on any device; return the length used."""
         if x_N.device.type == "cpu":
-            witness = float(self._write(x_N, shape, target))
+            witness = float(self._write(x_N, dims, payload))
         else:
-            witness = self._fill_from_device(x_N, shape, target)
+            witness = self._fill_from_device(x_N, dims, payload)
         if not math.isfinite(witness):
             raise CodecError("expected finite values, got NaN or infinity in the input")
+        return payload.numel()
 
-    def _fill_from_device(self, x_N: Tensor, shape: tuple[int, ...], target: Tensor) -> float:
+    def _fill_from_device(self, x_N: Tensor, dims: Dims, payload: Tensor) -> float:
         """Encode on the accelerator; the payload and its witness come over in one copy."""
-        padded = -(-target.numel() // 8) * 8
-        staging = torch.zeros(padded + 4, dtype=torch.uint8, device=x_N.device)
-        witness = self._write(x_N, shape, staging[: target.numel()])
-        staging[padded:].view(torch.float32).copy_(witness)
+        padded = -(-payload.numel() // 8) * 8
+        staging = torch.empty(padded + 8, dtype=torch.uint8, device=x_N.device)
+        witness = self._write(x_N, dims, staging[: payload.numel()])
+        staging[padded : padded + 4].view(torch.float32).copy_(witness)
         host = staging.cpu()
-        target.copy_(host[: target.numel()])
-        return float(host[padded:].view(torch.float32))
+        payload.copy_(host[: payload.numel()])
+        return float(host[padded : padded + 4].view(torch.float32))
 
-    def _seal(self, buffer: bytearray, shape: tuple[int, ...]) -> bytes:
-        buffer[:4] = self._head(shape)
-        buffer[4:HEADER_BYTES] = checksum(buffer).to_bytes(4, "little")
-        return bytes(buffer)
-
-    def _check_length(self, length: int, shape: tuple[int, ...]) -> None:
-        expected = self.wire_bytes(shape)
+    def _check_length(self, length: int, dims: Dims) -> None:
+        expected = self.wire_bytes(dims)
         if length != expected:
-            raise CodecError(f"expected {expected} bytes of {self.spec} for {shape}, got {length}")
+            raise CodecError(f"expected {expected} bytes of {self.spec} for {dims}, got {length}")
 
-    def _open(self, data: Frame, shape: tuple[int, ...]) -> bytearray:
-        """Check everything about a frame but its payload's meaning; return a private copy."""
-        self._check_length(len(data), shape)
-        head = self._head(shape)
+    def _open(self, data: Frame, dims: Dims) -> Tensor:
+        """Check all of a frame but its payload's meaning; return the payload (uint8, CPU)."""
+        self._check_length(len(data), dims)
+        head = self._head(dims)
         got = bytes(data[:4])
         if got != head:
-            raise CodecError(self._wrong_head(got, shape))
-        buffer = bytearray(data)
-        if int.from_bytes(buffer[4:HEADER_BYTES], "little") != checksum(buffer):
+            raise CodecError(self._wrong_head(got, dims))
+        payload = _aligned(data)[HEADER_BYTES:]
+        if int.from_bytes(data[4:HEADER_BYTES], "little") != checksum(head, payload):
             raise CodecError(f"expected an intact {self.spec} frame, got a wrong checksum")
-        return buffer
+        return payload
 
-    def _wrong_head(self, got: bytes, shape: tuple[int, ...]) -> str:
+    def _wrong_head(self, got: bytes, dims: Dims) -> str:
         if got[0] != self.code:
             return f"expected a frame of codec number {self.code} ({self.name}), got {got[0]}"
         if got[1] != self.version:
             return f"expected version {self.version} of {self.name}, got {got[1]}; update the older"
-        return f"expected a frame of {self.spec} for {shape}, got other parameters or another count"
+        return f"expected a frame of {self.spec} for {dims}, got other parameters or another count"
 
 
 def _spec_value(value: object) -> str:

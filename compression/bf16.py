@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.compression.base import BF16_MAX
 from atoll.compression.raw import RawCodec
 from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
 
 
 @register
@@ -26,4 +27,4 @@ class Bf16(RawCodec):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def _fit(self, tile: Tensor) -> Tensor:
-        return tile.clamp(-BF16_MAX, BF16_MAX)
+        return torch.clamp(tile, -BF16_MAX, BF16_MAX, out=scratch("fit", tile))

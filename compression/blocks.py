@@ -20,14 +20,15 @@ from torch.nn.functional import pad
 from atoll.compression.base import (
     BF16_MAX,
     FLOAT_MAX,
-    TILE,
     Codec,
     CodecError,
+    Dims,
     carve,
     peak,
     require_finite,
     spans,
 )
+from atoll.compression.scratch import TILE, scratch
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class BlockCodec(Codec):
         """Encode whole blocks; return the witness.  `codes` may stop short of a padded block."""
 
     @abstractmethod
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_BK: Tensor) -> None:
-        """Decode whole blocks into `out_BK`."""
+    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+        """Decode to `out_M`; its last block may be short."""
 
-    def _payload_bytes(self, shape: tuple[int, ...]) -> int:
-        numel = math.prod(shape)
+    def _payload_bytes(self, dims: Dims) -> int:
+        numel = math.prod(dims)
         whole, rest = divmod(numel, TILE)
         codes = whole * self._code_bytes(TILE) + (self._code_bytes(rest) if rest else 0)
         return 2 * self._num_blocks(numel) + codes
@@ -68,7 +69,7 @@ class BlockCodec(Codec):
         code_bytes = payload.numel() - 2 * num_blocks
         return carve(payload, (torch.bfloat16, num_blocks), (torch.uint8, code_bytes))
 
-    def _write(self, x_N: Tensor, shape: tuple[int, ...], payload: Tensor) -> Tensor:
+    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
         scales, codes = self._sections(payload, x_N.numel())
         witnesses = [
             self._write_tile(
@@ -80,21 +81,16 @@ class BlockCodec(Codec):
         ]
         return witnesses[0] if len(witnesses) == 1 else peak(torch.stack(witnesses))
 
-    def _read(self, payload: Tensor, shape: tuple[int, ...]) -> Tensor:
-        numel = math.prod(shape)
-        scales, codes = self._sections(payload, numel)
+    def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
+        scales, codes = self._sections(payload, out_N.numel())
         scales = scales.to(torch.float32)
         require_finite(scales, "scales", limit=FLOAT_MAX / self.code_limit)
-        whole = self._num_blocks(numel) * self.block
-        out = torch.empty(whole, dtype=torch.float32, device=payload.device)
-        for start, stop in spans(out[:numel]):
-            stop_block = self._num_blocks(stop)
+        for start, stop in spans(out_N):
             self._read_tile(
                 codes[self._code_offset(start) : self._code_offset(stop)],
-                scales[start // self.block : stop_block],
-                out[start : stop_block * self.block].view(-1, self.block),
+                scales[start // self.block : self._num_blocks(stop)],
+                out_N[start:stop],
             )
-        return out[:numel]
 
     def _code_offset(self, position: int) -> int:
         whole, rest = divmod(position, TILE)
@@ -105,15 +101,28 @@ class BlockCodec(Codec):
         return pad(x_N, (0, short)) if short else x_N
 
 
+def scale_blocks_(out_M: Tensor, scales_B: Tensor, block: int) -> None:
+    """Multiply each block of `out_M` by its scale, in place; the last block may be short."""
+    whole = out_M.numel() // block
+    if whole:
+        out_M[: whole * block].view(whole, block).mul_(scales_B[:whole].unsqueeze(1))
+    if whole * block < out_M.numel():
+        out_M[whole * block :].mul_(scales_B[whole])
+
+
+def block_peaks(x_BK: Tensor) -> Tensor:
+    """Return the largest magnitude of each block, [B]; NaN where a block has one."""
+    return torch.abs(x_BK, out=scratch("abs", x_BK).view_as(x_BK)).amax(1)
+
+
 def absmax_scales(
-    x_BK: Tensor, steps: float, scales_B: Tensor, *, code_limit: float = 128.0
-) -> tuple[Tensor, Tensor]:
-    """Store amax / steps of each block as bf16; return (factor to steps as fp32 [B, 1], witness).
+    amax_B: Tensor, steps: float, scales_B: Tensor, *, code_limit: float = 128.0
+) -> Tensor:
+    """Store amax / steps of each block as bf16; return the factor from values to steps, [B, 1].
 
     The factor is a little below 1 / scale where bf16 rounded down, so that no code exceeds
     `steps`, and it is finite where the scale is zero or denormal.
     """
-    amax_B = x_BK.abs().amax(1)
     scales_B.copy_((amax_B * (1.0 / steps)).clamp_(max=BF16_MAX / code_limit))
     inverse_B = torch.minimum(scales_B.to(torch.float32).reciprocal_(), steps / amax_B)
-    return inverse_B.clamp_(max=FLOAT_MAX).unsqueeze(1), amax_B.amax()
+    return inverse_B.clamp_(max=FLOAT_MAX).unsqueeze(1)

@@ -18,9 +18,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.base import Codec, carve, peak, spans
+from atoll.compression.base import Codec, Dims, carve, peak, spans
 from atoll.compression.raw import require_all_finite
 from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
 
 EXPONENT = 0x7F800000  # of an fp32
 
@@ -33,24 +34,22 @@ class Fp16(Codec):
     name: ClassVar[str] = "fp16"
     code: ClassVar[int] = 2
 
-    def _payload_bytes(self, shape: tuple[int, ...]) -> int:
-        return 2 + 2 * math.prod(shape)
+    def _payload_bytes(self, dims: Dims) -> int:
+        return 2 + 2 * math.prod(dims)
 
-    def _write(self, x_N: Tensor, shape: tuple[int, ...], payload: Tensor) -> Tensor:
+    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
         scale, codes = carve(payload, (torch.bfloat16, 1), (torch.float16, x_N.numel()))
         largest = torch.stack([peak(x_N[start:stop]) for start, stop in spans(x_N)]).amax()
         power = (largest.view(torch.int32) & EXPONENT).view(torch.float32) * 2.0**-14
         scale.copy_(power.clamp_(min=2.0**-126))
         inverse = scale.to(torch.float32).reciprocal_()
         for start, stop in spans(x_N):
-            codes[start:stop].copy_(x_N[start:stop] * inverse)
+            tile = x_N[start:stop]
+            codes[start:stop].copy_(torch.mul(tile, inverse, out=scratch("fit", tile)))
         return largest
 
-    def _read(self, payload: Tensor, shape: tuple[int, ...]) -> Tensor:
-        numel = math.prod(shape)
-        scale_bf16, codes = carve(payload, (torch.bfloat16, 1), (torch.float16, numel))
+    def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
+        scale_bf16, codes = carve(payload, (torch.bfloat16, 1), (torch.float16, out_N.numel()))
         scale = scale_bf16.to(torch.float32)
-        out = torch.empty(numel, dtype=torch.float32, device=payload.device)
-        for start, stop in spans(out):
-            require_all_finite(out[start:stop].copy_(codes[start:stop]).mul_(scale))
-        return out
+        for start, stop in spans(out_N):
+            require_all_finite(out_N[start:stop].copy_(codes[start:stop]).mul_(scale))

@@ -21,8 +21,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.blocks import BlockCodec, absmax_scales
+from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
 from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
 
 
 @register
@@ -37,12 +38,13 @@ class Int8(BlockCodec):
         return numel
 
     def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor) -> Tensor:
-        inverse_B1, witness = absmax_scales(x_BK, 127.0, scales_B)
-        steps_N = torch.mul(x_BK, inverse_B1).round_().view(-1)
-        codes.view(torch.int8).copy_(steps_N[: codes.numel()])
-        return witness
+        amax_B = block_peaks(x_BK)
+        inverse_B1 = absmax_scales(amax_B, 127.0, scales_B)
+        steps_N = scratch("steps", x_BK)
+        torch.mul(x_BK, inverse_B1, out=steps_N.view_as(x_BK))
+        codes.view(torch.int8).copy_(steps_N.round_()[: codes.numel()])
+        return amax_B.amax()
 
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_BK: Tensor) -> None:
-        numel = codes.numel()
-        out_BK.view(-1)[:numel].copy_(codes.view(torch.int8))
-        out_BK.mul_(scales_B.unsqueeze(1))
+    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+        out_M.copy_(codes.view(torch.int8))
+        scale_blocks_(out_M, scales_B, self.block)

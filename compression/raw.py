@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.base import Codec, peak, require_finite, spans
+from atoll.compression.base import Codec, Dims, peak, require_finite, spans
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,22 @@ class RawCodec(Codec):
 
     dtype: ClassVar[torch.dtype]
 
-    def _payload_bytes(self, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) * self.dtype.itemsize
+    def _payload_bytes(self, dims: Dims) -> int:
+        return math.prod(dims) * self.dtype.itemsize
 
-    def _write(self, x_N: Tensor, shape: tuple[int, ...], payload: Tensor) -> Tensor:
+    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
         codes = payload.view(self.dtype)
-        witnesses = []
+        witnesses: list[Tensor] = []
         for start, stop in spans(x_N):
             tile = x_N[start:stop]
             witnesses.append(peak(tile))
             codes[start:stop].copy_(self._fit(tile))
         return peak(torch.stack(witnesses))
 
-    def _read(self, payload: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
         codes = payload.view(self.dtype)
-        out = torch.empty(codes.numel(), dtype=torch.float32, device=payload.device)
-        for start, stop in spans(out):
-            tile = out[start:stop].copy_(codes[start:stop])
-            require_all_finite(tile)
-        return out
+        for start, stop in spans(out_N):
+            require_all_finite(out_N[start:stop].copy_(codes[start:stop]))
 
     @abstractmethod
     def _fit(self, tile: Tensor) -> Tensor:

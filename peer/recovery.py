@@ -33,7 +33,8 @@ from atoll.optim.log import (
     check_certificate,
     check_follows,
 )
-from atoll.optim.state import Assembly, OuterState, StateError
+from atoll.optim.state import Assembly, OuterState, StateError, snapshot_bytes
+from atoll.optim.update import cells_bytes
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import (
     fetch_body,
@@ -83,6 +84,14 @@ class Header:
     certificate: Certificate
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the log stands before an entry: the chain, and who votes."""
+
+    chain: bytes
+    electorate: tuple[Elector, ...]
+
+
 class Recovery:
     """Brings a replica to the head of the log."""
 
@@ -114,8 +123,7 @@ class Recovery:
             ahead = await self._donors_ahead()
             if not ahead:
                 break
-            if not await self._replay(ahead, donors):
-                snapshot = await self._restore(ahead, donors)
+            snapshot = await self._pass(ahead, donors, snapshot)
         else:
             raise NoDonor("the log moves on faster than this peer can follow")
         if replica.position == before and snapshot is None:
@@ -128,6 +136,20 @@ class Recovery:
             donors=tuple(sorted(donors)),
             seconds=self._ctx.now() - started,
         )
+
+    async def _pass(
+        self, ahead: Sequence[Donor], used: set[str], snapshot: int | None
+    ) -> int | None:
+        """One step forward with the first donor whose word holds; the snapshot it took, if any."""
+        for first in range(len(ahead)):
+            donors = [*ahead[first:], *ahead[:first]]
+            try:
+                if await self._replay(donors, used):
+                    return snapshot
+                return await self._restore(donors, used)
+            except (TransportError, LogError) as error:
+                self._ctx.on_event("warning", f"recovery from {donors[0].peer}: {error}")
+        raise NoDonor(f"none of {len(ahead)} donors gave entries that hold")
 
     # donors
 
@@ -179,14 +201,24 @@ class Recovery:
             return False
         start, furthest = replica.position, donors[0]
         sources = [d for d in donors if d.head.first_body <= start]
-        if not sources:
+        if not sources or not self._replay_is_cheaper(furthest.head):
             return False
-        headers = await self._headers(furthest, start, replica.chain)
+        here = Place(chain=replica.chain, electorate=replica.electorate)
+        headers = await self._headers(furthest, start, here)
         for header in headers:
             await self._apply(header, sources, used)
         return bool(headers)
 
-    async def _headers(self, donor: Donor, start: int, chain: bytes | None) -> list[Header]:
+    def _replay_is_cheaper(self, head: Head) -> bool:
+        """Whether the missing entries are fewer bytes than the newest snapshot and its entries."""
+        replica = self._ctx.replica
+        body_bytes = cells_bytes(self._ctx.codec, self._ctx.layout.numel)
+        missing = head.position - replica.position
+        newest = max(head.snapshots, default=0)
+        by_snapshot = snapshot_bytes(self._ctx.layout) + (head.position - newest) * body_bytes
+        return newest <= replica.position or missing * body_bytes <= by_snapshot
+
+    async def _headers(self, donor: Donor, start: int, here: Place | None) -> list[Header]:
         fetched: list[Decided] = []
         while start + len(fetched) < donor.head.position:
             more = await fetch_headers(
@@ -199,7 +231,7 @@ class Recovery:
         if opened is None:
             raise NoDonor("expected an epoch record of the run, nobody has sent one")
         return verify_headers(
-            fetched, run_id=self._run_id, chain=chain, opened=opened, verify=self._ctx.verify
+            fetched, run_id=self._run_id, here=here, opened=opened, verify=self._ctx.verify
         )
 
     async def _apply(self, header: Header, sources: Sequence[Donor], used: set[str]) -> None:
@@ -256,11 +288,11 @@ class Recovery:
     async def _install(
         self, state: OuterState, headers: Sequence[Header], opened: Epoch
     ) -> None:
-        chain, electorate = place(headers, state.position, opened)
+        there = place(headers, state.position, opened)
         before = [
             (h.entry, h.certificate) for h in headers if h.entry.position < state.position
         ]
-        await self._ctx.replica.install(state, chain, electorate, before)
+        await self._ctx.replica.install(state, there.chain, there.electorate, before)
 
     async def _fetch_snapshot(
         self, position: int, root: bytes, holders: Sequence[str], used: set[str]
@@ -313,7 +345,7 @@ def verify_headers(
     headers: Sequence[Decided],
     *,
     run_id: bytes,
-    chain: bytes | None,
+    here: Place | None,
     opened: Epoch,
     verify: Verify,
 ) -> list[Header]:
@@ -322,7 +354,7 @@ def verify_headers(
     Args:
         headers: consecutive entries as a donor sent them.
         run_id: of the run.
-        chain: the chain before the first of them, None where it is not known: then they must
+        here: the place before the first of them, None where it is not known: then they must
             reach the epoch's base, whose chain proves them.
         opened: the current epoch.
         verify: checks a peer's signature.
@@ -331,21 +363,24 @@ def verify_headers(
         LogError: one of them is not the log's.
     """
     verified: list[Header] = []
-    electorate: tuple[Elector, ...] | None = None
     for decided in headers:
         entry = Entry.decode(decided.entry)
         certificate = Certificate.decode(decided.certificate)
-        before = entry.previous_chain if chain is None else chain
-        expected = entry.position if not verified else verified[-1].entry.position + 1
         if entry.position == opened.base_position:
-            before, electorate = opened.base_chain, opened.electorate
-        epoch = opened.epoch if entry.position >= opened.base_position else entry.epoch
-        check_follows(entry, run_id=run_id, epoch=epoch, position=expected, chain=before)
-        if entry.position >= opened.base_position:
-            if electorate is None:
-                electorate = ()
-            check_certificate(entry, certificate, electorate, verify)
-        electorate, chain = entry.electorate, entry.chain
+            here = Place(chain=opened.base_chain, electorate=opened.electorate)
+        if here is None:
+            here = Place(chain=entry.previous_chain, electorate=())
+        certified = entry.position >= opened.base_position
+        check_follows(
+            entry,
+            run_id=run_id,
+            epoch=opened.epoch if certified else entry.epoch,
+            position=verified[-1].entry.position + 1 if verified else entry.position,
+            chain=here.chain,
+        )
+        if certified:
+            check_certificate(entry, certificate, here.electorate, verify)
+        here = Place(chain=entry.chain, electorate=entry.electorate)
         verified.append(Header(entry=entry, certificate=certificate))
     _check_reaches_base(verified, opened)
     return verified
@@ -371,17 +406,15 @@ def certified_root(headers: Sequence[Header], position: int) -> bytes | None:
     return None
 
 
-def place(
-    headers: Sequence[Header], position: int, opened: Epoch
-) -> tuple[bytes, tuple[Elector, ...]]:
-    """Chain and electorate before the entry at ``position``."""
+def place(headers: Sequence[Header], position: int, opened: Epoch) -> Place:
+    """The place before the entry at ``position``."""
     if position == opened.base_position:
-        return opened.base_chain, opened.electorate
+        return Place(chain=opened.base_chain, electorate=opened.electorate)
     for header in headers:
         if header.entry.position + 1 == position:
-            return header.entry.chain, header.entry.electorate
+            return Place(chain=header.entry.chain, electorate=header.entry.electorate)
         if header.entry.position == position:
-            return header.entry.previous_chain, ()
+            return Place(chain=header.entry.previous_chain, electorate=())
     raise NoDonor(f"expected the entry before snapshot {position}, nobody gave it")
 
 

@@ -204,6 +204,7 @@ class Rounds:
                 self._stats.attempts_failed += 1
                 ctx.on_event("warning", f"position {position}, attempt {attempt}: {error}")
                 attempt = max(attempt + 1, self.voter.promised)
+                self.kick_catch_up()
                 if attempt % len(electorate) == 0:
                     await asyncio.sleep(ctx.settings.stall_s)
 

@@ -295,7 +295,7 @@ class Leadership:
 
     async def _head(self, peer: str) -> Head | None:
         with suppress(TransportError, ValueError):
-            timeout_s = self.ctx.settings.stall_s
+            timeout_s = self.ctx.settings.stall_s / 2  # a group should not wait a stall for the dead
             return Head.decode(await self.ctx.transport.call(peer, "head", b"", timeout_s=timeout_s))
         return None
 

@@ -1,7 +1,7 @@
 """Decoder-only transformers in the style of Llama, and the door for a user's own model.
 
 The built-in model has RMSNorm (arXiv:1910.07467) before each block, rotary positions
-(RoPE, arXiv:2104.09864, half-split form), SwiGLU (arXiv:2002.05202) and optional grouped
+(RoPE, arXiv:2104.09864), SwiGLU (arXiv:2002.05202) and optional grouped
 key/value heads (arXiv:2305.13245). Departures: query, key and value are one matrix, as are gate
 and up, so that a layer makes two large products instead of five small ones; residual outputs start
 smaller by ``sqrt(2 * layers)``.
@@ -113,31 +113,41 @@ PRESETS: dict[str, ModelConfig] = {
 class Rope(nn.Module):
     """Rotates query and key heads by their position.
 
-    The tables are computed once, in float64, and are not part of the state: they follow from the
+    The table is computed once, in float64, and is not part of the state: it follows from the
     configuration.
     """
 
-    cos: Tensor
-    """``(T, 1, E/2)``"""
-    sin: Tensor
-    """``(T, 1, E/2)``"""
+    turn: Tensor
+    """``(T, 1, E/2, 2)``: cosine and sine of each position's angle for each pair of values."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Compute the tables for ``config.max_seq_len`` positions."""
+        """Compute the table for ``config.max_seq_len`` positions."""
         super().__init__()
         half = config.head_dim // 2
         frequency_E = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
         positions_T = torch.arange(config.max_seq_len, dtype=torch.float64)
         angle_T1E = torch.outer(positions_T, frequency_E)[:, None, :]
-        self.register_buffer("cos", angle_T1E.cos().float(), persistent=False)
-        self.register_buffer("sin", angle_T1E.sin().float(), persistent=False)
+        turn = torch.stack((angle_T1E.cos(), angle_T1E.sin()), dim=-1)
+        self.register_buffer("turn", turn.float(), persistent=False)
 
     def forward(self, x_BTHE: Tensor) -> Tensor:
-        """Rotate the two halves of every head of ``x_BTHE``; the shape stays."""
-        length = x_BTHE.shape[1]
-        cos, sin = self.cos[:length], self.sin[:length]
-        a, b = x_BTHE.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
+        """Rotate neighbouring pairs of values in every head of ``x_BTHE``; the shape stays."""
+        turn = self.turn[: x_BTHE.shape[1]]
+        pairs = x_BTHE.view(*x_BTHE.shape[:-1], -1, 2)
+        eager = x_BTHE.device.type == "cpu" and not torch.compiler.is_compiling()
+        if eager and x_BTHE.dtype == torch.float32:  # half the time; torch.compile has no complex
+            return _rotate_complex(pairs, turn).flatten(-2)
+        return rotate(pairs, turn).flatten(-2).to(x_BTHE.dtype)
+
+
+def rotate(pairs: Tensor, turn: Tensor) -> Tensor:
+    """Rotate each pair in the last dimension by an angle given as cosine and sine."""
+    (a, b), (cos, sin) = pairs.unbind(-1), turn.unbind(-1)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _rotate_complex(pairs: Tensor, turn: Tensor) -> Tensor:
+    return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turn))
 
 
 class Attention(nn.Module):

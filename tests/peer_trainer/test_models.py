@@ -81,16 +81,15 @@ def test_rope_scores_depend_on_the_distance_alone():
         assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
 
 
-def test_rope_agrees_with_complex_rotation():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rope_agrees_with_its_reference(dtype):
     config = models.ModelConfig(dim=16, num_layers=1, num_heads=2, ffn_dim=8, max_seq_len=12)
-    x_BTHE = torch.randn(3, 12, 2, 8)
-    positions_T = torch.arange(12.0)[:, None]
-    angle_TE = positions_T * 10_000.0 ** (-torch.arange(4.0) / 4)
-    turned = torch.complex(*x_BTHE.chunk(2, dim=-1)) * torch.polar(
-        torch.ones(12, 4), angle_TE
-    ).unsqueeze(1)
-    expected = torch.cat((turned.real, turned.imag), dim=-1)
-    assert torch.allclose(models.Rope(config)(x_BTHE), expected, atol=1e-5)
+    rope, x_BTHE = models.Rope(config), torch.randn(3, 9, 2, 8, dtype=dtype)
+    angle_TE = torch.arange(9.0)[:, None] * 10_000.0 ** (-torch.arange(4.0) / 4)
+    turn = torch.stack((angle_TE.cos(), angle_TE.sin()), dim=-1)[:, None]
+    expected = models.rotate(x_BTHE.unflatten(-1, (-1, 2)), turn).flatten(-2)
+    assert rope(x_BTHE).dtype == dtype
+    assert torch.allclose(rope(x_BTHE), expected.to(dtype), atol=1e-5)
 
 
 def test_rope_tables_are_not_part_of_the_state():

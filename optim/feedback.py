@@ -113,7 +113,7 @@ class Feedback:
             if counted:
                 self.mass_N[cell] += offer.change_N[cell] * share
 
-    def owner_credit(self, part: slice, total_weight: float, mean: Tensor, sent: Tensor) -> None:
+    def owner_credit(self, part: slice, lost: Tensor) -> None:
         """Keep what the owner's encoding of a part lost: g += W (a - u).
 
         Call it once the entry is decided, and only for a part that the entry names as this
@@ -121,12 +121,11 @@ class Feedback:
 
         Args:
             part: values of the part.
-            total_weight: W, the sum of the weights that were averaged over.
-            mean: a, before encoding.
-            sent: u, decoded from what was sent.
+            lost: W (a - u), with W the sum of the weights that were averaged over (cells may
+                differ), a the mean before encoding and u what was decoded from the sent bytes.
         """
         if self.beta > 0:
-            self.mass_N[part] += (mean - sent) * total_weight
+            self.mass_N[part] += lost
 
     def reset(self) -> None:
         """Forget the residual, when the outcome of a contribution is unknown."""

@@ -142,7 +142,7 @@ class InProcessGroup:
         for member, offer, share in zip(self._members, offers, shares, strict=True):
             member.feedback.settle(offer, everywhere, weight=share)
             part = self._part(member.index)
-            member.feedback.owner_credit(part, sum(weights), mean_N[part], update_N[part])
+            member.feedback.owner_credit(part, (mean_N[part] - update_N[part]) * sum(weights))
         self._state = nesterov(self.state, update_N, lr=self.lr, momentum=self.momentum)
         self._clipped += sum(factor < 1 for factor in factors)
         self._body_bytes += sum(map(len, frames))

@@ -79,7 +79,7 @@ def reduce(peers, deltas, weights) -> Tensor:
     for index, (peer, offer) in enumerate(zip(peers, offers, strict=True)):
         peer.settle(offer, EVERYWHERE, weight=weights[index])
         part = slice(index * CELL, min((index + 1) * CELL, N))
-        peer.owner_credit(part, sum(weights), mean_N[part], update_N[part])
+        peer.owner_credit(part, (mean_N[part] - update_N[part]) * sum(weights))
     return update_N
 
 
@@ -95,7 +95,7 @@ def test_mass_is_conserved_when_the_group_counts_less_than_offered():
 def test_credit_that_comes_while_an_offer_is_under_way_is_kept():
     feedback = Feedback(N, CODEC)
     offer = feedback.offer(random(3), 2.0)
-    feedback.owner_credit(slice(0, CELL), 3.0, torch.ones(CELL), torch.zeros(CELL))
+    feedback.owner_credit(slice(0, CELL), torch.full((CELL,), 3.0))
     feedback.settle(offer, EVERYWHERE, weight=2.0)
     expected = (random(3) - decoded(offer.frames)) * 2.0
     torch.testing.assert_close(feedback.mass_N[:CELL], expected[:CELL] + 3.0)
@@ -114,7 +114,7 @@ def test_beta_zero_keeps_no_residual():
     feedback = Feedback(N, CODEC, beta=0.0)
     offer = feedback.offer(random(1), 3.0)
     feedback.settle(offer, EVERYWHERE, weight=3.0)
-    feedback.owner_credit(slice(0, CELL), 3.0, torch.ones(CELL), torch.zeros(CELL))
+    feedback.owner_credit(slice(0, CELL), torch.full((CELL,), 3.0))
     assert feedback.mass_N.numel() == 0
     assert offer.frames == tuple(encode_cells(CODEC, random(1)))
 

@@ -450,7 +450,8 @@ class MemoryTransport:
         outcome: bytes | TransportError
         try:
             remote = there.src.peer_id
-            outcome = await self.handlers.answer(remote, there.method, admission, body)
+            self.handlers.check(remote, admission)
+            outcome = await self.handlers.answer(remote, there.method, body)
         except Exception as error:
             outcome = self.handlers.refusal(error, self.peer_id)
         await self._awake()
@@ -463,7 +464,8 @@ class MemoryTransport:
 
     async def _serve_stream(self, stream: MemoryStream, admission: bytes) -> None:
         try:
-            await self.handlers.run(stream, admission)
+            self.handlers.check(stream.remote, admission)
+            await self.handlers.run(stream)
         except Exception as error:
             await self._awake()
             stream.refuse(self.handlers.refusal(error, self.peer_id))

@@ -47,25 +47,18 @@ class Handlers:
         """See `Transport`."""
         self._streams[checked_method(method)] = handler
 
-    async def answer(self, remote: str, method: str, admission: bytes, body: bytes) -> bytes:
-        """What the handler of a call returns. Raises whatever it raises."""
-        handler = self.admitted_call(remote, method, admission)
+    async def answer(self, remote: str, method: str, body: bytes) -> bytes:
+        """What the handler of a call returns to an admitted peer. Raises whatever it raises."""
+        handler = self._calls.get(method)
+        if handler is None:
+            raise Refused(UNKNOWN_METHOD, f"nobody serves calls of {method} here")
         reply = await handler(remote, body)
         checked_size("an answer", len(reply), MAX_CALL_BYTES)
         self.num_served += 1
         return bytes(reply)
 
-    def admitted_call(self, remote: str, method: str, admission: bytes) -> CallHandler:
-        """The handler of a call, if `remote` may make it; else raises Refused."""
-        self.check(remote, admission)
-        handler = self._calls.get(method)
-        if handler is None:
-            raise Refused(UNKNOWN_METHOD, f"nobody serves calls of {method} here")
-        return handler
-
-    async def run(self, stream: Stream, admission: bytes) -> None:
-        """Runs the handler of a stream. Raises whatever it raises."""
-        self.check(stream.remote, admission)
+    async def run(self, stream: Stream) -> None:
+        """Runs the handler of an admitted peer's stream. Raises whatever it raises."""
         handler = self._streams.get(stream.method)
         if handler is None:
             raise Refused(UNKNOWN_METHOD, f"nobody serves streams of {stream.method} here")

@@ -1,0 +1,381 @@
+"""p2pd, the libp2p process that carries our bytes: started, asked and watched by us.
+
+hivemind starts p2pd itself, but leaves its death unseen and the connections of failed requests
+open; we start it, and hivemind's DHT joins the running one (`P2P.replicate`). The daemon ends by
+itself when the process that owns it is gone, however that one ended, so nothing stays behind a
+SIGKILL.
+
+A request to the daemon is a connection to its UNIX socket with one protobuf each way, both after a
+varint of their length. After STREAM_OPEN the connection *is* the stream; for streams from others
+the daemon connects to a socket of ours and sends a StreamInfo first. The remote PeerID there was
+authenticated by libp2p (TLS or Noise).
+
+Errors::
+
+    DaemonError(PeerUnreachable)    p2pd did not start, or answered a request with an error
+    └── DaemonGone                  p2pd is not running: nobody can be reached
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from atoll.dht.engine import P2PD_PATH, Multiaddr, PeerID, p2pd_pb2
+from atoll.dht.identity import Identity
+from atoll.dht.transport import PeerUnreachable
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLY_BYTES = 1 << 20  # LIST_PEERS of a thousand peers is a tenth of it
+STARTUP_S = 60.0  # a busy machine; 0.2 s otherwise
+STOP_S = 5.0
+LISTEN_BACKLOG = 256
+
+Control = tuple[socket.socket, Any]
+
+
+class DaemonError(PeerUnreachable):
+    """p2pd did not start, or answered a request with an error."""
+
+
+class DaemonGone(DaemonError):  # noqa: N818
+    """p2pd is not running."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonOptions:
+    """How a p2pd is started."""
+
+    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    """Multiaddrs to listen on; port 0 is any, and is kept over restarts."""
+    announce: tuple[str, ...] = ()
+    """Multiaddrs that others are told to dial, when they differ."""
+    bootstrap: tuple[str, ...] = ()
+    """Multiaddrs (with /p2p/) of peers that are in the run already."""
+    relay: bool = True
+    """Reach peers, and be reached, through relays."""
+    auto_relay: bool = False
+    """Look for a relay when no one can dial us."""
+
+    @property
+    def is_loopback_only(self) -> bool:
+        """True if no address leaves this machine."""
+        return all(a.startswith(("/ip4/127.", "/ip6/::1/")) for a in self.listen)
+
+
+def command(control: Path, key: Path, options: DaemonOptions) -> list[str]:
+    """p2pd's command line."""
+    wide = int(not options.is_loopback_only)
+    arguments = [
+        f"-listen=/unix{control}",
+        f"-id={key}",
+        f"-hostAddrs={','.join(options.listen)}",
+        "-dhtServer=1",
+        "-connManager=1",
+        "-tls=1",
+        "-idleTimeout=60s",
+        "-persistentConnMaxMsgSize=4194304",
+        f"-relay={int(options.relay)}",
+        "-relayHopLimit=0",
+        f"-autoRelay={int(options.auto_relay)}",
+        f"-autonat={wide}",
+        f"-natPortMap={wide}",
+        f"-b={int(bool(options.bootstrap))}",
+    ]
+    if options.announce:
+        arguments.append(f"-announceAddrs={','.join(options.announce)}")
+    if options.bootstrap:
+        arguments.append(f"-bootstrapPeers={','.join(options.bootstrap)}")
+    return [str(P2PD_PATH), *arguments]
+
+
+class Daemon:
+    """A running p2pd. Made by `Daemon.start`."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, folder: Path, options: DaemonOptions
+    ) -> None:
+        """Use `start`."""
+        self.process = process
+        self.options = options
+        self.peer_id = ""
+        self.addresses: list[str] = []
+        """Multiaddrs with /p2p/ at which we can be dialed."""
+        self._folder = folder
+        self._control = folder / "d.sock"
+        self._log: deque[str] = deque(maxlen=20)
+        self._ready = asyncio.Event()
+        self._reader = asyncio.create_task(self._read_output())
+        self._acceptor: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
+        self._greeters: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(cls, identity: Identity, options: DaemonOptions) -> Daemon:
+        """Starts p2pd with this identity.
+
+        Raises:
+            DaemonError: it did not come up; the message holds its last words.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="atoll-"))
+        key = folder / "key"
+        try:
+            key.touch(mode=0o600)
+            key.write_bytes(identity.key_file())
+            process = await asyncio.create_subprocess_exec(
+                *command(folder / "d.sock", key, options),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
+                start_new_session=True,  # Ctrl-C is ours: we say goodbye before it goes
+            )
+        except OSError as error:
+            shutil.rmtree(folder)
+            raise DaemonError(f"p2pd at {P2PD_PATH} cannot be run: {error}") from error
+        daemon = cls(process, folder, options)
+        try:
+            await daemon._come_up()
+        except BaseException:
+            await daemon.close()
+            raise
+        return daemon
+
+    @property
+    def pid(self) -> int:
+        """Process id of p2pd."""
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """False once p2pd has ended."""
+        return self.process.returncode is None
+
+    @property
+    def control_maddr(self) -> Multiaddr:
+        """Where hivemind's `P2P.replicate` finds the daemon."""
+        return Multiaddr(f"/unix{self._control}")
+
+    async def _come_up(self) -> None:
+        dead = asyncio.ensure_future(self.process.wait())
+        ready = asyncio.ensure_future(self._ready.wait())
+        await asyncio.wait({dead, ready}, timeout=STARTUP_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in (dead, ready):
+            task.cancel()
+        if not self._ready.is_set():
+            await asyncio.sleep(0)
+            words = " | ".join(self._log) or "nothing"
+            raise DaemonError(f"p2pd did not start within {STARTUP_S:g} s; it said: {words}")
+        await self._identify()
+        (self._folder / "key").unlink()  # p2pd has read it
+
+    async def _identify(self) -> None:
+        reply = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), timeout_s=10)
+        self.peer_id = str(PeerID(reply.identify.id))
+        found = [str(Multiaddr(raw)) for raw in reply.identify.addrs]
+        self.addresses = [f"{address}/p2p/{self.peer_id}" for address in found]
+        self.options = replace(self.options, listen=_with_ports(self.options.listen, found))
+
+    async def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        with suppress(ValueError):  # a line longer than the reader's limit
+            async for line in self.process.stdout:
+                text = line.rstrip().decode(errors="replace")
+                self._log.append(text)
+                logger.debug("p2pd: %s", text)
+                if text.startswith("Peer ID:"):
+                    self._ready.set()
+
+    # Requests
+
+    async def ping(self, *, timeout_s: float) -> None:
+        """Returns if the daemon answers."""
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), timeout_s=timeout_s)
+
+    async def connected(self, *, timeout_s: float = 5.0) -> set[str]:
+        """PeerIDs with which there is a connection."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+        reply = await self._ask(request, timeout_s=timeout_s)
+        return {str(PeerID(peer.id)) for peer in reply.peers}
+
+    async def dial(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
+        """Connects to a peer, which does nothing if there is a connection."""
+        dial = p2pd_pb2.ConnectRequest(
+            peer=PeerID.from_base58(peer).to_bytes(),
+            addrs=[parse_address(address).to_bytes() for address in addresses],
+            timeout=max(1, round(timeout_s)),
+        )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=dial)
+        await self._ask(request, timeout_s=timeout_s)
+
+    async def hang_up(self, peer: str, *, timeout_s: float = 5.0) -> None:
+        """Closes the connection to a peer."""
+        goodbye = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=goodbye)
+        await self._ask(request, timeout_s=timeout_s)
+
+    async def open(self, peer: str, protocol: str, *, timeout_s: float) -> socket.socket:
+        """A stream to the peer's handler of `protocol`, as a non-blocking socket."""
+        opening = p2pd_pb2.StreamOpenRequest(
+            peer=PeerID.from_base58(peer).to_bytes(),
+            proto=[protocol],
+            timeout=max(1, round(timeout_s)),
+        )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
+        async with asyncio.timeout(timeout_s):
+            connection, _ = await self._request(request)
+        return connection
+
+    async def listen(self, protocol: str, accept: Callable[[str, socket.socket], None]) -> None:
+        """Hands every stream of `protocol` to `accept(remote, socket)`."""
+        path = self._folder / "c.sock"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(path))
+        self._listener.listen(LISTEN_BACKLOG)
+        self._acceptor = asyncio.create_task(self._accept_all(self._listener, accept))
+        handler = p2pd_pb2.StreamHandlerRequest(
+            addr=Multiaddr(f"/unix{path}").to_bytes(), proto=[protocol], balanced=False
+        )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
+        await self._ask(request, timeout_s=10)
+
+    async def _accept_all(
+        self, listener: socket.socket, accept: Callable[[str, socket.socket], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            task = asyncio.create_task(self._greet(connection, accept))
+            self._greeters.add(task)
+            task.add_done_callback(self._greeters.discard)
+
+    async def _greet(
+        self, connection: socket.socket, accept: Callable[[str, socket.socket], None]
+    ) -> None:
+        try:
+            connection.setblocking(False)
+            info = p2pd_pb2.StreamInfo()
+            async with asyncio.timeout(10):
+                info.ParseFromString(await _receive(connection))
+            accept(str(PeerID(info.peer)), connection)
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, Exception):
+                raise
+            logger.warning("a stream from p2pd began with something else: %r", error)
+
+    async def _ask(self, request: Any, *, timeout_s: float) -> Any:  # noqa: ANN401 - protobuf
+        async with asyncio.timeout(timeout_s):
+            connection, reply = await self._request(request)
+        connection.close()
+        return reply
+
+    async def _request(self, request: Any) -> Control:  # noqa: ANN401 - protobuf
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            return connection, await self._exchange(connection, request)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, (OSError, EOFError)) and not isinstance(error, TimeoutError):
+                raise DaemonGone(f"p2pd of {self.peer_id} does not answer: {error}") from error
+            raise
+
+    async def _exchange(self, connection: socket.socket, request: Any) -> Any:  # noqa: ANN401
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(connection, str(self._control))
+        data = request.SerializeToString()
+        await loop.sock_sendall(connection, _varint(len(data)) + data)
+        reply = p2pd_pb2.Response()
+        reply.ParseFromString(await _receive(connection))
+        if reply.type == p2pd_pb2.Response.ERROR:
+            raise DaemonError(reply.error.msg)
+        return reply
+
+    async def close(self) -> None:
+        """Ends p2pd and removes its folder. Idempotent."""
+        for task in (self._acceptor, *self._greeters):
+            if task is not None:
+                task.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        await self._stop()
+        await self._reader
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _stop(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self.process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+
+def parse_address(address: str) -> Multiaddr:
+    """The multiaddr without its /p2p/ part; ValueError if it is none."""
+    try:
+        return Multiaddr(address.split("/p2p/")[0])
+    except Exception as error:
+        raise ValueError(
+            f"address {address!r}: expected a multiaddr such as /ip4/1.2.3.4/tcp/1234"
+        ) from error
+
+
+def _with_ports(listen: tuple[str, ...], found: Sequence[str]) -> tuple[str, ...]:
+    ports = [address.rsplit("/tcp/", 1)[1] for address in found if "/tcp/" in address]
+    fixed = []
+    for address in listen:
+        stem, _, port = address.rpartition("/tcp/")
+        same = [a for a in found if a.startswith(f"{stem}/tcp/")]
+        new = same[0].rsplit("/tcp/", 1)[1] if same else (ports[0] if ports else port)
+        fixed.append(f"{stem}/tcp/{new}" if port == "0" and new.isdigit() else address)
+    return tuple(fixed)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
+async def _receive(connection: socket.socket) -> bytes:
+    size = shift = 0
+    while True:
+        (byte,) = await _exactly(connection, 1)
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+        if shift > 28:
+            raise DaemonError("p2pd sent a length of more than 4 bytes; is it p2pd?")
+    if size > MAX_REPLY_BYTES:
+        raise DaemonError(f"p2pd sent {size} bytes, expected at most {MAX_REPLY_BYTES}")
+    return await _exactly(connection, size)
+
+
+async def _exactly(connection: socket.socket, size: int) -> bytes:
+    loop, data = asyncio.get_running_loop(), bytearray()
+    while len(data) < size:
+        piece = await loop.sock_recv(connection, size - len(data))
+        if not piece:
+            raise EOFError(f"it closed the connection after {len(data)} of {size} bytes")
+        data += piece
+    return bytes(data)

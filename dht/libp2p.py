@@ -1,0 +1,485 @@
+"""The transport over libp2p: each exchange is one libp2p stream, framed as `atoll.dht.frames` says.
+
+We use p2pd's raw streams, not hivemind's servicers: those allocate whatever length a stranger
+names, and have no deadlines. Flow control is p2pd's and the kernel's: `send` waits while the far
+side does not read. An exchange costs no round trip of its own once two peers know each other, so
+streams may be opened freely; keeping them is cheaper still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from atoll.dht.daemon import Daemon, DaemonError
+from atoll.dht.frames import (
+    HEADER_BYTES,
+    MAX_OPEN_BYTES,
+    MAX_REFUSAL_BYTES,
+    VERSION,
+    Connection,
+    FrameError,
+    decode_open,
+    decode_refusal,
+    encode_open,
+    encode_refusal,
+)
+from atoll.dht.serving import Handlers, log_failure
+from atoll.dht.streams import Mark, StreamEnd, within
+from atoll.dht.transport import (
+    BAD_MESSAGE,
+    MAX_CALL_BYTES,
+    MAX_MESSAGE_BYTES,
+    CallHandler,
+    Check,
+    PeerUnreachable,
+    Refused,
+    StreamHandler,
+    TransportError,
+    TransportStatistics,
+    admit_everyone,
+    checked_method,
+    checked_size,
+)
+
+logger = logging.getLogger(__name__)
+
+READ_WINDOW_BYTES = 2 << 20  # unread bytes after which we stop reading from p2pd
+GREETING_S = 10.0  # for OPEN to come
+CALL_BODY_S = 60.0  # for 3 MiB over a bad link; the caller has a deadline of its own
+PARTING_S = 0.5
+MESSAGE_COST_BYTES = 64  # what an empty message counts as unread, so that endless ones stop too
+LINGER_S = 5.0  # for the other side to close too; cutting earlier could lose what we sent last
+MAX_STREAMS_PER_PEER = 256
+DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
+PATIENCE_S = 1.0  # how long the higher PeerID waits for the lower to dial
+
+
+def protocol_name(run_id: str) -> str:
+    """The libp2p protocol of a run: peers of another run or version do not even connect streams."""
+    return f"/atoll/{VERSION}/{run_id}"
+
+
+class LibP2PStream(StreamEnd):
+    """A `Stream` over libp2p: one end of it."""
+
+    def __init__(self, remote: str, method: str, *, is_call: bool, admit: Admit | None) -> None:
+        """Use `LibP2PTransport.open`. `admit` judges the OPEN at the side that did not open."""
+        super().__init__(remote, method)
+        self.connection = Connection(self)
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.num_received = self.num_sent = 0
+        self.bytes_received = self.bytes_sent = 0
+        self.on_gone: Callable[[LibP2PStream], None] = lambda stream: None
+        self._admit = admit
+        self._unread_bytes = 0
+        self._is_lost = False
+        self._set_kind(is_call)
+
+    def _set_kind(self, is_call: bool) -> None:
+        self.is_call = is_call
+        self.max_message_bytes = MAX_CALL_BYTES if is_call else MAX_MESSAGE_BYTES
+
+    # What carries it
+
+    async def _write(self, mark: Mark, data: bytes | bytearray | memoryview) -> None:
+        await self._room()
+        self.connection.write(mark, data)
+        self._count_sent(len(data))
+        await self._room()
+
+    async def _room(self) -> None:
+        while self.connection.is_full:
+            await self._change()
+        if self._error:
+            raise self._error
+
+    def _count_sent(self, num_bytes: int) -> None:
+        self.num_sent += 1
+        self.bytes_sent += num_bytes + HEADER_BYTES
+
+    def open_with(self, admission: bytes) -> None:
+        """Sends OPEN."""
+        payload = encode_open(is_call=self.is_call, method=self.method, admission=admission)
+        self.connection.write(Mark.OPEN, payload)
+        self._count_sent(len(payload))
+
+    def refuse(self, error: Refused) -> None:
+        """Tells the other end why there is nothing more to come."""
+        self.connection.write(Mark.REFUSED, encode_refusal(error))
+
+    def _taken(self, num_bytes: int) -> None:
+        self._unread_bytes -= num_bytes + MESSAGE_COST_BYTES
+        if self._unread_bytes < READ_WINDOW_BYTES // 2:
+            self.connection.pause_reading(False)
+
+    async def _shut(self) -> None:
+        self.connection.write(Mark.CLOSE)
+        if self._peer_closed or not self.connection.is_open:
+            self.connection.close()
+        else:
+            self.connection.pause_reading(False)
+            asyncio.get_running_loop().call_later(LINGER_S, self.connection.abort)
+
+    # What arrives
+
+    def max_payload(self, mark: Mark) -> int:
+        """See `Sink`."""
+        if not self._may_come(mark):
+            raise FrameError(f"{mark.name} came out of turn")
+        lengths = {
+            Mark.OPEN: MAX_OPEN_BYTES,
+            Mark.DATA: self.max_message_bytes,
+            Mark.REFUSED: MAX_REFUSAL_BYTES,
+        }
+        return lengths.get(mark, 0)
+
+    def _may_come(self, mark: Mark) -> bool:
+        if self._admit is not None or mark == Mark.OPEN:
+            return self._admit is not None and mark == Mark.OPEN
+        if self._peer_ended:
+            return mark in (Mark.CLOSE, Mark.REFUSED) and not self._peer_closed
+        return True
+
+    def on_frame(self, mark: Mark, payload: bytes) -> None:
+        """See `Sink`."""
+        self.num_received += 1
+        self.bytes_received += len(payload) + HEADER_BYTES
+        if mark == Mark.DATA:
+            self._on_message(payload)
+        elif mark == Mark.OPEN:
+            self._on_open(payload)
+        elif mark == Mark.REFUSED:
+            self.on_error(decode_refusal(payload, self.remote))
+        elif mark == Mark.END:
+            self.on_end()
+        else:
+            self.on_close()
+            if self._closed:
+                self.connection.close()
+
+    def _on_open(self, payload: bytes) -> None:
+        is_call, self.method, admission = decode_open(payload)
+        self._set_kind(is_call)
+        admit, self._admit = self._admit, None
+        assert admit is not None
+        if admit(self, admission):
+            self.opened.set_result(None)
+        else:
+            self.connection.ignore_input()
+
+    def _on_message(self, payload: bytes) -> None:
+        if self._closed:
+            return
+        self._unread_bytes += len(payload) + MESSAGE_COST_BYTES
+        self.on_data(payload)
+        if self._unread_bytes > READ_WINDOW_BYTES:
+            self.connection.pause_reading(True)
+
+    def on_connection_lost(self, error: Exception | None) -> None:
+        """See `Sink`."""
+        if self._is_lost:
+            return
+        self._is_lost = True
+        why = f": {error}" if error else ""
+        lost = PeerUnreachable(f"the stream to {self.remote} broke{why}", peer=self.remote)
+        self.opened.cancel()
+        self.on_lost(lost)
+        self._peer_closed = True
+        self.on_gone(self)
+
+    def on_writable(self) -> None:
+        """See `Sink`."""
+        self._wake()
+
+
+Admit = Callable[[LibP2PStream, bytes], bool]
+"""Whether the other side's admission is good; refuses on the stream if not."""
+
+
+class LibP2PTransport:
+    """A `Transport` over a p2pd. All of it runs in one asyncio loop, the caller's."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        *,
+        run_id: str,
+        admission: bytes = b"",
+        check: Check = admit_everyone,
+        rng: random.Random | None = None,
+        count_wire: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> None:
+        """Call `start` next. `count_wire`: (sent, received) as the kernel counts, or None."""
+        self.admission = admission
+        self.handlers = Handlers(check, log_failure)
+        self.restarts = 0
+        self._daemon = daemon
+        self._protocol = protocol_name(run_id)
+        self._rng = rng or random.Random()
+        self._count_wire = count_wire
+        self._is_closed = False
+        self._streams: set[LibP2PStream] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._known: dict[str, tuple[str, ...]] = {}
+        self._connected: set[str] = set()
+        self._dialing: dict[str, asyncio.Lock] = {}
+        self._calls_made = 0
+        self._messages = [0, 0]
+        self._bytes = [0, 0]
+
+    async def start(self) -> None:
+        """Begins to serve. Also after `rebind`."""
+        await self._daemon.listen(self._protocol, self._accept)
+
+    async def rebind(self, daemon: Daemon) -> None:
+        """Goes on with a new daemon of the same identity, after the old one died."""
+        self._daemon = daemon
+        self._connected.clear()
+        self.restarts += 1
+        await self.start()
+
+    @property
+    def peer_id(self) -> str:
+        """See `Transport`."""
+        return self._daemon.peer_id
+
+    @property
+    def addresses(self) -> list[str]:
+        """See `Transport`."""
+        return list(self._daemon.addresses)
+
+    def serve(self, method: str, handler: CallHandler) -> None:
+        """See `Transport`."""
+        self.handlers.serve(method, handler)
+
+    def serve_stream(self, method: str, handler: StreamHandler) -> None:
+        """See `Transport`."""
+        self.handlers.serve_stream(method, handler)
+
+    async def call(self, peer: str, method: str, body: bytes, *, timeout_s: float) -> bytes:
+        """See `Transport`."""
+        checked_method(method)
+        checked_size("a call", len(body), MAX_CALL_BYTES)
+        work = self._call(peer, method, body, timeout_s)
+        return await within(work, timeout_s, f"call of {method}", peer)
+
+    async def open(self, peer: str, method: str, *, timeout_s: float) -> LibP2PStream:
+        """See `Transport`."""
+        checked_method(method)
+        work = self._open(peer, method, is_call=False, timeout_s=timeout_s)
+        return await within(work, timeout_s, f"open of {method}", peer)
+
+    def learn(self, peer: str, addresses: Sequence[str]) -> None:
+        """Remembers where a peer is, for the first `call` or `open`."""
+        self._known[peer] = tuple(addresses)
+
+    async def connect(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
+        """See `Transport`."""
+        self.learn(peer, addresses)
+        self._connected.discard(peer)
+        await within(self._connect(peer, timeout_s), timeout_s, "connect", peer)
+
+    def statistics(self) -> TransportStatistics:
+        """See `Transport`."""
+        wire = self._count_wire()
+        messages, num_bytes = self._totals()
+        sent, received = wire or num_bytes
+        return TransportStatistics(
+            wire_bytes_sent=sent,
+            wire_bytes_received=received,
+            source="tcp" if wire else "application",
+            messages_sent=messages[0],
+            messages_received=messages[1],
+            calls_made=self._calls_made,
+            calls_served=self.handlers.num_served,
+            refused=self.handlers.num_refused,
+            streams_open=len(self._streams),
+            restarts=self.restarts,
+        )
+
+    async def close(self) -> None:
+        """See `Transport`. The daemon stays; its owner closes it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for stream in list(self._streams):
+            await stream.close()
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._part()
+
+    async def _part(self) -> None:
+        """Gives the others a moment to close as well, so that nothing that was sent is lost."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PARTING_S):
+                while self._streams:
+                    await asyncio.sleep(0.01)
+        for stream in list(self._streams):
+            stream.connection.abort()
+        await asyncio.sleep(0)  # asyncio closes the sockets in the next step of the loop
+
+    def _totals(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        live = self._streams
+        messages = tuple(self._messages)
+        num_bytes = tuple(self._bytes)
+        return (
+            (
+                messages[0] + sum(s.num_sent for s in live),
+                messages[1] + sum(s.num_received for s in live),
+            ),
+            (
+                num_bytes[0] + sum(s.bytes_sent for s in live),
+                num_bytes[1] + sum(s.bytes_received for s in live),
+            ),
+        )
+
+    # Connections
+
+    async def _connect(self, peer: str, timeout_s: float) -> None:
+        lock = self._dialing.setdefault(peer, asyncio.Lock())
+        async with lock:
+            if peer in self._connected:
+                return
+            if self.peer_id > peer:
+                await self._wait_for_dial(peer)
+            if peer not in self._connected:
+                await self._dial(peer, timeout_s)
+
+    async def _wait_for_dial(self, peer: str) -> None:
+        """Two that dial each other at once both fail: the higher PeerID waits for the lower."""
+        deadline_s = asyncio.get_running_loop().time() + PATIENCE_S * (1 + self._rng.random())
+        while asyncio.get_running_loop().time() < deadline_s:
+            if peer in await self._live():
+                return
+            await asyncio.sleep(0.02 + 0.02 * self._rng.random())
+
+    async def _dial(self, peer: str, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s, pause_s = loop.time() + timeout_s, DIAL_RETRY_S
+        while peer not in await self._live():
+            try:
+                left_s = max(0.1, deadline_s - loop.time())
+                await self._daemon.dial(peer, self._known.get(peer, ()), timeout_s=left_s)
+                self._connected.add(peer)
+            except DaemonError as error:
+                pause_s *= 1 + self._rng.random()
+                if loop.time() + pause_s > deadline_s:
+                    raise PeerUnreachable(
+                        f"{peer} cannot be reached: {error}", peer=peer
+                    ) from error
+                await asyncio.sleep(pause_s)
+
+    async def _live(self) -> set[str]:
+        self._connected = await self._daemon.connected()
+        return self._connected
+
+    async def _dialed(
+        self, peer: str, method: str, *, is_call: bool, timeout_s: float
+    ) -> LibP2PStream:
+        if peer not in self._connected and peer in self._known:
+            await self._connect(peer, timeout_s)
+        try:
+            connection = await self._daemon.open(peer, self._protocol, timeout_s=timeout_s)
+        except DaemonError as error:
+            self._connected.discard(peer)
+            raise PeerUnreachable(f"{peer} cannot be reached: {error}", peer=peer) from error
+        self._connected.add(peer)
+        stream = LibP2PStream(peer, method, is_call=is_call, admit=None)
+        await self._attach(stream, connection)
+        return stream
+
+    async def _attach(self, stream: LibP2PStream, connection: socket.socket) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: stream.connection, sock=connection)
+        except BaseException:
+            connection.close()
+            raise
+        stream.on_gone = self._forget
+        self._streams.add(stream)
+
+    def _forget(self, stream: LibP2PStream) -> None:
+        if stream in self._streams:
+            self._streams.discard(stream)
+            self._messages[0] += stream.num_sent
+            self._messages[1] += stream.num_received
+            self._bytes[0] += stream.bytes_sent
+            self._bytes[1] += stream.bytes_received
+
+    # Our side of an exchange
+
+    async def _open(
+        self, peer: str, method: str, *, is_call: bool, timeout_s: float
+    ) -> LibP2PStream:
+        if self._is_closed:
+            raise TransportError(f"the transport of {self.peer_id} is closed")
+        stream = await self._dialed(peer, method, is_call=is_call, timeout_s=timeout_s)
+        stream.open_with(self.admission)
+        return stream
+
+    async def _call(self, peer: str, method: str, body: bytes, timeout_s: float) -> bytes:
+        self._calls_made += 1
+        async with await self._open(peer, method, is_call=True, timeout_s=timeout_s) as stream:
+            await stream._send(body)
+            reply = await stream._recv()
+        if reply is None:
+            raise PeerUnreachable(f"{peer} closed a call of {method} unanswered", peer=peer)
+        return reply
+
+    # The other side
+
+    def _accept(self, remote: str, connection: socket.socket) -> None:
+        num_streams = sum(stream.remote == remote for stream in self._streams)
+        if self._is_closed or num_streams >= MAX_STREAMS_PER_PEER:
+            logger.warning("a stream of %s is cut off: it has %d", remote, num_streams)
+            connection.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(remote, connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _admit(self, stream: LibP2PStream, admission: bytes) -> bool:
+        try:
+            self.handlers.check(stream.remote, admission)
+        except Exception as error:
+            stream.refuse(self.handlers.refusal(error, self.peer_id))
+            return False
+        return True
+
+    async def _serve(self, remote: str, connection: socket.socket) -> None:
+        stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
+        try:
+            await self._attach(stream, connection)
+            self._connected.add(remote)
+            if await self._is_greeted(stream):
+                await self._handle(stream)
+        finally:
+            await stream.close()
+
+    async def _is_greeted(self, stream: LibP2PStream) -> bool:
+        await asyncio.wait({stream.opened}, timeout=GREETING_S)
+        if stream.opened.done() and not stream.opened.cancelled():
+            return True
+        if stream.connection.is_wanted:
+            stream.connection.abort()
+        return False
+
+    async def _handle(self, stream: LibP2PStream) -> None:
+        try:
+            await (self._answer(stream) if stream.is_call else self.handlers.run(stream))
+        except Exception as error:
+            stream.refuse(self.handlers.refusal(error, self.peer_id))
+
+    async def _answer(self, stream: LibP2PStream) -> None:
+        body = await stream.recv(timeout_s=CALL_BODY_S)
+        if body is None:
+            raise Refused(BAD_MESSAGE, "a call without a body")
+        reply = await self.handlers.answer(stream.remote, stream.method, body)
+        await stream.send(reply, timeout_s=CALL_BODY_S)

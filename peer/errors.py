@@ -6,7 +6,7 @@ The tree::
       ModelError          an unknown preset, a bad override, a custom model that breaks the contract
       DataError           missing or empty data, an unknown format, an extra that is not installed
       DeviceError         a device or precision that this machine does not have
-      SavedStateError     a saved trainer state that is corrupt, or of another run or model
+      SavedStateError     a saved state that is damaged, or of another run, peer or model
 
 Every message states what was expected, what was found and what to do.
 """
@@ -29,4 +29,4 @@ class DeviceError(SetupError):
 
 
 class SavedStateError(SetupError):
-    """A saved trainer state cannot be used; nothing of it was loaded."""
+    """A saved state cannot be used."""

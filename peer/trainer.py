@@ -339,7 +339,7 @@ class Trainer:
                 self.diloco.load_state_dict(state["diloco"])
             else:
                 self.learner.optimizer.load_state_dict(state["diloco"]["inner"])
-        except (ValueError, KeyError, RuntimeError) as error:
+        except (ValueError, KeyError, RuntimeError, TypeError) as error:
             raise SavedStateError(f"the saved state does not fit this model: {error}") from error
         self._stream.load_state_dict(state["stream"])
         for name, value in (state["counts"] | ({} if exact else here)).items():

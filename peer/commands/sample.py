@@ -14,10 +14,12 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "sample",
         description="Continue a text with the model of a checkpoint.",
-        examples="atoll sample out/checkpoint --prompt 'def '\n"
-        "atoll sample out/checkpoint --prompt 'class ' --temperature 0 --json",
+        examples="atoll sample run-00000012.safetensors --prompt 'def '\n"
+        "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json",
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder or file")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="the .safetensors file of a run"
+    )
     parser.add_argument("--prompt", default="", help="the text to continue (default: none)")
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="tokens to draw (default: 200)"

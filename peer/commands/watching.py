@@ -1,0 +1,55 @@
+"""What `status`, `rounds` and `dashboard` share: an invite, and one look at the run."""
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atoll.coordinator.invite import Invite
+    from atoll.coordinator.status import RunStatus
+
+
+def add_invite(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument INVITE."""
+    parser.add_argument(
+        "invite", metavar="INVITE", help="the string, or the name of a file that holds it"
+    )
+
+
+def read_invite(text: str) -> "Invite":
+    """Read an invite, or the file with one.
+
+    Raises:
+        InviteError: it is neither.
+    """
+    from atoll.coordinator.invite import MAX_CHARS, Invite, NotAnInvite
+
+    path = Path(text)
+    if len(text) > 255 or text.startswith("atoll1") or not path.is_file():
+        return Invite.decode(text)
+    with path.open("rb") as file:
+        raw = file.read(MAX_CHARS + 1)
+    try:
+        return Invite.decode(raw.decode("ascii"))
+    except UnicodeDecodeError:
+        raise NotAnInvite(f"{path}: expected a file with an invite, got other bytes") from None
+
+
+def look(invite: "Invite") -> "RunStatus":
+    """Ask the coordinator once how the run is.
+
+    Raises:
+        CoordinatorError: no answer, or one that says no.
+    """
+    return asyncio.run(_look(invite))
+
+
+async def _look(invite: "Invite") -> "RunStatus":
+    from atoll.coordinator.client import CoordinatorClient
+
+    client = CoordinatorClient(invite)
+    try:
+        return await client.status()
+    finally:
+        await client.close()

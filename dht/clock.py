@@ -1,0 +1,29 @@
+"""The clock that records expire by: ours plus the offset to the coordinator's.
+
+hivemind refuses peers whose clock is off by more than 3 s. A peer that has learnt its offset from
+its first authenticated contact sets it here, and hivemind's DHT in this process follows.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_offset_s = 0.0
+
+
+def now_s() -> float:
+    """Seconds since 1970 by the run's clock."""
+    return time.time() + _offset_s
+
+
+def set_offset(offset_s: float) -> None:
+    """The run's clock is ahead of this machine's by `offset_s`. Holds for the whole process.
+
+    Call it again after hivemind was imported; `Node.start` does.
+    """
+    global _offset_s
+    _offset_s = offset_s
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hivemind.") and hasattr(module, "get_dht_time"):
+            module.get_dht_time = now_s

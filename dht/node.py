@@ -1,0 +1,268 @@
+"""A peer's place in the network: p2pd, hivemind's DHT, transport and roster in one asyncio loop.
+
+`Node.start` runs in the caller's loop and forks nothing but p2pd. A watch looks at p2pd: when it
+dies (or no longer answers) it is started again with the same identity and port, DHT and transport
+join it, and `on_restart` is told. Streams that were open have ended with PeerUnreachable by then.
+A node whose bootstrap peers are away starts all the same and goes on trying them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from atoll.dht import clock
+from atoll.dht.daemon import Daemon, DaemonError, DaemonOptions
+from atoll.dht.engine import DHTID, P2P, DHTNode, PeerID
+from atoll.dht.identity import Identity
+from atoll.dht.libp2p import LibP2PTransport
+from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
+from atoll.dht.transport import Check, TransportError, admit_everyone
+from atoll.dht.wirecount import WireCounter, WireTotals
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+PING_EVERY = 5  # watches; p2pd that runs but does not answer is found within 5 s + PING_TIMEOUT_S
+PING_TIMEOUT_S = 10.0
+BOOTSTRAP_S = 10.0
+DHT_WAIT_S = 3.0
+RESTART_PAUSE_S = 1.0
+
+OnRestart = Callable[[], Awaitable[None]]
+
+
+class Node:
+    """A running node. Made by `Node.start`; everything in it belongs to the loop it was made in."""
+
+    def __init__(self, identity: Identity, daemon: Daemon, run_id: str, check: Check) -> None:
+        """Use `start`."""
+        self.identity = identity
+        self.daemon = daemon
+        self.run_id = run_id
+        self.wire = WireCounter([daemon.pid])
+        self.transport: LibP2PTransport
+        self.roster: DhtRoster
+        self.dht: DHTNode
+        self.bootstrap: tuple[str, ...] = ()
+        """Multiaddrs of peers to join by; may be replaced by newer ones at any time."""
+        self.on_restart: OnRestart | None = None
+        self._check = check
+        self._p2p: P2P | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        identity_path: str | os.PathLike[str] | None,
+        *,
+        run_id: str,
+        listen_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce_maddrs: Sequence[str] = (),
+        bootstrap: Sequence[str] = (),
+        admission: bytes = b"",
+        check: Check = admit_everyone,
+        relay: bool = True,
+        auto_relay: bool = False,
+        clock_offset_s: float = 0.0,
+        on_restart: OnRestart | None = None,
+    ) -> Node:
+        """Starts all of it, in about a second.
+
+        Args:
+            identity_path: the key file, made if missing; None for a key that lives in memory.
+            run_id: names the run's protocol and DHT key; other runs are invisible.
+            listen_maddrs: where to listen; port 0 is any free one.
+            announce_maddrs: what others are told to dial, if that differs.
+            bootstrap: multiaddrs with /p2p/ of peers in the run; none for the first.
+            admission: our credential, which goes with every exchange.
+            check: judges the credentials of others.
+            relay: reach and be reached through relays.
+            auto_relay: look for a relay if we cannot be dialed.
+            clock_offset_s: the run's clock minus ours.
+            on_restart: awaited after p2pd was restarted.
+
+        Raises:
+            IdentityError: the key file cannot be used.
+            DaemonError: p2pd did not start.
+        """
+        identity = (
+            Identity.load_or_create(Path(identity_path)) if identity_path else Identity.ephemeral()
+        )
+        options = DaemonOptions(
+            listen=tuple(listen_maddrs),
+            announce=tuple(announce_maddrs),
+            relay=relay,
+            auto_relay=auto_relay,
+        )
+        clock.set_offset(clock_offset_s)
+        node = cls(identity, await Daemon.start(identity, options), run_id, check)
+        node.bootstrap, node.on_restart = tuple(bootstrap), on_restart
+        try:
+            await node._join(admission)
+        except BaseException:
+            await node.close()
+            raise
+        return node
+
+    @property
+    def peer_id(self) -> str:
+        """Our PeerID in base58."""
+        return self.identity.peer_id
+
+    @property
+    def addresses(self) -> list[str]:
+        """Multiaddrs with /p2p/ at which we can be dialed; others bootstrap from them."""
+        return list(self.daemon.addresses)
+
+    def wire_totals(self) -> WireTotals | None:
+        """Bytes on p2pd's sockets since the start, or None where the kernel does not tell."""
+        return self.wire.totals()
+
+    async def close(self) -> None:
+        """Leaves the roster, ends streams, DHT and p2pd. Idempotent."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if hasattr(self, "roster") and self.daemon.is_alive:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DHT_WAIT_S):
+                    await self.roster.leave()
+        if hasattr(self, "transport"):
+            await self.transport.close()
+        await self._close_dht()
+        await self.daemon.close()
+
+    # Joining
+
+    async def _join(self, admission: bytes) -> None:
+        self.transport = LibP2PTransport(
+            self.daemon,
+            run_id=self.run_id,
+            admission=admission,
+            check=self._check,
+            count_wire=self._count_wire,
+        )
+        await self.transport.start()
+        self.dht = await self._start_dht(None)
+        self.roster = DhtRoster(
+            self.dht,
+            self.identity,
+            run_id=self.run_id,
+            credential=lambda: self.transport.admission,
+            check=self._check,
+        )
+        self._watcher = asyncio.create_task(self._watch())
+
+    def _count_wire(self) -> tuple[int, int] | None:
+        totals = self.wire.totals()
+        return (totals.sent, totals.received) if totals else None
+
+    async def _start_dht(self, old: DHTNode | None) -> DHTNode:
+        self._p2p = await P2P.replicate(self.daemon.control_maddr)
+        key_id = DHTID.generate(source=roster_key(self.run_id)).to_bytes()
+        dht = await DHTNode.create(
+            p2p=self._p2p,
+            node_id=old.node_id if old else None,
+            initial_peers=await self._dial_bootstrap() or None,
+            record_validator=RosterValidator(key_id, self.run_id),
+            wait_timeout=DHT_WAIT_S,
+            ensure_bootstrap_success=False,
+            strict=False,
+            cache_locally=False,  # a record of a second ago is a wrong position
+            cache_nearest=0,
+            cache_on_store=False,
+        )
+        if old is not None:
+            dht.protocol.storage = old.protocol.storage
+        return dht
+
+    async def _close_dht(self) -> None:
+        if hasattr(self, "dht"):
+            self.dht.is_alive = False
+        if self._p2p is not None:
+            await self._p2p.shutdown()
+            self._p2p = None
+
+    async def _dial_bootstrap(self) -> list[str]:
+        """The bootstrap addresses that could be reached."""
+        others = [a for a in self.bootstrap if not a.endswith(f"/p2p/{self.peer_id}")]
+        return [a for a in await asyncio.gather(*map(self._try_dial, others)) if a]
+
+    async def _try_dial(self, address: str) -> str | None:
+        peer = address.rpartition("/p2p/")[2]
+        try:
+            await self.daemon.dial(peer, [address], timeout_s=BOOTSTRAP_S)
+        except (TransportError, TimeoutError, ValueError) as error:
+            logger.info("bootstrap peer %s cannot be reached: %s", address, error)
+            return None
+        return address
+
+    # Watching
+
+    async def _watch(self) -> None:
+        num_watches = 0
+        while True:
+            await self._wait_for_death(WATCH_S)
+            num_watches += 1
+            if not await self._is_well(ask=num_watches % PING_EVERY == 0):
+                await self._restart()
+            self.wire.totals()
+            await self._rejoin_if_alone()
+
+    async def _wait_for_death(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.daemon.process.wait()
+
+    async def _is_well(self, *, ask: bool) -> bool:
+        if not self.daemon.is_alive or self._is_hivemind_deaf():
+            return False
+        if ask:
+            try:
+                await self.daemon.ping(timeout_s=PING_TIMEOUT_S)
+            except (DaemonError, TimeoutError):
+                return False
+        return True
+
+    def _is_hivemind_deaf(self) -> bool:
+        """Hivemind stops reading from p2pd for ever if an answer meets a call that timed out."""
+        client = getattr(self._p2p, "_client", None)
+        task = getattr(getattr(client, "control", None), "_read_task", None)
+        return task is not None and task.done()
+
+    async def _restart(self) -> None:
+        logger.warning("p2pd of %s has ended; it is started again", self.peer_id)
+        options = self.daemon.options
+        self.wire.totals()
+        await self.daemon.close()
+        await self._close_dht()
+        while True:
+            try:
+                await self._revive(options)
+                return
+            except Exception as error:
+                logger.error("p2pd could not be restarted: %r", error)
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    async def _revive(self, options: DaemonOptions) -> None:
+        if not self.daemon.is_alive:
+            self.wire.remove(self.daemon.pid)
+            self.daemon = await Daemon.start(self.identity, options)
+            self.wire.add(self.daemon.pid)
+            await self.transport.rebind(self.daemon)
+        self.dht = await self._start_dht(self.dht)
+        self.roster.node = self.dht
+        if self.on_restart is not None:
+            await self.on_restart()
+
+    async def _rejoin_if_alone(self) -> None:
+        if self.dht.protocol.routing_table.uid_to_peer_id or not self.bootstrap:
+            return
+        for address in await self._dial_bootstrap():
+            peer = PeerID.from_base58(address.rpartition("/p2p/")[2])
+            await self.dht.protocol.call_ping(peer)

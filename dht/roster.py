@@ -1,0 +1,387 @@
+"""Who is in the run: one signed record a peer, kept in the DHT under the run's key.
+
+A signed record is the msgpack list
+
+    [1, body, credential, signature]
+
+of a version, `PeerRecord`'s fields as a msgpack list in their order, the peer's admission, and an
+Ed25519 signature by the PeerID named in the body over
+
+    "atoll roster 1\\0" | SHA-256(run id) | SHA-256(body) | SHA-256(credential)
+
+A DHT node stores or believes a record only if `RosterValidator` does: the key is the run's, the
+subkey is the PeerID that signed, every field has its type and range, nothing is left over, and it
+expires within `MAX_TTL_S` at the very time the DHT was told (a far date would block later records).
+The admission is judged by the reader, not there: one that runs out must not make a whole
+dictionary of records unreadable.
+
+Errors::
+
+    RosterError                our own record was not taken by the DHT
+    RecordError(ValueError)    bytes that are no valid record; says why
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any, Literal, Protocol, get_args
+
+import msgpack
+
+from atoll.dht import clock
+from atoll.dht.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
+from atoll.dht.transport import MAX_ADMISSION_BYTES, Check, Refused, admit_everyone
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+DOMAIN = b"atoll roster 1\0"
+MAX_TTL_S = 300.0
+CLOCK_SLACK_S = 10.0
+MAX_ADDRESSES = 16
+MAX_ADDRESS_CHARS = 256
+MAX_BODY_BYTES = 8192
+MAX_RECORD_BYTES = MAX_BODY_BYTES + MAX_ADMISSION_BYTES + 256
+INCARNATION_CHARS = 32
+MAX_INTEGER = 1 << 53
+MAX_NUMBER = 1e15
+GET_TIMEOUT_S = 10.0
+
+Role = Literal["trainer", "follower", "left"]
+
+
+class RosterError(Exception):
+    """The DHT did not take our record."""
+
+
+class RecordError(ValueError):
+    """Bytes that are no valid record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRecord:
+    """What a peer says of itself."""
+
+    peer_id: str
+    addresses: tuple[str, ...]
+    """Multiaddrs at which it can be dialed."""
+    incarnation: str
+    """32 hex digits, new at each start: a restarted peer is a new elector."""
+    role: Role
+    """"left" is the last record of a peer that says goodbye; readers do not see it."""
+    epoch: int
+    position: int
+    """The log position that it has applied."""
+    tokens_per_s: float
+    uplink_mbit_s: float
+    downlink_mbit_s: float
+    """Measured; 0 if not known."""
+    ready_in_s: float
+    """Until its window ends."""
+    protocol: int
+    """Version of the round protocol."""
+    expires_at: float = 0.0
+    """By the run's clock; `publish` sets it."""
+
+
+NUM_FIELDS = len(fields(PeerRecord))
+
+
+class Roster(Protocol):
+    """One peer's view of all."""
+
+    async def publish(self, record: PeerRecord, ttl_s: float) -> None:
+        """Replaces our record; it lasts `ttl_s`. Raises RosterError."""
+        ...
+
+    async def peers(self) -> dict[str, PeerRecord]:
+        """The live, admitted peers by PeerID, ourselves included once published."""
+        ...
+
+    async def leave(self) -> None:
+        """Takes our record away at once. Never raises."""
+        ...
+
+
+def sign_record(record: PeerRecord, identity: Identity, *, run_id: str, credential: bytes) -> bytes:
+    """The signed record. Also good outside the DHT, from peer to peer."""
+    body = msgpack.packb(list(astuple(_checked(record))))
+    signature = identity.sign(_signed_bytes(run_id, body, credential))
+    return bytes(msgpack.packb([VERSION, body, credential, signature]))
+
+
+def open_record(data: bytes, *, run_id: str, check: Check = admit_everyone) -> PeerRecord:
+    """The record in signed bytes from anywhere. Does not look at `expires_at`.
+
+    Raises:
+        RecordError: it is malformed, signed by someone else, or not admitted by `check`.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise RecordError(f"record of {len(data)} bytes, expected at most {MAX_RECORD_BYTES}")
+    version, body, credential, signature = _list(data, 4, "signed record")
+    if version != VERSION or not all(type(x) is bytes for x in (body, credential, signature)):
+        raise RecordError(f"signed record of version {version!r}, expected {VERSION} and bytes")
+    if len(credential) > MAX_ADMISSION_BYTES or len(signature) != SIGNATURE_BYTES:
+        raise RecordError("signed record with a credential or signature of a wrong length")
+    record = _decode_body(body)
+    if not verify(record.peer_id, _signed_bytes(run_id, body, credential), signature):
+        raise RecordError(f"record of {record.peer_id} is not signed by it for this run")
+    try:
+        check(record.peer_id, credential)
+    except Refused as error:
+        raise RecordError(f"record of {record.peer_id}: {error}") from error
+    return record
+
+
+def _signed_bytes(run_id: str, body: bytes, credential: bytes) -> bytes:
+    return DOMAIN + b"".join(
+        hashlib.sha256(x).digest() for x in (run_id.encode(), body, credential)
+    )
+
+
+def _list(data: bytes, length: int, what: str) -> list[Any]:
+    try:
+        value = msgpack.unpackb(
+            data, max_map_len=0, max_ext_len=0, max_array_len=MAX_ADDRESSES + 16
+        )
+    except Exception as error:  # msgpack raises many kinds, all of them about these bytes
+        raise RecordError(f"{what} is not msgpack: {type(error).__name__}") from error
+    if type(value) is not list or len(value) != length:
+        raise RecordError(f"{what}: expected a list of {length}")
+    return value
+
+
+def _decode_body(body: bytes) -> PeerRecord:
+    if len(body) > MAX_BODY_BYTES:
+        raise RecordError(f"body of {len(body)} bytes, expected at most {MAX_BODY_BYTES}")
+    values = dict(
+        zip((f.name for f in fields(PeerRecord)), _list(body, NUM_FIELDS, "body"), strict=True)
+    )
+    if type(values["addresses"]) is not list:
+        raise RecordError("addresses: expected a list")
+    values["addresses"] = tuple(values["addresses"])
+    return _checked(PeerRecord(**values))
+
+
+def _checked(record: PeerRecord) -> PeerRecord:
+    """The record, if every field has its type and range; else RecordError."""
+    _expect(type(record.peer_id) is str and public_key_of(record.peer_id) is not None, "peer_id")
+    _expect(len(record.addresses) <= MAX_ADDRESSES, "addresses")
+    for address in record.addresses:
+        _expect(_is_address(address), "addresses")
+    _expect(_is_hex(record.incarnation, INCARNATION_CHARS), "incarnation")
+    _expect(record.role in get_args(Role), "role")
+    for name in ("epoch", "position", "protocol"):
+        value = getattr(record, name)
+        _expect(type(value) is int and 0 <= value < MAX_INTEGER, name)
+    for name in ("tokens_per_s", "uplink_mbit_s", "downlink_mbit_s", "ready_in_s", "expires_at"):
+        value = getattr(record, name)
+        _expect(type(value) in (float, int) and math.isfinite(value), name)
+        _expect(0 <= value < MAX_NUMBER, name)
+    return record
+
+
+def _expect(holds: bool, field: str) -> None:
+    if not holds:
+        raise RecordError(f"{field} has a wrong type or is out of range")
+
+
+def _is_address(address: object) -> bool:
+    return (
+        type(address) is str
+        and 1 < len(address) <= MAX_ADDRESS_CHARS
+        and address.startswith("/")
+        and address.isascii()
+        and address.isprintable()
+    )
+
+
+def _is_hex(text: object, length: int) -> bool:
+    return type(text) is str and len(text) == length and set(text) <= set("0123456789abcdef")
+
+
+def roster_key(run_id: str) -> str:
+    """The DHT key of a run's records."""
+    return f"atoll/{run_id}/roster"
+
+
+class RosterValidator:
+    """A record validator of hivemind's DHT (duck-typed): only valid records of this run pass."""
+
+    priority = 0
+
+    def __init__(self, key_id: bytes, run_id: str) -> None:
+        """`key_id` is the DHT's hash of `roster_key(run_id)`."""
+        self._key_id = key_id
+        self._run_id = run_id
+
+    def validate(self, record: Any) -> bool:  # noqa: ANN401 - hivemind's DHTRecord
+        """True if a node may store or believe the record."""
+        try:
+            self._validate(record.key, record.subkey, record.value, record.expiration_time)
+        except (RecordError, ValueError) as error:
+            logger.debug("a DHT record is refused: %s", error)
+            return False
+        return True
+
+    def _validate(self, key: bytes, subkey: bytes, value: bytes, expires_at: float) -> None:
+        if key != self._key_id:
+            raise RecordError("its key is not this run's roster")
+        record = open_record(_bytes(value), run_id=self._run_id)
+        if subkey != msgpack.packb(record.peer_id):
+            raise RecordError(f"its subkey is not {record.peer_id}, who signed it")
+        if expires_at != record.expires_at:
+            raise RecordError("it expires at another time than it says")
+        if expires_at > clock.now_s() + MAX_TTL_S + CLOCK_SLACK_S:
+            raise RecordError(
+                f"it expires in more than {MAX_TTL_S:g} s; is the peer's clock right?"
+            )
+
+    def sign_value(self, record: Any) -> bytes:  # noqa: ANN401
+        """Values come signed."""
+        return bytes(record.value)
+
+    def strip_value(self, record: Any) -> bytes:  # noqa: ANN401
+        """Nothing is to be stripped."""
+        return bytes(record.value)
+
+    def merge_with(self, other: object) -> bool:
+        """Never merged."""
+        return False
+
+
+def _bytes(value: bytes) -> bytes:
+    """The bytes inside a DHT value, which hivemind packs with msgpack."""
+    if len(value) > MAX_RECORD_BYTES + 8:
+        raise RecordError(f"value of {len(value)} bytes, expected at most {MAX_RECORD_BYTES}")
+    try:
+        data = msgpack.unpackb(value, max_map_len=0, max_ext_len=0, max_array_len=0)
+    except Exception as error:
+        raise RecordError(f"value is not msgpack: {type(error).__name__}") from error
+    if type(data) is not bytes:
+        raise RecordError("value: expected bytes")
+    return data
+
+
+class DhtNode(Protocol):
+    """What is used of hivemind's DHTNode."""
+
+    async def store(
+        self, key: str, value: bytes, expiration_time: float, subkey: str | None = None
+    ) -> bool:
+        """True if a node took it."""
+        ...
+
+    async def get(self, key: str, latest: bool = False) -> Any:  # noqa: ANN401
+        """A value with expiration, or None."""
+        ...
+
+
+class DhtRoster:
+    """The roster in hivemind's DHT. `node` is replaced when the daemon was restarted."""
+
+    def __init__(
+        self,
+        node: DhtNode,
+        identity: Identity,
+        *,
+        run_id: str,
+        credential: Callable[[], bytes],
+        check: Check,
+    ) -> None:
+        """`credential` gives our current admission; `check` judges that of others."""
+        self.node = node
+        self._identity = identity
+        self._run_id = run_id
+        self._credential = credential
+        self._check = check
+        self._last: PeerRecord | None = None
+
+    async def publish(self, record: PeerRecord, ttl_s: float) -> None:
+        """See `Roster`. A later record always replaces an earlier one, also with a shorter ttl."""
+        if record.peer_id != self._identity.peer_id:
+            raise ValueError(f"record of {record.peer_id}, expected {self._identity.peer_id}")
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise ValueError(f"ttl of {ttl_s:g} s, expected at most {MAX_TTL_S:g}")
+        # The DHT keeps the record that expires last.
+        after_last = self._last.expires_at + 1e-3 if self._last else 0.0
+        record = replace(record, expires_at=max(clock.now_s() + ttl_s, after_last))
+        self._last = record
+        value = sign_record(
+            record, self._identity, run_id=self._run_id, credential=self._credential()
+        )
+        key = roster_key(self._run_id)
+        if not await self.node.store(key, value, record.expires_at, subkey=record.peer_id):
+            raise RosterError("no DHT node took our record; is this machine's clock right?")
+
+    async def peers(self) -> dict[str, PeerRecord]:
+        """See `Roster`."""
+        async with asyncio.timeout(GET_TIMEOUT_S):
+            found = await self.node.get(roster_key(self._run_id), latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        records = [self._read(item.value) for item in found.value.values()]
+        return {record.peer_id: record for record in records if record is not None}
+
+    def _read(self, value: object) -> PeerRecord | None:
+        try:
+            if not isinstance(value, bytes):
+                raise RecordError("expected bytes")
+            record = open_record(value, run_id=self._run_id, check=self._check)
+        except RecordError as error:
+            logger.debug("a record in the roster is skipped: %s", error)
+            return None
+        is_live = record.role != "left" and record.expires_at > clock.now_s()
+        return record if is_live else None
+
+    async def leave(self) -> None:
+        """See `Roster`."""
+        if self._last is None:
+            return
+        try:
+            await self.publish(replace(self._last, role="left"), ttl_s=5.0)
+        except Exception as error:
+            logger.info("could not say goodbye to the roster: %s", error)
+        self._last = None
+
+
+class MemoryBoard:
+    """Where the rosters of a test meet. Time is the loop's."""
+
+    def __init__(self) -> None:
+        """An empty run."""
+        self.records: dict[str, PeerRecord] = {}
+
+    def roster(self, peer_id: str) -> MemoryRoster:
+        """One peer's view."""
+        return MemoryRoster(self, peer_id)
+
+
+class MemoryRoster:
+    """A `Roster` without a network: what is published is seen at once by all."""
+
+    def __init__(self, board: MemoryBoard, peer_id: str) -> None:
+        """Use `MemoryBoard.roster`."""
+        self._board = board
+        self._peer_id = peer_id
+
+    async def publish(self, record: PeerRecord, ttl_s: float) -> None:
+        """See `Roster`."""
+        if record.peer_id != self._peer_id:
+            raise ValueError(f"record of {record.peer_id}, expected {self._peer_id}")
+        expires_at = asyncio.get_running_loop().time() + ttl_s
+        self._board.records[self._peer_id] = replace(record, expires_at=expires_at)
+
+    async def peers(self) -> dict[str, PeerRecord]:
+        """See `Roster`."""
+        now = asyncio.get_running_loop().time()
+        return {name: r for name, r in self._board.records.items() if r.expires_at > now}
+
+    async def leave(self) -> None:
+        """See `Roster`."""
+        self._board.records.pop(self._peer_id, None)

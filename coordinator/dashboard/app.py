@@ -28,6 +28,7 @@ from textual.widgets import Footer
 from atoll.coordinator.dashboard.feed import INTERVAL_S, Feed, FeedError, read, retry_s
 from atoll.coordinator.dashboard.help import Help
 from atoll.coordinator.dashboard.panes import (
+    Drawn,
     EventsPane,
     Header,
     LossPane,
@@ -129,7 +130,6 @@ class DashboardApp(App[None]):
         """Begin to ask."""
         self._mounted = True
         self.query_one("#peers", Pane).focus()
-        self._name_panes()
         if self._interval_s is not None:
             self.run_worker(self._follow(self._interval_s))
             self.set_interval(self._interval_s, self.tick)
@@ -171,10 +171,9 @@ class DashboardApp(App[None]):
         self.view = replace(view, age_s=age_s, closing_in_s=closing)
         if not self._mounted:
             return
-        base = self.screen_stack[0]
-        base.query_one(Header).show(self.view)
-        for pane in base.query(Pane):
-            pane.show(self.view)
+        for screen in self.screen_stack[:1]:  # below the help; none while the app is closing
+            for widget in screen.query(Drawn).results(Drawn):
+                widget.show(self.view)
 
     async def on_event(self, event: events.Event) -> None:
         """Any key or click keeps a finished run on the screen."""
@@ -228,7 +227,6 @@ class DashboardApp(App[None]):
         if name in LOWER_PANES:
             for pane in self.query("#lower > Pane"):
                 pane.set_class(pane.id == name, "-current")
-        self._name_panes()
         self.query_one(f"#{name}", Pane).focus()
 
     def action_next_pane(self, step: int) -> None:
@@ -240,9 +238,9 @@ class DashboardApp(App[None]):
         index = order.index(here) if here in order else 0
         self.action_pane(order[(index + step) % len(order)])
 
-    def on_resize(self) -> None:
-        """Frames say how to reach what the new size hides."""
-        self.call_after_refresh(self._name_panes)
+    def on_pane_seen(self) -> None:
+        """Frames say how to reach what the size of the screen hides."""
+        self._name_panes()
 
     def _name_panes(self) -> None:
         hides = any(not pane.display for pane in self.query("#lower > Pane").results(Pane))

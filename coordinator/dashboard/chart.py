@@ -127,7 +127,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
     Unlike a running mean it does not lag behind a falling loss, nor bend at the ends.
     """
-    reach = max(3, len(points) // 16)
+    reach = min(24, max(3, len(points) // 16))
     return [
         (x, _local_line(points[max(0, i - reach) : i + reach + 1], x, points[i][1]))
         for i, (x, _) in enumerate(points)

@@ -7,7 +7,7 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard.text import finite
+from atoll.coordinator.dashboard.text import clean, finite
 
 PHASES: Final = ("rendezvous", "wait", "encode", "send", "reduce", "apply")
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
@@ -70,7 +70,7 @@ def legend(seconds: Mapping[str, float] | None = None, *, names: Sequence[str] =
     parts = ordered_phases(seconds) if seconds is not None else [(p, None) for p in names]
     spans: list[tuple[str, str]] = []
     for phase, value in parts:
-        spans += [("■ ", phase_style(phase)), (phase, "$dim")]
+        spans += [("■ ", phase_style(phase)), (clean(phase, num_max=16), "$dim")]
         spans.append((f" {value:.2f}s  " if value is not None else "  ", "$text-plain"))
     return Content.assemble(*spans)
 

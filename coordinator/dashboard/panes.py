@@ -26,13 +26,21 @@ MIN_SMOOTHED = 3  # fewer rounds have no noise to look through
 WHEEL_ROWS = 3  # what terminals scroll for one notch
 
 
-class Header(Widget):
-    """The run at a glance."""
+class Drawn(Widget):
+    """Anything that draws a view."""
 
     view = View()
 
     def show(self, view: View) -> None:
         """Draw this view."""
+        raise NotImplementedError
+
+
+class Header(Drawn):
+    """The run at a glance."""
+
+    def show(self, view: View) -> None:
+        """Draw this view; its age is new each time."""
         lines_before = num_lines(self.view, self.size.width)
         self.view = view
         self.refresh(layout=num_lines(view, self.size.width) != lines_before)
@@ -46,11 +54,21 @@ class Header(Widget):
         return num_lines(self.view, width)
 
 
-class Pane(Widget, can_focus=True):
+class Pane(Drawn, can_focus=True):
     """A framed part of the screen: can be focused, zoomed and, where room is short, hidden."""
 
     heading: ClassVar[str] = ""
-    view = View()
+
+    class Seen(Message):
+        """The pane was hidden or is hidden no more."""
+
+    def on_show(self) -> None:
+        """Tell the app."""
+        self.post_message(self.Seen())
+
+    def on_hide(self) -> None:
+        """Tell the app."""
+        self.post_message(self.Seen())
 
     def show(self, view: View) -> None:
         """Draw this view, if it differs in anything that this pane draws."""
@@ -61,8 +79,8 @@ class Pane(Widget, can_focus=True):
             self.refresh()
 
     def facts(self, view: View) -> object:
-        """What the pane draws of a view."""
-        return view.status
+        """What the pane draws of a view: it is drawn anew when this has changed."""
+        raise NotImplementedError
 
     def changed(self) -> None:
         """Called when there is something new to draw."""
@@ -148,6 +166,10 @@ class PeersPane(GridPane[PeerStatus]):
 
     heading = "peers"
 
+    def facts(self, view: View) -> object:
+        """All that peers say."""
+        return view.status and view.status.peers
+
     def rows(self) -> Sequence[PeerStatus]:
         """The peers by name."""
         return sorted_peers(self.view.status) if self.view.status else []
@@ -195,6 +217,10 @@ class RoundsPane(GridPane[RoundSummary]):
     """The committed rounds, newest first."""
 
     heading = "rounds"
+
+    def facts(self, view: View) -> object:
+        """Rounds, and what to call those left out."""
+        return view.status and (view.status.history, peers.names(view.status))
 
     def rows(self) -> Sequence[RoundSummary]:
         """The rounds, newest first."""
@@ -255,6 +281,11 @@ class PhasesPane(Pane):
     heading = "phases"
     chosen: RoundSummary | None = None
 
+    def facts(self, view: View) -> object:
+        """Rounds and the peers' last ones."""
+        status = view.status
+        return status and (status.history, [(peers.label(p), p.phases) for p in status.peers])
+
     def choose(self, row: RoundSummary | None) -> None:
         """Show this round on top."""
         self.chosen = row
@@ -285,9 +316,24 @@ class EventsPane(Pane):
     top: int | None = None
     """The first line in view, or None while following the end."""
 
+    _laid_out: tuple[int, list[Content]] | None = None
+    """The lines for a width; many, so kept until an event comes."""
+
+    def facts(self, view: View) -> object:
+        """Events, and what to call their sources."""
+        return view.status and (view.status.events, peers.names(view.status))
+
+    def changed(self) -> None:
+        """Lay the lines out anew."""
+        self._laid_out = None
+
     def _lines(self) -> list[Content]:
-        status = self.view.status
-        return log_lines(status, self.size.width) if status else []
+        status, width = self.view.status, self.size.width
+        if status is None:
+            return []
+        if self._laid_out is None or self._laid_out[0] != width:
+            self._laid_out = width, log_lines(status, width)
+        return self._laid_out[1]
 
     def action_scroll_lines(self, num_lines: int) -> None:
         """Scroll; reaching the end follows it again."""

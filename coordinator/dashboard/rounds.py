@@ -99,7 +99,8 @@ def waterfall(status: RunStatus, chosen: RoundSummary | None, width: int, height
     scale_s = max(total_s(seconds) for _, _, seconds in bars)
     lines = [_bar_line(name, style, seconds, width, scale_s) for name, style, seconds in bars]
     names = [phase for phase in PHASES if any(phase in seconds for _, _, seconds in bars)]
-    return Content("\n").join([*lines, _axis(width, scale_s), Content(" ") + legend(names=names)])
+    foot = [_axis(width, scale_s), Content(" ") + legend(names=names).truncate(max(0, width - 1))]
+    return Content("\n").join([*lines, *foot][: max(1, height)])
 
 
 def _bars(status: RunStatus, chosen: RoundSummary | None) -> list[Bar]:

@@ -32,6 +32,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from atoll.compression import parse
+
 METHODS = ("diloco",)
 """Outer methods this version can run; a new method adds its name here."""
 
@@ -220,8 +222,6 @@ class CompressionSection(_Section):
     @field_validator("codec")
     @classmethod
     def _codec(cls, value: str) -> str:
-        from atoll.compression import parse
-
         parse(value)
         return value
 
@@ -316,8 +316,6 @@ class RunSpec(_Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        from atoll.compression import parse
-
         codec, feedback = self.compression.codec, self.compression.feedback
         if feedback and parse(codec).mode == "unbiased":
             raise ValueError(

@@ -213,6 +213,28 @@ class LogStore:
             self.prune()
             return True
 
+    def append_header(
+        self,
+        *,
+        epoch: int,
+        position: int,
+        entry: bytes,
+        certificate: bytes,
+        body_bytes: int,
+        chain: bytes,
+    ) -> None:
+        """Add a verified entry whose body is not here, as a joiner does up to its snapshot.
+
+        Raises:
+            OutOfOrder: when it does not come next.
+        """
+        row = (position, epoch, entry, certificate, chain, body_bytes, int(not body_bytes))
+        with self._lock:
+            if position != self.head.position:
+                raise OutOfOrder(f"expected position {self.head.position}, got {position}")
+            with self._db:
+                self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+
     def get(self, position: int) -> Record | None:
         """The entry at a position, if it is here."""
         return next(iter(self.headers(position, 1)), None)
@@ -283,6 +305,7 @@ class LogStore:
             self._db.execute("DELETE FROM entries")
             self._put_meta("base_position", str(position).encode())
             self._put_meta("base_chain", chain)
+        self._drop_snapshots(self.snapshot_positions())
 
     # Epochs and notes
 
@@ -384,7 +407,8 @@ class LogStore:
     def prune(self) -> int:
         """Drop bodies over the budget, oldest first, and old snapshots; returns bodies dropped.
 
-        Bodies that the newest snapshot or a lease needs stay, whatever the budget says.
+        Bodies that a kept snapshot or a lease needs stay, whatever the budget says: the root of
+        the newest snapshot may not be certified yet, so joiners start from the one before.
         """
         with self._lock:
             self._drop_snapshots(self._old_snapshots())
@@ -497,9 +521,9 @@ class LogStore:
         return dropped
 
     def _needed_from(self) -> int:
-        snapshots = self.snapshot_positions()
-        newest = snapshots[-1] if snapshots else self.head.position
-        return min([newest, *self._leases])
+        later = [p for p in self.snapshot_positions() if p > 0][-self._keep_snapshots :]
+        kept = later[0] if len(later) == self._keep_snapshots else self._base()[0]
+        return min([kept, *self._leases])
 
     def _old_snapshots(self) -> list[int]:
         later = [p for p in self.snapshot_positions() if p > 0]

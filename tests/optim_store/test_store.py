@@ -109,6 +109,8 @@ def test_a_database_of_something_else(tmp_path: Path) -> None:
 def test_bodies_are_bounded_and_headers_stay(tmp_path: Path) -> None:
     store = open_store(tmp_path, body_budget_bytes=3000)
     for position in range(10):
+        if position in (7, 8):
+            store.save_snapshot(state_at(position), chain_of(position))
         append(store, position, bytes(1000))
     assert store.first_with_bodies() == 7
     assert len(store.headers(0, 100)) == 10
@@ -127,19 +129,21 @@ def test_a_lease_keeps_bodies_over_the_budget(tmp_path: Path) -> None:
     with store.lease(2):
         for position in range(8):
             append(store, position, bytes(1000))
+        store.save_snapshot(state_at(6), chain_of(6))
+        store.save_snapshot(state_at(8), chain_of(8))
         assert store.first_with_bodies() == 2
     store.prune()
     assert store.first_with_bodies() == 6
     store.close()
 
 
-def test_bodies_after_the_newest_snapshot_stay(tmp_path: Path) -> None:
+def test_bodies_after_the_older_of_two_snapshots_stay(tmp_path: Path) -> None:
     store = open_store(tmp_path, body_budget_bytes=0)
-    for position in range(6):
+    for position in range(8):
         append(store, position, bytes(1000))
-        if position == 3:
-            store.save_snapshot(state_at(4), chain_of(4))
-    assert store.first_with_bodies() == 4
+        if position % 2:
+            store.save_snapshot(state_at(position + 1), chain_of(position + 1))
+    assert store.first_with_bodies() == 6
     store.close()
 
 
@@ -212,6 +216,19 @@ def test_a_joiner_begins_after_its_snapshot(tmp_path: Path) -> None:
     append(store, 40)
     with pytest.raises(OutOfOrder, match="recover a snapshot"):
         store.rewind(39)
+    store.close()
+
+
+def test_headers_without_bodies(tmp_path: Path) -> None:
+    store = open_store(tmp_path, body_budget_bytes=0)
+    values = {"epoch": 0, "entry": b"e", "certificate": b"c", "chain": chain_of(1)}
+    store.append_header(position=0, body_bytes=4, **values)  # type: ignore[arg-type]
+    store.append_header(position=1, body_bytes=0, **values)  # type: ignore[arg-type]
+    assert store.first_with_bodies() == 1 and store.body(1) == b""
+    with pytest.raises(NotStored):
+        store.body(0)
+    with pytest.raises(OutOfOrder):
+        store.append_header(position=5, body_bytes=4, **values)  # type: ignore[arg-type]
     store.close()
 
 

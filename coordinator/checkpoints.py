@@ -1,0 +1,214 @@
+"""Checkpoints: one safetensors file with parameters, outer momentum, spec and chain.
+
+    tensors    "params/NAME" and "momentum/NAME", fp32, for every trainable parameter
+    metadata   format "atoll checkpoint 1", spec (canonical JSON), layout (JSON: the order of the
+               names), position, epoch, chain, run_id and root (hex)
+
+`root` is the state root (`atoll.optim.state`) over all numbers, so a reader knows that what it
+has is what was written. A file is written under another name, synced and renamed; the checkpoint
+of another run is never replaced.
+
+Exceptions:
+
+    ValueError
+      CheckpointError     says what was expected, what was found, and what to do
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import safetensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atoll.coordinator.spec import RunSpec, SpecError
+from atoll.optim.layout import Layout, LayoutError
+from atoll.optim.state import OuterState, StateError
+
+FORMAT = "atoll checkpoint 1"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used or written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A run at one position."""
+
+    spec: RunSpec
+    run_id: bytes
+    epoch: int
+    position: int
+    """Entries applied."""
+    chain: bytes
+    """The chain at that position."""
+    state: OuterState
+
+    @property
+    def layout(self) -> Layout:
+        """Names and shapes of the parameters."""
+        return self.state.layout
+
+    @property
+    def params_N(self) -> Tensor:  # noqa: N802
+        """Parameters, fp32, in the order of the layout."""
+        return self.state.params_N
+
+    @property
+    def momentum_N(self) -> Tensor:  # noqa: N802
+        """Outer momentum, fp32."""
+        return self.state.momentum_N
+
+    @cached_property
+    def params(self) -> dict[str, Tensor]:
+        """Parameters by name, in their shapes; views of `params_N`."""
+        return dict(zip(self.layout.names, self.layout.split(self.params_N), strict=True))
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint, whole or not at all.
+
+    Raises:
+        CheckpointError: when the file holds a checkpoint of another run, or cannot be written.
+    """
+    _expect_own(path, checkpoint.run_id)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(_tensors(checkpoint.state), partial, metadata=_metadata(checkpoint))
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Read a checkpoint and verify it.
+
+    Raises:
+        CheckpointError: when it is absent, damaged, or of another kind or version.
+    """
+    path = Path(path)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            metadata = _checked_format(path, file.metadata() or {})
+            state = _read_state(path, metadata, file)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(
+            f"{path}: expected a safetensors file, got a damaged or other one ({error}); "
+            "use an earlier checkpoint"
+        ) from None
+    return _checkpoint(path, metadata, state)
+
+
+def _tensors(state: OuterState) -> dict[str, Tensor]:
+    parts = (("params", state.params_N), ("momentum", state.momentum_N))
+    return {
+        f"{kind}/{name}": piece.clone()
+        for kind, vector_N in parts
+        for name, piece in zip(state.layout.names, state.layout.split(vector_N), strict=True)
+    }
+
+
+def _metadata(checkpoint: Checkpoint) -> dict[str, str]:
+    return {
+        "format": FORMAT,
+        "spec": checkpoint.spec.canonical().decode(),
+        "layout": checkpoint.layout.to_json(),
+        "run_id": checkpoint.run_id.hex(),
+        "epoch": str(checkpoint.epoch),
+        "position": str(checkpoint.position),
+        "chain": checkpoint.chain.hex(),
+        "root": checkpoint.state.root().hex(),
+    }
+
+
+def _expect_own(path: Path, run_id: bytes) -> None:
+    if not path.exists():
+        return
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            found = (file.metadata() or {}).get("run_id", "")
+    except (OSError, safetensors.SafetensorError):
+        found = "unknown"
+    if found != run_id.hex():
+        raise CheckpointError(
+            f"{path}: expected no file or a checkpoint of run {run_id.hex()[:12]}, got one of run "
+            f"{found[:12] or 'unknown'}; move it away or choose another folder"
+        )
+
+
+def _checked_format(path: Path, metadata: Mapping[str, str]) -> Mapping[str, str]:
+    found = metadata.get("format", "none")
+    if found != FORMAT:
+        raise CheckpointError(f"{path}: expected the format '{FORMAT}', got {found[:40]!r}")
+    missing = {"spec", "layout", "run_id", "epoch", "position", "chain", "root"} - set(metadata)
+    if missing:
+        raise CheckpointError(f"{path}: damaged, it lacks {', '.join(sorted(missing))}")
+    return metadata
+
+
+def _read_state(path: Path, metadata: Mapping[str, str], file: safetensors.safe_open) -> OuterState:
+    try:
+        layout = Layout.from_json(metadata["layout"])
+        _expect_tensors(path, layout, file)
+        state = OuterState.blank(layout, int(metadata["position"]))
+        for kind, vector_N in (("params", state.params_N), ("momentum", state.momentum_N)):
+            for name, piece in zip(layout.names, layout.split(vector_N), strict=True):
+                piece.copy_(file.get_tensor(f"{kind}/{name}"))
+        root = state.root().hex()
+    except (LayoutError, StateError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}; use an earlier checkpoint") from None
+    if root != metadata["root"]:
+        raise CheckpointError(
+            f"{path}: damaged: expected the state root {metadata['root'][:12]}, got {root[:12]}; "
+            "use an earlier checkpoint"
+        )
+    return state
+
+
+def _expect_tensors(path: Path, layout: Layout, file: safetensors.safe_open) -> None:
+    expected = {
+        f"{kind}/{name}": list(shape)
+        for kind in ("params", "momentum")
+        for name, shape in zip(layout.names, layout.shapes, strict=True)
+    }
+    if set(file.keys()) != set(expected):
+        raise CheckpointError(f"{path}: damaged: its tensors are not those of its layout")
+    for name, shape in expected.items():
+        piece = file.get_slice(name)
+        if piece.get_shape() != shape or piece.get_dtype() != "F32":
+            raise CheckpointError(
+                f"{path}: damaged: expected {name} as fp32 {shape}, "
+                f"got {piece.get_dtype()} {piece.get_shape()}"
+            )
+
+
+def _checkpoint(path: Path, metadata: Mapping[str, str], state: OuterState) -> Checkpoint:
+    try:
+        return Checkpoint(
+            spec=RunSpec.from_json(metadata["spec"].encode()),
+            run_id=bytes.fromhex(metadata["run_id"]),
+            epoch=int(metadata["epoch"]),
+            position=state.position,
+            chain=bytes.fromhex(metadata["chain"]),
+            state=state,
+        )
+    except SpecError as error:
+        raise CheckpointError(
+            f"{path}: its spec is not one that this version understands: {error}"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged: {error}; use an earlier checkpoint") from None

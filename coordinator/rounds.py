@@ -1,0 +1,126 @@
+"""The rounds of a run as people see them: entries of the log, with what the peers measured."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from atoll.coordinator.history import History
+from atoll.coordinator.status import HISTORY, RoundSummary, RoundTrace
+from atoll.optim.log import Entry
+from atoll.optim.store import LogStore
+
+_OPEN = 64  # newest rounds that still take traces
+_AHEAD = 1024  # positions beyond the log for which traces are kept
+_RECENT = 8  # rounds whose pace counts
+
+
+@dataclass
+class _Round:
+    summary: RoundSummary | None = None
+    traces: dict[str, RoundTrace] = field(default_factory=dict)
+
+
+class Rounds:
+    """Summaries by position, completed as traces come in."""
+
+    def __init__(self, history: History, store: LogStore) -> None:
+        """Bring the history up to the log, which may have ended before or after it."""
+        self._history = history
+        self._open: dict[int, _Round] = {}
+        history.forget_rounds(store.head.position)
+        self.tokens_total = history.tokens_total()
+        self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
+        for record in _records(store, history.last_round()):
+            self.add(Entry.decode(record), time.time(), left_out=[], valid_loss=None)
+
+    def newest(self) -> list[RoundSummary]:
+        """The newest summaries, oldest first."""
+        return list(self._newest)
+
+    def interval_s(self) -> float:
+        """Median seconds between the last few rounds; 0 if there were none."""
+        times = [summary.at for summary in list(self._newest)[-_RECENT:]]
+        pairs = itertools.pairwise(times)
+        return statistics.median([max(0.0, b - a) for a, b in pairs] or [0.0])
+
+    def add(
+        self, entry: Entry, at_s: float, *, left_out: Sequence[str], valid_loss: float | None
+    ) -> None:
+        """Take a decided position."""
+        summary = RoundSummary(
+            epoch=entry.epoch,
+            position=entry.position + 1,
+            at=at_s,
+            loss=entry.loss if entry.members else None,
+            valid_loss=valid_loss,
+            tokens=sum(member.tokens for member in entry.members),
+            members=len(entry.members),
+            left_out=list(left_out),
+            chain=entry.chain.hex(),
+        )
+        self.tokens_total += summary.tokens
+        self._newest.append(summary)
+        current = self._open.setdefault(entry.position, _Round())
+        current.summary = summary
+        self._close_old(entry.position)
+        self._complete(current)
+
+    def trace(self, peer_id: str, trace: RoundTrace) -> None:
+        """Take one member's account; of a round that is long past it is dropped."""
+        newest = self._newest[-1].position if self._newest else 0
+        if not newest - _OPEN <= trace.position < newest + _AHEAD:
+            return
+        current = self._open.setdefault(trace.position, _Round())
+        current.traces[peer_id] = trace
+        if current.summary is not None:
+            self._complete(current)
+
+    def _complete(self, current: _Round) -> None:
+        summary = current.summary
+        if summary is None:
+            return
+        complete = with_traces(summary, current.traces)
+        current.summary = complete
+        for index in range(len(self._newest) - 1, -1, -1):
+            if self._newest[index].position == complete.position:
+                self._newest[index] = complete
+                break
+        self._history.put_round(complete)
+
+    def _close_old(self, position: int) -> None:
+        for old in [p for p in self._open if p < position - _OPEN]:
+            del self._open[old]
+
+
+def with_traces(summary: RoundSummary, traces: Mapping[str, RoundTrace]) -> RoundSummary:
+    """The summary with mean phase times and summed bytes of its epoch's traces."""
+    ours = [t for t in traces.values() if t.epoch == summary.epoch]
+    return RoundSummary(
+        epoch=summary.epoch,
+        position=summary.position,
+        at=summary.at,
+        loss=summary.loss,
+        valid_loss=summary.valid_loss,
+        tokens=summary.tokens,
+        members=summary.members,
+        left_out=summary.left_out,
+        seconds=_mean_phases([t.seconds for t in ours if t.included] or [t.seconds for t in ours]),
+        wire_bytes=min(sum(t.wire_bytes_sent for t in ours), 2**63 - 1),
+        chain=summary.chain,
+    )
+
+
+def _mean_phases(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = list(dict.fromkeys(name for each in seconds for name in each))[:32]
+    return {name: sum(s.get(name, 0.0) for s in seconds) / len(seconds) for name in names}
+
+
+def _records(store: LogStore, start: int) -> Iterable[bytes]:
+    while records := store.headers(start, 256):
+        yield from (record.entry for record in records)
+        start = records[-1].position + 1

@@ -39,6 +39,8 @@ BAD_INPUTS = frozenset(
         "atoll.coordinator.client_errors.NotWelcome",  # an invite whose token is not accepted
         "atoll.coordinator.client_errors.WrongCertificate",  # ... of another run at that address
         "atoll.coordinator.client_errors.WrongRunOrVersion",
+        "atoll.coordinator.server.SetupError",  # a state directory or port that is not free
+        "atoll.dht.identity.IdentityError",  # a key file that is none
         "atoll.optim.store.StoreCorrupt",  # the user named a directory with a damaged log
         "atoll.optim.store.WrongRun",  # ... or with that of another run
     }

@@ -1,0 +1,115 @@
+"""The run's first DHT node, which lives with the coordinator and lets peers find each other.
+
+Exceptions:
+
+    ValueError
+      PortInUse     coordinator.dht_listen cannot be used on this machine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from atoll.coordinator.server import NodeRequest
+from atoll.dht.identity import Identity
+from atoll.dht.node import Node
+
+RENEWALS = 3  # in the life of an admission, so that two may be late
+
+
+class PortInUse(ValueError):  # noqa: N818
+    """An address that cannot be listened on."""
+
+
+class BootstrapNode:
+    """A node of the run's DHT with the coordinator's own admission, renewed while it runs."""
+
+    def __init__(self, node: Node, request: NodeRequest, admission_s: float) -> None:
+        """Use `start`."""
+        self._node = node
+        self._request = request
+        self._renewing = asyncio.create_task(self._renew(admission_s / RENEWALS))
+
+    @classmethod
+    async def start(cls, request: NodeRequest, *, admission_s: float) -> BootstrapNode:
+        """Start the node; `admission_s` is how long an admission lasts.
+
+        Raises:
+            PortInUse: the address is taken, or not this machine's.
+            IdentityError: the key file cannot be used.
+            DaemonError: p2pd did not start.
+        """
+        host = request.host
+        port = choose_port(host, request.port, request.identity_path.with_name("node.port"))
+        peer_id = Identity.load_or_create(request.identity_path).peer_id
+        announce = [multiaddr(request.advertise, port)] if request.advertise else []
+        node = await Node.start(
+            request.identity_path,
+            run_id=request.run_id.hex(),
+            listen_maddrs=[multiaddr(host, port)],
+            announce_maddrs=announce,
+            admission=request.admit(peer_id),
+            check=request.check,
+        )
+        return cls(node, request, admission_s)
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Multiaddrs with the PeerID, for invites."""
+        return self._node.addresses
+
+    async def close(self) -> None:
+        """Leave the DHT."""
+        self._renewing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._renewing
+        await self._node.close()
+
+    async def _renew(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            self._node.transport.admission = self._request.admit(self._node.peer_id)
+
+
+def multiaddr(host: str, port: int) -> str:
+    """Return the libp2p form of a host name or IP address and a TCP port."""
+    try:
+        kind = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "dns"
+    return f"/{kind}/{host}/tcp/{port}"
+
+
+def choose_port(host: str, wanted: int, remembered: Path) -> int:
+    """Return a port that is free: the wanted one, else the last one (so invites last), else any.
+
+    Raises:
+        PortInUse: the wanted port is taken, or the host is not this machine's.
+    """
+    if wanted:
+        return _free_port(host, wanted)
+    with contextlib.suppress(OSError, ValueError):
+        return _free_port(host, int(remembered.read_text(encoding="ascii")))
+    port = _free_port(host, 0)
+    remembered.write_text(str(port), encoding="ascii")
+    return port
+
+
+def _free_port(host: str, port: int) -> int:
+    """Try to listen. p2pd itself would only say that it did not start."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as server:
+            bound: int = server.getsockname()[1]
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no such port"
+        raise PortInUse(
+            f"cannot listen on {host}:{port} ({reason}); set coordinator.dht_listen to another "
+            "address, or to port 0 for any that is free"
+        ) from None
+    return bound

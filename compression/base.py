@@ -14,15 +14,11 @@ Wire format (little endian), the same for all codecs::
     0       1     codec number (``Codec.code``)
     1       1     format version of the codec (``Codec.version``)
     2       2     low half of CRC-32("spec|count"): which parameters, which shape
-    4       4     checksum over bytes 0..3 and the payload
+    4       4     CRC-32 over bytes 0..3 and the payload
     8       ...   payload, laid out by the codec
 
-The checksum of a payload of at most 4,096 bytes is its CRC-32.  A longer payload is
-read as rows of 64 signed 64-bit words: the sums of the rows and of the columns
-(modulo 2^64) go into the CRC-32, and so do the bytes after the last whole row.  It
-runs at memory speed, and whatever changes one word, swaps words or moves rows
-changes it.  A receiver MUST check the length against `Codec.wire_bytes` before
-it allocates anything, and the checksum before it reads the payload.
+A receiver MUST check the length against `Codec.wire_bytes` before it allocates
+anything, and the checksum before it reads the payload.
 
 A tensor with NaN or infinity has no encoding.  An empty tensor has a frame with an
 empty payload.
@@ -50,9 +46,6 @@ Frame = bytes | bytearray | memoryview
 Dims = tuple[int, ...]
 
 HEADER_BYTES = 8
-WORDS_PER_ROW = 64
-ROW_BYTES = 8 * WORDS_PER_ROW
-SMALL_BYTES = 4_096  # below this a plain CRC-32 is faster than two sums
 FLOAT_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
 
@@ -72,25 +65,6 @@ def shape_of(shape: Shape) -> tuple[int, ...]:
     if any(dim < 0 for dim in dims):
         raise CodecError(f"expected dimensions of at least 0, got {dims}")
     return dims
-
-
-def _grid_sums(payload: Tensor, rows: int) -> bytearray:
-    words = payload[: rows * ROW_BYTES].view(torch.int64).view(rows, WORDS_PER_ROW)
-    out = bytearray(8 * (rows + WORDS_PER_ROW))
-    sums = torch.frombuffer(out, dtype=torch.int64)
-    torch.sum(words, 1, out=sums[:rows])
-    torch.sum(words, 0, out=sums[rows:])
-    return out
-
-
-def checksum(head: bytes, payload: Tensor) -> int:
-    """Return the checksum of a payload (uint8, CPU) under its header; see the module docstring."""
-    crc = zlib.crc32(head)
-    length = payload.numel()
-    rows = length // ROW_BYTES if length > SMALL_BYTES else 0
-    if rows:
-        crc = zlib.crc32(_grid_sums(payload, rows), crc)
-    return zlib.crc32(payload[rows * ROW_BYTES :].numpy(), crc)
 
 
 def floats(x: Tensor) -> Tensor:
@@ -213,9 +187,7 @@ class Codec(ABC):
         payload = torch.frombuffer(buffer, dtype=torch.uint8)[HEADER_BYTES:length]
         if payload.numel():
             length = HEADER_BYTES + self._fill(floats(x), dims, payload)
-        head = self._head(dims)
-        digest = checksum(head, payload[: length - HEADER_BYTES])
-        buffer[:HEADER_BYTES] = head + digest.to_bytes(4, "little")
+        buffer[:HEADER_BYTES] = self._header(dims, buffer, length)
         return length
 
     def decode(
@@ -264,6 +236,12 @@ class Codec(ABC):
         tag = zlib.crc32(f"{self.spec}|{self._frame_key(dims)}".encode()) & 0xFFFF
         return bytes((self.code, self.version)) + tag.to_bytes(2, "little")
 
+    def _header(self, dims: Dims, frame: Frame, length: int) -> bytes:
+        head = self._head(dims)
+        with memoryview(frame) as view:
+            crc = zlib.crc32(view[HEADER_BYTES:length], zlib.crc32(head))
+        return head + crc.to_bytes(4, "little")
+
     def _fill(self, x_N: Tensor, dims: Dims, payload: Tensor) -> int:
         """Write `payload`, on the CPU, from `x_N` on any device; return the length used."""
         if x_N.device.type == "cpu":
@@ -292,14 +270,12 @@ class Codec(ABC):
     def _open(self, data: Frame, dims: Dims) -> Tensor:
         """Check all of a frame but its payload's meaning; return the payload (uint8, CPU)."""
         self._check_length(len(data), dims)
-        head = self._head(dims)
-        got = bytes(data[:4])
-        if got != head:
+        expected, got = self._header(dims, data, len(data)), bytes(data[:HEADER_BYTES])
+        if got[:4] != expected[:4]:
             raise CodecError(self._wrong_head(got, dims))
-        payload = _aligned(data)[HEADER_BYTES:]
-        if int.from_bytes(data[4:HEADER_BYTES], "little") != checksum(head, payload):
+        if got != expected:
             raise CodecError(f"expected an intact {self.spec} frame, got a wrong checksum")
-        return payload
+        return _aligned(data)[HEADER_BYTES:]
 
     def _wrong_head(self, got: bytes, dims: Dims) -> str:
         if got[0] != self.code:

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from atoll.compression.base import (
     BF16_MAX,
@@ -30,6 +29,8 @@ from atoll.compression.base import (
 )
 from atoll.compression.scratch import TILE, scratch
 
+TINY = torch.tensor(1e-37)  # 1 / TINY is finite; far below any gradient that matters
+
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
@@ -37,6 +38,8 @@ class BlockCodec(Codec):
 
     block: int = 256
     code_limit: ClassVar[float] = 128.0  # a power of two; no code stands for more
+
+    scales_per_block: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Refuse blocks that do not divide a tile."""
@@ -48,8 +51,8 @@ class BlockCodec(Codec):
         """Return the bytes of the codes of `numel` <= `TILE` values."""
 
     @abstractmethod
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor) -> Tensor:
-        """Encode whole blocks; return the witness.  `codes` may stop short of a padded block."""
+    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
+        """Encode `numel` values in blocks; return the witness.  The last block may hold more."""
 
     @abstractmethod
     def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
@@ -59,23 +62,24 @@ class BlockCodec(Codec):
         numel = math.prod(dims)
         whole, rest = divmod(numel, TILE)
         codes = whole * self._code_bytes(TILE) + (self._code_bytes(rest) if rest else 0)
-        return 2 * self._num_blocks(numel) + codes
+        return 2 * self._num_scales(numel) + codes
 
-    def _num_blocks(self, numel: int) -> int:
-        return -(-numel // self.block)
+    def _num_scales(self, numel: int) -> int:
+        return -(-numel // self.block) * self.scales_per_block
 
     def _sections(self, payload: Tensor, numel: int) -> list[Tensor]:
-        num_blocks = self._num_blocks(numel)
-        code_bytes = payload.numel() - 2 * num_blocks
-        return carve(payload, (torch.bfloat16, num_blocks), (torch.uint8, code_bytes))
+        num_scales = self._num_scales(numel)
+        code_bytes = payload.numel() - 2 * num_scales
+        return carve(payload, (torch.bfloat16, num_scales), (torch.uint8, code_bytes))
 
     def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
         scales, codes = self._sections(payload, x_N.numel())
         witnesses = [
             self._write_tile(
-                self._padded(x_N[start:stop]).view(-1, self.block),
-                scales[start // self.block : self._num_blocks(stop)],
+                self._in_blocks(x_N[start:stop]),
+                scales[self._num_scales(start) : self._num_scales(stop)],
                 codes[self._code_offset(start) : self._code_offset(stop)],
+                stop - start,
             )
             for start, stop in spans(x_N)
         ]
@@ -88,7 +92,7 @@ class BlockCodec(Codec):
         for start, stop in spans(out_N):
             self._read_tile(
                 codes[self._code_offset(start) : self._code_offset(stop)],
-                scales[start // self.block : self._num_blocks(stop)],
+                scales[self._num_scales(start) : self._num_scales(stop)],
                 out_N[start:stop],
             )
 
@@ -96,9 +100,16 @@ class BlockCodec(Codec):
         whole, rest = divmod(position, TILE)
         return whole * self._code_bytes(TILE) + (self._code_bytes(rest) if rest else 0)
 
-    def _padded(self, x_N: Tensor) -> Tensor:
-        short = -x_N.numel() % self.block
-        return pad(x_N, (0, short)) if short else x_N
+    def _in_blocks(self, x_M: Tensor) -> Tensor:
+        """Return `x_M` as [B, K]; a short last block is filled up with repetitions of itself."""
+        numel = x_M.numel()
+        if numel <= self.block:
+            return x_M.view(1, numel)
+        short = numel % self.block
+        if short:
+            tail = x_M[-short:].repeat(-(-self.block // short))[: self.block]
+            x_M = torch.cat([x_M[:-short], tail])
+        return x_M.view(-1, self.block)
 
 
 def scale_blocks_(out_M: Tensor, scales_B: Tensor, block: int) -> None:
@@ -112,7 +123,7 @@ def scale_blocks_(out_M: Tensor, scales_B: Tensor, block: int) -> None:
 
 def block_peaks(x_BK: Tensor) -> Tensor:
     """Return the largest magnitude of each block, [B]; NaN where a block has one."""
-    return torch.abs(x_BK, out=scratch("abs", x_BK).view_as(x_BK)).amax(1)
+    return torch.abs(x_BK, out=scratch("work", x_BK).view_as(x_BK)).amax(1)
 
 
 def absmax_scales(
@@ -120,9 +131,9 @@ def absmax_scales(
 ) -> Tensor:
     """Store amax / steps of each block as bf16; return the factor from values to steps, [B, 1].
 
-    The factor is a little below 1 / scale where bf16 rounded down, so that no code exceeds
-    `steps`, and it is finite where the scale is zero or denormal.
+    Scales lie up to 2^-7 above amax / steps, so that no code exceeds `steps` although bf16
+    rounds to nearest, and never below `TINY`, so that the factor is finite.
     """
-    scales_B.copy_((amax_B * (1.0 / steps)).clamp_(max=BF16_MAX / code_limit))
-    inverse_B = torch.minimum(scales_B.to(torch.float32).reciprocal_(), steps / amax_B)
-    return inverse_B.clamp_(max=FLOAT_MAX).unsqueeze(1)
+    exact_B = torch.add(TINY, amax_B, alpha=(1 + 2**-8) / steps)
+    scales_B.copy_(exact_B.clamp_(max=BF16_MAX / code_limit))
+    return scales_B.to(torch.float32).reciprocal_().unsqueeze(1)

@@ -37,12 +37,12 @@ class Int8(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return numel
 
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor) -> Tensor:
+    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
         amax_B = block_peaks(x_BK)
         inverse_B1 = absmax_scales(amax_B, 127.0, scales_B)
-        steps_N = scratch("steps", x_BK)
+        steps_N = scratch("work", x_BK)
         torch.mul(x_BK, inverse_B1, out=steps_N.view_as(x_BK))
-        codes.view(torch.int8).copy_(steps_N.round_()[: codes.numel()])
+        codes.view(torch.int8).copy_(steps_N.round_()[:numel])
         return amax_B.amax()
 
     def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:

@@ -1,0 +1,86 @@
+"""`int8-dynamic`: a non-linear 8-bit code in blocks, fine near zero, 7 decades deep.
+
+Payload::
+
+    scales   bf16, the largest magnitude of each block of `block` values
+    codes    uint8, index into the code table; value = TABLE[code] * scale
+
+Source: 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861; the table is that of
+its "dynamic tree" data type: signed, up to 7 exponent bits.
+Departures: blocks of 256; the nearest code is looked up by the value rounded to fp16, so that
+a value within 2^-11 of the middle of two codes may get the farther one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
+from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
+
+EXPONENTS = 7
+
+
+@register
+@dataclass(frozen=True)
+class Int8Dynamic(BlockCodec):
+    """8 bits a value and 16 a block, small values kept; contractive."""
+
+    name: ClassVar[str] = "int8-dynamic"
+    code: ClassVar[int] = 5
+    code_limit: ClassVar[float] = 1.0
+
+    def _code_bytes(self, numel: int) -> int:
+        return numel
+
+    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
+        amax_B = block_peaks(x_BK)
+        inverse_B1 = absmax_scales(amax_B, 1.0, scales_B, code_limit=self.code_limit)
+        unit_M = scratch("work", x_BK)
+        torch.mul(x_BK, inverse_B1, out=unit_M.view_as(x_BK))
+        half_M = scratch("half", x_BK, torch.float16).copy_(unit_M).view(torch.int16)
+        index_M = scratch("index", x_BK, torch.int32).copy_(half_M).bitwise_and_(0xFFFF)
+        found_M = scratch("codes", x_BK, torch.uint8)
+        torch.index_select(_nearest(x_BK.device), 0, index_M, out=found_M)
+        codes.copy_(found_M[:numel])
+        return amax_B.amax()
+
+    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+        index_M = scratch("index", out_M, torch.int32).copy_(codes)
+        torch.index_select(_table(out_M.device), 0, index_M, out=out_M)
+        scale_blocks_(out_M, scales_B, self.block)
+
+
+def code_table() -> list[float]:
+    """Return the 256 codes in rising order, each the fp32 nearest to its definition."""
+    codes = [0.0, 1.0]
+    for exponent in range(EXPONENTS):
+        count = 2**exponent
+        step = 0.9 / count
+        means = [0.1 + step * (i + 0.5) for i in range(count)]
+        unit = 10.0 ** (exponent - EXPONENTS + 1)
+        codes += [unit * mean for mean in means] + [-unit * mean for mean in means]
+    return torch.tensor(sorted(codes), dtype=torch.float64).to(torch.float32).tolist()
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(code_table(), dtype=torch.float32, device=device)
+
+
+@cache
+def _nearest(device: torch.device) -> Tensor:
+    """Return the nearest code of every fp16, by its bits; those beyond 1 get the ends."""
+    table = code_table()
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
+    every = torch.arange(65_536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    codes = [bisect.bisect_left(middles, value) for value in every.tolist()]
+    return torch.tensor(codes, dtype=torch.uint8, device=device)

@@ -1,0 +1,79 @@
+"""Packing of small codes, eight bytes at a time.
+
+A run of m codes is cut into planes, as many as codes go into a byte: plane j holds the codes
+[j L, (j + 1) L), where L is m / planes, rounded up to a multiple of 8.  Byte i of the packed
+run holds code i of every plane; plane 0 is in the lowest bits (or is the lowest digit).
+Neighbours thus stay neighbours in all planes, and one 64-bit operation works on eight codes.
+Codes beyond m are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atoll.compression.scratch import TILE, room
+
+
+def plane_bytes(numel: int, planes: int) -> int:
+    """Return L, the bytes of a packed run of `numel` codes."""
+    return 8 * -(-numel // (8 * planes))
+
+
+def run_length(numel: int) -> int:
+    """Return how many codes are packed together: a tile, or all of a shorter tensor."""
+    return TILE if numel > TILE else numel
+
+
+def planes_of(codes_M: Tensor, numel: int, planes: int) -> Tensor:
+    """Store the first `numel` codes as bytes, in words [runs, planes, L / 8].
+
+    `codes_M` has any type whose values fit int8 (fractions are cut off).
+    """
+    length = run_length(numel)
+    width = planes * plane_bytes(length, planes)
+    runs = numel // length
+    flat = room("codes", runs * width, codes_M.device, torch.uint8)
+    rows = flat.view(runs, width)
+    if width > length:
+        rows[:, length:].zero_()
+    rows[:, :length].view(torch.int8).copy_(codes_M.view(-1)[:numel].view(runs, length))
+    return flat.view(torch.int64).view(runs, planes, -1)
+
+
+def pack(codes_M: Tensor, bits: int, out: Tensor, numel: int) -> None:
+    """Pack the low `bits` (1, 2 or 4) bits of the first `numel` codes into the bytes `out`."""
+    words = planes_of(codes_M, numel, 8 // bits).bitwise_and_(repeated((1 << bits) - 1))
+    packed = words[:, 0]
+    for j in range(1, 8 // bits):
+        packed |= words[:, j].bitwise_left_shift_(j * bits)
+    out.copy_(packed.contiguous().view(torch.uint8).view(-1))
+
+
+def unpack(packed: Tensor, bits: int, numel: int, *, high: bool) -> Tensor:
+    """Return `numel` codes as bytes (uint8), in the high or the low bits; the others are zero."""
+    length, planes = run_length(numel), 8 // bits
+    runs, width = numel // length, packed.numel() // (numel // length)
+    words = aligned_words(packed).view(runs, width // 8)
+    flat = room("codes", runs * planes * width, packed.device, torch.uint8)
+    out = flat.view(torch.int64).view(runs, planes, -1)
+    for j in range(planes):
+        if high:
+            torch.bitwise_left_shift(words, 8 - bits - j * bits, out=out[:, j])
+        else:
+            torch.bitwise_right_shift(words, j * bits, out=out[:, j])
+    mask = ((1 << bits) - 1) << (8 - bits if high else 0)
+    out.bitwise_and_(repeated(mask))
+    return flat.view(runs, -1)[:, :length].reshape(-1)
+
+
+def aligned_words(packed: Tensor) -> Tensor:
+    """Return bytes (a multiple of 8 of them) as signed 64-bit words."""
+    if packed.storage_offset() % 8:
+        packed = room("packed", packed.numel(), packed.device, torch.uint8).copy_(packed)
+    return packed.view(torch.int64)
+
+
+def repeated(byte: int) -> int:
+    """Return the signed 64-bit word of eight times `byte`."""
+    return int.from_bytes(bytes([byte]) * 8, "little", signed=True)

@@ -1,0 +1,53 @@
+"""`sign`: one bit a value, and the mean magnitude of a block.
+
+Payload::
+
+    scales   bf16, mean |x| / 64 of each block of `block` values
+    codes    1 bit each, 1 for negative; packed as `atoll.compression.planes`
+
+value = +-64 * scale; zero counts as positive.
+
+Source: Distributed Lion, arXiv:2404.00438 (signs both ways).  Departure: the scale, which
+makes the codec contractive for gradients as well as for Lion's updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from atoll.compression.blocks import BF16_MAX, BlockCodec, scale_blocks_
+from atoll.compression.planes import pack, plane_bytes, unpack
+from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
+
+
+@register
+@dataclass(frozen=True)
+class Sign(BlockCodec):
+    """1 bit a value and 16 a block; contractive."""
+
+    name: ClassVar[str] = "sign"
+    code: ClassVar[int] = 11
+    block: int = 1024
+    code_limit: ClassVar[float] = 64.0
+
+    def _code_bytes(self, numel: int) -> int:
+        return plane_bytes(numel, 8)
+
+    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
+        size_BK = torch.abs(x_BK, out=scratch("work", x_BK).view_as(x_BK))
+        largest = size_BK.amax()
+        mean_B = size_BK.mean(1).mul_(1 / 64)
+        scales_B.copy_(mean_B.clamp_(max=BF16_MAX / self.code_limit))
+        negative = torch.signbit(x_BK.view(-1), out=scratch("negative", x_BK, torch.bool))
+        pack(negative.view(torch.int8), 1, codes, numel)
+        return largest
+
+    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+        negative = unpack(codes, 1, out_M.numel(), high=True)
+        out_M.copy_(negative.bitwise_or_(0x40).view(torch.int8))  # 0x40 is 64, 0xC0 is -64
+        scale_blocks_(out_M, scales_B, self.block)

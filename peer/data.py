@@ -13,8 +13,8 @@ token, if it has one, ends a document). A document goes to validation when a has
 so, so the split is the same on every machine; a corpus of too few documents gives its tail instead.
 
 The batch number ``i`` of peer ``p`` is a function of ``(seed, p, i)``: Philox is a counter-based
-generator, so a stream resumes from one number. A streamed data set resumes from a document count
-and the tokens left over.
+generator, so a stream resumes from one number. A streamed data set resumes from its own state and
+the tokens left over.
 
 # B sequences, T positions, N tokens of a corpus
 """
@@ -48,6 +48,7 @@ SKIPPED_FOLDERS = NOT_SOURCE | TESTS | GENERATED
 FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 SPOOL_BYTES = 1 << 30  # tokens beyond this move from memory to an unnamed temporary file
+HUB_OFFSET_DOCUMENTS = 10_000  # peers start so far apart at most; seconds to skip
 HUB_VALIDATION_DOCUMENTS = 2_000  # looked at in search of validation text; about 5% are
 
 
@@ -59,6 +60,7 @@ class TextDecoder(Protocol):
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes, often a character, sometimes nothing."""
+        ...
 
 
 class Tokenizer(Protocol):
@@ -67,16 +69,20 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of different tokens."""
+        ...
 
     @property
     def end_token(self) -> int | None:
         """The token that ends a document."""
+        ...
 
     def encode(self, data: bytes) -> Tokens:
         """Return the tokens of UTF-8 text, without an end token."""
+        ...
 
     def decoder(self) -> TextDecoder:
         """Return a fresh decoder."""
+        ...
 
 
 class ByteTokenizer:
@@ -489,8 +495,9 @@ def _check_state(state: Mapping[str, Any], kind: str, **kinds: type) -> None:
 class HubCorpus(Corpus):
     """A Hugging Face data set that is read while training (needs the ``data`` extra).
 
-    Each peer reads the shards in an order of its own and packs documents into sequences one after
-    another. Validation documents, by a hash of their text, are left out of every training stream.
+    Each peer shuffles the shards in its own way, starts at a document of its own (a data set may
+    have one shard only) and packs documents into sequences one after another. Validation
+    documents, by a hash of their text, are left out of every training stream.
     """
 
     def __init__(
@@ -512,11 +519,10 @@ class HubCorpus(Corpus):
 
     def stream(self, *, seed: int, peer_id: str, batch_size: int, seq_len: int) -> TokenStream:
         """Return the training stream of one peer, from its beginning."""
-        order = _stream_key(seed, peer_id) % 2**32
-        shuffled = self._dataset.shuffle(seed=order, buffer_size=1)  # shards only: resumes exactly
-        return _PackedDocuments(
-            lambda skip: self._tokens(shuffled.skip(skip), valid=False), batch_size, seq_len
+        documents = _HubDocuments(
+            self._dataset, self._training_tokens, _stream_key(seed, peer_id), self._name
         )
+        return _PackedDocuments(documents, batch_size, seq_len)
 
     def validation(self, *, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
         """Return windows of the first validation documents of the data set.
@@ -524,8 +530,8 @@ class HubCorpus(Corpus):
         Raises:
             DataError: the first documents hold too little validation text.
         """
-        head = self._dataset.take(HUB_VALIDATION_DOCUMENTS)
-        found = [tokens for tokens in self._tokens(head, valid=True) if tokens is not None]
+        head = map(self._text, self._dataset.take(HUB_VALIDATION_DOCUMENTS))
+        found = [self._tokens(text) for text in head if self._is_validation(text)]
         tokens_N = np.concatenate(found) if found else np.zeros(0, dtype=np.uint8)
         if len(tokens_N) <= seq_len:
             raise DataError(
@@ -535,67 +541,111 @@ class HubCorpus(Corpus):
             )
         return _even_windows(tokens_N, batches, batch_size, seq_len)
 
-    def _tokens(
-        self, records: Iterable[Mapping[str, object]], *, valid: bool
-    ) -> Iterator[Tokens | None]:
-        """Yield the tokens of each document, None for those of the other part."""
+    def _text(self, record: Mapping[str, object]) -> str:
+        return _text_of(record, self._text_field, f"hf:{self._name}")
+
+    def _is_validation(self, text: str) -> bool:
+        return goes_to_validation(text, self._valid_fraction)
+
+    def _training_tokens(self, record: Mapping[str, object]) -> Tokens | None:
+        text = self._text(record)
+        return None if self._is_validation(text) else self._tokens(text)
+
+    def _tokens(self, text: str) -> Tokens:
+        tokens = self.tokenizer.encode(text.encode(errors="replace"))
         end = [] if self.tokenizer.end_token is None else [self.tokenizer.end_token]
-        for record in records:
-            text = _text_of(record, self._text_field, f"hf:{self._name}")
-            if goes_to_validation(text, self._valid_fraction) is not valid:
-                yield None
-                continue
-            tokens = self.tokenizer.encode(text.encode(errors="replace"))
-            yield np.concatenate([tokens, np.array(end, dtype=tokens.dtype)])
+        return np.concatenate([tokens, np.array(end, dtype=tokens.dtype)])
 
 
-class _PackedDocuments(TokenStream):
-    """Cuts a stream of documents into sequences; starts again at its end."""
+class _HubDocuments:
+    """The training documents of a data set for ever, pass after pass, for one peer."""
 
     def __init__(
-        self, open_at: Callable[[int], Iterator[Tokens | None]], batch_size: int, seq_len: int
+        self,
+        dataset: Any,  # noqa: ANN401 - an optional package
+        tokens_of: Callable[[Mapping[str, object]], Tokens | None],
+        key: int,
+        name: str,
     ) -> None:
-        self._open_at = open_at
-        self._batch_size, self._seq_len = batch_size, seq_len
-        self._documents = 0
-        self._left_over: list[int] = []
-        self._source: Iterator[Tokens | None] | None = None
+        self._dataset, self._tokens_of, self._name = dataset, tokens_of, name
+        self._key = key
+        self._open(number=0, state=None)
+        self._skip = key % HUB_OFFSET_DOCUMENTS
+        self._yielded = True
 
-    def next_batch(self) -> Tensor:
-        needed = self._batch_size * (self._seq_len + 1)
-        fresh: list[Tokens] = [np.array(self._left_over, dtype=np.int64)]
-        while sum(map(len, fresh)) < needed:
-            fresh.append(self._next_document())
-        tokens_N = np.concatenate(fresh).astype(np.int64)
-        self._left_over = tokens_N[needed:].tolist()
-        return torch.from_numpy(tokens_N[:needed].reshape(self._batch_size, -1))
-
-    def _next_document(self) -> Tokens:
-        found, restarts = None, 0
-        while found is None:
-            if self._source is None:
-                self._source = self._open_at(self._documents)
-            try:
-                found = next(self._source)
-                self._documents += 1
-            except StopIteration:
-                restarts += 1
-                if restarts > 1:
-                    raise DataError("the data set holds no training documents") from None
-                self._source, self._documents = None, 0
-        return found
+    def next(self) -> Tokens:
+        while True:
+            record = next(self._records, None)
+            if record is None:
+                self._start_again()
+                continue
+            self._seen += 1
+            if self._skip:
+                self._skip -= 1
+            elif (tokens := self._tokens_of(record)) is not None:
+                self._yielded = True
+                return tokens
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "kind": "documents",
-            "documents": self._documents,
-            "left_over": list(self._left_over),
+            "pass": self._pass,
+            "seen": self._seen,
+            "skip": self._skip,
+            "yielded": self._yielded,
+            "source": self._source.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_state(state, "documents", documents=int, left_over=list)
-        self._documents, self._left_over = state["documents"], list(state["left_over"])
-        self._source = None
+        self._open(number=state["pass"], state=state["source"])
+        self._seen, self._skip = state["seen"], state["skip"]
+        self._yielded = state["yielded"]
+
+    def _open(self, *, number: int, state: Mapping[str, Any] | None) -> None:
+        order = (self._key + number) % 2**32
+        self._source = self._dataset.shuffle(seed=order, buffer_size=1)  # shards; resumes exactly
+        if state is not None:
+            self._source.load_state_dict(dict(state))
+        self._records: Iterator[Mapping[str, object]] = iter(self._source)
+        self._pass, self._seen = number, 0
+
+    def _start_again(self) -> None:
+        if self._seen == 0 or not self._yielded:
+            raise DataError(f"the data set {self._name!r} holds no training documents")
+        self._skip %= self._seen
+        self._yielded = self._skip > 0
+        self._open(number=self._pass + 1, state=None)
+
+
+class _PackedDocuments(TokenStream):
+    """Cuts a stream of documents into sequences."""
+
+    def __init__(self, documents: _HubDocuments, batch_size: int, seq_len: int) -> None:
+        self._documents = documents
+        self._batch_size, self._seq_len = batch_size, seq_len
+        self._left_over: Tokens = np.zeros(0, dtype=np.int64)
+
+    def next_batch(self) -> Tensor:
+        needed = self._batch_size * (self._seq_len + 1)
+        pieces, length = [self._left_over], len(self._left_over)
+        while length < needed:
+            pieces.append(self._documents.next())
+            length += len(pieces[-1])
+        tokens_N = np.concatenate(pieces).astype(np.int64)
+        self._left_over = tokens_N[needed:]
+        return torch.from_numpy(tokens_N[:needed].reshape(self._batch_size, -1))
+
+    def state_dict(self) -> dict[str, Any]:
+        documents = self._documents.state_dict()
+        return {
+            "kind": "documents",
+            "documents": documents,
+            "left_over": self._left_over.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _check_state(state, "documents", documents=dict, left_over=list)
+        self._documents.load_state_dict(state["documents"])
+        self._left_over = np.array(state["left_over"], dtype=np.int64)
 
 
 def open_corpus(

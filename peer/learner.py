@@ -11,12 +11,13 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch._dynamo.exc
 from torch import Tensor, nn
 
+from atoll.coordinator.spec import InnerSection
 from atoll.optim.layout import Layout
 from atoll.peer import models
 from atoll.peer.devices import Device
@@ -24,43 +25,7 @@ from atoll.peer.devices import Device
 _log = logging.getLogger(__name__)
 
 
-class InnerSettings(Protocol):
-    """The part of a run's spec that a learner reads; `RunSpec.inner` is one."""
-
-    @property
-    def lr(self) -> float:
-        """Peak learning rate."""
-
-    @property
-    def beta1(self) -> float:
-        """Decay of the first moment."""
-
-    @property
-    def beta2(self) -> float:
-        """Decay of the second moment."""
-
-    @property
-    def weight_decay(self) -> float:
-        """Decoupled weight decay, of matrices only."""
-
-    @property
-    def clip_norm(self) -> float:
-        """Largest L2 norm of a gradient; 0 means no clipping."""
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps up to the peak."""
-
-    @property
-    def min_lr_ratio(self) -> float:
-        """Final rate as a share of the peak."""
-
-    @property
-    def compile(self) -> bool:
-        """Whether to use torch.compile."""
-
-
-def learning_rate(step: int, *, inner: InnerSettings, total_steps: int) -> float:
+def learning_rate(step: int, *, inner: InnerSection, total_steps: int) -> float:
     """Return the rate of one inner step of a run.
 
     It rises linearly over the warm-up, then follows half a cosine (arXiv:1608.03983) to
@@ -81,7 +46,7 @@ def learning_rate(step: int, *, inner: InnerSettings, total_steps: int) -> float
     return inner.lr * (inner.min_lr_ratio + (1.0 - inner.min_lr_ratio) * share)
 
 
-def adamw(model: nn.Module, inner: InnerSettings, device: Device) -> torch.optim.AdamW:
+def adamw(model: nn.Module, inner: InnerSection, device: Device) -> torch.optim.AdamW:
     """Return AdamW (arXiv:1711.05101) over a model; vectors, such as norms, do not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
@@ -114,7 +79,7 @@ class Learner:
     """A model on a device with its AdamW, its schedule and its clipping."""
 
     def __init__(
-        self, model: nn.Module, inner: InnerSettings, device: Device, *, total_steps: int
+        self, model: nn.Module, inner: InnerSection, device: Device, *, total_steps: int
     ) -> None:
         """Move the model to the device and make its optimizer.
 

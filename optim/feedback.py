@@ -121,8 +121,8 @@ class Feedback:
 
         Args:
             part: values of the part.
-            lost: W (a - u), with W the sum of the weights that were averaged over (cells may
-                differ), a the mean before encoding and u what was decoded from the sent bytes.
+            lost: W (a - u): the sum of the weights that were averaged over, times the mean
+                before encoding less what was decoded from what was sent.
         """
         if self.beta > 0:
             self.mass_N[part] += lost

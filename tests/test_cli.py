@@ -1,19 +1,25 @@
 """The command line: what it prints, its exit codes, and that it overwrites nothing."""
 
+import contextlib
 import errno
 import importlib
 import json
+import signal
+import socket
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 
-from atoll.coordinator.spec import RunSpec, SpecError
+from atoll.coordinator.invite import Invite
+from atoll.coordinator.spec import RunSpec, SpecError, template
 from atoll.dht.transport import TransportError
 from atoll.optim import store
 from atoll.peer import cli
 from atoll.peer.commands import SUMMARIES, print_json
+from atoll.peer.commands.watching import read_invite
 
 
 @pytest.fixture
@@ -151,3 +157,190 @@ def test_json_is_one_line_without_nan(capsys):
     assert json.loads(capsys.readouterr().out) == {"loss": 1.5}
     with pytest.raises(ValueError, match="JSON"):
         print_json({"loss": float("nan")})
+
+
+# --- the input that is wrong: one message, exit code 2, nothing overwritten
+
+TINY = {"dim": 32, "num_layers": 1, "num_heads": 2, "ffn_dim": 64}
+INVITE = Invite(
+    addresses=("127.0.0.1:9",),
+    run_id=bytes(32),
+    run_key=bytes(32),
+    tls_sha256=bytes(32),
+).encode()
+
+
+@pytest.fixture
+def spec_file(tmp_path):
+    """Writes a RUN.toml of a tiny run with some sections changed."""
+
+    def write(**sections):
+        values = {
+            "model": {"overrides": TINY},
+            "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
+        }
+        for name, section in sections.items():
+            values[name] = values.get(name, {}) | section
+        path = tmp_path / "RUN.toml"
+        path.write_text(template(RunSpec.from_dict(values)), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[outer]\ninner_steps = 'ten'", "line 2: outer.inner_steps"),
+        ("[outer]\ninner_step = 10", "did you mean 'inner_steps'"),
+        ("[compression]\ncodec = 'int9'", "compression.codec"),
+        ("[outer", "not valid TOML"),
+        ("[run]\nname = 'a/b'\n[data]\nseq_len = 0", "2 problems"),
+    ],
+)
+def test_a_wrong_run_file_is_refused(atoll, tmp_path, text, expected):
+    (tmp_path / "RUN.toml").write_text(text)
+    assert expected in refused(atoll("coordinator", "RUN.toml", "--state-dir", "state"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_missing_run_file_is_refused(atoll):
+    assert "atoll init" in refused(atoll("coordinator", "RUN.toml"))
+
+
+@pytest.mark.parametrize("option", ["--listen", "--dht-listen", "--metrics-listen"])
+def test_an_address_that_is_none_is_refused(atoll, spec_file, option):
+    assert "host:port" in refused(atoll("coordinator", spec_file(), option, "7700"))
+
+
+@pytest.mark.parametrize("option", ["--listen", "--dht-listen", "--metrics-listen"])
+def test_a_port_in_use_is_refused(atoll, spec_file, taken_port, option):
+    result = atoll("coordinator", spec_file(), "--state-dir", "state", option, taken_port)
+    assert "in use" in refused(result)
+
+
+def test_a_model_that_is_none_leaves_no_state_directory(atoll, spec_file, tmp_path):
+    spec = spec_file(model={"preset": "gigantic", "overrides": {}})
+    assert "gigantic" in refused(atoll("coordinator", spec, "--state-dir", "state"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_missing_tokenizer_is_refused(atoll, spec_file, tmp_path):
+    spec = spec_file(data={"tokenizer": "no-such.json"})
+    refused(atoll("coordinator", spec, "--state-dir", "state"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_state_directory_of_something_else_is_refused(atoll, spec_file, tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "thesis.tex").write_text("mine")
+    assert "thesis.tex" in refused(atoll("coordinator", spec_file(), "--state-dir", state))
+    assert contents(state) == {state / "thesis.tex": b"mine"}
+
+
+def test_a_state_directory_of_another_run_is_refused(atoll, spec_file, taken_port, tmp_path):
+    state = tmp_path / "state"
+    # The first run gets as far as its port, which leaves a state directory of its own.
+    refused(atoll("coordinator", spec_file(), "--state-dir", state, "--listen", taken_port))
+    before = contents(state)
+    assert before
+    other = spec_file(outer={"inner_steps": 7})
+    assert "outer.inner_steps: 30 != 7" in refused(
+        atoll("coordinator", other, "--state-dir", state)
+    )
+    assert contents(state) == before
+
+
+def test_an_invite_file_with_something_else_is_refused(atoll, spec_file, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    result = atoll("coordinator", spec_file(), "--invite-file", "notes.txt")
+    assert "notes.txt" in refused(result)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["peer", "status", "rounds", "dashboard"])
+@pytest.mark.parametrize(
+    ("invite", "expected"),
+    [
+        ("hello", "starts with 'atoll1'"),
+        ("atoll2" + INVITE[6:], "version"),
+        (INVITE[:-3], "damaged"),
+        (INVITE.replace("A", "B", 1), "damaged"),
+    ],
+)
+def test_an_invite_that_is_none_is_refused(atoll, command, invite, expected):
+    assert expected in refused(atoll(command, invite))
+
+
+def test_an_invite_may_stand_in_a_file(tmp_path):
+    (tmp_path / "invite").write_text(INVITE[:40] + "\n" + INVITE[40:] + "\n")
+    assert read_invite(str(tmp_path / "invite")).encode() == INVITE
+
+
+def test_a_file_without_an_invite_is_refused(atoll, tmp_path):
+    (tmp_path / "invite").write_bytes(b"\xff\xfe")
+    assert "expected a file with an invite" in refused(atoll("status", "invite"))
+
+
+def test_nobody_at_the_address_is_a_failure(atoll):
+    result = atoll("status", INVITE)
+    assert (result.code, result.out) == (1, "")
+    assert "127.0.0.1:9" in result.err
+
+
+@pytest.mark.parametrize("arguments", [["--temperature", "-1"], ["--max-tokens", "-1"], []])
+def test_sample_refuses_what_it_cannot_use(atoll, arguments):
+    refused(atoll("sample", "no-such.safetensors", *arguments))
+
+
+def test_sample_refuses_a_damaged_checkpoint(atoll, tmp_path):
+    (tmp_path / "damaged.safetensors").write_bytes(b"\x08" + bytes(40))
+    refused(atoll("sample", "damaged.safetensors"))
+
+
+# --- a coordinator as a process
+
+
+def test_a_coordinator_starts_answers_stops_and_is_the_same_again(atoll, spec_file, tmp_path):
+    command = [sys.executable, "-m", "atoll.peer.cli", "coordinator", str(spec_file())]
+    command += ["--state-dir", str(tmp_path / "state"), "--invite-file", str(tmp_path / "invite")]
+    invites = []
+    for _ in range(2):
+        with coordinator(command, tmp_path / "invite") as process:
+            status = json.loads(atoll("status", "invite", "--json").out)
+            assert status["state"] == "waiting"
+            assert "no round was committed" in atoll("rounds", "invite").out
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+        assert status["run_id"][:12] in err
+        invites.append(out.strip())
+        assert (tmp_path / "invite").read_text().strip() == invites[-1]
+        (tmp_path / "invite").unlink()
+    assert invites[0] == invites[1]
+
+
+@contextlib.contextmanager
+def coordinator(command, invite_file):
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not invite_file.exists():
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            yield process
+        finally:
+            process.kill()

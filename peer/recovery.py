@@ -119,6 +119,8 @@ class Recovery:
         started, before = self._ctx.now(), replica.position
         donors: set[str] = set()
         snapshot: int | None = None
+        if not self._on_the_log() and await replica.rewind():
+            self._on_event_rewound(before)
         for _ in range(MAX_PASSES):
             ahead = await self._donors_ahead()
             if not ahead:
@@ -135,6 +137,14 @@ class Recovery:
             entries=replica.position - (before if snapshot is None else snapshot),
             donors=tuple(sorted(donors)),
             seconds=self._ctx.now() - started,
+        )
+
+    def _on_event_rewound(self, before: int) -> None:
+        replica = self._ctx.replica
+        self._ctx.on_event(
+            "warning",
+            f"epoch {replica.epoch} begins at position {replica.position}: "
+            f"{before - replica.position} entries beyond it are void",
         )
 
     async def _pass(

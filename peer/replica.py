@@ -208,7 +208,6 @@ class Replica:
         if self.store.head.position == position and self.store.head.chain == chain:
             return
         self.store.begin_at(
-            epoch=first.epoch if first else self.epoch,
             position=first.position if first else position,
             chain=first.previous_chain if first else chain,
         )
@@ -222,6 +221,25 @@ class Replica:
                 chain=entry.chain,
             )
 
+    async def rewind(self) -> bool:
+        """Go back to the base of the epoch where entries beyond it are void; whether that worked.
+
+        It works where this peer's own log reaches the base with the chain that the epoch names.
+        """
+        opened = self.opened
+        if opened is None or not self.ready or self.position <= opened.base_position:
+            return False
+        async with self._lock:
+            base = opened.base_position
+            before = self.store.get(base - 1)
+            if before is not None and before.chain != opened.base_chain:
+                return False
+            await self._compute(self.store.rewind, base)
+            done = await self._resume_newest() and self.position == base
+            self.electorate = opened.electorate if done else ()
+        await self._notify()
+        return done
+
     async def resume(self) -> bool:
         """Take up the state that the store holds: its newest snapshot and the entries after it.
 
@@ -231,6 +249,9 @@ class Replica:
         if record is not None:
             self.opened = self.open_epoch(record)
             self.epoch, self.epoch_record = self.opened.epoch, record
+        return await self._resume_newest()
+
+    async def _resume_newest(self) -> bool:
         for position in reversed(self.store.snapshot_positions()):
             try:
                 state = await self._compute(self.store.load_snapshot, position)

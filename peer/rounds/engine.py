@@ -89,6 +89,8 @@ class Settled:
 
     applied: Applied
     included: list[bool] | None
+    settles: bool
+    """whether a contribution of this peer was on offer when it was decided"""
     credits: list[tuple[slice, Tensor]] = field(default_factory=list)
     trace: RoundTrace | None = None
 
@@ -334,7 +336,7 @@ class Rounds:
         entry, pending = applied.entry, self._pending
         included = entry.included_cells(self._ctx.me.peer_id, self._ctx.me.incarnation)
         self._stats.rounds += 1
-        settled = Settled(applied=applied, included=included)
+        settled = Settled(applied=applied, included=included, settles=pending is not None)
         if pending is not None:
             self._stats.included += included is not None
             self._stats.left_out += included is None

@@ -83,6 +83,7 @@ class Exchange:
         self._owned: dict[tuple[int, int], OwnedPart] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._unsent = set(range(len(group.parts)))
+        self._gone: set[int] = set()
         everyone = range(len(group.members))
         for index, plan in enumerate(group.parts):
             self._start(index, plan.owner, everyone)
@@ -98,6 +99,10 @@ class Exchange:
         self.credits.pop(order.part, None)
         self._tasks[order.part].cancel()
         self._start(order.part, order.owner, order.senders)
+
+    def gone(self, member: int) -> None:
+        """Wait no longer for streams that a member has not opened; open ones tell by themselves."""
+        self._gone.add(member)
 
     def busy(self, part: int) -> bool:
         """Whether the bytes of a part may still come by themselves."""
@@ -186,8 +191,9 @@ class Exchange:
         connect_by = self._ctx.now() + CONNECT_STALLS * self.group.stall_s
         while not owned.reducer.finished:
             now = self._ctx.now()
-            if owned.waiting and now >= connect_by:
-                await self._drop(owned, *owned.waiting, reason="sent nothing")
+            silent = owned.waiting if now >= connect_by else owned.waiting & self._gone
+            if silent:
+                await self._drop(owned, *silent, reason="sent nothing")
                 continue
             if now >= self.times.started + self.group.deadline_s:
                 await self._drop(owned, *owned.reducer.waiting_for, reason="was past the deadline")

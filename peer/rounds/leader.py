@@ -36,10 +36,12 @@ from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.member import AttemptFailed
 from atoll.peer.rounds.messages import (
     ALIVE,
+    GONE,
     GROUP,
     PART_DONE,
     REPAIR,
     Ballot,
+    Gone,
     Group,
     GroupMember,
     Head,
@@ -152,6 +154,7 @@ class Leadership:
             alive.cancel()
             self.changed.set()
             await asyncio.gather(alive, return_exceptions=True)
+            await self._tell_gone(remote)
 
     async def run(self) -> Outcome:
         """Lead to a certificate.
@@ -194,6 +197,11 @@ class Leadership:
                 await asyncio.sleep(self.ctx.alive_s)
                 await session.stream.send(ALIVE, timeout_s=self.ctx.settings.stall_s)
 
+    async def _tell_gone(self, remote: str) -> None:
+        members = [m.peer_id for m in self.group.members] if self.group else []
+        if remote in members and self.times.reduced is None:
+            await self._broadcast(GONE, Gone(member=members.index(remote)))
+
     def _note_done(self, remote: str, done: PartDone) -> None:
         if self.group is None or done.part >= len(self.parts):
             return
@@ -203,7 +211,7 @@ class Leadership:
             part.done = done
             self.changed.set()
 
-    async def _send(self, session: Session, kind: bytes, record: Group | Repair) -> None:
+    async def _send(self, session: Session, kind: bytes, record: Group | Repair | Gone) -> None:
         try:
             await session.stream.send(
                 tagged(kind, record), timeout_s=self.ctx.settings.stall_s
@@ -212,7 +220,7 @@ class Leadership:
             session.alive = False
             self.changed.set()
 
-    async def _broadcast(self, kind: bytes, record: Group | Repair) -> None:
+    async def _broadcast(self, kind: bytes, record: Group | Repair | Gone) -> None:
         await asyncio.gather(*(self._send(s, kind, record) for s in self._live()))
 
     def _live(self) -> list[Session]:

@@ -11,10 +11,12 @@ from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.messages import (
     ALIVE,
+    GONE,
     GROUP,
     PART_DONE,
     READY,
     REPAIR,
+    Gone,
     Group,
     Ready,
     Repair,
@@ -97,6 +99,8 @@ async def _follow_orders(ctx: Context, stream: Stream, exchange: Exchange) -> No
         message = await _recv(ctx, stream)
         if message[:1] == REPAIR:
             exchange.repair(Repair.decode(message[1:]))
+        elif message[:1] == GONE:
+            exchange.gone(Gone.decode(message[1:]).member)
 
 
 async def _send_reports(ctx: Context, stream: Stream, exchange: Exchange) -> None:

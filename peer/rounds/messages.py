@@ -9,7 +9,7 @@ Calls (one message, one reply)::
 
 Streams (duplex; an empty message is a sign of life)::
 
-    round    Ready ->        <- Group, then Repair* <- ; PartDone* ->      member and leader
+    round    Ready -> ; <- Group, then (Repair | Gone)* ; PartDone* ->   member and leader
     reduce   Reduce, cells -> ; <- cells, PartDone                        member and owner
     part     PartRequest ->  <- pieces of a part that the entry names by digest
     headers  Span ->         <- Decided*                                 entries with certificates
@@ -122,6 +122,12 @@ class Prefix(Record):
     cells: Count
 
 
+class Gone(Record):
+    """A member's session ended: nobody has to wait for a stream that it has not opened."""
+
+    member: Count
+
+
 class PartDone(Record):
     """An owner's word on a finished part."""
 
@@ -215,7 +221,8 @@ class SnapshotMeta(Record):
     leaves: bytes
 
 
-READY, GROUP, REPAIR, PART_DONE, CELL, REDUCE, ALIVE = b"R", b"G", b"P", b"D", b"C", b"H", b""
+READY, GROUP, REPAIR, GONE = b"R", b"G", b"P", b"X"
+PART_DONE, CELL, REDUCE, ALIVE = b"D", b"C", b"H", b""
 
 
 def tagged(kind: bytes, record: Record) -> bytes:

@@ -1,0 +1,257 @@
+"""The reducer of a networked peer: the trainer's thread on one side, the rounds' loop on the other.
+
+The trainer submits and waits; everything else happens in the loop.  Entries that the loop applies
+come back through one queue, in the order of the log, and are settled on the trainer's thread, so
+that parameters and residual are touched by one thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.compression import Codec
+from atoll.optim.feedback import Feedback, Offer
+from atoll.optim.layout import Layout, LayoutError
+from atoll.optim.log import Elector, Entry
+from atoll.optim.reducer import Commit, Contribution, Settle
+from atoll.optim.state import OuterState
+from atoll.optim.weights import work_weight
+from atoll.peer.replica import Replica
+from atoll.peer.rounds.engine import OfferedWindow, Rounds, Settled
+
+FAR_BEHIND = 4  # windows; work that is older is dropped (docs/protocol.md, part 3)
+POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reset:
+    """The replica was put somewhere else: drop what belongs to where it was."""
+
+    state: OuterState
+    why: str
+
+
+class NetworkReducer:
+    """An ``atoll.optim.reducer.Reducer`` over the rounds of this peer."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        rounds: Rounds,
+        replica: Replica,
+        me: Elector,
+        codec: Codec,
+        feedback: float,
+        patience_s: Callable[[], float],
+        on_event: Callable[[str, str], None],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Made by ``atoll.peer.link``; ``patience_s`` is the longest wait for one decision."""
+        self._loop = loop
+        self._rounds = rounds
+        self._replica = replica
+        self._me = me
+        self._codec = codec
+        self._beta = feedback
+        self._patience_s = patience_s
+        self._on_event = on_event
+        self._close = close
+        self._decided: queue.SimpleQueue[Settled | Reset] = queue.SimpleQueue()
+        self._settle: Settle | None = None
+        self._feedback: Feedback | None = None
+        self._offer: Offer | None = None
+        self._deadline_s = 0.0
+        self._joining = False
+        self._position = 0
+        self.stopping = threading.Event()
+        self.encode_s = 0.0
+
+    # the loop's side
+
+    def deliver(self, settled: Settled | Reset) -> None:
+        """Hand something to the trainer; called in the loop."""
+        self._decided.put(settled)
+
+    # the trainer's side
+
+    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
+        """Join the run; the parameters come from the run, not from the caller.
+
+        Raises:
+            LayoutError: the model is not the run's.
+        """
+        if layout != self._replica.layout:
+            raise LayoutError(
+                f"expected the run's model of {self._replica.layout.numel} parameters, got one of "
+                f"{layout.numel}; build it from the run's spec"
+            )
+        self._settle = settle
+        self._feedback = Feedback(layout.numel, self._codec, beta=self._beta)
+        state = self._in_loop(self._subscribe)
+        self._position = state.position
+        self._joining = state.position > 0
+        return state.params_N
+
+    def submit(self, contribution: Contribution) -> None:
+        """Encode a contribution and offer it at the current position.
+
+        Raises:
+            CodecError: it holds NaN or infinity.
+            WorkRefused: its tokens or steps are absurd.
+        """
+        started = time.perf_counter()
+        weight = work_weight(contribution.tokens, contribution.steps)
+        if self._joining:
+            self._on_event("info", "joined: the first window counts with weight 0")
+            weight, self._joining = 0.0, False
+        self._offer = self._residual.offer(contribution.delta_N, weight)
+        self.encode_s = time.perf_counter() - started
+        self._deadline_s = time.monotonic() + self._patience_s()
+        loss = contribution.loss if contribution.loss == contribution.loss else 0.0
+        window = OfferedWindow(
+            offer=self._offer,
+            tokens=contribution.tokens,
+            steps=contribution.steps,
+            loss=loss,
+        )
+        self._loop.call_soon_threadsafe(self._rounds.offer, window)
+
+    def wait(self) -> None:
+        """Deliver what is decided, until the offer is settled, overdue, or the peer stops."""
+        self._drain()
+        while self._offer is not None and not self.stopping.is_set():
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                return
+            try:
+                decided = self._decided.get(timeout=min(left_s, POLL_S))
+            except queue.Empty:
+                continue
+            self._take(decided)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residual, and where in the log it was taken."""
+        return {"position": self._position, "feedback": self._residual.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after a restart, if the log tells what became of this peer's last contribution."""
+        saved, now = int(state["position"]), self._position
+        if not 0 <= now - saved <= FAR_BEHIND or self._included_since(saved):
+            self._reset(
+                self._in_loop(lambda: self._replica.state),
+                f"saved at position {saved}, the run is at {now}: starting from the run's state",
+            )
+            return
+        self._joining = False
+        if saved == now:
+            self._residual.load_state_dict(state["feedback"])
+            return
+        current = self._in_loop(lambda: self._replica.state)
+        self._position = current.position
+        self._deliver(
+            Commit(
+                position=current.position,
+                params_N=current.params_N,
+                included=None,
+                members=0,
+            )
+        )
+
+    def close(self) -> None:
+        """Leave the run: roster, connections, threads."""
+        self.stopping.set()
+        self._close()
+
+    # inside
+
+    @property
+    def _residual(self) -> Feedback:
+        if self._feedback is None:
+            raise RuntimeError("expected start() first")
+        return self._feedback
+
+    def _subscribe(self) -> OuterState:
+        while not self._decided.empty():
+            self._decided.get()
+        return self._replica.state
+
+    def _in_loop(self, function: Callable[[], OuterState]) -> OuterState:
+        async def call() -> OuterState:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=60.0)
+
+    def _included_since(self, position: int) -> bool:
+        records = self._replica.store.headers(position, self._position - position)
+        entries = (Entry.decode(record.entry) for record in records)
+        return any(m.peer_id == self._me.peer_id for e in entries for m in e.members)
+
+    def _drain(self) -> None:
+        behind: list[Settled | Reset] = []
+        while not self._decided.empty():
+            behind.append(self._decided.get())
+        if len(behind) > FAR_BEHIND:
+            last = behind[-1]
+            state = last.state if isinstance(last, Reset) else last.applied.state
+            behind = [Reset(state=state, why=f"{len(behind)} windows behind")]
+        for decided in behind:
+            self._take(decided)
+
+    def _take(self, decided: Settled | Reset) -> None:
+        if isinstance(decided, Reset):
+            self._reset(decided.state, decided.why)
+            return
+        entry, state = decided.applied.entry, decided.applied.state
+        included = None
+        if decided.settles and self._offer is not None:
+            if decided.included is not None:
+                included = torch.tensor(decided.included, dtype=torch.bool)
+                self._settle_residual(entry, self._offer, included)
+            self._offer = None
+        for part, lost_N in decided.credits:
+            self._residual.owner_credit(part, lost_N)
+        self._position = state.position
+        self._deliver(
+            Commit(
+                position=state.position,
+                params_N=state.params_N,
+                included=included,
+                settles=decided.settles,
+                members=len(entry.members),
+            )
+        )
+
+    def _settle_residual(self, entry: Entry, offer: Offer, included: Tensor) -> None:
+        mine = next(m for m in entry.members if m.elector == self._me)
+        self._residual.settle(offer, included, weight=mine.weight * mine.clip)
+
+    def _reset(self, state: OuterState, why: str) -> None:
+        self._on_event("warning", f"dropped this peer's open work: {why}")
+        self._offer = None
+        self._joining = state.position > 0
+        self._residual.reset()
+        self._position = state.position
+        self._deliver(
+            Commit(
+                position=state.position,
+                params_N=state.params_N,
+                included=None,
+                members=0,
+                reset=True,
+            )
+        )
+
+    def _deliver(self, commit: Commit) -> None:
+        if self._settle is None:
+            raise RuntimeError("expected start() first")
+        self._settle(commit)

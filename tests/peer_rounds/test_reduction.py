@@ -1,0 +1,137 @@
+"""An owner's arithmetic: prefixes, weights, clipping, and what it refuses."""
+
+import pytest
+import torch
+
+from atoll.compression import CodecError, parse
+from atoll.optim.layout import CELL
+from atoll.peer.rounds.reduction import (
+    CellRefused,
+    PartRange,
+    PartReducer,
+    Share,
+    batches,
+    split_frames,
+)
+
+CODEC = parse("int8")
+NUMEL = 3 * CELL + 100
+PART = PartRange(start_cell=1, stop_cell=4, numel=NUMEL)
+
+
+def vector(seed, scale=1.0):
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def frames_of(x_N, part=PART):
+    values = x_N[part.values]
+    return [
+        CODEC.encode(values[i * CELL : i * CELL + part.cell_numel(i)]) for i in range(part.num_cells)
+    ]
+
+
+def decoded(frames, part=PART):
+    return torch.cat([CODEC.decode(f, part.cell_numel(i)) for i, f in enumerate(frames)])
+
+
+def share(weight=1.0, clip=1.0, norm=1e6):
+    return Share(weight=weight, clip=clip, norm=norm)
+
+
+def reducer(**shares):
+    return PartReducer(
+        codec=CODEC, part=PART, shares={int(name[1:]): s for name, s in shares.items()}
+    )
+
+
+def test_the_weighted_mean_is_encoded_once_and_its_loss_is_credited():
+    owner = reducer(m0=share(1.0), m1=share(3.0, clip=0.5))
+    inputs = [frames_of(vector(0)), frames_of(vector(1))]
+    for index in range(PART.num_cells):
+        owner.add(0, inputs[0][index])
+        assert owner.advance() == (index > 0)
+        owner.add(1, inputs[1][index])
+        owner.advance()
+        assert len(owner.frames) == index + 1
+    mean_N = (decoded(inputs[0]) + 3 * 0.5 * decoded(inputs[1])) / 4
+    sent_N = decoded(owner.frames)
+    assert torch.allclose(sent_N, mean_N, atol=float(mean_N.abs().max()) / 200)
+    assert torch.allclose(owner.credit_N, (mean_N - sent_N) * 4, atol=1e-4)
+    body, done = owner.done(5, 1)
+    assert len(body) == done.wire_bytes == PART.wire_bytes(CODEC)
+    assert done.partial == ()
+
+
+def test_a_member_that_stalls_counts_with_the_cells_that_came():
+    owner = reducer(m0=share(), m1=share())
+    mine, other = frames_of(vector(0)), frames_of(vector(1))
+    for frame in mine:
+        owner.add(0, frame)
+    owner.add(1, other[0])
+    owner.advance()
+    assert len(owner.frames) == 1
+    owner.drop(1)
+    owner.advance()
+    assert owner.finished
+    _, done = owner.done(0, 0)
+    assert [(p.member, p.cells) for p in done.partial] == [(1, 1)]
+    alone = decoded(mine)[CELL:]
+    assert torch.allclose(decoded(owner.frames)[CELL:], alone, atol=float(alone.abs().max()) / 100)
+
+
+def test_a_part_that_nobody_sends_is_zero():
+    owner = reducer()
+    owner.advance()
+    assert owner.finished
+    assert not decoded(owner.frames).any()
+
+
+def test_a_norm_above_the_declared_one_is_refused():
+    owner = reducer(m0=share(norm=1.0))
+    with pytest.raises(CellRefused, match="norm of at most 1"):
+        owner.add(0, frames_of(vector(0))[0])
+
+
+def test_one_cell_too_many_is_refused():
+    owner = reducer(m0=share())
+    frames = frames_of(vector(0))
+    for frame in frames:
+        owner.add(0, frame)
+    with pytest.raises(CellRefused, match="one more"):
+        owner.add(0, frames[0])
+
+
+def test_a_damaged_cell_is_refused():
+    frame = bytearray(frames_of(vector(0))[0])
+    frame[-1] ^= 1
+    with pytest.raises(CodecError):
+        reducer(m0=share()).add(0, bytes(frame))
+
+
+def test_a_dropped_member_adds_nothing():
+    owner = reducer(m0=share())
+    owner.drop(0)
+    owner.add(0, b"anything")
+    assert owner.arrived(0) == 0
+
+
+def test_frames_travel_in_messages_and_come_apart_again():
+    frames = frames_of(vector(0))
+    messages = list(batches(frames, 2 * len(frames[0])))
+    assert len(messages) == 2
+    first = split_frames(memoryview(messages[0]), codec=CODEC, part=PART, first=0)
+    second = split_frames(memoryview(messages[1]), codec=CODEC, part=PART, first=2)
+    assert [bytes(f) for f in first + second] == frames
+
+
+@pytest.mark.parametrize("cut", [1, 1000])
+def test_a_message_that_ends_within_a_cell_is_refused(cut):
+    message = b"".join(frames_of(vector(0)))[:-cut]
+    with pytest.raises(CellRefused):
+        split_frames(memoryview(message), codec=CODEC, part=PART, first=0)
+
+
+def test_a_message_with_more_cells_than_the_part_is_refused():
+    message = b"".join(frames_of(vector(0)))
+    with pytest.raises(CellRefused, match="got more"):
+        split_frames(memoryview(message), codec=CODEC, part=PART, first=1)

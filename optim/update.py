@@ -60,7 +60,7 @@ def decode_cells(codec: Codec, frames: Sequence[Bytes], numel: int) -> Tensor:
         raise UpdateError(f"expected {len(cells)} cells, got {len(frames)}")
     vector_N = torch.empty(numel, dtype=torch.float32)
     for index, (cell, frame) in enumerate(zip(cells, frames, strict=True)):
-        vector_N[cell] = _decode(codec, frame, index, cell.stop - cell.start)
+        _decode(codec, frame, index, vector_N[cell])
     return vector_N
 
 
@@ -98,11 +98,10 @@ def _frames(views: Sequence[memoryview], codec: Codec, numel: int) -> Iterator[m
             offset += size
 
 
-def _decode(codec: Codec, frame: Bytes, index: int, numel: int) -> Tensor:
+def _decode(codec: Codec, frame: Bytes, index: int, out: Tensor) -> None:
     try:
-        cell = codec.decode(frame, numel)
+        codec.decode(frame, out.numel(), out=out)
     except CodecError as error:
         raise UpdateError(f"cell {index}: {error}") from error
-    if not is_finite(cell):
+    if not is_finite(out):
         raise UpdateError(f"cell {index}: expected finite numbers, got NaN or infinity")
-    return cell

@@ -123,9 +123,9 @@ def test_beta_decays_the_residual():
     feedback = Feedback(N, CODEC, beta=0.5)
     feedback.mass_N.fill_(1.0)
     offer = feedback.offer(torch.zeros(N), 1.0)
-    torch.testing.assert_close(decoded(offer.frames), torch.full((N,), 0.5), atol=1e-4, rtol=0)
+    torch.testing.assert_close(decoded(offer.frames), torch.full((N,), 0.5), atol=1e-3, rtol=0)
     feedback.settle(offer, EVERYWHERE, weight=1.0)
-    torch.testing.assert_close(feedback.mass_N, torch.zeros(N), atol=1e-4, rtol=0)
+    torch.testing.assert_close(feedback.mass_N, torch.zeros(N), atol=1e-3, rtol=0)
 
 
 def test_squares_are_those_of_what_is_sent():

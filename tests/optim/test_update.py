@@ -86,8 +86,8 @@ def test_number_of_cells_that_the_layout_denies_is_refused(frames):
 
 def test_codec_that_decodes_to_infinity_is_refused(frames):
     class Lying(type(CODEC)):
-        def decode(self, data, shape, *, device="cpu"):
-            return torch.full((shape,), float("inf"))
+        def decode(self, data, shape, *, device="cpu", out=None):
+            return out.fill_(float("inf"))
 
     with pytest.raises(UpdateError, match="finite"):
         decode_update(frames, Lying(), N)

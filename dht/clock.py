@@ -26,4 +26,4 @@ def set_offset(offset_s: float) -> None:
     _offset_s = offset_s
     for name, module in list(sys.modules.items()):
         if name.startswith("hivemind.") and hasattr(module, "get_dht_time"):
-            module.get_dht_time = now_s
+            setattr(module, "get_dht_time", now_s)  # noqa: B010 - no declared attribute

@@ -14,6 +14,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from atoll.dht import clock
 from atoll.dht.daemon import Daemon, DaemonError, DaemonOptions
@@ -165,11 +166,12 @@ class Node:
     async def _start_dht(self, old: DHTNode | None) -> DHTNode:
         self._p2p = await P2P.replicate(self.daemon.control_maddr)
         key_id = DHTID.generate(source=roster_key(self.run_id)).to_bytes()
+        validator: Any = RosterValidator(key_id, self.run_id)  # duck-typed
         dht = await DHTNode.create(
             p2p=self._p2p,
             node_id=old.node_id if old else None,
             initial_peers=await self._dial_bootstrap() or None,
-            record_validator=RosterValidator(key_id, self.run_id),
+            record_validator=validator,
             wait_timeout=DHT_WAIT_S,
             ensure_bootstrap_success=False,
             strict=False,

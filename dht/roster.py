@@ -7,7 +7,7 @@ A signed record is the msgpack list
 of a version, `PeerRecord`'s fields as a msgpack list in their order, the peer's admission, and an
 Ed25519 signature by the PeerID named in the body over
 
-    "atoll roster 1\\0" | SHA-256(run id) | SHA-256(body) | SHA-256(credential)
+    "atoll roster 1" | 0x00 | SHA-256(run id) | SHA-256(body) | SHA-256(credential)
 
 A DHT node stores or believes a record only if `RosterValidator` does: the key is the run's, the
 subkey is the PeerID that signed, every field has its type and range, nothing is left over, and it
@@ -45,6 +45,7 @@ MAX_TTL_S = 300.0
 CLOCK_SLACK_S = 10.0
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 256
+MAX_ARRAY = 32
 MAX_BODY_BYTES = 8192
 MAX_RECORD_BYTES = MAX_BODY_BYTES + MAX_ADMISSION_BYTES + 256
 INCARNATION_CHARS = 32
@@ -110,9 +111,9 @@ class Roster(Protocol):
 
 def sign_record(record: PeerRecord, identity: Identity, *, run_id: str, credential: bytes) -> bytes:
     """The signed record. Also good outside the DHT, from peer to peer."""
-    body = msgpack.packb(list(astuple(_checked(record))))
+    body = _pack(list(astuple(_checked(record))))
     signature = identity.sign(_signed_bytes(run_id, body, credential))
-    return bytes(msgpack.packb([VERSION, body, credential, signature]))
+    return _pack([VERSION, body, credential, signature])
 
 
 def open_record(data: bytes, *, run_id: str, check: Check = admit_everyone) -> PeerRecord:
@@ -144,11 +145,15 @@ def _signed_bytes(run_id: str, body: bytes, credential: bytes) -> bytes:
     )
 
 
+def _pack(value: object) -> bytes:
+    data: bytes | None = msgpack.packb(value)
+    assert data is not None  # only a packer that was given a stream returns none
+    return data
+
+
 def _list(data: bytes, length: int, what: str) -> list[Any]:
     try:
-        value = msgpack.unpackb(
-            data, max_map_len=0, max_ext_len=0, max_array_len=MAX_ADDRESSES + 16
-        )
+        value = msgpack.unpackb(data, max_map_len=0, max_ext_len=0, max_array_len=MAX_ARRAY)
     except Exception as error:  # msgpack raises many kinds, all of them about these bytes
         raise RecordError(f"{what} is not msgpack: {type(error).__name__}") from error
     if type(value) is not list or len(value) != length:
@@ -233,7 +238,7 @@ class RosterValidator:
         if key != self._key_id:
             raise RecordError("its key is not this run's roster")
         record = open_record(_bytes(value), run_id=self._run_id)
-        if subkey != msgpack.packb(record.peer_id):
+        if subkey != _pack(record.peer_id):
             raise RecordError(f"its subkey is not {record.peer_id}, who signed it")
         if expires_at != record.expires_at:
             raise RecordError("it expires at another time than it says")

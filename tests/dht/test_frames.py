@@ -1,0 +1,185 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.dht.frames import (
+    HEADER_BYTES,
+    MAX_OPEN_BYTES,
+    SCRATCH_BYTES,
+    FrameError,
+    FrameReader,
+    decode_open,
+    decode_refusal,
+    encode_open,
+    encode_refusal,
+)
+from atoll.dht.libp2p import LibP2PStream
+from atoll.dht.streams import Mark
+from atoll.dht.transport import MAX_CALL_BYTES, MAX_MESSAGE_BYTES, Refused
+
+
+class Sink:
+    def __init__(self, limit=MAX_MESSAGE_BYTES):
+        self.limit = limit
+        self.frames = []
+
+    def max_payload(self, mark):
+        return self.limit
+
+    def on_frame(self, mark, payload):
+        self.frames.append((mark, payload))
+
+
+def frame(mark, payload=b""):
+    return bytes([mark]) + len(payload).to_bytes(4) + payload
+
+
+def push(reader, data):
+    """As asyncio's buffered protocol does."""
+    view = memoryview(data)
+    while view:
+        buffer = reader.get_buffer()
+        size = min(len(buffer), len(view))
+        buffer[:size] = view[:size]
+        reader.updated(size)
+        view = view[size:]
+
+
+@given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(1, 50), max_size=20))
+def test_frames_come_whole_however_they_are_cut(payloads, cuts):
+    sink = Sink()
+    reader = FrameReader(sink)
+    data = b"".join(frame(Mark.DATA, p) for p in payloads)
+    for cut in cuts:
+        push(reader, data[:cut])
+        data = data[cut:]
+    push(reader, data)
+    assert sink.frames == [(Mark.DATA, p) for p in payloads]
+
+
+@pytest.mark.parametrize("size", [SCRATCH_BYTES - 1, SCRATCH_BYTES, SCRATCH_BYTES + 1, 200_000])
+def test_long_frames_go_straight_into_their_own_memory(size):
+    sink = Sink()
+    payload = bytes(i % 251 for i in range(size))
+    push(FrameReader(sink), frame(Mark.DATA, payload) + frame(Mark.END) + frame(Mark.DATA, b"z"))
+    assert sink.frames == [(Mark.DATA, payload), (Mark.END, b""), (Mark.DATA, b"z")]
+
+
+def test_a_length_of_four_gigabytes_is_refused_before_memory_is_taken():
+    with pytest.raises(FrameError, match="4294967295"):
+        push(FrameReader(Sink()), bytes([Mark.DATA]) + b"\xff\xff\xff\xff")
+
+
+def test_an_unknown_mark_is_refused():
+    with pytest.raises(FrameError, match="mark 9"):
+        push(FrameReader(Sink()), b"\x09\x00\x00\x00\x00")
+
+
+@given(st.binary(max_size=200))
+def test_hostile_frames_raise_nothing_else(data):
+    try:
+        push(FrameReader(Sink(limit=100)), data)
+    except FrameError:
+        pass
+
+
+@given(st.binary(max_size=200))
+def test_hostile_opens_raise_nothing_else(data):
+    try:
+        is_call, method, admission = decode_open(data)
+    except FrameError:
+        return
+    assert encode_open(is_call=is_call, method=method, admission=admission) == data
+
+
+@given(st.binary(max_size=200))
+def test_hostile_refusals_become_printable(data):
+    error = decode_refusal(data, "peer")
+    assert error.code.isidentifier()
+    assert error.message.isprintable()
+
+
+def test_refusals_round_trip_and_are_cut():
+    error = decode_refusal(encode_refusal(Refused("late", "round 12 closed")), "peer")
+    assert (error.code, error.message, error.peer) == ("late", "round 12 closed", "peer")
+    assert len(encode_refusal(Refused("late", "x" * 9999))) <= 1024
+
+
+def stream(admit=None, is_call=False):
+    return LibP2PStream("peer", "m", is_call=is_call, admit=admit)
+
+
+def in_loop(check):
+    async def main():
+        check()
+
+    asyncio.run(main())
+
+
+def test_only_open_may_come_first_and_only_once():
+    def check():
+        fresh = stream(admit=lambda s, a: True)
+        for mark in (Mark.DATA, Mark.END, Mark.CLOSE, Mark.REFUSED):
+            with pytest.raises(FrameError, match="out of turn"):
+                fresh.max_payload(mark)
+        assert fresh.max_payload(Mark.OPEN) == MAX_OPEN_BYTES
+        fresh.on_frame(Mark.OPEN, encode_open(is_call=True, method="m", admission=b""))
+        with pytest.raises(FrameError, match="out of turn"):
+            fresh.max_payload(Mark.OPEN)
+        assert fresh.max_payload(Mark.DATA) == MAX_CALL_BYTES
+
+    in_loop(check)
+
+
+def test_nothing_but_close_may_come_after_the_end():
+    def check():
+        s = stream()
+        assert s.max_payload(Mark.DATA) == MAX_MESSAGE_BYTES
+        s.on_frame(Mark.END, b"")
+        with pytest.raises(FrameError, match="out of turn"):
+            s.max_payload(Mark.DATA)
+        assert s.max_payload(Mark.CLOSE) == 0
+        s.on_frame(Mark.CLOSE, b"")
+        with pytest.raises(FrameError, match="out of turn"):
+            s.max_payload(Mark.CLOSE)
+
+    in_loop(check)
+
+
+def test_a_stranger_gets_no_memory_before_admission():
+    def check():
+        def refuse(stream, admission):
+            stream.refuse(Refused("not_admitted", "no"))
+            return False
+
+        s = stream(admit=refuse)
+        reader = s.connection._reader
+        opening = frame(Mark.OPEN, encode_open(is_call=True, method="m", admission=b"forged"))
+        push(reader, opening + bytes([Mark.DATA]) + (3 << 20).to_bytes(4) + bytes(100))
+        assert reader._payload is None
+        assert not s.opened.done()
+
+    in_loop(check)
+
+
+def test_endless_empty_messages_stop_the_reading():
+    class Held:
+        paused = False
+
+        def is_closing(self):
+            return False
+
+        def pause_reading(self):
+            self.paused = True
+
+    def check():
+        s = stream()
+        s.connection._transport = Held()
+        for _ in range(40_000):
+            s.on_frame(Mark.DATA, b"")
+        assert s.connection._transport.paused
+        assert HEADER_BYTES * 40_000 == s.bytes_received
+
+    in_loop(check)

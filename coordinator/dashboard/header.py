@@ -101,7 +101,7 @@ def _progress(status: RunStatus, width: int) -> Content:
         return front + Content.assemble((f"  until stopped  {tail}", "$dim"))
     done = status.position / status.rounds_total
     eta = eta_seconds(status)
-    if eta is not None:
+    if eta:
         tail = f"{text.duration(eta)} left · {tail}"
     front = Content.assemble(
         (" round ", "$dim"),

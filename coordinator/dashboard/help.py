@@ -10,11 +10,11 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from atoll.coordinator.dashboard.marks import legend
+from atoll.coordinator.dashboard.marks import PHASES, legend
 
 _KEYS: Final = (
-    ("tab, 1-5", "next pane, or peers, loss, phases, rounds, events"),
-    ("↑ ↓ pgup pgdn", "choose a peer or a round, scroll the log; also the mouse"),
+    ("tab, 1-5", "next pane; peers loss phases rounds events"),
+    ("↑ ↓ pgup pgdn", "choose a peer or round, scroll the log"),
     ("l", "linear or logarithmic loss"),
     ("s", "smoothed or raw loss"),
     ("p", "hold the screen still; the run goes on"),
@@ -29,18 +29,23 @@ _WORDS: Final = (
     ("bytes", "counted on the wire, both ways"),
     ("seen", "since the coordinator last heard of the peer"),
 )
+_WORD_CELLS: Final = 15
 
 
 def help_text() -> Content:
     """All of it."""
     lines = [_entry(key, meaning, "bold $primary") for key, meaning in _KEYS]
-    lines += [Content(""), Content("phases of a round   ") + legend()]
-    lines += [_entry(word, meaning, "$text-plain") for word, meaning in _WORDS]
+    lines += [Content(""), *(_entry(*word, "$text-plain") for word in _WORDS)]
+    first = Content.assemble((f"{'phases':<{_WORD_CELLS}}", "$text-plain"))
+    lines += [
+        first + legend(names=PHASES[:3]),
+        Content(" " * _WORD_CELLS) + legend(names=PHASES[3:]),
+    ]
     return Content("\n").join(lines)
 
 
 def _entry(word: str, meaning: str, style: str) -> Content:
-    return Content.assemble((f"{word:<15}", style), (meaning, "$dim"))
+    return Content.assemble((f"{word:<{_WORD_CELLS}}", style), (meaning, "$dim"))
 
 
 class Help(ModalScreen[None]):

@@ -264,13 +264,11 @@ class LossPane(Pane):
         points = rounds.losses(status.history) if status else []
         if status is None or len(points) < 2:
             return Content.assemble((" the curve starts with the second round", "$dim"))
-        curves = [Series(points=points, style="$primary")]
+        curves = [Series(points=rounds.valid_losses(status.history), style="$warn", dots=True)]
         if self.view.smooth and len(points) > MIN_SMOOTHED:
-            curves = [
-                Series(points=points, style="$raw-curve"),
-                Series(points=smoothed(points), style="$primary"),
-            ]
-        curves.append(Series(points=rounds.valid_losses(status.history), style="$warn", dots=True))
+            curves.insert(0, Series(points=points, style="$raw-curve"))
+            points = smoothed(points)
+        curves.append(Series(points=points, style="$primary"))
         width, height = self.size
         return plot(curves, width, height, log=self.view.log_scale)
 

@@ -148,6 +148,34 @@ class _Watched:
         self._on_commit(commit)
 
 
+@dataclass(kw_only=True)
+class _Progress:
+    """What the trainer counts itself; all of it is saved."""
+
+    position: int
+    seen_position: int
+    """Position at which validation was last considered."""
+    steps: int = 0
+    tokens: int = 0
+    since_commit: int = 0
+    skips_in_a_row: int = 0
+    dropped_in_a_row: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    loss_sum: float = 0.0
+    """Sum of the losses, each weighted by its age."""
+    loss_weight: float = 0.0
+    """Sum of these weights."""
+
+    def add_loss(self, loss: float) -> None:
+        self.loss_sum = LOSS_DECAY * self.loss_sum + (1 - LOSS_DECAY) * loss
+        self.loss_weight = LOSS_DECAY * self.loss_weight + (1 - LOSS_DECAY)
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.loss_weight if self.loss_weight else math.nan
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
     """What a peer decides for itself; none of it changes the run."""
@@ -208,10 +236,8 @@ class Trainer:
             seq_len=spec.data.seq_len,
         )
         self._reducer = _Watched(reducer, self._committed)
-        self._position = self._seen_position = self.options.position
-        self._steps = self._since_commit = self._skips_in_a_row = self._dropped_in_a_row = 0
-        self._skipped = self._dropped = 0
-        self._loss, self._loss_weight = 0.0, 0.0
+        at = self.options.position
+        self._progress = _Progress(position=at, seen_position=at)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
         self._stopping = threading.Event()
         self._evaluator: Evaluator | None = None
@@ -223,7 +249,7 @@ class Trainer:
             inner_steps=spec.outer.inner_steps,
         )
         self._statistics = TrainerStatistics(
-            position=self._position,
+            position=at,
             inner_steps=spec.outer.inner_steps,
             params=self.diloco.layout.numel,
             device=self.device.label,
@@ -243,7 +269,7 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the run has reached its last round."""
-        return 0 < self.spec.run.rounds <= self._position
+        return 0 < self.spec.run.rounds <= self._progress.position
 
     # --- the trainer's own thread
 
@@ -274,8 +300,8 @@ class Trainer:
         inner = self.spec.inner
         batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
         gradient = self.learner.gradient(batches, step=self.schedule_step)
-        self._steps += 1
-        self._since_commit += 1
+        self._progress.steps += 1
+        self._progress.since_commit += 1
         step_s = self.options.clock() - began_s
         if gradient.is_finite:
             self._take(gradient.loss, sum(batch[:, 1:].numel() for batch in batches))
@@ -288,7 +314,7 @@ class Trainer:
     def schedule_step(self) -> int:
         """The step of the run that comes next, from 0."""
         window = self.diloco.inner_steps
-        return self._position * window + min(self._since_commit, 2 * window)
+        return self._progress.position * window + min(self._progress.since_commit, 2 * window)
 
     def evaluate(self, params_N: Tensor | None = None, *, batches: int = VALID_BATCHES) -> float:
         """Return the loss in nats a token on held-out text.
@@ -312,7 +338,7 @@ class Trainer:
             "peer_id": self.options.peer_id,
             "diloco": self.diloco.state_dict(),
             "stream": self._stream.state_dict(),
-            "counts": {name: getattr(self, f"_{name}") for name in _COUNTS},
+            "progress": vars(self._progress).copy(),
             "valid": [self._statistics.valid_loss, self._statistics.valid_position],
         }
 
@@ -333,7 +359,8 @@ class Trainer:
                 f"expected the state of peer {self.options.peer_id}, got that of "
                 f"{state['peer_id']}; use another state directory"
             )
-        here = {"position": self._position, "seen_position": self._position, "since_commit": 0}
+        at = self._progress.position
+        here = {"position": at, "seen_position": at, "since_commit": 0}
         try:
             if exact:
                 self.diloco.load_state_dict(state["diloco"])
@@ -342,8 +369,7 @@ class Trainer:
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             raise SavedStateError(f"the saved state does not fit this model: {error}") from error
         self._stream.load_state_dict(state["stream"])
-        for name, value in (state["counts"] | ({} if exact else here)).items():
-            setattr(self, f"_{name}", value)
+        self._progress = _Progress(**(state["progress"] | ({} if exact else here)))
         valid_loss, valid_position = state["valid"]
         self._recent.clear()
         self._publish(valid_loss=valid_loss, valid_position=valid_position)
@@ -367,59 +393,59 @@ class Trainer:
         self.load_state_dict(state, exact=exact)
 
     def _step_seed(self) -> int:
-        name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._steps}"
+        name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
     def _take(self, loss: float, tokens: int) -> None:
-        self._skips_in_a_row = 0
-        self._loss = LOSS_DECAY * self._loss + (1 - LOSS_DECAY) * loss
-        self._loss_weight = LOSS_DECAY * self._loss_weight + (1 - LOSS_DECAY)
+        self._progress.skips_in_a_row = 0
+        self._progress.tokens += tokens
+        self._progress.add_loss(loss)
         self._announce_window_end()
         self.diloco.step(tokens=tokens, loss=loss)
 
     def _skip(self, loss: float, norm: float) -> None:
-        self._skipped += 1
-        self._skips_in_a_row += 1
-        _log.warning("step %d skipped: loss %s, gradient norm %s", self._steps, loss, norm)
+        self._progress.skipped += 1
+        self._progress.skips_in_a_row += 1
+        _log.warning("step %d skipped: loss %s, gradient norm %s", self._progress.steps, loss, norm)
         self.learner.clear()
-        if self._skips_in_a_row >= MAX_SKIPS and not self._reducer.unsettled:
+        if self._progress.skips_in_a_row >= MAX_SKIPS and not self._reducer.unsettled:
             self._drop_window()
         else:
             self._announce_window_end()
             self.diloco.advance(tokens=0)
 
     def _drop_window(self) -> None:
-        self._skips_in_a_row = 0
-        self._dropped += 1
-        self._dropped_in_a_row += 1
-        if self._dropped_in_a_row >= MAX_DROPPED:
+        self._progress.skips_in_a_row = 0
+        self._progress.dropped += 1
+        self._progress.dropped_in_a_row += 1
+        if self._progress.dropped_in_a_row >= MAX_DROPPED:
             raise TrainingFailed(
                 f"{MAX_DROPPED} windows in a row ended in {MAX_SKIPS} steps without a finite loss "
-                f"and gradient, the last one from the synced parameters of position "
-                f"{self._position}; check the data of this peer and the learning rate of the run"
+                f"and gradient, the last one after position {self._progress.position}; check the "
+                "data of this peer and the learning rate of the run"
             )
         _log.warning("window dropped after %d bad steps in a row", MAX_SKIPS)
-        self._reducer.go_back(self._position, self.diloco.synced_N)
+        self._reducer.go_back(self._progress.position, self.diloco.synced_N)
         self.learner.optimizer.state.clear()
 
     def _committed(self, commit: Commit) -> None:
-        self._position = commit.position
-        self._since_commit = 0
+        self._progress.position = commit.position
+        self._progress.since_commit = 0
         if commit.included is not None:
-            self._dropped_in_a_row = 0
+            self._progress.dropped_in_a_row = 0
 
     def _announce_window_end(self) -> None:
         last = self.diloco.step_in_window + 1 >= self.diloco.inner_steps
         self._publish(phase="reducing" if last else "training")
 
     def _validate_when_due(self) -> None:
-        every, before = self.options.validate_every, self._seen_position
-        self._seen_position = self._position
-        if not every or self._position == before:
+        every, before = self.options.validate_every, self._progress.seen_position
+        self._progress.seen_position = self._progress.position
+        if not every or self._progress.position == before:
             return
-        if self._position // every > before // every or self.finished:
+        if self._progress.position // every > before // every or self.finished:
             self._publish(phase="validating")
-            self._publish(valid_loss=self.evaluate(), valid_position=self._position)
+            self._publish(valid_loss=self.evaluate(), valid_position=self._progress.position)
 
     def _save_when_due(self) -> None:
         path, at_window_end = self.options.state_path, self.diloco.step_in_window == 0
@@ -428,10 +454,10 @@ class Trainer:
             self.save(path)
 
     def _measure(self, step_s: float) -> None:
-        method = self.diloco.statistics()
-        self._recent.append((self.options.clock(), method.tokens))
+        self._recent.append((self.options.clock(), self._progress.tokens))
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
-        step_s = 0.9 * self._statistics.step_s + 0.1 * step_s if self._statistics.step_s else step_s
+        if self._progress.steps > 2:  # the first step is slow: caches, kernels, compilation
+            step_s = 0.9 * self._statistics.step_s + 0.1 * step_s
         left = self.diloco.inner_steps - self.diloco.step_in_window
         self._publish(
             phase="training",
@@ -447,34 +473,20 @@ class Trainer:
         changes.setdefault("phase", self._statistics.phase)
         self._statistics = replace(
             self._statistics,
-            position=self._position,
+            position=self._progress.position,
             step=self.diloco.step_in_window,
             inner_steps=self.diloco.inner_steps,
             schedule_step=self.schedule_step,
-            steps=self._steps,
-            tokens=method.tokens,
-            loss=self._loss / self._loss_weight if self._loss_weight else math.nan,
+            steps=self._progress.steps,
+            tokens=self._progress.tokens,
+            loss=self._progress.loss,
             compute_s=method.compute_s,
             wait_s=method.wait_s,
             windows=method.windows,
-            skipped_steps=self._skipped,
-            dropped_windows=self._dropped + method.discarded,
+            skipped_steps=self._progress.skipped,
+            dropped_windows=self._progress.dropped + method.discarded,
             **changes,
         )
-
-
-_COUNTS = (
-    "position",
-    "seen_position",
-    "steps",
-    "since_commit",
-    "skips_in_a_row",
-    "dropped_in_a_row",
-    "skipped",
-    "dropped",
-    "loss",
-    "loss_weight",
-)
 
 
 def open_corpus(spec: RunSpec) -> data.Corpus:

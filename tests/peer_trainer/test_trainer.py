@@ -349,7 +349,7 @@ def test_a_run_that_went_on_keeps_only_what_is_the_peers_own(corpus, tmp_path):
     second.load(tmp_path / "state", exact=False)
     assert torch.equal(local(second), synced)
     assert second.schedule_step == 4 * H
-    assert second.statistics().steps == H + 2
+    assert (second.statistics().steps, second.statistics().tokens) == (H + 2, (H + 2) * 64)
     moments = [s["step"].item() for s in second.learner.optimizer.state.values()]
     assert set(moments) == {H + 2}
     second.step()

@@ -150,7 +150,7 @@ class Codec(ABC):
     @cached_property
     def spec(self) -> str:
         """Return the string that `parse` turns back into this codec."""
-        values = ((f, getattr(self, f.name)) for f in fields(self))
+        values = ((f, getattr(self, f.name)) for f in fields(self) if f.init)
         changed = [
             f"{f.name}={_spec_value(value)}"
             for f, value in values

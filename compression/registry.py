@@ -92,7 +92,7 @@ def _parse_term(term: str, depth: int) -> Codec:
 
 def _construct(cls: type[Codec], items: list[str], depth: int) -> Codec:
     known = typing.get_type_hints(cls)
-    names_of = [f.name for f in fields(cls)]
+    names_of = [f.name for f in fields(cls) if f.init]
     arguments: dict[str, Any] = {}
     for item in items:
         key, value = _key_value(item)

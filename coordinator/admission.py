@@ -19,8 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgpack
 from cryptography.exceptions import InvalidSignature
@@ -81,8 +80,8 @@ class Admission:
 
     def _payload(self) -> bytes:
         fields = [1, self.peer_id, self.role, self.run_id, self.issued_s, self.expires_s]
-        packed: bytes = msgpack.packb(fields)
-        return packed
+        packed: Any = msgpack.packb(fields)
+        return bytes(packed)
 
     @classmethod
     def _read(cls, payload: bytes) -> Self:
@@ -97,15 +96,13 @@ class Admission:
         values = zip(names, (peer_id, role, run_id, issued_s, expires_s), strict=True)
         admission = cls(**dict(values))
         try:
-            _adapter(cls).validate_python(admission)
+            _VALIDATOR.validate_python(admission)
         except ValidationError:
             raise AdmissionRefused("expected the fields of an admission, got others") from None
         return admission
 
 
-@cache
-def _adapter(kind: type[Admission]) -> TypeAdapter[Admission]:
-    return TypeAdapter(kind)
+_VALIDATOR = TypeAdapter(Admission)
 
 
 class AdmissionCheck:

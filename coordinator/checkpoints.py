@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import safetensors
 from safetensors.torch import save_file
@@ -99,7 +100,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     try:
-        with safetensors.safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safetensors.safe_open(path, framework="pt") as file:
             metadata = _checked_format(path, file.metadata() or {})
             state = _read_state(path, metadata, file)
     except OSError as error:
@@ -139,7 +140,7 @@ def _expect_own(path: Path, run_id: bytes) -> None:
     if not path.exists():
         return
     try:
-        with safetensors.safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safetensors.safe_open(path, framework="pt") as file:
             found = (file.metadata() or {}).get("run_id", "")
     except (OSError, safetensors.SafetensorError):
         found = "unknown"
@@ -160,7 +161,7 @@ def _checked_format(path: Path, metadata: Mapping[str, str]) -> Mapping[str, str
     return metadata
 
 
-def _read_state(path: Path, metadata: Mapping[str, str], file: safetensors.safe_open) -> OuterState:
+def _read_state(path: Path, metadata: Mapping[str, str], file: Any) -> OuterState:  # noqa: ANN401
     try:
         layout = Layout.from_json(metadata["layout"])
         _expect_tensors(path, layout, file)
@@ -179,7 +180,7 @@ def _read_state(path: Path, metadata: Mapping[str, str], file: safetensors.safe_
     return state
 
 
-def _expect_tensors(path: Path, layout: Layout, file: safetensors.safe_open) -> None:
+def _expect_tensors(path: Path, layout: Layout, file: Any) -> None:  # noqa: ANN401
     expected = {
         f"{kind}/{name}": list(shape)
         for kind in ("params", "momentum")

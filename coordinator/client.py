@@ -51,6 +51,9 @@ from atoll.optim.store import Head
 
 T = TypeVar("T")
 
+_EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  # type checkers do not see it
+
+APPLY_B_S = 50e6  # at least; an entry is applied before it is acknowledged
 MAX_BODY_BYTES = 1 << 36  # a reader that knows its run asks for less
 
 
@@ -214,9 +217,7 @@ class CoordinatorClient:
             certificate=certificate,
             body_bytes=len(view),
         )
-        reply = await self._stream_in(
-            "Publish", pb.PublishRequest(header=header), _body_parts(view)
-        )
+        reply = await self._offer(header, _body_parts(view))
         return Published(accepted=reply.accepted, head=_head(reply.head))
 
     async def fetch_entries(
@@ -338,12 +339,20 @@ class CoordinatorClient:
 
         return await self._with_channel(call)
 
-    async def _stream_in(self, name: str, first: Any, rest: Iterator[Any]) -> Any:  # noqa: ANN401
-        async def call(channel: Any) -> Any:  # noqa: ANN401
-            stream = _stub(channel, name)()
+    async def _offer(
+        self, header: pb.PublishHeader, body: Iterator[pb.PublishRequest]
+    ) -> pb.PublishReply:
+        async def call(channel: Any) -> pb.PublishReply:  # noqa: ANN401
+            stream = _stub(channel, "Publish")()
             try:
-                await _write_all(stream, first, rest)
-                return await asyncio.wait_for(stream, _patience_s(first.header.body_bytes))
+                await _write(stream, pb.PublishRequest(header=header))
+                reply = await _reply(stream, CALL_TIMEOUT_S)
+                if reply.send_body:
+                    for part in body:
+                        await _write(stream, part)
+                    await stream.done_writing()
+                    reply = await _reply(stream, CALL_TIMEOUT_S + header.body_bytes / APPLY_B_S)
+                return reply
             finally:
                 stream.cancel()
 
@@ -353,7 +362,7 @@ class CoordinatorClient:
         channel = await self._connect()
         stream = _stub(channel, name)(request)
         try:
-            while (reply := await self._read(stream)) is not grpc.aio.EOF:
+            while (reply := await self._read(stream)) is not _EOF:
                 yield reply
         finally:
             stream.cancel()
@@ -407,7 +416,7 @@ def _stub(channel: Any, name: str) -> Any:  # noqa: ANN401
     method = next(method for method in METHODS if method.name == name)
     kinds = {
         (False, False): channel.unary_unary,
-        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
         (False, True): channel.unary_stream,
     }
     return kinds[method.streams_in, method.streams_out](
@@ -417,22 +426,15 @@ def _stub(channel: Any, name: str) -> Any:  # noqa: ANN401
     )
 
 
-async def _write_all(stream: Any, first: Any, rest: Iterator[Any]) -> None:  # noqa: ANN401
-    """Write until all is out or the server has answered, which it may do early."""
-    try:
-        await asyncio.wait_for(stream.write(first), CALL_TIMEOUT_S)
-        for part in rest:
-            if stream.done():
-                return
-            await asyncio.wait_for(stream.write(part), PROGRESS_TIMEOUT_S)
-        await stream.done_writing()
-    except (grpc.aio.UsageError, asyncio.InvalidStateError):
-        return
+async def _write(stream: Any, part: pb.PublishRequest) -> None:  # noqa: ANN401
+    await asyncio.wait_for(stream.write(part), PROGRESS_TIMEOUT_S)
 
 
-def _patience_s(body_bytes: int) -> float:
-    """For the answer to a published entry: it is applied first, at 50 MB/s or more."""
-    return CALL_TIMEOUT_S + body_bytes / 50e6
+async def _reply(stream: Any, timeout_s: float) -> pb.PublishReply:  # noqa: ANN401
+    reply = await asyncio.wait_for(stream.read(), timeout_s)
+    if reply is _EOF:
+        raise BadReply("expected an answer to an entry, got none")
+    return reply  # type: ignore[no-any-return]
 
 
 def _body_parts(view: memoryview) -> Iterator[pb.PublishRequest]:

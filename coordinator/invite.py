@@ -30,7 +30,7 @@ import binascii
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgpack
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -82,7 +82,8 @@ class Invite:
         """Return the one string. Raises InviteError when a field is out of bounds."""
         _check(self)
         fields = [list(self.addresses), self.run_id, self.run_key, self.tls_sha256]
-        payload: bytes = msgpack.packb([*fields, list(self.bootstrap), self.token])
+        packed: Any = msgpack.packb([*fields, list(self.bootstrap), self.token])
+        payload = bytes(packed)
         text = base64.urlsafe_b64encode(payload + _checksum(payload)).decode().rstrip("=")
         return _PREFIX + text
 

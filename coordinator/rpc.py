@@ -79,7 +79,13 @@ METHODS: Final = (
     Method(name="Challenge", request=pb.ChallengeRequest, reply=pb.ChallengeReply),
     Method(name="Join", request=pb.JoinRequest, reply=pb.JoinReply),
     Method(name="Heartbeat", request=pb.HeartbeatRequest, reply=pb.HeartbeatReply),
-    Method(name="Publish", request=pb.PublishRequest, reply=pb.PublishReply, streams_in=True),
+    Method(
+        name="Publish",
+        request=pb.PublishRequest,
+        reply=pb.PublishReply,
+        streams_in=True,
+        streams_out=True,
+    ),
     Method(name="Fetch", request=pb.FetchRequest, reply=pb.FetchReply, streams_out=True),
     Method(name="Status", request=pb.StatusRequest, reply=pb.StatusReply),
 )

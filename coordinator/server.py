@@ -72,6 +72,7 @@ class BootstrapNode(Protocol):
     @property
     def addresses(self) -> Sequence[str]:
         """Multiaddrs with the PeerID, for invites."""
+        ...
 
     async def close(self) -> None:
         """Leave."""

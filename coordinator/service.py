@@ -14,9 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from atoll.coordinator import service_pb2 as pb
 from atoll.coordinator.coordinator import Coordinator, JoinRequest, Refusal
+from atoll.coordinator.follower import Claim
 from atoll.coordinator.rpc import (
     MAX_ENTRIES,
     MAX_RECORD_BYTES,
@@ -53,15 +55,15 @@ class Service:
         )
 
     def _method(self, method: Any) -> Any:  # noqa: ANN401
-        kinds = {
+        kinds: dict[tuple[bool, bool], tuple[Any, Callable[[Any], Any]]] = {
             (False, False): (grpc.unary_unary_rpc_method_handler, _guard_call),
-            (True, False): (grpc.stream_unary_rpc_method_handler, _guard_call),
+            (True, True): (grpc.stream_stream_rpc_method_handler, _guard_stream),
             (False, True): (grpc.unary_stream_rpc_method_handler, _guard_stream),
         }
         make, guard = kinds[method.streams_in, method.streams_out]
         return make(
             guard(getattr(self, f"_{method.name.lower()}")),
-            request_deserializer=method.request.FromString,
+            request_deserializer=_reader(method.request),
             response_serializer=method.reply.SerializeToString,
         )
 
@@ -125,31 +127,33 @@ class Service:
 
     async def _publish(
         self, requests: AsyncIterator[pb.PublishRequest], _: Context
-    ) -> pb.PublishReply:
+    ) -> AsyncIterator[pb.PublishReply]:
         parts = aiter(requests)
         first = await _next(parts)
         if first is None or first.WhichOneof("part") != "header":
             raise Refusal("invalid_argument", "expected a header first")
-        accepted = await self._take(first.header, parts)
-        return pb.PublishReply(accepted=accepted, head=_head(self._run.head()))
+        claim = await self._claim(first.header)
+        accepted = False
+        if claim is not None:
+            with self._slot(claim.entry.position):
+                yield pb.PublishReply(send_body=True, head=_head(self._run.head()))
+                body = await _receive(parts, claim.entry.body_bytes)
+                accepted = await self._run.accept(claim, body, first.header.auth.peer_id)
+        yield pb.PublishReply(accepted=accepted, head=_head(self._run.head()))
 
-    async def _take(
-        self, header: pb.PublishHeader, parts: AsyncIterator[pb.PublishRequest]
-    ) -> bool:
+    async def _claim(self, header: pb.PublishHeader) -> Claim | None:
         self._authenticate(header.auth)
         _expect_size("entry", header.entry, MAX_RECORD_BYTES)
         _expect_size("certificate", header.certificate, MAX_RECORD_BYTES)
         claim = await self._run.precheck(header.entry, header.certificate)
         if claim is None or claim.entry.position in self._receiving:
-            return False
+            return None
         if header.body_bytes != claim.entry.body_bytes:
             raise Refusal(
                 "invalid_argument",
                 f"expected a body of {claim.entry.body_bytes} bytes, got {header.body_bytes}",
             )
-        with self._slot(claim.entry.position):
-            body = await _receive(parts, claim.entry.body_bytes)
-            return await self._run.accept(claim, body, header.auth.peer_id)
+        return claim
 
     @contextlib.contextmanager
     def _slot(self, position: int) -> Iterator[None]:
@@ -232,6 +236,27 @@ class Service:
         self._run.authenticate(auth.peer_id, auth.session)
 
 
+_MALFORMED: Any = object()
+
+
+def _reader(message: Any) -> Callable[[bytes], Any]:  # noqa: ANN401
+    """Parse, or pass on that it failed: grpc would log a stranger's rubbish with a traceback."""
+
+    def read(raw: bytes) -> Any:  # noqa: ANN401
+        try:
+            return message.FromString(raw)
+        except DecodeError:
+            return _MALFORMED
+
+    return read
+
+
+def _expect_parsed(message: T) -> T:
+    if message is _MALFORMED:
+        raise Refusal("invalid_argument", "expected a message of service.proto")
+    return message
+
+
 def _head(head: Head) -> pb.Head:
     return pb.Head(epoch=head.epoch, position=head.position, chain=head.chain)
 
@@ -256,7 +281,7 @@ async def _receive(parts: AsyncIterator[pb.PublishRequest], size: int) -> bytear
 async def _next(parts: AsyncIterator[pb.PublishRequest]) -> pb.PublishRequest | None:
     try:
         async with asyncio.timeout(PROGRESS_TIMEOUT_S):
-            return await anext(parts, None)
+            return _expect_parsed(await anext(parts, None))
     except TimeoutError:
         raise Refusal(
             "resource_exhausted", f"nothing came for {PROGRESS_TIMEOUT_S:.0f} s: given up"
@@ -283,7 +308,7 @@ def _guard_call(
 
     async def call(request: Any, context: Context) -> T:  # noqa: ANN401
         try:
-            return await method(request, context)
+            return await method(_expect_parsed(request), context)
         except Exception as error:
             code, text = _answer(error)
         await context.abort(code, text)
@@ -299,7 +324,8 @@ def _guard_stream(
 
     async def call(request: Any, context: Context) -> None:  # noqa: ANN401
         try:
-            async with contextlib.aclosing(method(request, context)) as replies:  # type: ignore[type-var]
+            replies = method(_expect_parsed(request), context)
+            async with contextlib.aclosing(replies):  # type: ignore[type-var]
                 async for reply in replies:
                     await asyncio.wait_for(context.write(reply), PROGRESS_TIMEOUT_S)
             return

@@ -143,12 +143,14 @@ class PublishHeader(_message.Message):
     def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., entry: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., body_bytes: _Optional[int] = ...) -> None: ...
 
 class PublishReply(_message.Message):
-    __slots__ = ("accepted", "head")
+    __slots__ = ("accepted", "head", "send_body")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
+    SEND_BODY_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     head: Head
-    def __init__(self, accepted: _Optional[bool] = ..., head: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
+    send_body: bool
+    def __init__(self, accepted: _Optional[bool] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., send_body: _Optional[bool] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("auth", "entries", "snapshot", "leaves")

@@ -449,7 +449,8 @@ def _toml_value(value: object) -> str:
 
 
 def _wrap_comment(text: str, width: int = 88) -> list[str]:
-    lines, line = [], "#"
+    lines: list[str] = []
+    line = "#"
     for word in text.split():
         if len(line) + 1 + len(word) > width:
             lines, line = [*lines, line], "#"
@@ -516,9 +517,11 @@ def _line(path: str, lines: Mapping[str, int]) -> int | None:
 def _message(kind: str, message: str, loc: tuple[int | str, ...], value: object) -> str:
     if kind == "extra_forbidden":
         return _unknown_key(loc)
+    if kind == "model_type":
+        return f"expected a section, as [{'.'.join(map(str, loc))}], got {value!r:.40}"
     text = message.removeprefix("Value error, ")
     text = text.replace("Input should be", "expected", 1)
-    if len(loc) == 0:
+    if len(loc) == 0 or "got " in text:
         return text
     shown = repr(value)
     return f"{text}, got {shown if len(shown) <= 80 else shown[:77] + '...'}"

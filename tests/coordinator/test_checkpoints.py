@@ -1,0 +1,127 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from atoll.coordinator.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+)
+from atoll.coordinator.spec import RunSpec
+from atoll.optim.layout import Layout
+from atoll.optim.state import OuterState
+
+LAYOUT = Layout(names=("embed", "head"), shapes=((1000, 100), (40_000,)))
+SPEC = RunSpec.from_dict({"run": {"name": "test"}})
+
+
+def make(position: int = 7, run_id: bytes = b"r" * 32) -> Checkpoint:
+    state = OuterState.blank(LAYOUT, position)
+    state.params_N.copy_(torch.arange(LAYOUT.numel) * 0.5)
+    state.momentum_N.fill_(-1.0)
+    return Checkpoint(
+        spec=SPEC, run_id=run_id, epoch=1, position=position, chain=b"c" * 32, state=state
+    )
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.safetensors"
+    save_checkpoint(path, make())
+    loaded = load_checkpoint(path)
+    assert (loaded.spec, loaded.run_id, loaded.epoch) == (SPEC, b"r" * 32, 1)
+    assert (loaded.position, loaded.chain) == (7, b"c" * 32)
+    assert loaded.layout == LAYOUT and loaded.state.root() == make().state.root()
+    assert loaded.params["embed"].shape == (1000, 100)
+    assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]
+
+
+def test_any_tool_can_read_it(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", make())
+    tensors = load_file(tmp_path / "a")
+    assert set(tensors) == {"params/embed", "params/head", "momentum/embed", "momentum/head"}
+
+
+def test_the_same_run_replaces_its_own_another_run_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_checkpoint(path, make(7))
+    save_checkpoint(path, make(8))
+    assert load_checkpoint(path).position == 8
+    with pytest.raises(CheckpointError, match="move it away"):
+        save_checkpoint(path, make(9, run_id=b"x" * 32))
+    assert load_checkpoint(path).position == 8
+
+
+def test_a_file_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("my thesis")
+    with pytest.raises(CheckpointError, match="unknown"):
+        save_checkpoint(path, make())
+    assert path.read_text() == "my thesis"
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"",
+        lambda raw: b"\xff" * 100,
+        lambda raw: b"\xff\xff\xff\xff\xff\xff\xff\x7f" + raw[8:],
+        lambda raw: raw[:-5] + b"\x00\x01\x02\x03\x04",
+    ],
+)
+def test_a_damaged_file_says_so(tmp_path: Path, damage: object) -> None:
+    path = tmp_path / "a"
+    save_checkpoint(path, make())
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"damaged|cannot be read"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": "atoll checkpoint 9"}, "expected the format"),
+        ({"chain": "zz"}, "damaged"),
+        ({"position": "-"}, "damaged"),
+        ({"layout": "{}"}, "damaged"),
+        ({"root": "00" * 32}, "expected the state root 000000000000"),
+        ({"spec": '{"run": {"nam": 1}}'}, "did you mean 'name'"),
+    ],
+)
+def test_wrong_metadata(tmp_path: Path, changes: dict[str, str], told: str) -> None:
+    from safetensors import safe_open
+
+    path = tmp_path / "a"
+    save_checkpoint(path, make())
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
+    save_file(load_file(path), tmp_path / "b", metadata={**metadata, **changes})
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(tmp_path / "b")
+
+
+def test_tensors_of_another_model(tmp_path: Path) -> None:
+    other = dataclasses.replace(make())
+    save_checkpoint(tmp_path / "a", other)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        metadata = dict(file.metadata())
+    tensors = load_file(tmp_path / "a")
+    tensors["params/head"] = tensors["params/head"].double()
+    save_file(tensors, tmp_path / "b", metadata=metadata)
+    with pytest.raises(CheckpointError, match="fp32"):
+        load_checkpoint(tmp_path / "b")
+    del tensors["params/head"]
+    save_file(tensors, tmp_path / "b", metadata=metadata)
+    with pytest.raises(CheckpointError, match="not those of its layout"):
+        load_checkpoint(tmp_path / "b")

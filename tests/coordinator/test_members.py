@@ -1,0 +1,96 @@
+from atoll.coordinator.members import Members, Progress, Publisher, electable
+from atoll.coordinator.status import PeerStatus
+
+
+def peer(peer_id: str, **changes: object) -> PeerStatus:
+    values = {"peer_id": peer_id, "incarnation": "1", "state": "training"}
+    return PeerStatus(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_who_is_silent_is_gone_and_later_forgotten() -> None:
+    members = Members()
+    members.update(peer("a"), 0.0)
+    members.update(peer("b"), 8.0)
+    assert [m.status.peer_id for m in members.alive(11.0)] == ["b"]
+    shown = {m.status.peer_id: m.shown(11.0).state for m in members.all()}
+    assert shown == {"a": "gone", "b": "training"}
+    members.forget(3605.0)
+    assert len(members) == 1
+
+
+def test_who_says_goodbye_is_gone_at_once() -> None:
+    members = Members()
+    members.update(peer("a"), 0.0, left=True)
+    assert not members.alive(0.0)
+
+
+def test_a_flood_of_names_pushes_out_the_oldest() -> None:
+    members = Members()
+    for index in range(5000):
+        members.update(peer(f"p{index}"), float(index))
+    assert len(members) == 4096 and members.get("p0") is None and members.get("p4999")
+
+
+def test_electors_of_the_first_epoch_are_ready_trainers() -> None:
+    members = Members()
+    members.update(peer("a", state="ready"), 0.0)
+    members.update(peer("b", state="joining"), 0.0)
+    members.update(peer("c", state="ready", role="follower"), 0.0)
+    members.update(peer("d", state="ready", incarnation=""), 0.0)
+    assert [p.peer_id for p in electable(members.alive(0.0), epoch=None)] == ["a"]
+
+
+def test_electors_of_a_later_epoch_hold_a_state() -> None:
+    members = Members()
+    for peer_id, state in (("a", "training"), ("b", "syncing"), ("c", "recovering")):
+        members.update(peer(peer_id, state=state), 0.0)
+    assert [p.peer_id for p in electable(members.alive(0.0), epoch=0)] == ["a", "b"]
+
+
+def test_a_stall_is_60_s_and_new_epochs_come_ever_more_slowly() -> None:
+    progress = Progress()
+    progress.note(5, 0.0)
+    assert not progress.is_stalled(59.0, 1.0) and progress.is_stalled(61.0, 1.0)
+    assert not progress.is_stalled(290.0, 100.0)  # rounds that take 100 s
+    progress.restart(61.0, again=True)
+    assert not progress.is_stalled(170.0, 1.0) and progress.is_stalled(182.0, 1.0)
+    for _ in range(20):
+        progress.restart(200.0, again=True)
+    assert progress.is_stalled(200.0 + 3601, 1.0)
+    progress.note(6, 300.0)
+    assert progress.is_stalled(361.0, 1.0)
+
+
+def test_time_without_anybody_does_not_count() -> None:
+    progress = Progress()
+    progress.note(5, 0.0)
+    progress.pause(1000.0)
+    assert not progress.is_stalled(1059.0, 1.0)
+
+
+def test_one_peer_publishes_until_it_fails_to() -> None:
+    members = Members()
+    for peer_id in ("a", "b", "c"):
+        members.update(peer(peer_id, position=4), 0.0)
+    members.update(peer("behind", position=2), 0.0)
+    publisher = Publisher()
+
+    def asked(position: int, now_s: float) -> list[str]:
+        alive = members.alive(0.0)
+        names = ["a", "b", "c", "behind"]
+        return [
+            p for p in names if publisher.asked(p, alive, epoch=0, position=position, now_s=now_s)
+        ]
+
+    (first,) = asked(2, 0.0)
+    assert asked(2, 10.0) == [first]
+    assert asked(3, 20.0) == [first]
+    (second,) = asked(3, 40.0)[-1:]
+    assert second != first
+    assert asked(4, 41.0) == []
+
+
+def test_a_peer_of_another_epoch_is_not_asked() -> None:
+    members = Members()
+    members.update(peer("a", position=4, epoch=1), 0.0)
+    assert not Publisher().asked("a", members.alive(0.0), epoch=0, position=2, now_s=0.0)

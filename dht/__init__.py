@@ -1,10 +1,11 @@
 """Identity, transport and signed records: everything that knows about the network.
 
-Importing this package stays cheap: only `atoll.dht.libp2p`, `atoll.dht.daemon`,
-`atoll.dht.roster_dht` and `atoll.dht.node` load hivemind, and only when they are imported by name.
+Importing this package stays cheap: only `engine`, `daemon`, `libp2p` and `node` load hivemind, and
+only when they are imported by name.
 """
 
 from atoll.dht.identity import Identity, IdentityError, verify
+from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import (
     DeadlineExceeded,
     PeerUnreachable,
@@ -19,8 +20,12 @@ __all__ = [
     "DeadlineExceeded",
     "Identity",
     "IdentityError",
+    "PeerRecord",
     "PeerUnreachable",
+    "RecordError",
     "Refused",
+    "Roster",
+    "RosterError",
     "Stream",
     "Transport",
     "TransportError",

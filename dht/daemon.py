@@ -19,17 +19,20 @@ Errors::
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import shutil
 import socket
+import stat
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from atoll.dht.engine import P2PD_PATH, Multiaddr, PeerID, p2pd_pb2
 from atoll.dht.identity import Identity
@@ -41,6 +44,8 @@ MAX_REPLY_BYTES = 1 << 20  # LIST_PEERS of a thousand peers is a tenth of it
 STARTUP_S = 60.0  # a busy machine; 0.2 s otherwise
 STOP_S = 5.0
 LISTEN_BACKLOG = 256
+FOLDER_PREFIX = "atoll-p2pd-"
+LEFT_AFTER_S = 60.0  # a folder younger than this may not have its lock yet
 
 Control = tuple[socket.socket, Any]
 
@@ -61,8 +66,6 @@ class DaemonOptions:
     """Multiaddrs to listen on; port 0 is any, and is kept over restarts."""
     announce: tuple[str, ...] = ()
     """Multiaddrs that others are told to dial, when they differ."""
-    bootstrap: tuple[str, ...] = ()
-    """Multiaddrs (with /p2p/) of peers that are in the run already."""
     relay: bool = True
     """Reach peers, and be reached, through relays."""
     auto_relay: bool = False
@@ -91,12 +94,9 @@ def command(control: Path, key: Path, options: DaemonOptions) -> list[str]:
         f"-autoRelay={int(options.auto_relay)}",
         f"-autonat={wide}",
         f"-natPortMap={wide}",
-        f"-b={int(bool(options.bootstrap))}",
     ]
     if options.announce:
         arguments.append(f"-announceAddrs={','.join(options.announce)}")
-    if options.bootstrap:
-        arguments.append(f"-bootstrapPeers={','.join(options.bootstrap)}")
     return [str(P2PD_PATH), *arguments]
 
 
@@ -104,7 +104,11 @@ class Daemon:
     """A running p2pd. Made by `Daemon.start`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, folder: Path, options: DaemonOptions
+        self,
+        process: asyncio.subprocess.Process,
+        folder: Path,
+        lock: IO[bytes],
+        options: DaemonOptions,
     ) -> None:
         """Use `start`."""
         self.process = process
@@ -113,6 +117,7 @@ class Daemon:
         self.addresses: list[str] = []
         """Multiaddrs with /p2p/ at which we can be dialed."""
         self._folder = folder
+        self._lock = lock
         self._control = folder / "d.sock"
         self._log: deque[str] = deque(maxlen=20)
         self._ready = asyncio.Event()
@@ -128,7 +133,7 @@ class Daemon:
         Raises:
             DaemonError: it did not come up; the message holds its last words.
         """
-        folder = Path(tempfile.mkdtemp(prefix="atoll-"))
+        folder, lock = claim_folder()
         key = folder / "key"
         try:
             key.touch(mode=0o600)
@@ -142,9 +147,10 @@ class Daemon:
                 start_new_session=True,  # Ctrl-C is ours: we say goodbye before it goes
             )
         except OSError as error:
+            lock.close()
             shutil.rmtree(folder)
             raise DaemonError(f"p2pd at {P2PD_PATH} cannot be run: {error}") from error
-        daemon = cls(process, folder, options)
+        daemon = cls(process, folder, lock, options)
         try:
             await daemon._come_up()
         except BaseException:
@@ -313,6 +319,7 @@ class Daemon:
             self._listener.close()
         await self._stop()
         await self._reader
+        self._lock.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _stop(self) -> None:
@@ -325,6 +332,30 @@ class Daemon:
             with suppress(ProcessLookupError):
                 self.process.kill()
             await self.process.wait()
+
+
+def claim_folder() -> tuple[Path, IO[bytes]]:
+    """A private folder for the sockets, and the lock that shows that its owner is alive.
+
+    Folders of ours that a SIGKILL left behind are removed: nobody holds their locks any more.
+    """
+    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            _remove_if_left(old)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    lock = (folder / "lock").open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return folder, lock
+
+
+def _remove_if_left(folder: Path) -> None:
+    about = folder.lstat()
+    is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+    if not is_ours or time.time() - about.st_mtime < LEFT_AFTER_S:
+        return
+    with (folder / "lock").open("rb+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
 
 
 def parse_address(address: str) -> Multiaddr:

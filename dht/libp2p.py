@@ -56,7 +56,7 @@ MESSAGE_COST_BYTES = 64  # what an empty message counts as unread, so that endle
 LINGER_S = 5.0  # for the other side to close too; cutting earlier could lose what we sent last
 MAX_STREAMS_PER_PEER = 256
 DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
-PATIENCE_S = 1.0  # how long the higher PeerID waits for the lower to dial
+PATIENCE_S = 0.5  # how long, at least, the higher PeerID waits for the lower to dial
 
 
 def protocol_name(run_id: str) -> str:

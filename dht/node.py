@@ -22,6 +22,7 @@ from atoll.dht.engine import DHTID, P2P, DHTNode, PeerID
 from atoll.dht.identity import Identity
 from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
+from atoll.dht.serving import log_failure
 from atoll.dht.transport import Check, TransportError, admit_everyone
 from atoll.dht.wirecount import WireCounter, WireTotals
 
@@ -243,24 +244,31 @@ class Node:
         self.wire.totals()
         await self.daemon.close()
         await self._close_dht()
-        while True:
+        while not await self._is_revived(options):
+            await asyncio.sleep(RESTART_PAUSE_S)
+        if self.on_restart is not None:
             try:
-                await self._revive(options)
-                return
+                await self.on_restart()
             except Exception as error:
-                logger.error("p2pd could not be restarted: %r", error)
-                await asyncio.sleep(RESTART_PAUSE_S)
+                log_failure(error)
+
+    async def _is_revived(self, options: DaemonOptions) -> bool:
+        try:
+            await self._revive(options)
+        except Exception as error:
+            logger.error("p2pd could not be restarted: %r", error)
+            await self.daemon.close()
+            await self._close_dht()
+            return False
+        return True
 
     async def _revive(self, options: DaemonOptions) -> None:
-        if not self.daemon.is_alive:
-            self.wire.remove(self.daemon.pid)
-            self.daemon = await Daemon.start(self.identity, options)
-            self.wire.add(self.daemon.pid)
-            await self.transport.rebind(self.daemon)
+        self.wire.remove(self.daemon.pid)
+        self.daemon = await Daemon.start(self.identity, options)
+        self.wire.add(self.daemon.pid)
+        await self.transport.rebind(self.daemon)
         self.dht = await self._start_dht(self.dht)
         self.roster.node = self.dht
-        if self.on_restart is not None:
-            await self.on_restart()
 
     async def _rejoin_if_alone(self) -> None:
         if self.dht.protocol.routing_table.uid_to_peer_id or not self.bootstrap:

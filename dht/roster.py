@@ -17,7 +17,7 @@ dictionary of records unreadable.
 
 Errors::
 
-    RosterError                our own record was not taken by the DHT
+    RosterError                the DHT does not answer, or did not take our record
     RecordError(ValueError)    bytes that are no valid record; says why
 """
 
@@ -27,9 +27,9 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import msgpack
 
@@ -51,8 +51,9 @@ MAX_RECORD_BYTES = MAX_BODY_BYTES + MAX_ADMISSION_BYTES + 256
 INCARNATION_CHARS = 32
 MAX_INTEGER = 1 << 53
 MAX_NUMBER = 1e15
-GET_TIMEOUT_S = 10.0
+DHT_TIMEOUT_S = 10.0  # three of hivemind's own waits for a node that does not answer
 
+T = TypeVar("T")
 Role = Literal["trainer", "follower", "left"]
 
 
@@ -101,7 +102,7 @@ class Roster(Protocol):
         ...
 
     async def peers(self) -> dict[str, PeerRecord]:
-        """The live, admitted peers by PeerID, ourselves included once published."""
+        """The live, admitted peers by PeerID, us too once published. Raises RosterError."""
         ...
 
     async def leave(self) -> None:
@@ -321,13 +322,13 @@ class DhtRoster:
             record, self._identity, run_id=self._run_id, credential=self._credential()
         )
         key = roster_key(self._run_id)
-        if not await self.node.store(key, value, record.expires_at, subkey=record.peer_id):
+        store = self.node.store(key, value, record.expires_at, subkey=record.peer_id)
+        if not await _from_dht(store):
             raise RosterError("no DHT node took our record; is this machine's clock right?")
 
     async def peers(self) -> dict[str, PeerRecord]:
         """See `Roster`."""
-        async with asyncio.timeout(GET_TIMEOUT_S):
-            found = await self.node.get(roster_key(self._run_id), latest=True)
+        found = await _from_dht(self.node.get(roster_key(self._run_id), latest=True))
         if found is None or not isinstance(found.value, dict):
             return {}
         records = [self._read(item.value) for item in found.value.values()]
@@ -353,6 +354,14 @@ class DhtRoster:
         except Exception as error:
             logger.info("could not say goodbye to the roster: %s", error)
         self._last = None
+
+
+async def _from_dht(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        async with asyncio.timeout(DHT_TIMEOUT_S):
+            return await work
+    except Exception as error:  # hivemind's errors are of many kinds
+        raise RosterError(f"the DHT does not answer: {error!r}") from error
 
 
 class MemoryBoard:

@@ -173,7 +173,10 @@ class Transport(Protocol):
         ...
 
     async def connect(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
-        """Makes sure of a connection. The lower PeerID of a pair dials, the other waits first."""
+        """Makes sure of a connection. The lower PeerID of a pair dials, the other waits first.
+
+        libp2p does not dial again within 5 s of a failure: allow 7 s or more.
+        """
         ...
 
     def statistics(self) -> TransportStatistics:

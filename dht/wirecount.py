@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 SOCK_DIAG = 4
@@ -76,7 +76,6 @@ class SocketCount:
     """One socket's counters. `cookie` is never used twice by a kernel."""
 
     cookie: bytes
-    inode: int
     totals: WireTotals
 
 
@@ -126,7 +125,7 @@ class WireCounter:
             return []
         inodes = {inode for pid in self._pids for inode in socket_inodes(pid)}
         try:
-            return [count for count in tcp_sockets() if count.inode in inodes]
+            return list(tcp_sockets(inodes))
         except OSError:
             self.is_available = False
             return []
@@ -135,8 +134,7 @@ class WireCounter:
 def is_available() -> bool:
     """True if this kernel tells us about sockets."""
     try:
-        for _ in tcp_sockets():
-            break
+        list(tcp_sockets(()))
     except (OSError, AttributeError):  # no AF_NETLINK outside Linux
         return False
     return True
@@ -159,13 +157,17 @@ def socket_inodes(pid: int) -> set[int]:
     return inodes
 
 
-def tcp_sockets() -> Iterator[SocketCount]:
-    """Every connected TCP socket of this network namespace. Raises OSError if netlink refuses."""
+def tcp_sockets(inodes: Container[int]) -> Iterator[SocketCount]:
+    """The connected TCP sockets with these inodes. Raises OSError if netlink refuses."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        yield from _dump(family)
+        for message in _dump(family):
+            (inode,) = struct.unpack_from("=I", message, DIAG_BYTES - 4)
+            count = _parse(family, message) if inode in inodes else None
+            if count is not None:
+                yield count
 
 
-def _dump(family: int) -> Iterator[SocketCount]:
+def _dump(family: int) -> Iterator[bytes]:
     body = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, WITH_TCP_INFO, STATES)
     head = HEADER.pack(HEADER.size + len(body), SOCK_DIAG_BY_FAMILY, REQUEST_DUMP, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, SOCK_DIAG) as link:
@@ -177,9 +179,7 @@ def _dump(family: int) -> Iterator[SocketCount]:
                     return
                 if kind == ERROR:
                     raise OSError(-struct.unpack_from("=i", message)[0], "sock_diag refused")
-                count = _parse(family, message)
-                if count is not None:
-                    yield count
+                yield message
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -190,13 +190,12 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(family: int, message: bytes) -> SocketCount | None:
-    (inode,) = struct.unpack_from("=I", message, DIAG_BYTES - 4)
     cookie, rest = message[44:52], message[DIAG_BYTES:]
     while len(rest) >= ATTRIBUTE.size:
         size, kind = ATTRIBUTE.unpack_from(rest)
         if kind == TCP_INFO:
             totals = _totals(family, rest[ATTRIBUTE.size : size])
-            return SocketCount(cookie=cookie, inode=inode, totals=totals)
+            return SocketCount(cookie=cookie, totals=totals)
         rest = rest[max(4, (size + 3) & ~3) :]
     return None
 

@@ -61,12 +61,34 @@ async def start(bootstrap=(), **options):
     return node
 
 
+CHILD = """
+import asyncio, sys
+from atoll.dht.node import Node
+
+async def flood(remote, stream):
+    await stream.recv(timeout_s=20)
+    while True:
+        await stream.send(bytes(100_000), timeout_s=20)
+
+async def main():
+    node = await Node.start(None, run_id=sys.argv[1], admission=b"ticket")
+    node.transport.serve_stream("flood", flood)
+    print(node.daemon.pid, node.addresses[0], flush=True)
+    await asyncio.sleep(120)
+
+asyncio.run(main())
+"""
+
+
 class Swarm:
     def __init__(self):
         self.runner = asyncio.Runner()
         self.nodes = []
+        self.child = None
+        self.child_daemon_pid = 0
+        self.child_address = ""
 
-    def run(self, main, timeout_s=30):
+    def run(self, main, timeout_s=60):
         async def bounded():
             async with asyncio.timeout(timeout_s):
                 return await main
@@ -74,13 +96,27 @@ class Swarm:
         return self.runner.run(bounded())
 
     async def grow(self, path):
+        self.child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CHILD, RUN, stdout=asyncio.subprocess.PIPE
+        )
         self.nodes.append(await start(identity_path=path))
         for _ in range(2):
             self.nodes.append(await start(self.nodes[0].addresses))
 
+    async def meet_child(self, node):
+        if not self.child_address:
+            pid, self.child_address = (await self.child.stdout.readline()).decode().split()
+            self.child_daemon_pid = int(pid)
+        peer = self.child_address.rpartition("/p2p/")[2]
+        await node.transport.connect(peer, [self.child_address], timeout_s=10)
+        return peer
+
     async def close(self):
         for node in self.nodes:
             await node.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.child.kill()
+        await self.child.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -403,25 +439,6 @@ def test_wire_bytes_are_the_kernels_and_cover_the_payload(swarm, a, b):
     swarm.run(main())
 
 
-CHILD = """
-import asyncio, sys
-from atoll.dht.node import Node
-
-async def flood(remote, stream):
-    await stream.recv(timeout_s=20)
-    while True:
-        await stream.send(bytes(100_000), timeout_s=20)
-
-async def main():
-    node = await Node.start(None, run_id=sys.argv[1], admission=b"ticket", bootstrap=sys.argv[2:])
-    node.transport.serve_stream("flood", flood)
-    print(node.daemon.pid, node.addresses[0], flush=True)
-    await asyncio.sleep(120)
-
-asyncio.run(main())
-"""
-
-
 def is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -430,56 +447,39 @@ def is_running(pid):
         return False
 
 
+def test_a_frozen_process_ends_by_the_deadline(swarm, a):
+    async def main():
+        peer = await swarm.meet_child(a)
+        async with await a.transport.open(peer, "flood", timeout_s=10) as stream:
+            swarm.child.send_signal(signal.SIGSTOP)
+            try:
+                with pytest.raises(DeadlineExceeded):
+                    await stream.send(b"go", timeout_s=1)
+                    await stream.recv(timeout_s=0.5)
+            finally:
+                swarm.child.send_signal(signal.SIGCONT)
+            assert len(await stream.recv(timeout_s=10)) == 100_000
+
+    swarm.run(main())
+
+
 def test_a_process_killed_in_mid_stream_is_unreachable_and_leaves_nothing_running(swarm, a):
     async def main():
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CHILD, RUN, *a.addresses, stdout=asyncio.subprocess.PIPE
-        )
-        try:
-            daemon_pid, address = (await child.stdout.readline()).decode().split()
-            peer = address.rpartition("/p2p/")[2]
-            await a.transport.connect(peer, [address], timeout_s=10)
-            stream = await a.transport.open(peer, "flood", timeout_s=10)
+        peer = await swarm.meet_child(a)
+        async with await a.transport.open(peer, "flood", timeout_s=10) as stream:
             await stream.send(b"go", timeout_s=10)
             for _ in range(20):
                 assert len(await stream.recv(timeout_s=10)) == 100_000
-            child.kill()
+            swarm.child.kill()
             started_s = time.monotonic()
             with pytest.raises(PeerUnreachable):
                 while await stream.recv(timeout_s=10) is not None:
                     pass
             assert time.monotonic() - started_s < 5
-            await stream.close()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.communicate()
-        while is_running(int(daemon_pid)):
+        while is_running(swarm.child_daemon_pid):
             await asyncio.sleep(0.02)
 
-    swarm.run(main(), timeout_s=60)
-
-
-def test_a_frozen_process_ends_by_the_deadline(swarm, a):
-    async def main():
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CHILD, RUN, *a.addresses, stdout=asyncio.subprocess.PIPE
-        )
-        try:
-            _, address = (await child.stdout.readline()).decode().split()
-            peer = address.rpartition("/p2p/")[2]
-            await a.transport.connect(peer, [address], timeout_s=10)
-            async with await a.transport.open(peer, "flood", timeout_s=10) as stream:
-                child.send_signal(signal.SIGSTOP)
-                with pytest.raises(DeadlineExceeded):
-                    await stream.send(b"go", timeout_s=1)
-                    await stream.recv(timeout_s=0.5)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.communicate()
-
-    swarm.run(main(), timeout_s=60)
+    swarm.run(main())
 
 
 def test_a_port_in_use_is_named_by_p2pd():

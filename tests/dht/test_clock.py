@@ -1,0 +1,37 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from atoll.dht import clock, engine
+
+
+@pytest.fixture
+def an_hour_off():
+    clock.set_offset(3600)
+    yield
+    clock.set_offset(0)
+
+
+def test_hivemind_follows_the_learnt_offset(an_hour_off):
+    from hivemind.dht import node, protocol
+    from hivemind.utils import timed_storage
+
+    assert engine.DHTNode is node.DHTNode
+    for module in (node, protocol, timed_storage):
+        assert module.get_dht_time() == pytest.approx(clock.now_s(), abs=1)
+    assert clock.now_s() - time.time() == pytest.approx(3600, abs=1)
+
+
+def test_importing_the_package_does_not_load_hivemind():
+    code = "import sys, atoll.dht.memory, atoll.dht.roster; print('hivemind' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
+def test_exported_members_exist():
+    import atoll.dht
+
+    assert sorted(atoll.dht.__all__) == atoll.dht.__all__
+    assert all(hasattr(atoll.dht, name) for name in atoll.dht.__all__)

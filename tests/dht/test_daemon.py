@@ -1,0 +1,65 @@
+import os
+import shutil
+import tempfile
+
+import pytest
+
+from atoll.dht import daemon
+from atoll.dht.daemon import DaemonOptions, claim_folder, command, parse_address
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def age(folder):
+    os.utime(folder, (0, 0))
+
+
+def test_a_folder_whose_owner_was_killed_is_removed(temporary):
+    folder, lock = claim_folder()
+    age(folder)
+    lock.close()
+    new, new_lock = claim_folder()
+    assert not folder.exists()
+    assert new.exists()
+    new_lock.close()
+
+
+def test_a_folder_whose_owner_lives_is_kept(temporary):
+    folder, lock = claim_folder()
+    age(folder)
+    claim_folder()[1].close()
+    assert folder.exists()
+    lock.close()
+
+
+def test_a_folder_that_is_not_ours_is_kept(temporary):
+    for name in ("atoll-p2pd-without-lock", "atoll-other", "hivemind-x"):
+        (temporary / name).mkdir()
+        age(temporary / name)
+    claim_folder()[1].close()
+    assert len(list(temporary.iterdir())) == 4
+    shutil.rmtree(temporary / "atoll-other")
+
+
+def test_loopback_nodes_ask_nothing_of_the_router(tmp_path):
+    near = command(tmp_path / "d", tmp_path / "k", DaemonOptions())
+    far = command(tmp_path / "d", tmp_path / "k", DaemonOptions(listen=("/ip4/0.0.0.0/tcp/1",)))
+    assert "-natPortMap=0" in near
+    assert "-natPortMap=1" in far
+
+
+def test_ports_that_were_found_are_kept_over_a_restart():
+    found = ["/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.1/tcp/4001"]
+    assert daemon._with_ports(("/ip4/0.0.0.0/tcp/0",), found) == ("/ip4/0.0.0.0/tcp/4001",)
+    assert daemon._with_ports(("/ip4/127.0.0.1/tcp/0",), found) == ("/ip4/127.0.0.1/tcp/4001",)
+    assert daemon._with_ports(("/ip4/127.0.0.1/tcp/7",), found) == ("/ip4/127.0.0.1/tcp/7",)
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "/ip4/300.1.1.1/tcp/1", "/ip4/1.2.3.4/tcp/x"])
+def test_a_broken_address_is_a_value_error(address):
+    with pytest.raises(ValueError, match="multiaddr"):
+        parse_address(address)

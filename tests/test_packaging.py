@@ -69,6 +69,15 @@ def test_what_is_imported_is_a_declared_dependency(folder):
     assert missing == set()
 
 
+def test_protobuf_is_not_older_than_the_compiler_of_the_generated_code():
+    made_with = {
+        re.search(r"# Protobuf Python Version: ([\d.]+)", path.read_text(encoding="utf-8"))[1]
+        for path in ROOT.glob("*/*_pb2.py")
+    }
+    wanted = {f"protobuf>={version}" for version in made_with}
+    assert wanted <= set(PYPROJECT["project"]["dependencies"])
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_packages_say_that_they_are_typed(folder):
     assert (ROOT / folder / "py.typed").exists()

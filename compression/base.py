@@ -30,9 +30,9 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -140,6 +140,7 @@ class Codec(ABC):
     code: ClassVar[int]
     version: ClassVar[int] = 1
     stateful: ClassVar[bool] = False  # True: order of calls matters, so not for a run's updates
+    elementwise: ClassVar[bool] = True  # False: the shape matters, not only the number of values
     exact_size: ClassVar[bool] = True  # False: `wire_bytes` is an upper bound
 
     @property
@@ -150,13 +151,15 @@ class Codec(ABC):
     @cached_property
     def spec(self) -> str:
         """Return the string that `parse` turns back into this codec."""
-        values = ((f, getattr(self, f.name)) for f in fields(self) if f.init)
-        changed = [
-            f"{f.name}={_spec_value(value)}"
-            for f, value in values
-            if f.default is MISSING or value != f.default
-        ]
-        return f"{self.name}({', '.join(changed)})" if changed else self.name
+        changed = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.init and getattr(self, f.name) != _default(f)
+        }
+        carried = changed.pop("values", None)
+        items = ", ".join(f"{key}={_spec_value(value)}" for key, value in changed.items())
+        suffix = f"+{carried.spec}" if isinstance(carried, Codec) else ""
+        return (f"{self.name}({items})" if items else self.name) + suffix
 
     def wire_bytes(self, shape: Shape) -> int:
         """Return the exact length of a frame for a tensor of `shape`, in bytes."""
@@ -289,3 +292,9 @@ def _spec_value(value: object) -> str:
     if isinstance(value, Codec):
         return value.spec
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def _default(parameter: Field[Any]) -> object:
+    if parameter.default_factory is not MISSING:
+        return parameter.default_factory()
+    return parameter.default

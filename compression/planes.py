@@ -20,6 +20,12 @@ def plane_bytes(numel: int, planes: int) -> int:
     return 8 * -(-numel // (8 * planes))
 
 
+def packed_bytes(numel: int, planes: int) -> int:
+    """Return the bytes of any number of codes: runs of a tile, then a shorter one."""
+    whole, rest = divmod(numel, TILE)
+    return whole * plane_bytes(TILE, planes) + plane_bytes(rest, planes)
+
+
 def run_length(numel: int) -> int:
     """Return how many codes are packed together: a tile, or all of a shorter tensor."""
     return TILE if numel > TILE else numel
@@ -77,3 +83,26 @@ def aligned_words(packed: Tensor) -> Tensor:
 def repeated(byte: int) -> int:
     """Return the signed 64-bit word of eight times `byte`."""
     return int.from_bytes(bytes([byte]) * 8, "little", signed=True)
+
+
+def pack_runs(codes_M: Tensor, bits: int, out: Tensor) -> None:
+    """Pack any number of codes into `packed_bytes` bytes."""
+    numel, planes = codes_M.numel(), 8 // bits
+    whole = numel // TILE * TILE
+    cut = packed_bytes(whole, planes)
+    if whole:
+        pack(codes_M[:whole], bits, out[:cut], whole)
+    if whole < numel:
+        pack(codes_M[whole:], bits, out[cut:], numel - whole)
+
+
+def unpack_runs(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """Return any number of codes in the low bits of new bytes."""
+    whole = numel // TILE * TILE
+    cut = packed_bytes(whole, 8 // bits)
+    out = torch.empty(numel, dtype=torch.uint8, device=packed.device)
+    if whole:
+        out[:whole] = unpack(packed[:cut], bits, whole, high=False)
+    if whole < numel:
+        out[whole:] = unpack(packed[cut:], bits, numel - whole, high=False)
+    return out

@@ -1,0 +1,145 @@
+"""`topk`: the k largest of each 4,096 values, with 12-bit indices; the values in any codec.
+
+Payload::
+
+    values    payload of the codec `values` for all entries, padded to a multiple of 8
+    indices   as `atoll.compression.sparse`
+
+Of equal magnitudes any may be taken.
+
+Source: SparseLoCo (top-k in chunks, 2-bit values).  Departure: chunks are consecutive values
+of the flattened tensor, also of matrices; so a chunk never straddles two cells of a reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from atoll.compression.base import Codec, CodecError, Dims, peak, spans
+from atoll.compression.int8 import Int8
+from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
+from atoll.compression.sparse import (
+    CHUNK,
+    SparseCodec,
+    check_indices,
+    chunk_starts,
+    entries,
+    index_bytes,
+    num_entries,
+    read_indices,
+    values_payload,
+    write_indices,
+)
+
+GROUPS = 512  # groups of 8: a first selection among maxima, a second among their groups
+
+
+@register
+@dataclass(frozen=True)
+class TopK(SparseCodec):
+    """k of 4,096 values, 12 bits and a value each; contractive."""
+
+    name: ClassVar[str] = "topk"
+    code: ClassVar[int] = 12
+    k: int = 64
+    values: Codec = field(default_factory=Int8)
+
+    def __post_init__(self) -> None:
+        """Refuse counts outside a chunk, and values that depend on a shape or on past calls."""
+        check_sparse(self.k, self.values)
+
+    def for_union(self, members: int) -> TopK:
+        """Return the codec that keeps the whole union of `members` such frames."""
+        return replace(self, k=min(CHUNK, self.k * members))
+
+    def _payload_bytes(self, dims: Dims) -> int:
+        count = num_entries(math.prod(dims), self.k)
+        return values_payload(self.values, count) + index_bytes(count)
+
+    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
+        chosen, picked, witnesses = [], [], []
+        for start, stop in spans(x_N):
+            tile = x_N[start:stop]
+            witnesses.append(peak(tile))
+            indices, values = select(tile, self.k)
+            chosen.append(indices)
+            picked.append(values)
+        values_K = torch.cat(picked)
+        cut = values_payload(self.values, values_K.numel())
+        self._write_values(values_K, payload[:cut])
+        write_indices(torch.cat(chosen), payload[cut:])
+        return peak(torch.stack(witnesses))
+
+    def _write_values(self, values_K: Tensor, payload: Tensor) -> None:
+        count = values_K.numel()
+        used = self.values.wire_bytes(count) - 8
+        payload[used:].zero_()
+        self.values._write(values_K, (count,), payload[:used])
+
+    def _entries(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        count = num_entries(numel, self.k)
+        cut = values_payload(self.values, count)
+        indices_K = self._checked(read_indices(payload[cut:], count), numel)
+        values_K = torch.empty(count, dtype=torch.float32, device=payload.device)
+        used = self.values.wire_bytes(count) - 8
+        self.values._read(payload[:used], (count,), values_K)
+        return indices_K.add_(chunk_starts(numel, self.k, payload.device)), values_K
+
+    def _checked(self, indices_K: Tensor, numel: int) -> Tensor:
+        whole, rest, rest_k = entries(numel, self.k)
+        if whole:
+            check_indices(indices_K[: whole * self.k].view(whole, self.k), CHUNK)
+        if rest:
+            check_indices(indices_K[whole * self.k :].view(1, rest_k), rest)
+        return indices_K
+
+
+def check_sparse(k: int, values: Codec) -> None:
+    """Refuse what a sparse codec cannot carry.
+
+    Raises:
+        CodecError: k outside 1..4096, or a codec of variable size, with state or of matrices.
+    """
+    if not 1 <= k <= CHUNK:
+        raise CodecError(f"expected k of 1 to {CHUNK}, got {k}")
+    if values.stateful or not values.exact_size or not values.elementwise:
+        raise CodecError(f"expected an elementwise codec for the values, got {values.spec!r}")
+
+
+def select(x_M: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return rising indices within chunks (int64) and values of the largest, chunk after chunk."""
+    whole, rest, rest_k = entries(x_M.numel(), k)
+    cut = whole * CHUNK
+    indices, values = [], []
+    if whole:
+        chunks = x_M[:cut].view(whole, CHUNK)
+        indices.append(_largest_of_chunks(chunks, k))
+        values.append(chunks.gather(1, indices[-1]))
+    if rest:
+        chunk = x_M[cut:].view(1, rest)
+        indices.append(chunk.abs().topk(rest_k, dim=1, sorted=False).indices.sort(1).values)
+        values.append(chunk.gather(1, indices[-1]))
+    return torch.cat([i.view(-1) for i in indices]), torch.cat([v.view(-1) for v in values])
+
+
+def _largest_of_chunks(x_CM: Tensor, k: int) -> Tensor:
+    """Return the rising indices of the k largest magnitudes of each chunk, [C, k].
+
+    The k groups with the largest maxima hold the k largest values, so that two selections
+    among few replace one among 4,096.
+    """
+    size_CM = torch.abs(x_CM, out=scratch("work", x_CM).view_as(x_CM))
+    if 4 * k > GROUPS:
+        return size_CM.topk(k, dim=1, sorted=False).indices.sort(1).values
+    grouped = size_CM.view(-1, CHUNK // GROUPS, GROUPS)
+    group_CK = grouped.amax(1).topk(k, dim=1, sorted=False).indices
+    inside = grouped.gather(2, group_CK.unsqueeze(1).expand(-1, CHUNK // GROUPS, -1))
+    at_CK = inside.flatten(1).topk(k, dim=1, sorted=False).indices
+    found = (at_CK // k) * GROUPS + group_CK.gather(1, at_CK % k)
+    return found.sort(1).values

@@ -24,7 +24,7 @@ Point = tuple[float, float]
 _DOT_BITS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [x % 2][y % 4]
 _MAX_VALUE: Final = 1e12  # no loss is larger; differences and ratios stay finite below it
 _AXIS_CELLS: Final = 7  # a label of five characters, a space, the axis itself
-_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)  # distances between ticks that people count in
+_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0, 20.0)  # distances between ticks that people count in
 _LOG_STEPS: Final = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
 
 
@@ -105,14 +105,13 @@ def ticks(scale: Scale, num_max: int) -> list[float]:
 
 
 def _linear_ticks(low: float, high: float, num_max: int) -> list[float]:
-    least = (high - low) / num_max
-    power = 10.0 ** math.floor(math.log10(least))
-    for factor in (*_STEPS, 20.0):
+    power = 10.0 ** math.floor(math.log10((high - low) / num_max))
+    for factor in _STEPS:
         step = factor * power
-        first, last = math.ceil(low / step), math.floor(high / step)
-        if last - first + 1 <= num_max and step >= least * 0.999:
-            break
-    return [i * step for i in range(first, last + 1)][:num_max]
+        found = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        if len(found) <= num_max:
+            return found
+    return []
 
 
 def _log_ticks(scale: Scale, num_max: int) -> list[float]:

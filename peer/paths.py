@@ -3,9 +3,8 @@
     $XDG_STATE_HOME/atoll/                  (~/.local/state/atoll where the variable is not set)
       peers/RUN_ID/                         one peer in one run: `PeerPaths`
         identity.key                          key pair; the PeerID follows from it
-        run.json                              the run that this directory belongs to
-        admission                             the coordinator's signed admission
-        log.sqlite                            the last updates and snapshots
+        run.json                              the run that this directory belongs to, as joined
+        log/                                  the last updates and snapshots
         trainer.safetensors                   parameters, inner optimizer, data position, feedback
         lock                                  held while a peer runs here
         atoll.log                             what the daemon said
@@ -54,14 +53,9 @@ class PeerPaths:
         return self.root / "run.json"
 
     @property
-    def admission(self) -> Path:
-        """The coordinator's signed admission."""
-        return self.root / "admission"
-
-    @property
     def log(self) -> Path:
-        """The bounded log of updates and snapshots (SQLite)."""
-        return self.root / "log.sqlite"
+        """The directory of the bounded log of updates and snapshots."""
+        return self.root / "log"
 
     @property
     def trainer(self) -> Path:

@@ -17,11 +17,10 @@ Errors::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from atoll.dht.transport import TransportError
 from atoll.optim.log import (
     Certificate,
     ChainMismatch,
@@ -36,13 +35,8 @@ from atoll.optim.log import (
 from atoll.optim.state import Assembly, OuterState, StateError, snapshot_bytes
 from atoll.optim.update import cells_bytes
 from atoll.peer.rounds.context import Context
-from atoll.peer.rounds.fetching import (
-    fetch_body,
-    fetch_headers,
-    fetch_leaves,
-    fetch_snapshot_meta,
-)
 from atoll.peer.rounds.messages import Decided, Head
+from atoll.peer.sources import FETCH_ERRORS, PeerSource, Source
 
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 MAX_PASSES = 64  # of catching up with a head that moves on meanwhile
@@ -60,8 +54,13 @@ class NoDonor(RecoveryError):  # noqa: N818
 class Donor:
     """Someone who may give, and where it stood when asked."""
 
-    peer: str
+    source: Source
     head: Head
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.source.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +99,24 @@ class Recovery:
         ctx: Context,
         *,
         run_id: bytes,
-        genesis: Callable[[], OuterState],
-        on_progress: Callable[[str, float], None],
+        genesis: Callable[[], Awaitable[OuterState]],
+        on_progress: Callable[[str, int], None],
+        fallback: Source | None = None,
     ) -> None:
-        """``genesis`` gives the verified first state, from which anyone may replay everything."""
+        """Recover from the peers of the roster.
+
+        Args:
+            ctx: of the peer; its replica is brought to the head.
+            run_id: of the run.
+            genesis: gives the verified first state, from which anyone may replay everything.
+            on_progress: told what is fetched ("replay", "snapshot") and how much is left.
+            fallback: asked last, as the coordinator is, which has better things to do.
+        """
         self._ctx = ctx
         self._run_id = run_id
         self._genesis = genesis
         self._on_progress = on_progress
+        self._fallback = fallback
 
     async def run(self) -> Recovered | None:
         """Catch up with the furthest donor; None where nothing was missing.
@@ -157,8 +166,8 @@ class Recovery:
                 if await self._replay(donors, used):
                     return snapshot
                 return await self._restore(donors, used)
-            except (TransportError, LogError) as error:
-                self._ctx.on_event("warning", f"recovery from {donors[0].peer}: {error}")
+            except FETCH_ERRORS as error:
+                self._ctx.on_event("warning", f"recovery from {donors[0].name}: {error}")
         raise NoDonor(f"none of {len(ahead)} donors gave entries that hold")
 
     # donors
@@ -166,30 +175,41 @@ class Recovery:
     async def _donors_ahead(self) -> list[Donor]:
         """Who is at this replica's epoch and has entries that it lacks, the furthest first."""
         records = await self._ctx.roster.peers()
-        peers = sorted(peer for peer in records if peer != self._ctx.me.peer_id)
-        heads = await asyncio.gather(*(self._ask(peer) for peer in peers))
+        sources: list[Source] = [
+            PeerSource(self._ctx, peer) for peer in sorted(records) if peer != self._ctx.me.peer_id
+        ]
+        donors = await self._ask_all(sources)
+        ahead = self._ahead(donors)
+        if not ahead and self._fallback is not None:
+            ahead = self._ahead(await self._ask_all([self._fallback]))
+        return ahead
+
+    async def _ask_all(self, sources: Sequence[Source]) -> list[Donor]:
+        heads = await asyncio.gather(*(self._ask(source) for source in sources))
         donors = [
-            Donor(peer=peer, head=head)
-            for peer, head in zip(peers, heads, strict=True)
+            Donor(source=source, head=head)
+            for source, head in zip(sources, heads, strict=True)
             if head is not None
         ]
         for donor in donors:
             await self._learn_epoch(donor.head)
+        return donors
+
+    def _ahead(self, donors: Sequence[Donor]) -> list[Donor]:
         replica = self._ctx.replica
+        if replica.opened is None:
+            return []
         lost = not self._on_the_log()
         ahead = [
             d
             for d in donors
             if d.head.epoch == replica.epoch and (d.head.position > replica.position or lost)
         ]
-        return sorted(ahead, key=lambda d: (-d.head.position, d.peer))
+        return sorted(ahead, key=lambda d: (-d.head.position, d.name))
 
-    async def _ask(self, peer: str) -> Head | None:
-        with suppress(TransportError, LogError):
-            timeout_s = 2 * self._ctx.settings.stall_s
-            return Head.decode(
-                await self._ctx.transport.call(peer, "head", b"", timeout_s=timeout_s)
-            )
+    async def _ask(self, source: Source) -> Head | None:
+        with suppress(*FETCH_ERRORS):
+            return await source.head()
         return None
 
     async def _learn_epoch(self, head: Head) -> None:
@@ -231,9 +251,7 @@ class Recovery:
     async def _headers(self, donor: Donor, start: int, here: Place | None) -> list[Header]:
         fetched: list[Decided] = []
         while start + len(fetched) < donor.head.position:
-            more = await fetch_headers(
-                self._ctx, donor.peer, start + len(fetched), donor.head.position
-            )
+            more = await donor.source.headers(start + len(fetched), donor.head.position)
             if not more:
                 break
             fetched += more
@@ -255,15 +273,13 @@ class Recovery:
             try:
                 body = b""
                 if entry.body_bytes:
-                    body = await fetch_body(
-                        self._ctx, donor.peer, entry.position, entry.body_bytes
-                    )
+                    body = await donor.source.body(entry.position, entry.body_bytes)
                 await replica.append_verified(entry, header.certificate, body)
-            except (TransportError, LogError) as error:
-                self._ctx.on_event("warning", f"entry {entry.position} of {donor.peer}: {error}")
+            except FETCH_ERRORS as error:
+                self._ctx.on_event("warning", f"entry {entry.position} of {donor.name}: {error}")
                 continue
-            used.add(donor.peer)
-            self._on_progress("replay", float(entry.position))
+            used.add(donor.name)
+            self._on_progress("replay", donor.head.position - entry.position - 1)
             return
         raise NoDonor(f"nobody gave the body of entry {entry.position}")
 
@@ -284,7 +300,7 @@ class Recovery:
                 return await self._restore_genesis(headers, opened)
             if root is None:
                 continue
-            holders = [d.peer for d in donors if position in d.head.snapshots]
+            holders = [d.source for d in donors if position in d.head.snapshots]
             with suppress(NoDonor):
                 state = await self._fetch_snapshot(position, root, holders, used)
                 await self._install(state, headers, opened)
@@ -292,7 +308,7 @@ class Recovery:
         raise NoDonor("nobody has a snapshot with a certified root")
 
     async def _restore_genesis(self, headers: Sequence[Header], opened: Epoch) -> int:
-        await self._install(self._genesis(), headers, opened)
+        await self._install(await self._genesis(), headers, opened)
         return 0
 
     async def _install(
@@ -305,12 +321,12 @@ class Recovery:
         await self._ctx.replica.install(state, there.chain, there.electorate, before)
 
     async def _fetch_snapshot(
-        self, position: int, root: bytes, holders: Sequence[str], used: set[str]
+        self, position: int, root: bytes, holders: Sequence[Source], used: set[str]
     ) -> OuterState:
         assembly = await self._assembly(position, root, holders)
         queue = _ranges(sorted(assembly.missing))
         await asyncio.gather(
-            *(self._drain(peer, position, assembly, queue, used) for peer in holders)
+            *(self._drain(source, position, assembly, queue, used) for source in holders)
         )
         if assembly.missing:
             raise NoDonor(f"{len(assembly.missing)} leaves of snapshot {position} are missing")
@@ -319,11 +335,10 @@ class Recovery:
         except StateError as error:
             raise NoDonor(f"snapshot {position}: {error}") from error
 
-    async def _assembly(self, position: int, root: bytes, holders: Sequence[str]) -> Assembly:
-        for peer in holders:
-            with suppress(TransportError, LogError, StateError):
-                meta = await fetch_snapshot_meta(self._ctx, peer, position)
-                digests = [meta.leaves[i : i + 32] for i in range(0, len(meta.leaves), 32)]
+    async def _assembly(self, position: int, root: bytes, holders: Sequence[Source]) -> Assembly:
+        for source in holders:
+            with suppress(*FETCH_ERRORS):
+                digests = await source.leaf_digests(position)
                 return Assembly(
                     layout=self._ctx.layout, position=position, leaf_digests=digests, root=root
                 )
@@ -331,7 +346,7 @@ class Recovery:
 
     async def _drain(
         self,
-        peer: str,
+        source: Source,
         position: int,
         assembly: Assembly,
         queue: list[list[int]],
@@ -341,13 +356,13 @@ class Recovery:
         while queue:
             indices = queue.pop()
             try:
-                async for index, leaf in fetch_leaves(self._ctx, peer, position, indices):
+                async for index, leaf in source.leaves(position, indices):
                     await self._ctx.compute(assembly.add, index, leaf)
-                    used.add(peer)
-                    self._on_progress("snapshot", float(len(assembly.missing)))
-            except (TransportError, LogError, StateError) as error:
+                    used.add(source.name)
+                    self._on_progress("snapshot", len(assembly.missing))
+            except FETCH_ERRORS as error:
                 queue.append([i for i in indices if i in assembly.missing])
-                self._ctx.on_event("warning", f"snapshot {position} of {peer}: {error}")
+                self._ctx.on_event("warning", f"snapshot {position} of {source.name}: {error}")
                 return
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.compression import Codec
+from atoll.compression import parse
+from atoll.coordinator.spec import RunSpec
 from atoll.optim.feedback import Feedback, Offer
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.log import Elector, Entry
@@ -50,8 +51,7 @@ class NetworkReducer:
         rounds: Rounds,
         replica: Replica,
         me: Elector,
-        codec: Codec,
-        feedback: float,
+        spec: RunSpec,
         patience_s: Callable[[], float],
         on_event: Callable[[str, str], None],
         close: Callable[[], None] = lambda: None,
@@ -61,8 +61,8 @@ class NetworkReducer:
         self._rounds = rounds
         self._replica = replica
         self._me = me
-        self._codec = codec
-        self._beta = feedback
+        self.spec = spec
+        self.peer_id = me.peer_id
         self._patience_s = patience_s
         self._on_event = on_event
         self._close = close
@@ -96,7 +96,9 @@ class NetworkReducer:
                 f"{layout.numel}; build it from the run's spec"
             )
         self._settle = settle
-        self._feedback = Feedback(layout.numel, self._codec, beta=self._beta)
+        self._feedback = Feedback(
+            layout.numel, parse(self.spec.compression.codec), beta=self.spec.compression.feedback
+        )
         state = self._in_loop(self._subscribe)
         self._position = state.position
         self._joining = state.position > 0

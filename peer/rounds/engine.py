@@ -105,15 +105,17 @@ class Rounds:
         catch_up: Callable[[], Awaitable[None]],
         on_settled: Callable[[Settled], None],
         on_phase: Callable[[str, int], None],
-        on_decided: Callable[[Entry, Certificate, bytes], None],
+        on_led: Callable[[Entry, Certificate, bytes], None],
         uplink_mbit_s: Callable[[], float],
     ) -> None:
-        """Callbacks run on the event loop and must return at once."""
+        """Callbacks run on the event loop and must return at once; ``on_led`` is told of entries
+        that this peer led to their certificate.
+        """
         self._ctx = ctx
         self._catch_up = catch_up
         self._on_settled = on_settled
         self._on_phase = on_phase
-        self._on_decided = on_decided
+        self._on_led = on_led
         self._uplink_mbit_s = uplink_mbit_s
         self.voter = Voter(ctx)
         self._archive = Archive(ctx)
@@ -302,6 +304,7 @@ class Rounds:
             outcome = await leadership.run()
             body = await self.voter.gather(outcome.entry, self._ctx.me.peer_id)
             await self._commit(outcome.entry, outcome.certificate, body)
+            self._on_led(outcome.entry, outcome.certificate, body)
             await self._announce(leadership, outcome.entry, outcome.certificate)
         except (AttemptFailed, TransportError, LogError, UpdateError) as error:
             self._ctx.on_event(
@@ -327,8 +330,7 @@ class Rounds:
 
     async def _commit(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
         _, update_N = self.voter.verified.get(entry.digest, (b"", None))
-        if await self._ctx.replica.append(entry, certificate, body, update_N):
-            self._on_decided(entry, certificate, body)
+        await self._ctx.replica.append(entry, certificate, body, update_N)
 
     # what a decided entry means for this peer
 

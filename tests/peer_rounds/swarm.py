@@ -37,6 +37,10 @@ def genesis() -> OuterState:
     return OuterState.genesis(LAYOUT, torch.linspace(-1.0, 1.0, NUMEL))
 
 
+async def _genesis() -> OuterState:
+    return genesis()
+
+
 def signed_epoch(number: int, position: int, chain: bytes, electorate: list[Elector]) -> bytes:
     epoch = Epoch(
         run_id=RUN_ID,
@@ -109,11 +113,11 @@ class SwarmPeer:
             catch_up=self.catch_up,
             on_settled=self._on_settled,
             on_phase=lambda phase, position: self.swarm.on_phase(self, phase, position),
-            on_decided=lambda entry, certificate, body: None,
+            on_led=lambda entry, certificate, body: None,
             uplink_mbit_s=lambda: 100.0,
         )
         self.recovery = Recovery(
-            self.ctx, run_id=RUN_ID, genesis=genesis, on_progress=lambda what, at: None
+            self.ctx, run_id=RUN_ID, genesis=_genesis, on_progress=lambda what, at: None
         )
         self.tasks: list[asyncio.Task[None]] = []
 

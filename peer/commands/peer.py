@@ -1,0 +1,93 @@
+"""`atoll peer`: join a run and train."""
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.peer.commands import Subparsers, new_parser
+
+if TYPE_CHECKING:
+    from atoll.peer.daemon import DaemonEvent
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll peer`."""
+    parser = new_parser(
+        subparsers,
+        "peer",
+        description="Join a run by its invite and train until the run is finished or this is "
+        "stopped (Ctrl-C or SIGTERM).\nReconnects for ever; started again, it goes on from its "
+        "state directory.",
+        examples="atoll peer INVITE\n"
+        "atoll peer INVITE --device cuda:1 --state-dir /data/atoll/gpu1\n"
+        "atoll peer INVITE --data /data/corpus --name attic --json",
+    )
+    parser.add_argument("invite", metavar="INVITE", help="the string, or a file that holds it")
+    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="default: one by the run")
+    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1, mps or cpu")
+    parser.add_argument("--data", metavar="PATH", help="where the run's data is on this machine")
+    parser.add_argument("--name", default="", help="what the dashboard calls this peer")
+    parser.add_argument(
+        "--listen",
+        action="append",
+        metavar="MULTIADDR",
+        help="where to listen (default /ip4/0.0.0.0/tcp/0); may be given several times",
+    )
+    parser.add_argument(
+        "--announce", action="append", metavar="MULTIADDR", help="what others dial, if it differs"
+    )
+    parser.add_argument(
+        "--uplink", type=float, default=0.0, metavar="MBIT", help="upload speed of this link"
+    )
+    parser.add_argument(
+        "--downlink", type=float, default=0.0, metavar="MBIT", help="download speed of this link"
+    )
+    parser.add_argument("--json", action="store_true", help="events as lines of JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the peer until the run is finished or it is told to stop."""
+    from atoll.peer.commands.watching import read_invite
+    from atoll.peer.daemon import DaemonOptions, PeerDaemon, stop_on_signals
+    from atoll.peer.link import LinkOptions
+    from atoll.peer.paths import peer_state_dir
+
+    invite = read_invite(args.invite)
+    options = DaemonOptions(
+        link=LinkOptions(
+            invite=invite,
+            state_dir=args.state_dir or peer_state_dir(invite.run_id.hex()),
+            name=args.name,
+            listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
+            announce=tuple(args.announce or ()),
+            uplink_mbit_s=args.uplink,
+            downlink_mbit_s=args.downlink,
+        ),
+        device=args.device,
+        data=args.data,
+    )
+    _expect_device(args.device)
+    daemon = PeerDaemon(options, on_event=_as_json if args.json else _as_text)
+    with stop_on_signals(daemon.stop) as received:
+        daemon.run()
+    return 130 if signal.SIGINT in received else 0
+
+
+def _expect_device(name: str) -> None:
+    """Say at once, not after joining, that a device is not there."""
+    from atoll.peer.devices import Device
+
+    Device.choose(name)
+
+
+def _as_text(event: "DaemonEvent") -> None:
+    if event.kind != "phase":
+        print(f"[{event.position}] {event.text}", file=sys.stderr, flush=True)
+
+
+def _as_json(event: "DaemonEvent") -> None:
+    fields = {"kind": event.kind, "position": event.position, "level": event.level}
+    print(json.dumps(fields | {"text": event.text}), flush=True)

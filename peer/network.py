@@ -1,0 +1,47 @@
+"""The networked reducer for a training loop of one's own.
+
+    reducer = connect(invite, state_dir="state")
+    diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from atoll.coordinator.invite import Invite
+from atoll.coordinator.status import Level
+from atoll.peer.link import Link, LinkOptions
+from atoll.peer.paths import peer_state_dir
+from atoll.peer.reducer import NetworkReducer
+
+_log = logging.getLogger(__name__)
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def connect(
+    invite: str, *, state_dir: str | Path | None = None, name: str = ""
+) -> NetworkReducer:
+    """Join a run from a loop of one's own.
+
+    Args:
+        invite: as ``atoll coordinator`` prints it.
+        state_dir: keeps identity and log over restarts; by default one by the run.
+        name: what the dashboard calls this peer.
+
+    Returns:
+        A reducer that holds a verified state; ``close`` leaves the run.
+
+    Raises:
+        InviteError: the text is no invite.
+        LinkError: the state directory is not usable.
+        CoordinatorError: the coordinator refuses this peer.
+    """
+    parsed = Invite.decode(invite)
+    folder = Path(state_dir) if state_dir else peer_state_dir(parsed.run_id.hex())
+    options = LinkOptions(invite=parsed, state_dir=folder, name=name)
+    return Link.open(options, on_event=_tell).reducer
+
+
+def _tell(level: Level, text: str) -> None:
+    _log.log(_LEVELS[level], text)

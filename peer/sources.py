@@ -1,0 +1,138 @@
+"""Where missing entries and snapshots come from: a peer over libp2p, or the coordinator over gRPC.
+
+Nothing that a source gives is trusted: ``atoll.peer.recovery`` verifies all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from atoll.coordinator.client import CoordinatorClient
+from atoll.coordinator.client_errors import CoordinatorError
+from atoll.dht.transport import TransportError
+from atoll.optim.log import LogError
+from atoll.optim.state import StateError
+from atoll.optim.update import UpdateError
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.fetching import (
+    MAX_SPAN,
+    fetch_body,
+    fetch_headers,
+    fetch_leaves,
+    fetch_snapshot_meta,
+)
+from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
+
+FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateError)
+"""What a source that fails or lies can cause; another one may do better."""
+
+
+class Source(Protocol):
+    """Someone who may give what is missing."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    async def head(self) -> Head:
+        """Where it stands."""
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        """Entries with certificates from ``start`` on; perhaps fewer than asked for."""
+
+    async def body(self, position: int, body_bytes: int) -> bytes:
+        """The body of an entry, of the right length."""
+
+    async def leaf_digests(self, position: int) -> list[bytes]:
+        """The digests of the leaves of a snapshot."""
+
+    def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
+        """Consecutive leaves of a snapshot."""
+
+
+class PeerSource:
+    """A peer of the roster."""
+
+    def __init__(self, ctx: Context, peer: str) -> None:
+        """``peer`` is its PeerID."""
+        self._ctx = ctx
+        self._peer = peer
+
+    @property
+    def name(self) -> str:
+        """The PeerID."""
+        return self._peer
+
+    async def head(self) -> Head:
+        """Where it stands."""
+        timeout_s = 2 * self._ctx.settings.stall_s
+        reply = await self._ctx.transport.call(self._peer, "head", b"", timeout_s=timeout_s)
+        return Head.decode(reply)
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        """Entries with certificates."""
+        return await fetch_headers(self._ctx, self._peer, start, stop)
+
+    async def body(self, position: int, body_bytes: int) -> bytes:
+        """The body of an entry."""
+        return await fetch_body(self._ctx, self._peer, position, body_bytes)
+
+    async def leaf_digests(self, position: int) -> list[bytes]:
+        """The digests of a snapshot's leaves."""
+        meta = await fetch_snapshot_meta(self._ctx, self._peer, position)
+        return [meta.leaves[i : i + 32] for i in range(0, len(meta.leaves), 32)]
+
+    def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
+        """Leaves of a snapshot."""
+        return fetch_leaves(self._ctx, self._peer, position, indices)
+
+
+class CoordinatorSource:
+    """The coordinator, which has the whole log; it helps where no peer can."""
+
+    name = "coordinator"
+
+    def __init__(self, client: CoordinatorClient, epoch_record: bytes) -> None:
+        """``epoch_record`` is what the coordinator gave when this peer joined or was in touch."""
+        self._client = client
+        self.epoch_record = epoch_record
+        self.epoch = 0
+        self.position = 0
+        self.chain = bytes(32)
+
+    async def head(self) -> Head:
+        """Where it stands, and its newest snapshot."""
+        newest = await self._client.fetch_snapshot()
+        return Head(
+            protocol=PROTOCOL,
+            epoch=self.epoch,
+            position=self.position,
+            chain=self.chain,
+            incarnation="0",
+            role="follower",
+            ready_in_s=0.0,
+            first_body=0,
+            snapshots=(newest.position,),
+            epoch_record=self.epoch_record,
+        )
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        """Entries with certificates."""
+        count = min(stop - start, MAX_SPAN)
+        entries = self._client.fetch_entries(start, count, bodies=False)
+        return [Decided(entry=e.entry, certificate=e.certificate) async for e in entries]
+
+    async def body(self, position: int, body_bytes: int) -> bytes:
+        """The body of an entry."""
+        async for fetched in self._client.fetch_entries(position, 1, max_body_bytes=body_bytes):
+            return fetched.body or b""
+        raise StateError(f"expected entry {position}, the coordinator does not have it")
+
+    async def leaf_digests(self, position: int) -> list[bytes]:
+        """The digests of a snapshot's leaves."""
+        return list((await self._client.fetch_snapshot(position)).leaf_digests)
+
+    def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
+        """Leaves of a snapshot."""
+        return self._client.fetch_leaves(position, indices[0], len(indices))

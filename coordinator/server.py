@@ -200,7 +200,8 @@ def _expect_directory(state_dir: Path) -> None:
         return
     if not state_dir.is_dir():
         raise WrongDirectory(f"{state_dir}: expected a directory, got a file")
-    others = [path.name for path in state_dir.iterdir() if path.name != "lock"]
+    names = (path.name for path in state_dir.iterdir())
+    others = [name for name in names if name != "lock" and not name.startswith(".")]
     if others:
         raise WrongDirectory(
             f"{state_dir}: expected an empty directory or that of a coordinator, got one with "

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is below 2 kB
-MAX_RUN_BYTES = 3 * 1024 * 1024  # a full RunStatus: 1,000 peers and 512 rounds are about 1.5 MB
+MAX_RUN_BYTES = 16 * 1024 * 1024  # 4,096 peers and 512 rounds are about 6 MB
 HISTORY = 512  # rounds in a RunStatus; the ledger has them all
 EVENTS = 256  # newest events in a RunStatus
 

@@ -1,0 +1,211 @@
+"""Epochs, divergence and silence: the coordinator's decisions under a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.coordinator.follower import Follower, NotNext, RunKey
+from atoll.coordinator.keys import RunKeys
+from atoll.coordinator.members import STALL_S
+from atoll.dht import verify
+from atoll.optim.log import CertificateInvalid, SignedEpoch, genesis_chain
+from atoll.optim.store import LogStore
+
+RUN = b"r" * 32
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_follower(kit: Any, path: Path, keys: RunKeys) -> Follower:
+    state = kit.genesis()
+    store = LogStore(path, run_id=RUN, genesis_chain=genesis_chain(RUN, state.root()))
+    follower = Follower(
+        run_id=RUN,
+        run_key=RunKey(signer=keys.signer),
+        codec=kit.CODEC,
+        store=store,
+        snapshot_every=2,
+        verify=verify,
+    )
+    follower.begin(state)
+    follower.resume()
+    return follower
+
+
+def take(kit: Any, follower: Follower, swarm: Any, **changes: Any) -> None:
+    entry, body = swarm.entry(RUN, follower.head, **changes)
+    body = b"" if entry.kind == "null" else body
+    claim = follower.precheck(entry.encode(), swarm.certify(entry).encode())
+    follower.accept(claim, body)
+
+
+def test_nothing_is_taken_before_an_epoch_is_open(kit: Any, tmp_path: Path) -> None:
+    follower, swarm = make_follower(kit, tmp_path, RunKeys.generate()), kit.Swarm()
+    with pytest.raises(NotNext):
+        take(kit, follower, swarm)
+    follower.store.close()
+
+
+def test_null_entries_move_on_without_changing_the_state(kit: Any, tmp_path: Path) -> None:
+    follower, swarm = make_follower(kit, tmp_path, RunKeys.generate()), kit.Swarm()
+    follower.open_epoch(swarm.electors())
+    take(kit, follower, swarm, kind="null", members=(), parts=())
+    assert follower.head.position == follower.state.position == 1
+    assert follower.state.root() == kit.genesis().root()
+    take(kit, follower, swarm)
+    assert follower.state.root() != kit.genesis().root()
+    follower.store.close()
+
+
+def test_a_new_epoch_begins_at_the_head_with_other_electors(kit: Any, tmp_path: Path) -> None:
+    keys = RunKeys.generate()
+    follower, swarm = make_follower(kit, tmp_path, keys), kit.Swarm()
+    follower.open_epoch(swarm.electors())
+    take(kit, follower, swarm)
+    old_entry, _ = swarm.entry(RUN, follower.head)
+    others = kit.Swarm()
+    epoch = follower.open_epoch(others.electors())
+    assert (epoch.epoch, epoch.base_position) == (1, 1)
+    assert epoch.base_chain == follower.head.chain
+    record = SignedEpoch.decode(follower.epoch_record)
+    assert record.open(RunKey(signer=keys.signer).verify) == epoch
+    with pytest.raises(NotNext):
+        follower.precheck(old_entry.encode(), swarm.certify(old_entry).encode())
+    with pytest.raises(CertificateInvalid):
+        take(kit, follower, swarm)
+    take(kit, follower, others)
+    follower.store.close()
+    again = make_follower(kit, tmp_path, keys)
+    assert again.head == follower.head and again.electorate == follower.electorate
+    again.store.close()
+
+
+def test_an_electorate_of_an_epoch_survives_a_restart(kit: Any, tmp_path: Path) -> None:
+    keys = RunKeys.generate()
+    follower, swarm = make_follower(kit, tmp_path, keys), kit.Swarm()
+    follower.open_epoch(swarm.electors())
+    follower.store.close()
+    again = make_follower(kit, tmp_path, keys)
+    assert again.electorate == swarm.electors() and again.is_open
+    take(kit, again, swarm)
+    again.store.close()
+
+
+def test_a_certified_root_that_is_not_ours_is_told(kit: Any, tmp_path: Path) -> None:
+    follower, swarm = make_follower(kit, tmp_path, RunKeys.generate()), kit.Swarm()
+    follower.open_epoch(swarm.electors())
+    take(kit, follower, swarm)
+    take(kit, follower, swarm)
+    good = kit.root_at(2, follower.state)
+    take(kit, follower, swarm, state_root=good)
+    assert not follower.diverged
+    bad = good.model_copy(update={"root": b"x" * 32})
+    take(kit, follower, swarm, state_root=bad)
+    assert "this machine computes wrongly" in follower.diverged
+    position = follower.state.position
+    take(kit, follower, swarm)
+    assert follower.head.position == 5 and follower.state.position == position
+    follower.store.close()
+
+
+def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            clock = Clock()
+            coordinator = net.up.coordinator
+            coordinator._steady = clock
+            one, *_ = await net.started()
+            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            await net.publish(one, entry, body)
+
+            async def pass_time(seconds: float, alive: list[int]) -> None:
+                for _ in range(int(seconds)):
+                    clock.now_s += 1.0
+                    for index in alive:
+                        status = net.swarm.status(index, state="syncing", position=1)
+                        await clients[index].heartbeat(status)
+                    await coordinator.tick()
+
+            clients = [one, net.client(1), net.client(2)]
+            await clients[1].join()
+            await pass_time(STALL_S - 2, [0])
+            assert coordinator.head().epoch == 0
+            await pass_time(5, [0])
+            assert (coordinator.head().epoch, coordinator.head().position) == (1, 1)
+            assert coordinator.status().state == "stalled"
+            (elector,) = coordinator.follower.electorate
+            assert elector.peer_id == net.swarm.identities[0].peer_id
+            await pass_time(100, [])
+            assert coordinator.head().epoch == 1
+            events = [e.text for e in coordinator.status().events]
+            assert events.count("is silent") == 3
+
+    kit.run(main())
+
+
+def test_a_restarted_peer_and_an_organiser_who_does_not_wait(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            await one.heartbeat(net.swarm.status(0, incarnation="2"))
+            assert await net.up.coordinator.reopen()
+            electors = net.up.coordinator.follower.electorate
+            assert "2" in {elector.incarnation for elector in electors}
+            texts = [event.text for event in (await one.status()).events]
+            assert "was started again" in texts
+
+    kit.run(main())
+
+
+def test_admissions_are_renewed_at_half_time(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one = net.client(0)
+            first = (await one.join()).admission
+            coordinator = net.up.coordinator
+            assert (await one.heartbeat(net.swarm.status(0))).admission == b""
+            offset_s = coordinator.spec.coordinator.admission_hours * 3600 * 0.6
+            clock = coordinator._clock
+            coordinator._clock = lambda: clock() + offset_s
+            renewed = (await one.heartbeat(net.swarm.status(0))).admission
+            assert renewed and renewed != first
+            assert abs(one.clock_offset_s - offset_s) < 5
+
+    kit.run(main())
+
+
+def test_an_open_run_needs_no_token(kit: Any, tmp_path: Path) -> None:
+    from atoll.coordinator.spec import RunSpec
+
+    fields = kit.SPEC.model_dump()
+    fields["coordinator"]["invite_only"] = False
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run", spec=RunSpec.from_dict(fields)) as net:
+            assert net.up.invite.token == b""
+            await net.client(0).join()
+
+    kit.run(main())
+
+
+def test_two_publishers_of_one_entry(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, _ = await net.started()
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            both = await asyncio.gather(
+                net.publish(one, entry, body), net.publish(two, entry, body)
+            )
+            assert sorted(both) == [False, True]
+            assert net.up.coordinator.head().position == 1
+
+    kit.run(main())

@@ -236,6 +236,25 @@ def test_refusals_carry_their_code(swarm, a, b):
     swarm.run(main())
 
 
+def test_calls_share_a_stream_but_not_after_the_admission_was_renewed(swarm, a, b):
+    async def main():
+        await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+        before = len(a.transport._streams)
+        for _ in range(10):
+            await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+        assert len(a.transport._streams) == before
+        a.transport.admission = b"forged"
+        try:
+            with pytest.raises(Refused, match="ticket"):
+                await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+        finally:
+            a.transport.admission = TICKET
+        many = [a.transport.call(b.peer_id, "echo", bytes([i]), timeout_s=10) for i in range(30)]
+        assert [answer[-1] for answer in await asyncio.gather(*many)] == list(range(30))
+
+    swarm.run(main())
+
+
 def test_a_handler_that_breaks_is_an_internal_refusal(swarm, a, b, caplog):
     async def broken(remote, body):
         raise ZeroDivisionError

@@ -16,6 +16,7 @@ coordinator: the spec must have the digest that the invite's run id names.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,7 @@ class CoordinatorClient:
         self._version = version
         self._clock = clock
         self._session = b""
+        self._epoch = b""
         self._channel: Any = None
         self._address = 0
         self._connecting = asyncio.Lock()
@@ -167,6 +169,7 @@ class CoordinatorClient:
         reply = await self._call("Join", self._join_request(identity, challenge.nonce))
         joined = self._read_joined(reply)
         self._session = reply.session
+        self._epoch = reply.epoch
         return joined
 
     async def heartbeat(
@@ -184,12 +187,14 @@ class CoordinatorClient:
             events=[event.to_json() for event in events],
             traces=[trace.to_json() for trace in traces],
             leaving=leaving,
+            epoch_sha256=hashlib.sha256(self._epoch).digest() if self._epoch else b"",
         )
         asked_s = self._clock()
         reply = await self._call("Heartbeat", request)
         self.clock_offset_s = reply.server_time_s - (asked_s + self._clock()) / 2
+        self._epoch = reply.epoch or self._epoch
         return Beat(
-            epoch=reply.epoch,
+            epoch=self._epoch,
             head=_head(reply.head),
             bootstrap=tuple(reply.bootstrap)[:16],
             publish_from=reply.publish_from if reply.publish else None,

@@ -24,7 +24,16 @@ from atoll.coordinator.checkpoints import Checkpoint, CheckpointError, save_chec
 from atoll.coordinator.follower import Claim, Follower, NotNext
 from atoll.coordinator.history import History
 from atoll.coordinator.keys import RunKeys
-from atoll.coordinator.members import Member, Members, Progress, Publisher, electable
+from atoll.coordinator.members import (
+    MAX_MEMBERS,
+    Member,
+    Members,
+    Pace,
+    Progress,
+    Publisher,
+    common_position,
+    electable,
+)
 from atoll.coordinator.rounds import Rounds
 from atoll.coordinator.rpc import HEARTBEAT_S, NONCE_TTL_S, PROTOCOL, join_payload
 from atoll.coordinator.sessions import Sessions
@@ -121,6 +130,7 @@ class Coordinator:
         self._progress = Progress()
         self._publisher = Publisher()
         self._alive: set[str] = set()
+        self._paces: dict[str, Pace] = {}
         self._admitted_until_s: dict[str, float] = {}
         self._checkpointed = self._last_checkpoint()
         self._checkpointing: asyncio.Task[None] | None = None
@@ -174,6 +184,13 @@ class Coordinator:
         """Raises Refusal unless this is the peer's current session."""
         if not self._sessions.is_session(session, peer_id, self._clock()):
             raise Refusal("unauthenticated", "expected a current session: join first")
+
+    def expect_pace(self, peer_id: str) -> None:
+        """Raises Refusal when an authenticated peer reports far too often."""
+        if len(self._paces) > 2 * MAX_MEMBERS:
+            self._paces.clear()
+        if not self._paces.setdefault(peer_id, Pace()).take(self._steady()):
+            raise Refusal("resource_exhausted", "expected fewer reports; slow down")
 
     def expect_token(self, token: bytes) -> None:
         """Raises Refusal if the run is closed and this is not its token."""
@@ -369,12 +386,9 @@ class Coordinator:
 
     def _furthest(self, now_s: float) -> int:
         head = self.follower.head
-        reported = [
-            m.status.position
-            for m in self.members.alive(now_s)
-            if m.status.epoch == head.epoch and self.follower.is_open
-        ]
-        return max([head.position, *reported])
+        if not self.follower.is_open:
+            return head.position
+        return max(head.position, common_position(self.members.alive(now_s), epoch=head.epoch))
 
     def _state(
         self, now_s: float, alive: Sequence[PeerStatus]

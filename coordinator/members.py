@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from atoll.coordinator.rpc import ALIVE_S
 from atoll.coordinator.status import PeerStatus
@@ -17,6 +17,9 @@ MAX_STALL_S = 3600.0  # new epochs that do not help come ever more slowly, up to
 PUBLISH_S = 15.0  # a peer that was asked for entries and sent none this long is passed over
 FORGET_S = 3600.0  # gone peers stay in view this long
 MAX_MEMBERS = 4096
+PACE_BURST = 50.0  # reports at once; a link that was away delivers what it kept, 32 a report
+PACE_PER_S = 10.0
+SHUN_S = 300.0  # a peer that claimed to have entries and sent none is asked again after this
 
 _ELECTABLE = ("ready", "training", "syncing")
 
@@ -131,12 +134,41 @@ class Progress:
 
 
 @dataclass
+class Pace:
+    """How often one peer may report: a bucket that refills."""
+
+    left: float = PACE_BURST
+    at_s: float = 0.0
+
+    def take(self, now_s: float) -> bool:
+        """Whether one more report is within the pace."""
+        self.left = min(PACE_BURST, self.left + (now_s - self.at_s) * PACE_PER_S)
+        self.at_s = now_s
+        if self.left < 1:
+            return False
+        self.left -= 1
+        return True
+
+
+def common_position(alive: Sequence[Member], *, epoch: int) -> int:
+    """The position that at least half of the live trainers have reached; one liar moves nothing."""
+    reported = sorted(
+        m.status.position if m.status.epoch == epoch else 0
+        for m in alive
+        if m.status.role == "trainer"
+    )
+    return reported[(len(reported) - 1) // 2] if reported else 0
+
+
+@dataclass
 class Publisher:
     """Chooses the one peer that sends the coordinator what it lacks."""
 
     peer_id: str = ""
     position: int = -1
     since_s: float = 0.0
+    shunned: dict[str, float] = field(default_factory=dict)
+    """Until when each peer is not asked."""
 
     def asked(
         self, peer_id: str, alive: Sequence[Member], *, epoch: int, position: int, now_s: float
@@ -145,17 +177,26 @@ class Publisher:
         ahead = [
             m.status.peer_id
             for m in alive
-            if m.status.epoch == epoch and m.status.position > position
+            if m.status.epoch == epoch
+            and m.status.position > position
+            and self.shunned.get(m.status.peer_id, now_s) <= now_s
         ]
         if peer_id not in ahead:
             return False
-        idle = now_s - self.since_s > PUBLISH_S and position == self.position
-        if self.peer_id not in ahead or idle:
-            others = [p for p in ahead if p != self.peer_id] or ahead
-            self._choose(others[position % len(others)], position, now_s)
+        if now_s - self.since_s > PUBLISH_S and position == self.position:
+            ahead = self._shun(ahead, now_s)
+        if self.peer_id not in ahead:
+            self._choose(ahead[position % len(ahead)], position, now_s)
         if position != self.position:
             self._choose(self.peer_id, position, now_s)
         return peer_id == self.peer_id
+
+    def _shun(self, ahead: list[str], now_s: float) -> list[str]:
+        others = [peer_id for peer_id in ahead if peer_id != self.peer_id]
+        self.shunned = {p: until_s for p, until_s in self.shunned.items() if until_s > now_s}
+        if others:
+            self.shunned[self.peer_id] = now_s + SHUN_S
+        return others or ahead
 
     def _choose(self, peer_id: str, position: int, now_s: float) -> None:
         self.peer_id, self.position, self.since_s = peer_id, position, now_s

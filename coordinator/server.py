@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -49,6 +50,8 @@ from atoll.dht import verify
 from atoll.optim.log import genesis_chain
 from atoll.optim.state import OuterState
 from atoll.optim.store import LogStore
+
+log = logging.getLogger(__name__)
 
 MAX_CALLS = 512  # answered at once; more are refused by gRPC
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
@@ -362,9 +365,12 @@ def _join_address(host: str, port: int) -> str:
 
 async def _tick(coordinator: Coordinator, metrics: Metrics | None) -> None:
     while True:
-        await coordinator.tick()
-        if metrics is not None:
-            metrics.update(coordinator.status())
+        try:
+            await coordinator.tick()
+            if metrics is not None:
+                metrics.update(coordinator.status())
+        except Exception:
+            log.exception("the coordinator goes on, but something failed")  # a full disk, say
         await asyncio.sleep(TICK_S)
 
 

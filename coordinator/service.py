@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -102,6 +103,7 @@ class Service:
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, _: Context) -> pb.HeartbeatReply:
         self._authenticate(request.auth)
+        self._run.expect_pace(request.auth.peer_id)
         if max(len(request.events), len(request.traces)) > MAX_REPORTS:
             raise Refusal("invalid_argument", f"expected at most {MAX_REPORTS} events and traces")
         status = PeerStatus.from_json(request.status)
@@ -113,8 +115,10 @@ class Service:
             [RoundTrace.from_json(raw) for raw in request.traces],
             leaving=request.leaving,
         )
+        record = self._run.follower.epoch_record
+        known = request.epoch_sha256 == hashlib.sha256(record).digest()
         return pb.HeartbeatReply(
-            epoch=self._run.follower.epoch_record,
+            epoch=b"" if known else record,
             head=_head(self._run.head()),
             server_time_s=self._run.now_s(),
             bootstrap=self._run.bootstrap(),

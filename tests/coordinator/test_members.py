@@ -1,4 +1,4 @@
-from atoll.coordinator.members import Members, Progress, Publisher, electable
+from atoll.coordinator.members import Members, Pace, Progress, Publisher, common_position, electable
 from atoll.coordinator.status import PeerStatus
 
 
@@ -88,6 +88,36 @@ def test_one_peer_publishes_until_it_fails_to() -> None:
     (second,) = asked(3, 40.0)[-1:]
     assert second != first
     assert asked(4, 41.0) == []
+
+
+def test_a_liar_is_asked_once_in_a_while_only() -> None:
+    members, publisher = Members(), Publisher()
+    members.update(peer("honest", position=2), 0.0)
+    members.update(peer("liar", position=2**62), 0.0)
+    asked = {"honest": 0, "liar": 0}
+    for second in range(100):
+        for name in asked:
+            chosen = publisher.asked(
+                name, members.alive(0.0), epoch=0, position=1, now_s=float(second)
+            )
+            asked[name] += chosen
+    assert min(asked.values()) <= 17
+
+
+def test_one_liar_does_not_move_the_common_position() -> None:
+    members = Members()
+    for peer_id, position in (("a", 5), ("b", 6), ("liar", 2**62)):
+        members.update(peer(peer_id, position=position), 0.0)
+    assert common_position(members.alive(0.0), epoch=0) == 6
+    members.update(peer("a", position=9, epoch=1), 0.0)
+    assert common_position(members.alive(0.0), epoch=0) == 6
+    assert common_position([], epoch=0) == 0
+
+
+def test_reports_have_a_pace() -> None:
+    pace = Pace()
+    assert [pace.take(0.0) for _ in range(60)] == [True] * 50 + [False] * 10
+    assert [pace.take(1.0) for _ in range(12)] == [True] * 10 + [False] * 2
 
 
 def test_a_peer_of_another_epoch_is_not_asked() -> None:

@@ -21,6 +21,7 @@ Exceptions: `LogError` (atoll.optim.log) for an entry that is wrong, and
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ from atoll.optim.log import (
 )
 from atoll.optim.replay import next_state
 from atoll.optim.state import OuterState
-from atoll.optim.store import Head, LogStore, Record
+from atoll.optim.store import Head, LogStore, NotStored, Record, StoreCorrupt
 from atoll.optim.update import UpdateError, cells_bytes
 
 SNAPSHOT_SHARE = 0.05  # of the time that writing snapshots may take
@@ -174,11 +175,10 @@ class Follower:
         """Be where the stored log ends; returns how many entries were replayed."""
         with self._lock:
             self._resume_epoch()
-            position = self.store.snapshot_positions()[-1]
-            self._state = self.store.load_snapshot(position)
+            self._state = self._newest_snapshot()
             self._note_root(self._state)
             replayed = 0
-            for record in self._records(position):
+            for record in self._records(self._state.position):
                 entry = Entry.decode(record.entry)
                 body = self.store.body(record.position)
                 self._state = next_state(self._state, entry, body, self._codec)
@@ -187,6 +187,14 @@ class Follower:
             self._head = self.store.head
             self._electorate = self._stored_electorate()
             return replayed
+
+    def _newest_snapshot(self) -> OuterState:
+        """The newest that can be read: the log has everything since the first."""
+        *later, genesis = reversed(self.store.snapshot_positions())
+        for position in later:
+            with contextlib.suppress(StoreCorrupt, NotStored):
+                return self.store.load_snapshot(position)
+        return self.store.load_snapshot(genesis)
 
     def _records(self, position: int) -> Iterator[Record]:
         while records := self.store.headers(position, 64):

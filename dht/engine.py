@@ -1,7 +1,12 @@
-"""The one place that imports hivemind; the warnings of that import stay here."""
+"""The one place that imports hivemind; its warnings and its hold on logging stay here.
+
+hivemind writes its log to stderr past the application's own handlers and renames the level WARNING
+for the whole process; both are undone.
+"""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,11 @@ with warnings.catch_warnings():
     from hivemind.p2p import P2P
     from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
     from hivemind.proto import p2pd_pb2 as _p2pd_pb2
+    from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
+
+use_hivemind_log_handler("nowhere")
+logging.addLevelName(logging.WARNING, "WARNING")
 
 p2pd_pb2: Any = _p2pd_pb2  # its classes are made at run time; type checkers cannot see them
 P2PD_PATH = Path(str(_cli.__file__)).with_name("p2pd")

@@ -1,3 +1,4 @@
+import logging
 import subprocess
 import sys
 import time
@@ -22,6 +23,11 @@ def test_hivemind_follows_the_learnt_offset(an_hour_off):
     for module in (node, protocol, timed_storage):
         assert module.get_dht_time() == pytest.approx(clock.now_s(), abs=1)
     assert clock.now_s() - time.time() == pytest.approx(3600, abs=1)
+
+
+def test_hivemind_leaves_logging_alone():
+    assert logging.getLevelName(logging.WARNING) == "WARNING"
+    assert logging.getLogger("hivemind").handlers == []
 
 
 def test_importing_the_package_does_not_load_hivemind():

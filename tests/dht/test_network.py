@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.dht import clock
+from atoll.dht import clock, libp2p
 from atoll.dht.daemon import Daemon, DaemonError, DaemonOptions
 from atoll.dht.engine import PeerID
 from atoll.dht.frames import encode_open
@@ -62,8 +62,11 @@ async def start(bootstrap=(), **options):
 
 
 CHILD = """
-import asyncio, sys
+import asyncio, sys, time
+real = time.time
+time.time = lambda: real() + 3600  # this machine's clock is an hour ahead
 from atoll.dht.node import Node
+from atoll.dht.roster import PeerRecord
 
 async def flood(remote, stream):
     await stream.recv(timeout_s=20)
@@ -71,7 +74,15 @@ async def flood(remote, stream):
         await stream.send(bytes(100_000), timeout_s=20)
 
 async def main():
-    node = await Node.start(None, run_id=sys.argv[1], admission=b"ticket")
+    run_id, *bootstrap = sys.argv[1:]
+    node = await Node.start(
+        None, run_id=run_id, admission=b"ticket", bootstrap=bootstrap, clock_offset_s=-3600
+    )
+    record = PeerRecord(
+        peer_id=node.peer_id, addresses=(), incarnation="1" * 32, role="follower", epoch=0,
+        position=7, tokens_per_s=0, uplink_mbit_s=0, downlink_mbit_s=0, ready_in_s=0, protocol=1,
+    )
+    await node.roster.publish(record, 60)
     node.transport.serve_stream("flood", flood)
     print(node.daemon.pid, node.addresses[0], flush=True)
     await asyncio.sleep(120)
@@ -96,10 +107,11 @@ class Swarm:
         return self.runner.run(bounded())
 
     async def grow(self, path):
-        self.child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CHILD, RUN, stdout=asyncio.subprocess.PIPE
-        )
         self.nodes.append(await start(identity_path=path))
+        bootstrap = self.nodes[0].addresses
+        self.child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CHILD, RUN, *bootstrap, stdout=asyncio.subprocess.PIPE
+        )
         for _ in range(2):
             self.nodes.append(await start(self.nodes[0].addresses))
 
@@ -362,6 +374,31 @@ def test_hostile_bytes_end_the_stream_and_nothing_else(swarm, a, b, data):
     swarm.run(main())
 
 
+def test_a_stream_that_says_nothing_is_cut_off(swarm, a, b, monkeypatch):
+    monkeypatch.setattr(libp2p, "GREETING_S", 0.1)
+
+    async def main():
+        reader, writer = await raw_stream(a.daemon, b.peer_id)
+        with contextlib.closing(writer):
+            assert await reader.read() == b""
+
+    swarm.run(main())
+
+
+def test_a_peer_with_too_many_streams_gets_no_more(swarm, a, b, monkeypatch):
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            with pytest.raises(PeerUnreachable):
+                for _ in range(20):
+                    stream = await a.transport.open(b.peer_id, "echo", timeout_s=10)
+                    await stack.enter_async_context(stream)
+                    await stream.send(b"x", timeout_s=10)
+                    await stream.recv(timeout_s=10)
+
+    monkeypatch.setattr(libp2p, "MAX_STREAMS_PER_PEER", 12)
+    swarm.run(main())
+
+
 def test_a_message_longer_than_allowed_ends_the_stream(swarm, a, b):
     async def main():
         reader, writer = await raw_stream(a.daemon, b.peer_id)
@@ -381,9 +418,7 @@ def test_roster_meets_in_the_dht(swarm):
             await node.roster.publish(record(node, position=i), 30)
         for node in swarm.nodes:
             peers = await node.roster.peers()
-            assert {name: r.position for name, r in peers.items()} == {
-                n.peer_id: i for i, n in enumerate(swarm.nodes)
-            }
+            assert [peers[n.peer_id].position for n in swarm.nodes] == [0, 1, 2]
         await swarm.nodes[2].roster.leave()
         assert swarm.nodes[2].peer_id not in await swarm.nodes[0].roster.peers()
 
@@ -464,6 +499,14 @@ def is_running(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_peer_whose_clock_is_an_hour_off_joins_with_the_learnt_offset(swarm, b):
+    async def main():
+        peer = await swarm.meet_child(b)
+        assert (await b.roster.peers())[peer].position == 7
+
+    swarm.run(main())
 
 
 def test_a_frozen_process_ends_by_the_deadline(swarm, a):

@@ -18,8 +18,9 @@ from types import FrameType
 
 from atoll.coordinator.status import Level
 from atoll.peer.errors import SavedStateError
-from atoll.peer.link import Link, LinkOptions, TrainerView, short
+from atoll.peer.link import Link, LinkOptions, TrainerView
 from atoll.peer.paths import PeerPaths
+from atoll.peer.rounds.context import short
 from atoll.peer.trainer import Trainer, TrainerOptions
 
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all

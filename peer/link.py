@@ -57,7 +57,7 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.recovery import Recovered, Recovery, RecoveryError
 from atoll.peer.reducer import NetworkReducer, Reset
 from atoll.peer.replica import Replica
-from atoll.peer.rounds.context import Context, RoundSettings
+from atoll.peer.rounds.context import Context, RoundSettings, short
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.messages import PROTOCOL
 from atoll.peer.sources import CoordinatorSource
@@ -785,9 +785,3 @@ def run_key_verifier(run_key: bytes) -> Callable[[bytes, bytes], bool]:
         return True
 
     return check
-
-
-def short(peer_id: str) -> str:
-    """The end of a PeerID, by which people tell peers apart."""
-    return peer_id[-6:]
-

@@ -87,3 +87,8 @@ class Context:
     def hold(self, body: bytes) -> None:
         """Keep the bytes of a part until its position is decided."""
         self.held[sha256(body)] = body
+
+
+def short(peer_id: str) -> str:
+    """The end of a PeerID, by which people tell peers apart."""
+    return peer_id[-6:]

@@ -19,7 +19,7 @@ from atoll.optim.feedback import Offer
 from atoll.optim.log import Certificate, Entry, LogError, MalformedRecord
 from atoll.optim.update import UpdateError
 from atoll.peer.replica import Applied
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.leader import Leadership, leader_of
 from atoll.peer.rounds.local import stream_pair
@@ -278,7 +278,7 @@ class Rounds:
         if error.code == "decided":
             await self._catch_up_with(leader)
             return self._ctx.replica.position > position
-        self._ctx.on_event("warning", f"position {position}: {leader} refused: {error}")
+        self._ctx.on_event("warning", f"position {position}: {short(leader)} refused: {error}")
         return False
 
     def _phase(self, phase: str) -> None:

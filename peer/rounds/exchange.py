@@ -17,7 +17,7 @@ from torch import Tensor
 from atoll.compression import CodecError
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log import MalformedRecord, sha256
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,
@@ -244,7 +244,7 @@ class Exchange:
         for member in members:
             owned.waiting.discard(member)
             owned.reducer.drop(member)
-            name = self.group.members[member].peer_id
+            name = short(self.group.members[member].peer_id)
             self._ctx.on_event(level, f"position {self.group.position}: left out {name}: {reason}")
         async with owned.lock:
             await self._ctx.compute(owned.reducer.advance)
@@ -278,7 +278,7 @@ class Exchange:
         try:
             body, done = await self._exchange_with(name, part, generation)
         except (TransportError, CodecError, MalformedRecord, CellRefused, PartLost) as error:
-            text = f"position {self.group.position}: lost part {part} of {name}: {error}"
+            text = f"position {self.group.position}: lost part {part} of {short(name)}: {error}"
             self._ctx.on_event("warning", text)
             return
         self._complete(part, body, done)

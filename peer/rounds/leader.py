@@ -30,7 +30,7 @@ from atoll.optim.log import (
 from atoll.optim.update import cells_bytes
 from atoll.optim.weights import cap_weights, clip_factors
 from atoll.peer.rounds.ballot import Accepted, value_to_propose
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.member import AttemptFailed
@@ -389,7 +389,7 @@ class Leadership:
             return
         part.owner, part.done, part.fetching = owner, None, None
         part.generation += 1
-        name = self._closed_group().members[owner].peer_id
+        name = short(self._closed_group().members[owner].peer_id)
         self.ctx.on_event("warning", f"position {self.position}: part {index} goes to {name}")
         order = Repair(
             part=index, generation=part.generation, owner=owner, senders=tuple(alive)
@@ -513,7 +513,7 @@ class Leadership:
         try:
             return await self.ctx.transport.call(peer, method, body, timeout_s=timeout_s)
         except Refused as error:
-            self.ctx.on_event("warning", f"position {self.position}: {peer} refused: {error}")
+            self.ctx.on_event("warning", f"position {self.position}: {short(peer)} refused: {error}")
         except (TransportError, DeadlineExceeded):
             pass
         return None

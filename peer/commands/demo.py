@@ -1,0 +1,197 @@
+"""`atoll demo`: train across several peers on this machine and report."""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.peer.commands import Subparsers, new_parser, print_json
+
+if TYPE_CHECKING:
+    from atoll.coordinator.spec import RunSpec
+    from atoll.peer.demo import Demo, DemoRun, Feed
+    from atoll.peer.summary import Compared
+
+LINGER_S = 3.0  # the finished dashboard stays this long before the summary
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll demo`."""
+    parser = new_parser(
+        subparsers,
+        "demo",
+        description="Start a coordinator and several peers on this machine, train a small model "
+        "across them, and report what came of it.\nOn a terminal it shows the dashboard, else a "
+        "line per round.",
+        examples="atoll demo\n"
+        "atoll demo --peers 4 --chaos --json\n"
+        "atoll demo --data ~/texts --rounds 40 --baseline --out runs/mine",
+    )
+    parser.add_argument("--peers", type=_positive, default=4, help="peer processes (default 4)")
+    parser.add_argument("--rounds", type=_positive, default=12, help="rounds (default 12)")
+    parser.add_argument("--inner-steps", type=_positive, metavar="H", help="steps of a window")
+    parser.add_argument("--method", default="diloco", help="outer method (default diloco)")
+    parser.add_argument("--codec", default="int8", help="codec of the updates (default int8)")
+    parser.add_argument("--preset", default="nano", help="model preset (default nano)")
+    parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
+    parser.add_argument(
+        "--data", metavar="PATH", help="your own text (default: the standard library's source)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/demo-TIME")
+    parser.add_argument(
+        "--chaos", action="store_true", help="kill a peer in mid-round, and start it again"
+    )
+    parser.add_argument(
+        "--baseline",
+        action="store_true",
+        help="also train data parallel and one peer alone, with the same steps, to compare",
+    )
+    parser.add_argument("--plain", action="store_true", help="lines instead of the dashboard")
+    parser.add_argument("--json", action="store_true", help="the summary as the last line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo and report."""
+    from atoll.peer.demo import Demo, DemoOptions
+    from atoll.peer.devices import Device
+
+    spec = demo_spec(args)
+    Device.choose(args.device)
+    out: Path = args.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    options = DemoOptions(
+        spec=spec, peers=args.peers, out=out, device=args.device, chaos=args.chaos
+    )
+    demo = Demo(options, say=_say)
+    plain = args.plain or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
+    _say(f"{args.peers} peers, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
+    finished = asyncio.run(_carry_out(demo, plain=plain))
+    if finished is None:
+        _say("stopped")
+        return 130
+    return report(finished, spec, args, out)
+
+
+def report(finished: "DemoRun", spec: "RunSpec", args: argparse.Namespace, out: Path) -> int:
+    """Print the summary; 1 where the replicas differ or a killed peer did not come back."""
+    from atoll.peer.summary import Compared, render, summarise
+
+    compared = compare(finished, spec, args.device) if args.baseline else Compared()
+    summary = summarise(finished, spec, compared, out / "loss.png")
+    render(summary, finished)
+    if args.json:
+        print_json(summary.to_json())
+    good = summary.chains_equal and summary.states_equal
+    return 0 if good and summary.recovered_peers == int(args.chaos) else 1
+
+
+def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
+    """Train the same number of steps on the same data without any of this."""
+    from atoll.peer.baseline import BaselinePoint, alone, baseline
+    from atoll.peer.summary import Compared
+    from atoll.peer.trainer import open_corpus
+
+    corpus = open_corpus(spec)
+    ids = [peer.peer_id for peer in finished.status.peers]
+
+    def tell(name: str, point: BaselinePoint) -> None:
+        valid = f", held out {point.valid_loss:.3f}" if point.valid_loss is not None else ""
+        _say(f"{name}: {point.position}/{spec.run.rounds}  loss {point.loss:.3f}{valid}")
+
+    return Compared(
+        baseline=baseline(
+            spec,
+            peer_ids=ids,
+            device=device,
+            corpus=corpus,
+            validate_every=2,
+            progress=lambda point: tell("data parallel", point),
+        ),
+        alone=alone(
+            spec,
+            peer_id=ids[0],
+            device=device,
+            corpus=corpus,
+            validate_every=2,
+            progress=lambda point: tell("one peer alone", point),
+        ),
+    )
+
+
+def demo_spec(args: argparse.Namespace) -> "RunSpec":
+    """The run of a demo.
+
+    Raises:
+        SpecError: an option has a value that no run can have.
+        DataError: the data is not there.
+    """
+    from atoll.coordinator.spec import RunSpec
+    from atoll.peer.errors import DataError
+
+    source = args.data or "stdlib"
+    if args.data and not args.data.startswith("hf:"):
+        path = Path(args.data).expanduser().resolve()
+        if not path.exists():
+            raise DataError(f"{path}: expected a file or folder with text, got nothing there")
+        source = str(path)
+    outer: dict[str, object] = {"method": args.method}
+    if args.inner_steps:
+        outer["inner_steps"] = args.inner_steps
+    return RunSpec.from_dict(
+        {
+            "run": {"name": "demo", "rounds": args.rounds},
+            "model": {"preset": args.preset},
+            "data": {"source": source},
+            "outer": outer,
+            "compression": {"codec": args.codec},
+            "round": {
+                "min_peers": args.peers,
+                # All peers share this machine: a busy core is not a dead peer.
+                "stall_s": 3.0,
+                "grace_s": 10.0,
+                # Short logs, so that a peer that lost its own needs the snapshot as well.
+                "snapshot_every": 2,
+                "log_mb": 1,
+            },
+            "coordinator": {
+                "listen": "127.0.0.1:0",
+                "dht_listen": "127.0.0.1:0",
+                "advertise": "127.0.0.1",
+            },
+        },
+        source="the options of atoll demo",
+    )
+
+
+async def _carry_out(demo: "Demo", *, plain: bool) -> "DemoRun | None":
+    return await demo.run(_lines if plain else _dashboard)
+
+
+async def _lines(feed: "Feed") -> bool:
+    from atoll.coordinator.dashboard.plain import follow
+
+    await follow(feed, lambda line: print(line, flush=True))
+    return True
+
+
+async def _dashboard(feed: "Feed") -> bool:
+    from atoll.coordinator.dashboard.app import DashboardApp
+
+    left: list[bool] = []
+    app = DashboardApp(
+        feed, title="atoll demo", on_quit=lambda: left.append(True), linger_s=LINGER_S
+    )
+    await app.run_async()
+    return not left
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,271 @@
+"""What a demo came to: numbers for a program, a page for a person, a picture, and the proof.
+
+The proof is taken from what the processes left behind, not from what this one believes: the chain of
+every peer against the chain of the coordinator's log, and the digest that every peer took of its
+parameters and outer state at the end against a digest of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
+from atoll.coordinator.spec import RunSpec
+from atoll.coordinator.status import PeerStatus
+from atoll.optim.log import Entry
+from atoll.optim.store import LogStore
+from atoll.peer.baseline import BaselineResult
+from atoll.peer.demo import DemoRun
+from atoll.peer.devices import Device
+from atoll.peer.learner import Evaluator
+from atoll.peer.plotting import LossPlot, draw_loss
+from atoll.peer.trainer import build_model, open_corpus, validation
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a demo.  Losses in nats a token, sizes in bytes, times in seconds."""
+
+    rounds: int
+    peers: int
+    tokens: int
+    loss_first: float
+    loss_last: float
+    loss_baseline: float | None
+    valid_loss: float
+    valid_loss_baseline: float | None
+    valid_loss_alone: float | None
+    bytes_sent_per_peer: int
+    bytes_received_per_peer: int
+    ddp_bytes_per_peer: int
+    traffic_ratio: float
+    utilisation: float
+    seconds_to_first_round: float
+    seconds: float
+    chains_equal: bool
+    states_equal: bool
+    recovered_peers: int
+    phases: dict[str, float]
+    checkpoint: str
+    plot: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Other ways to train on the same text in the same number of steps."""
+
+    baseline: BaselineResult | None = None
+    alone: BaselineResult | None = None
+
+
+def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Summary:
+    """Read everything that a demo left; also draws the picture."""
+    checkpoint = load_checkpoint(run.checkpoint)
+    entries = read_log(run, checkpoint)
+    sent, received = per_peer_bytes(run)
+    ddp = ddp_bytes(checkpoint.layout.numel, len(run.peers), len(entries), spec)
+    draw_loss(loss_plot(run, spec, entries, compared), plot)
+    base = compared.baseline
+    return Summary(
+        rounds=len(entries),
+        peers=len(run.peers),
+        tokens=sum(m.tokens for e in entries for m in e.members),
+        loss_first=entries[0].loss,
+        loss_last=entries[-1].loss,
+        loss_baseline=base.loss if base else None,
+        valid_loss=held_out_loss(spec, checkpoint),
+        valid_loss_baseline=base.valid_loss if base else None,
+        valid_loss_alone=compared.alone.valid_loss if compared.alone else None,
+        bytes_sent_per_peer=sent,
+        bytes_received_per_peer=received,
+        ddp_bytes_per_peer=ddp,
+        traffic_ratio=ddp / max(sent, 1),
+        utilisation=run.status.utilisation or mean_utilisation(run.status.peers),
+        seconds_to_first_round=run.seconds_to_first_round,
+        seconds=run.seconds,
+        chains_equal=chains_equal(run, entries),
+        states_equal=states_equal(run, checkpoint),
+        recovered_peers=recovered_peers(run, entries),
+        phases=mean_phases(run.status.peers),
+        checkpoint=str(run.checkpoint),
+        plot=str(plot),
+    )
+
+
+def read_log(run: DemoRun, checkpoint: Checkpoint) -> list[Entry]:
+    """All entries, from the coordinator's own log."""
+    store = LogStore(
+        run.coordinator_dir / "log",
+        run_id=bytes.fromhex(run.status.run_id),
+        genesis_chain=checkpoint.chain,
+    )
+    try:
+        records = store.headers(0, run.status.position)
+    finally:
+        store.close()
+    return [Entry.decode(record.entry) for record in records]
+
+
+def per_peer_bytes(run: DemoRun) -> tuple[int, int]:
+    """Mean over the peers of what went over the wire, sent and received."""
+    sent, received = zip(*(peer.wire_bytes for peer in run.peers), strict=True)
+    return sum(sent) // len(run.peers), sum(received) // len(run.peers)
+
+
+def ddp_bytes(numel: int, peers: int, rounds: int, spec: RunSpec) -> int:
+    """What a peer of synchronous data parallel training would send for as many steps.
+
+    A ring all-reduce of fp32 gradients sends 2 (P - 1) / P of them a step and peer.
+    """
+    steps = rounds * spec.outer.inner_steps
+    return 2 * (peers - 1) * numel * FP32_BYTES * steps // peers
+
+
+def chains_equal(run: DemoRun, entries: list[Entry]) -> bool:
+    """Whether every peer ended at the end of the coordinator's log."""
+    last = entries[-1].chain.hex()
+    return len(run.status.peers) == len(run.peers) and all(
+        peer.chain == last for peer in run.status.peers
+    )
+
+
+def states_equal(run: DemoRun, checkpoint: Checkpoint) -> bool:
+    """Whether every peer's digest of parameters and outer state is that of the checkpoint."""
+    root = checkpoint.state.root().hex()
+    return len(run.status.peers) == len(run.peers) and all(
+        (peer.state_position, peer.state_digest) == (checkpoint.position, root)
+        for peer in run.status.peers
+    )
+
+
+def recovered_peers(run: DemoRun, entries: list[Entry]) -> int:
+    """Peers that were killed, fetched their state from others, and were members again."""
+    if run.kill is None:
+        return 0
+    killed = next(peer for peer in run.peers if peer.name == run.kill.peer)
+    shown = next(peer for peer in run.status.peers if peer.name == killed.name)
+    again = any(
+        m.peer_id == shown.peer_id and m.incarnation == shown.incarnation
+        for e in entries
+        for m in e.complete_members()
+    )
+    return int(bool(killed.recoveries) and shown.recoveries > 0 and again)
+
+
+def held_out_loss(spec: RunSpec, checkpoint: Checkpoint) -> float:
+    """Of the checkpoint's parameters, on the batches that the baseline is measured on."""
+    corpus = open_corpus(spec)
+    device = Device.choose("cpu")
+    model = build_model(spec, corpus.tokenizer.vocab_size)
+    return Evaluator(model, validation(spec, corpus), device).loss(checkpoint.params_N)
+
+
+def mean_utilisation(peers: list[PeerStatus]) -> float:
+    """Over the peers."""
+    return sum(peer.utilisation for peer in peers) / max(len(peers), 1)
+
+
+def mean_phases(peers: list[PeerStatus]) -> dict[str, float]:
+    """Seconds of the last round by phase, over the peers."""
+    told = [peer.phases for peer in peers if peer.phases]
+    names = list(told[0]) if told else []
+    return {name: sum(p.get(name, 0.0) for p in told) / len(told) for name in names}
+
+
+def loss_plot(run: DemoRun, spec: RunSpec, entries: list[Entry], compared: Compared) -> LossPlot:
+    """The picture's content."""
+    names = {peer.peer_id: peer.name for peer in run.status.peers}
+    peers: dict[str, list[tuple[float, float]]] = {}
+    for entry in entries:
+        for member in entry.members:
+            curve = peers.setdefault(names.get(member.peer_id, member.peer_id[-6:]), [])
+            curve.append((entry.position + 1, member.loss))
+    valid = [(r.position, r.valid_loss) for r in run.status.history if r.valid_loss is not None]
+    others = {"data parallel": compared.baseline, "one peer alone": compared.alone}
+    tokens = sum(m.tokens for e in entries for m in e.members)
+    return LossPlot(
+        title=spec.run.name,
+        subtitle=f"{spec.model.preset}, {len(run.peers)} peers, H={spec.outer.inner_steps}, "
+        f"{spec.compression.codec}, {tokens / 1e6:.2f}M tokens",
+        peers=peers,
+        run=[(entry.position + 1, entry.loss) for entry in entries],
+        valid=valid,
+        compared={
+            name: [(p.position, p.valid_loss) for p in result.history if p.valid_loss is not None]
+            for name, result in others.items()
+            if result is not None
+        },
+        marks={f"{run.kill.peer} killed": run.kill.position + 1} if run.kill else {},
+    )
+
+
+def render(summary: Summary, run: DemoRun) -> None:
+    """Print the page for a person."""
+    console = Console(highlight=False)
+    table = Table(title="what came of it", title_justify="left", box=None, show_header=False)
+    table.add_column(style="dim", justify="right")
+    table.add_column()
+    for name, value in rows(summary, run):
+        table.add_row(name, value)
+    console.print()
+    console.print(table)
+    console.print(f'\ncontinue a text:  atoll sample {summary.checkpoint} --prompt "def "')
+
+
+def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
+    """The lines of the page."""
+    found = [
+        ("trained", f"{summary.tokens / 1e6:.2f}M tokens in {summary.rounds} rounds by "
+         f"{summary.peers} peers, {summary.seconds:.0f} s"),
+        ("training loss", f"{summary.loss_first:.3f} -> {summary.loss_last:.3f} nats a byte"),
+        ("held-out loss", _held_out(summary)),
+        ("sent by a peer", f"{_megabytes(summary.bytes_sent_per_peer)}, received "
+         f"{_megabytes(summary.bytes_received_per_peer)} (counted on the wire)"),
+        ("data parallel", f"would send {_megabytes(summary.ddp_bytes_per_peer)}: "
+         f"{summary.traffic_ratio:.0f} times as much"),
+        ("utilisation", f"{summary.utilisation:.1%} of the time spent training"),
+        ("first round", f"{summary.seconds_to_first_round:.1f} s after the peers' start"),
+        ("a round", ", ".join(f"{name} {s:.2f} s" for name, s in summary.phases.items())),
+        ("replicas", _verdict(summary)),
+    ]
+    if run.kill is not None:
+        found.append(("killed", _killed(summary, run)))
+    return [*found, ("checkpoint", summary.checkpoint), ("picture", summary.plot)]
+
+
+def _held_out(summary: Summary) -> str:
+    text = f"{summary.valid_loss:.3f}"
+    if summary.valid_loss_baseline is not None:
+        behind = summary.valid_loss / summary.valid_loss_baseline - 1
+        text += f"; data parallel {summary.valid_loss_baseline:.3f} ({behind:+.1%})"
+    if summary.valid_loss_alone is not None:
+        text += f"; one peer alone {summary.valid_loss_alone:.3f}"
+    return text
+
+
+def _verdict(summary: Summary) -> str:
+    if summary.chains_equal and summary.states_equal:
+        return "the same bits everywhere: equal chains, equal digests of the state"
+    return f"NOT EQUAL: chains {summary.chains_equal}, states {summary.states_equal}"
+
+
+def _killed(summary: Summary, run: DemoRun) -> str:
+    if run.kill is None:
+        return ""
+    how = "recovered and took part again" if summary.recovered_peers else "did not come back"
+    return f"{run.kill.peer} in the middle of round {run.kill.position + 1}; {how}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

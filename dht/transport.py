@@ -31,7 +31,6 @@ MAX_METHOD_CHARS = 64
 UNKNOWN_METHOD = "unknown_method"
 NOT_ADMITTED = "not_admitted"
 BAD_MESSAGE = "bad_message"
-BUSY = "busy"
 INTERNAL = "internal"
 
 

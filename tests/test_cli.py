@@ -1,7 +1,9 @@
 """The command line: what it prints, its exit codes, and that it overwrites nothing."""
 
 import contextlib
+import dataclasses
 import errno
+import functools
 import importlib
 import json
 import signal
@@ -12,6 +14,7 @@ import time
 import types
 
 import pytest
+import torch
 
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.spec import RunSpec, SpecError, template
@@ -20,6 +23,7 @@ from atoll.optim import store
 from atoll.peer import cli
 from atoll.peer.commands import SUMMARIES, print_json
 from atoll.peer.commands.watching import read_invite
+from atoll.peer.paths import PeerPaths
 
 
 @pytest.fixture
@@ -174,18 +178,7 @@ INVITE = Invite(
 def spec_file(tmp_path):
     """Writes a RUN.toml of a tiny run with some sections changed."""
 
-    def write(**sections):
-        values = {
-            "model": {"overrides": TINY},
-            "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
-        }
-        for name, section in sections.items():
-            values[name] = values.get(name, {}) | section
-        path = tmp_path / "RUN.toml"
-        path.write_text(template(RunSpec.from_dict(values)), encoding="utf-8")
-        return path
-
-    return write
+    return functools.partial(write_spec, tmp_path / "RUN.toml")
 
 
 @pytest.fixture
@@ -309,38 +302,109 @@ def test_sample_refuses_a_damaged_checkpoint(atoll, tmp_path):
     refused(atoll("sample", "damaged.safetensors"))
 
 
-# --- a coordinator as a process
-
-
-def test_a_coordinator_starts_answers_stops_and_is_the_same_again(atoll, spec_file, tmp_path):
-    command = [sys.executable, "-m", "atoll.peer.cli", "coordinator", str(spec_file())]
-    command += ["--state-dir", str(tmp_path / "state"), "--invite-file", str(tmp_path / "invite")]
-    invites = []
-    for _ in range(2):
-        with coordinator(command, tmp_path / "invite") as process:
-            status = json.loads(atoll("status", "invite", "--json").out)
-            assert status["state"] == "waiting"
-            assert "no round was committed" in atoll("rounds", "invite").out
-            process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=30)
-        assert process.returncode == 0, err
-        assert status["run_id"][:12] in err
-        invites.append(out.strip())
-        assert (tmp_path / "invite").read_text().strip() == invites[-1]
-        (tmp_path / "invite").unlink()
-    assert invites[0] == invites[1]
+# --- against a coordinator as a process
 
 
 @contextlib.contextmanager
-def coordinator(command, invite_file):
+def coordinator(folder, *arguments):
+    """A coordinator of the folder's RUN.toml, ready: its invite stands in the file `invite`."""
+    invite = folder / "invite"
+    invite.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "atoll.peer.cli", "coordinator", str(folder / "RUN.toml")]
+    command += ["--state-dir", str(folder / "state"), "--invite-file", str(invite), *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             deadline = time.monotonic() + 60
-            while not invite_file.exists():
+            while not invite.exists():
                 assert process.poll() is None, process.stderr.read()
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             yield process
         finally:
             process.kill()
+
+
+def write_spec(path, **sections):
+    values = {
+        "model": {"overrides": TINY},
+        "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    path.write_text(template(RunSpec.from_dict(values)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def invite(tmp_path_factory):
+    """The invite of a coordinator that runs for this module; stopped by SIGTERM, it ends well."""
+    folder = tmp_path_factory.mktemp("coordinator")
+    write_spec(folder / "RUN.toml")
+    with coordinator(folder, "--quiet") as process:
+        yield Invite.decode((folder / "invite").read_text())
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+
+
+def test_status_and_rounds_of_a_run_that_waits(atoll, invite):
+    status = json.loads(atoll("status", invite, "--json").out)
+    assert (status["state"], status["run_id"]) == ("waiting", invite.run_id.hex())
+    assert "waiting" in atoll("status", invite).out
+    assert "no round was committed" in atoll("rounds", invite).out
+    assert json.loads(atoll("rounds", invite, "--json").out)["rounds"] == []
+
+
+@pytest.mark.parametrize("command", ["status", "dashboard"])
+@pytest.mark.parametrize("change", [{"tls_sha256": bytes(32)}, {"token": b"guessed"}])
+def test_an_invite_that_the_coordinator_does_not_know_is_refused(atoll, invite, command, change):
+    refused(atoll(command, dataclasses.replace(invite, **change)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"token": b"guessed"}, {"run_id": bytes(32)}])
+def test_a_peer_with_an_invite_of_another_run_is_refused(invite, change):
+    refused_by_process("peer", dataclasses.replace(invite, **change))
+
+
+@pytest.mark.slow
+def test_a_peer_without_its_data_is_refused(invite):
+    assert "no-such-folder" in refused_by_process("peer", invite, "--data", "no-such-folder")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test lacks")
+def test_a_peer_without_the_device_it_asks_for_is_refused(atoll, invite, tmp_path):
+    assert "cuda" in refused(atoll("peer", invite, "--state-dir", "state", "--device", "cuda"))
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.slow
+def test_a_peer_refuses_the_state_directory_of_another_run(invite, tmp_path):
+    mark = PeerPaths(root=tmp_path / "state").run
+    mark.parent.mkdir()
+    mark.write_text('{"run_id": "00"}')
+    told = refused_by_process("peer", invite, "--state-dir", mark.parent)
+    assert "got that of run 00" in told
+    assert mark.read_text() == '{"run_id": "00"}'
+
+
+def refused_by_process(*arguments):
+    command = [sys.executable, "-m", "atoll.peer.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    return refused(types.SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr))
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_starts_again_is_the_same(tmp_path):
+    write_spec(tmp_path / "RUN.toml")
+    invites = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with coordinator(tmp_path) as process:
+            process.send_signal(number)
+            out, err = process.communicate(timeout=30)
+        assert process.returncode == (130 if number == signal.SIGINT else 0), err
+        assert "Traceback" not in err
+        assert (tmp_path / "invite").read_text() == out
+        invites.append(out)
+    assert invites[0] == invites[1]

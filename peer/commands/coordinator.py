@@ -179,7 +179,7 @@ def announce(up: Running, *, as_json: bool) -> None:
                 "invite": str(up.invite),
                 "run_id": status.run_id,
                 "address": up.address,
-                "state_dir": str(up.state_dir),
+                "state_dir": str(up.state_dir.absolute()),
             }
         )
     else:

@@ -48,6 +48,7 @@ Dims = tuple[int, ...]
 HEADER_BYTES = 8
 FLOAT_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
+TINY = torch.tensor(1e-37)  # 1 / TINY is finite; far below any gradient that matters
 
 
 class CodecError(ValueError):

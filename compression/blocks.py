@@ -19,6 +19,7 @@ from torch import Tensor
 from atoll.compression.base import (
     BF16_MAX,
     FLOAT_MAX,
+    TINY,
     Codec,
     CodecError,
     Dims,
@@ -28,8 +29,6 @@ from atoll.compression.base import (
     spans,
 )
 from atoll.compression.scratch import TILE, scratch
-
-TINY = torch.tensor(1e-37)  # 1 / TINY is finite; far below any gradient that matters
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,17 @@ TILE = 65_536  # values; 256 KiB of fp32 and its codes stay in a 1 MiB L2 cache
 CAPACITY = TILE + 64  # planes of a tile are rounded up to whole words
 FRAME_BYTES = 512 * 1024  # longer frames get a buffer of their own
 
-_thread = threading.local()
+
+class _Pool(threading.local):
+    """The buffers of one thread."""
+
+    def __init__(self) -> None:
+        """Start empty, on the first use in each thread."""
+        self.tensors: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.frame = bytearray()
+
+
+_pool = _Pool()
 
 
 def scratch(slot: str, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -30,10 +40,9 @@ def room(slot: str, numel: int, device: torch.device, dtype: torch.dtype) -> Ten
     """
     if device.type != "cpu" or numel > CAPACITY:
         return torch.empty(numel, dtype=dtype, device=device)
-    pool: dict[object, Tensor] = _thread.__dict__
-    kept = pool.get((slot, dtype))
+    kept = _pool.tensors.get((slot, dtype))
     if kept is None:
-        kept = pool[slot, dtype] = torch.empty(CAPACITY, dtype=dtype)
+        kept = _pool.tensors[slot, dtype] = torch.empty(CAPACITY, dtype=dtype)
     return kept[:numel]
 
 
@@ -41,8 +50,6 @@ def frame_buffer(length: int) -> bytearray:
     """Return a buffer of at least `length` bytes, overwritten by the next call in this thread."""
     if length > FRAME_BYTES:
         return bytearray(length)
-    pool: dict[object, bytearray] = _thread.__dict__
-    kept = pool.get("frame")
-    if kept is None:
-        kept = pool["frame"] = bytearray(FRAME_BYTES)
-    return kept
+    if not _pool.frame:
+        _pool.frame = bytearray(FRAME_BYTES)
+    return _pool.frame

@@ -19,7 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.blocks import BF16_MAX, BlockCodec, scale_blocks_
+from atoll.compression.base import BF16_MAX
+from atoll.compression.blocks import BlockCodec, scale_blocks_
 from atoll.compression.planes import pack, plane_bytes, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch

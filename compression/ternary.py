@@ -31,10 +31,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.base import CodecError, Mode
+from atoll.compression.base import BF16_MAX, TINY, CodecError, Mode
 from atoll.compression.blocks import (
-    BF16_MAX,
-    TINY,
     BlockCodec,
     absmax_scales,
     block_peaks,

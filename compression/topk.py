@@ -119,7 +119,7 @@ def select(x_M: Tensor, k: int) -> tuple[Tensor, Tensor]:
     indices, values = [], []
     if whole:
         chunks = x_M[:cut].view(whole, CHUNK)
-        indices.append(_largest_of_chunks(chunks, k))
+        indices.append(largest_of_chunks(chunks, k))
         values.append(chunks.gather(1, indices[-1]))
     if rest:
         chunk = x_M[cut:].view(1, rest)
@@ -128,7 +128,7 @@ def select(x_M: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.cat([i.view(-1) for i in indices]), torch.cat([v.view(-1) for v in values])
 
 
-def _largest_of_chunks(x_CM: Tensor, k: int) -> Tensor:
+def largest_of_chunks(x_CM: Tensor, k: int) -> Tensor:
     """Return the rising indices of the k largest magnitudes of each chunk, [C, k].
 
     The k groups with the largest maxima hold the k largest values, so that two selections

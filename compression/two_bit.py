@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.base import CodecError
+from atoll.compression.base import BF16_MAX, TINY, CodecError
 from atoll.compression.bins import bin_means
-from atoll.compression.blocks import BF16_MAX, TINY, BlockCodec, block_peaks
+from atoll.compression.blocks import BlockCodec, block_peaks
 from atoll.compression.planes import pack, plane_bytes, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch

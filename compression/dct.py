@@ -1,0 +1,254 @@
+"""`dct`: the k largest coefficients of the cosine transform of each 64 x 64 block.
+
+Blocks: a tensor of two or more dimensions is the matrix [dims[0], rest] in blocks of 64 x 64,
+padded with zeros; or, where that takes fewer blocks (and for vectors), its flattened values in
+runs of 4,096, each read as 64 x 64.  Each of the B blocks sends K = ceil(k N / (4096 B))
+coefficients, so padding costs no bytes.  Where bf16 values are no longer than that (a handful
+of values), they are sent instead.
+
+Payload::
+
+    scales   bf16, one for each block
+    codes    int8 for each coefficient (`bits=8`: amax / 127 steps), or a sign bit (`bits=1`: times
+             the mean magnitude), packed as `atoll.compression.planes`
+    indices  row * 64 + column of each coefficient, as `atoll.compression.sparse`
+
+or one bf16 for each value.
+
+The transform is DCT-II, orthonormal.  Decoding must give the same bits everywhere, so the basis
+is rounded to integers, C = round(cos-basis 2^20), and both passes add integers in float64: with
+codes of at most 128 every partial sum is below 2^53, and exact in any order.  The result is
+rounded to fp32 once, and multiplied by scale / 2^40.
+
+Source: DeMo, arXiv:2411.19870.  Departures: padding in place of divisors of the
+dimensions (which fail for odd vocabularies), 12-bit indices and 8-bit values in place of 64 + 32
+bits, any number of dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from atoll.compression.base import (
+    BF16_MAX,
+    FLOAT_MAX,
+    TINY,
+    Codec,
+    CodecError,
+    Dims,
+    carve,
+    peak,
+    require_finite,
+    spans,
+)
+from atoll.compression.planes import pack_runs, packed_bytes, unpack_runs
+from atoll.compression.registry import register
+from atoll.compression.scratch import TILE
+from atoll.compression.sparse import (
+    CHUNK,
+    check_indices,
+    index_bytes,
+    read_indices,
+    write_indices,
+)
+from atoll.compression.topk import largest_of_chunks
+
+SIDE = 64
+BASIS_BITS = 20  # 7 + 2 * (20 + 3) bits: below 2^53, and 2^21 would not be
+GROUP = TILE // CHUNK  # blocks at a time
+
+
+@register
+@dataclass(frozen=True)
+class Dct(Codec):
+    """k of 4,096 coefficients, 20 bits each with `bits=8`; contractive."""
+
+    name: ClassVar[str] = "dct"
+    code: ClassVar[int] = 14
+    elementwise: ClassVar[bool] = False
+    k: int = 32
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse counts outside a block and unknown widths."""
+        if not 1 <= self.k <= CHUNK or self.bits not in (1, 8):
+            raise CodecError(f"expected k of 1 to {CHUNK} and bits 1 or 8, got {self}")
+
+    def _frame_key(self, dims: Dims) -> str:
+        return str(dims)
+
+    def _sizes(self, dims: Dims) -> tuple[int, int]:
+        """Return (blocks, coefficients of each)."""
+        numel, num_blocks = math.prod(dims), math.prod(_grid(dims))
+        return num_blocks, -(-self.k * numel // (CHUNK * num_blocks))
+
+    def _code_bytes(self, count: int) -> int:
+        return count if self.bits == 8 else packed_bytes(count, 8)
+
+    def _transform_bytes(self, dims: Dims) -> int:
+        num_blocks, k = self._sizes(dims)
+        count = num_blocks * k
+        return 2 * num_blocks + self._code_bytes(count) + index_bytes(count)
+
+    def _plain(self, dims: Dims) -> bool:
+        return self._transform_bytes(dims) >= 2 * math.prod(dims)
+
+    def _payload_bytes(self, dims: Dims) -> int:
+        return 2 * math.prod(dims) if self._plain(dims) else self._transform_bytes(dims)
+
+    def _sections(self, payload: Tensor, dims: Dims) -> list[Tensor]:
+        num_blocks, k = self._sizes(dims)
+        codes, rest = self._code_bytes(num_blocks * k), index_bytes(num_blocks * k)
+        return carve(
+            payload, (torch.bfloat16, num_blocks), (torch.uint8, codes), (torch.uint8, rest)
+        )
+
+    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
+        largest = peak(torch.stack([peak(x_N[start:stop]) for start, stop in spans(x_N)]))
+        if self._plain(dims):
+            payload.view(torch.bfloat16).copy_(x_N.clamp(-BF16_MAX, BF16_MAX))
+            return largest
+        scales, codes, indices = self._sections(payload, dims)
+        k = self._sizes(dims)[1]
+        unit = largest + TINY.to(x_N.device)  # no coefficient of x / unit overflows
+        blocks, parts = _blocks(x_N / unit, dims), []
+        step = GROUP if x_N.device.type == "cpu" else len(blocks)
+        for start in range(0, len(blocks), step):
+            coefficients = transform(blocks[start : start + step]).view(-1, CHUNK)
+            at = largest_of_chunks(coefficients, k)
+            parts.append((at, coefficients.gather(1, at)))
+        write_indices(torch.cat([at for at, _ in parts]).view(-1), indices)
+        self._quantize(torch.cat([value for _, value in parts]), unit, scales, codes)
+        return largest
+
+    def _quantize(self, value_BK: Tensor, unit: Tensor, scales: Tensor, codes: Tensor) -> None:
+        size_BK = value_BK.abs()
+        step_B = size_BK.amax(1) * ((1 + 2**-8) / 127) if self.bits == 8 else size_BK.mean(1)
+        scales.copy_(((step_B + TINY) * unit).clamp_(max=BF16_MAX / 128 / SIDE))
+        if self.bits == 1:
+            pack_runs(value_BK.view(-1).signbit().view(torch.int8), 1, codes)
+            return
+        steps_BK = value_BK * (unit / scales.to(torch.float32)).unsqueeze(1)
+        codes.view(torch.int8).copy_(steps_BK.round_().clamp_(-127, 127).view(-1))
+
+    def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
+        if self._plain(dims):
+            require_finite(out_N.copy_(payload.view(torch.bfloat16)), "values")
+            return
+        num_blocks, k = self._sizes(dims)
+        scales_bf16, packed, indices = self._sections(payload, dims)
+        scales = scales_bf16.to(torch.float32)
+        require_finite(scales, "scales", limit=FLOAT_MAX / 128 / SIDE)
+        at_BK = read_indices(indices, num_blocks * k).view(num_blocks, k)
+        check_indices(at_BK, CHUNK)
+        self._restore(at_BK, self._codes(packed, at_BK), scales, dims, out_N)
+
+    def _codes(self, packed: Tensor, at_BK: Tensor) -> Tensor:
+        """Return the integer coefficients, float64 [B, K]."""
+        if self.bits == 8:
+            return packed.view(torch.int8).to(torch.float64).view_as(at_BK)
+        negative = unpack_runs(packed, 1, at_BK.numel()).to(torch.float64)
+        return (1 - 2 * negative).view_as(at_BK)
+
+    def _restore(
+        self, at_BK: Tensor, code_BK: Tensor, scales: Tensor, dims: Dims, out_N: Tensor
+    ) -> None:
+        blocks = out_N.new_empty(len(at_BK), SIDE, SIDE)
+        step = GROUP if out_N.device.type == "cpu" else len(at_BK)
+        for start in range(0, len(at_BK), step):
+            stop = min(start + step, len(at_BK))
+            exact = inverse(at_BK[start:stop], code_BK[start:stop])
+            part = blocks[start:stop].copy_(exact)
+            part.mul_((scales[start:stop] * 2.0**-40).view(-1, 1, 1))
+        out_N.copy_(_unblocks(blocks, dims))
+
+
+def _is_flat(dims: Dims) -> bool:
+    """Tell whether a tensor is cut into runs of its flattened values."""
+    if len(dims) < 2:
+        return True
+    columns = math.prod(dims[1:])
+    return -(-math.prod(dims) // CHUNK) < -(-dims[0] // SIDE) * -(-columns // SIDE)
+
+
+def _grid(dims: Dims) -> tuple[int, int]:
+    """Return the blocks down and across."""
+    if _is_flat(dims):
+        return -(-math.prod(dims) // CHUNK), 1
+    return -(-dims[0] // SIDE), -(-math.prod(dims[1:]) // SIDE)
+
+
+def _blocks(x_N: Tensor, dims: Dims) -> Tensor:
+    """Cut into blocks [B, 64, 64], padded with zeros."""
+    down, across = _grid(dims)
+    if _is_flat(dims):
+        short = down * CHUNK - x_N.numel()
+        return torch.nn.functional.pad(x_N, (0, short)).view(-1, SIDE, SIDE)
+    rows, columns = dims[0], math.prod(dims[1:])
+    padding = (0, across * SIDE - columns, 0, down * SIDE - rows)
+    padded = torch.nn.functional.pad(x_N.view(rows, columns), padding)
+    return padded.view(down, SIDE, across, SIDE).transpose(1, 2).reshape(-1, SIDE, SIDE)
+
+
+def _unblocks(blocks_BSS: Tensor, dims: Dims) -> Tensor:
+    """Undo `_blocks`; return the flat values."""
+    if _is_flat(dims):
+        return blocks_BSS.view(-1)[: math.prod(dims)]
+    down, across = _grid(dims)
+    whole = blocks_BSS.view(down, across, SIDE, SIDE).transpose(1, 2)
+    matrix = whole.reshape(down * SIDE, across * SIDE)
+    return matrix[: dims[0], : math.prod(dims[1:])].reshape(-1)
+
+
+def cosine_basis() -> Tensor:
+    """Return the orthonormal DCT-II basis, float64 [frequency, position]."""
+    position = torch.arange(SIDE, dtype=torch.float64) + 0.5
+    frequency = torch.arange(SIDE, dtype=torch.float64).unsqueeze(1)
+    basis = torch.cos(frequency * position * (math.pi / SIDE)) * math.sqrt(2 / SIDE)
+    basis[0] *= math.sqrt(0.5)
+    return basis
+
+
+@cache
+def _forward_basis(device: torch.device) -> Tensor:
+    return cosine_basis().to(torch.float32).to(device)
+
+
+@cache
+def integer_basis(device: torch.device) -> Tensor:
+    """Return round(basis 2^20), float64 [frequency, position]; a test pins its digest."""
+    return (cosine_basis() * 2**BASIS_BITS).round().to(device)
+
+
+def transform(x_BSS: Tensor) -> Tensor:
+    """Return the coefficients of blocks, fp32."""
+    basis = _forward_basis(x_BSS.device)
+    coefficients: Tensor = basis @ (x_BSS @ basis.T)
+    return coefficients
+
+
+def inverse(at_BK: Tensor, code_BK: Tensor) -> Tensor:
+    """Return sums of integer coefficients times the integer basis, float64 [B, 64, 64], exact.
+
+    The first pass adds only the rows of the basis that have a coefficient; the second uses that
+    even basis functions are symmetric and odd ones antisymmetric, which halves it.
+    """
+    basis = integer_basis(at_BK.device)
+    rows = (at_BK >> 6) + torch.arange(len(at_BK), device=at_BK.device).unsqueeze(1) * SIDE
+    terms = basis[(at_BK & (SIDE - 1)).view(-1)].mul_(code_BK.reshape(-1, 1))
+    half = torch.zeros(len(at_BK) * SIDE, SIDE, dtype=torch.float64, device=at_BK.device)
+    half.index_add_(0, rows.view(-1), terms)
+    return _fold(basis, half.view(-1, SIDE // 2, 2, SIDE))
+
+
+def _fold(basis: Tensor, half: Tensor) -> Tensor:
+    """Transform the rows [B, 32, (even, odd), 64] back to positions, [B, 64, 64]."""
+    even = basis[0::2, : SIDE // 2].T @ half[:, :, 0]
+    odd = basis[1::2, : SIDE // 2].T @ half[:, :, 1]
+    return torch.cat([even + odd, (even - odd).flip(1)], 1)

@@ -1,7 +1,7 @@
 """The peer daemon: a link, a trainer, and the few things that tie them together.
 
-It trains in the main thread, so that a signal ends it between two steps; it leaves the roster, saves
-its state, and goes on from there at the next start.
+It trains in the main thread, so that a signal ends it between two steps; it leaves the roster,
+saves its state, and goes on from there at the next start.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from types import FrameType
 
 from atoll.coordinator.status import Level
 from atoll.peer.errors import SavedStateError
-from atoll.peer.link import Link, LinkOptions, TrainerView
+from atoll.peer.link import Link
 from atoll.peer.paths import PeerPaths
+from atoll.peer.reporting import TrainerView
 from atoll.peer.rounds.context import short
+from atoll.peer.session import LinkOptions
 from atoll.peer.trainer import Trainer, TrainerOptions
 
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
@@ -113,7 +115,7 @@ class PeerDaemon:
                 save_every_s=60.0,
             ),
         )
-        link.view = lambda: view_of(trainer)
+        link.watch(lambda: view_of(trainer))
         self._resume(trainer, paths)
         if self._stopping.is_set():
             return False
@@ -141,8 +143,7 @@ class PeerDaemon:
         self._on_event(DaemonEvent(kind="phase", position=position, text=phase))
 
     def _emit(self, kind: str, text: str, level: Level = "info") -> None:
-        started = self._link is not None and hasattr(self._link, "replica")
-        position = self._link.position if self._link is not None and started else 0
+        position = self._link.position if self._link is not None else 0
         self._on_event(DaemonEvent(kind=kind, position=position, text=text, level=level))
 
 

@@ -1,7 +1,7 @@
 """The networked reducer for a training loop of one's own.
 
-    reducer = connect(invite, state_dir="state")
-    diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
+reducer = connect(invite, state_dir="state")
+diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from pathlib import Path
 
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.status import Level
-from atoll.peer.link import Link, LinkOptions
+from atoll.peer.link import Link
 from atoll.peer.paths import peer_state_dir
 from atoll.peer.reducer import NetworkReducer
+from atoll.peer.session import LinkOptions
 
 _log = logging.getLogger(__name__)
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def connect(
-    invite: str, *, state_dir: str | Path | None = None, name: str = ""
-) -> NetworkReducer:
+def connect(invite: str, *, state_dir: str | Path | None = None, name: str = "") -> NetworkReducer:
     """Join a run from a loop of one's own.
 
     Args:

@@ -294,10 +294,8 @@ class Recovery:
         offered = {p for d in donors for p in d.head.snapshots}
         oldest = min(offered, default=0)
         headers = await self._headers(furthest, min(oldest, opened.base_position), None)
-        for position in sorted(offered | {0}, reverse=True):
+        for position in sorted(offered, reverse=True):
             root = certified_root(headers, position)
-            if position == 0:
-                return await self._restore_genesis(headers, opened)
             if root is None:
                 continue
             holders = [d.source for d in donors if position in d.head.snapshots]
@@ -305,19 +303,17 @@ class Recovery:
                 state = await self._fetch_snapshot(position, root, holders, used)
                 await self._install(state, headers, opened)
                 return position
-        raise NoDonor("nobody has a snapshot with a certified root")
+        if any(d.head.first_body == 0 for d in donors):
+            return await self._restore_genesis(headers, opened)
+        raise NoDonor("nobody has a snapshot with a certified root, or the log from its start")
 
     async def _restore_genesis(self, headers: Sequence[Header], opened: Epoch) -> int:
         await self._install(await self._genesis(), headers, opened)
         return 0
 
-    async def _install(
-        self, state: OuterState, headers: Sequence[Header], opened: Epoch
-    ) -> None:
+    async def _install(self, state: OuterState, headers: Sequence[Header], opened: Epoch) -> None:
         there = place(headers, state.position, opened)
-        before = [
-            (h.entry, h.certificate) for h in headers if h.entry.position < state.position
-        ]
+        before = [(h.entry, h.certificate) for h in headers if h.entry.position < state.position]
         await self._ctx.replica.install(state, there.chain, there.electorate, before)
 
     async def _fetch_snapshot(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from atoll.compression import parse
 from atoll.coordinator.spec import RunSpec
+from atoll.coordinator.status import Level
 from atoll.optim.feedback import Feedback, Offer
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.log import Elector, Entry
@@ -52,11 +53,11 @@ class NetworkReducer:
         replica: Replica,
         me: Elector,
         spec: RunSpec,
-        patience_s: Callable[[], float],
-        on_event: Callable[[str, str], None],
+        patience_s: float,
+        on_event: Callable[[Level, str], None],
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Made by ``atoll.peer.link``; ``patience_s`` is the longest wait for one decision."""
+        """Made by ``atoll.peer.session``; ``patience_s`` is the longest wait for one decision."""
         self._loop = loop
         self._rounds = rounds
         self._replica = replica
@@ -118,7 +119,7 @@ class NetworkReducer:
             weight, self._joining = 0.0, False
         self._offer = self._residual.offer(contribution.delta_N, weight)
         self.encode_s = time.perf_counter() - started
-        self._deadline_s = time.monotonic() + self._patience_s()
+        self._deadline_s = time.monotonic() + self._patience_s
         loss = contribution.loss if contribution.loss == contribution.loss else 0.0
         window = OfferedWindow(
             offer=self._offer,

@@ -2,7 +2,8 @@
 
 ``append`` is the only way forward and takes nothing without a certificate; ``install`` puts a
 verified snapshot in place; ``adopt`` begins an epoch.  Snapshots stay at multiples of
-``snapshot_every``: the two newest, so that one of them has its root certified by a later entry.
+``snapshot_every``: from the newest one whose root a later entry has certified, which is two beside
+the current state.
 """
 
 from __future__ import annotations
@@ -99,9 +100,7 @@ class Replica:
         """Wait until ``position`` is decided and applied, or the epoch has changed."""
         epoch = self.epoch
         async with self._moved:
-            await self._moved.wait_for(
-                lambda: self.position > position or self.epoch != epoch
-            )
+            await self._moved.wait_for(lambda: self.position > position or self.epoch != epoch)
 
     async def append(
         self,
@@ -151,9 +150,7 @@ class Replica:
     ) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        state = await self._compute(
-            next_state, self.state, entry, body, self._codec, update_N
-        )
+        state = await self._compute(next_state, self.state, entry, body, self._codec, update_N)
         await self._compute(
             lambda: self.store.append(
                 epoch=entry.epoch,
@@ -165,6 +162,8 @@ class Replica:
             )
         )
         self._state, self.chain, self.electorate = state, entry.chain, entry.electorate
+        if entry.state_root is not None:
+            self._forget_before(entry.state_root.position)
         if state.position % self.snapshot_every == 0:
             await self._keep(state)
         applied = Applied(entry=entry, state=state, apply_s=loop.time() - started)
@@ -174,7 +173,10 @@ class Replica:
     async def _keep(self, state: OuterState) -> None:
         await self._compute(self.store.save_snapshot, state, self.chain)
         self.snapshots[state.position] = state
-        for position in sorted(self.snapshots)[:-2]:
+
+    def _forget_before(self, certified: int) -> None:
+        """Drop snapshots older than the newest one with a certified root: joiners take that one."""
+        for position in [p for p in self.snapshots if p < certified]:
             del self.snapshots[position]
 
     async def install(
@@ -327,4 +329,3 @@ class Replica:
     async def _notify(self) -> None:
         async with self._moved:
             self._moved.notify_all()
-

@@ -1,8 +1,8 @@
 """What a demo came to: numbers for a program, a page for a person, a picture, and the proof.
 
-The proof is taken from what the processes left behind, not from what this one believes: the chain of
-every peer against the chain of the coordinator's log, and the digest that every peer took of its
-parameters and outer state at the end against a digest of the checkpoint.
+The proof is taken from what the processes left behind, not from what this one believes: the chain
+of every peer against the chain of the coordinator's log, and the digest that every peer took of
+its parameters and outer state at the end against a digest of the checkpoint.
 """
 
 from __future__ import annotations
@@ -226,14 +226,23 @@ def render(summary: Summary, run: DemoRun) -> None:
 def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
     """The lines of the page."""
     found = [
-        ("trained", f"{summary.tokens / 1e6:.2f}M tokens in {summary.rounds} rounds by "
-         f"{summary.peers} peers, {summary.seconds:.0f} s"),
+        (
+            "trained",
+            f"{summary.tokens / 1e6:.2f}M tokens in {summary.rounds} rounds by "
+            f"{summary.peers} peers, {summary.seconds:.0f} s",
+        ),
         ("training loss", f"{summary.loss_first:.3f} -> {summary.loss_last:.3f} nats a byte"),
         ("held-out loss", _held_out(summary)),
-        ("sent by a peer", f"{_megabytes(summary.bytes_sent_per_peer)}, received "
-         f"{_megabytes(summary.bytes_received_per_peer)} (counted on the wire)"),
-        ("data parallel", f"would send {_megabytes(summary.ddp_bytes_per_peer)}: "
-         f"{summary.traffic_ratio:.0f} times as much"),
+        (
+            "sent by a peer",
+            f"{_megabytes(summary.bytes_sent_per_peer)}, received "
+            f"{_megabytes(summary.bytes_received_per_peer)} (counted on the wire)",
+        ),
+        (
+            "data parallel",
+            f"would send {_megabytes(summary.ddp_bytes_per_peer)}: "
+            f"{summary.traffic_ratio:.0f} times as much",
+        ),
         ("utilisation", f"{summary.utilisation:.1%} of the time spent training"),
         ("first round", f"{summary.seconds_to_first_round:.1f} s after the peers' start"),
         ("a round", ", ".join(f"{name} {s:.2f} s" for name, s in summary.phases.items())),

@@ -52,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the peer until the run is finished or it is told to stop."""
     from atoll.peer.commands.watching import read_invite
     from atoll.peer.daemon import DaemonOptions, PeerDaemon, stop_on_signals
-    from atoll.peer.link import LinkOptions
     from atoll.peer.paths import peer_state_dir
+    from atoll.peer.reporting import LinkRates
+    from atoll.peer.session import LinkOptions
 
     invite = read_invite(args.invite)
     options = DaemonOptions(
@@ -63,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
             name=args.name,
             listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
             announce=tuple(args.announce or ()),
-            uplink_mbit_s=args.uplink,
-            downlink_mbit_s=args.downlink,
+            rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
         ),
         device=args.device,
         data=args.data,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.compression import Codec
+from atoll.coordinator.status import Level
 from atoll.dht.transport import Transport
 from atoll.optim.layout import Layout
 from atoll.optim.log import Elector, Verify, sha256
@@ -49,7 +50,7 @@ class RoundSettings:
 Scalars = Callable[[int], tuple[float, float]]
 """position -> outer lr and momentum of its entry, as fp32 values."""
 
-OnEvent = Callable[[str, str], None]
+OnEvent = Callable[[Level, str], None]
 """(level, text) of something worth telling a person."""
 
 

@@ -108,8 +108,9 @@ class Rounds:
         on_led: Callable[[Entry, Certificate, bytes], None],
         uplink_mbit_s: Callable[[], float],
     ) -> None:
-        """Callbacks run on the event loop and must return at once; ``on_led`` is told of entries
-        that this peer led to their certificate.
+        """Callbacks run on the event loop and must return at once.
+
+        ``on_led`` is told of entries that this peer led to their certificate.
         """
         self._ctx = ctx
         self._catch_up = catch_up
@@ -484,5 +485,3 @@ class Rounds:
                     return exchange
             await asyncio.sleep(self._ctx.alive_s / 4)
         raise Refused("no-such-round", f"no group (epoch, position, attempt) {asked} here")
-
-

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from atoll.compression import CodecError
+from atoll.coordinator.status import Level
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log import MalformedRecord, sha256
 from atoll.peer.rounds.context import Context, short
@@ -180,7 +181,7 @@ class Exchange:
         owned = self._owned[part, generation]
         self._unsent.discard(part)
         self._note_sent()
-        await self._add(owned, self.me, list(map(memoryview, self._my_codes(part))))
+        await self._add(owned, self.me, [memoryview(code) for code in self._my_codes(part)])
         await self._finish(owned)
         body, done = owned.reducer.done(part, generation)
         self.credits[part] = owned.reducer.credit_N
@@ -239,7 +240,7 @@ class Exchange:
         await _notify(owned)
 
     async def _drop(
-        self, owned: OwnedPart, *members: int, reason: str, level: str = "warning"
+        self, owned: OwnedPart, *members: int, reason: str, level: Level = "warning"
     ) -> None:
         for member in members:
             owned.waiting.discard(member)
@@ -283,7 +284,9 @@ class Exchange:
             return
         self._complete(part, body, done)
 
-    async def _exchange_with(self, owner: str, part: int, generation: int) -> tuple[bytes, PartDone]:
+    async def _exchange_with(
+        self, owner: str, part: int, generation: int
+    ) -> tuple[bytes, PartDone]:
         connect_s = CONNECT_STALLS * self.group.stall_s
         stream = await self._ctx.transport.open(owner, "reduce", timeout_s=connect_s)
         sending = asyncio.create_task(self._send_codes(stream, part, generation))
@@ -309,9 +312,7 @@ class Exchange:
         self._unsent.discard(part)
         self._note_sent()
 
-    async def _collect(
-        self, stream: Stream, part: int, generation: int
-    ) -> tuple[bytes, PartDone]:
+    async def _collect(self, stream: Stream, part: int, generation: int) -> tuple[bytes, PartDone]:
         span = self.range_of(part)
         frames: list[bytes] = []
         deadline = self.times.started + self.group.deadline_s + self.group.stall_s

@@ -64,6 +64,7 @@ from atoll.peer.rounds.policies import (
 )
 from atoll.peer.rounds.voter import Voter
 
+PROBE_STALLS = 0.5  # a group should not wait a whole stall for the dead
 PROBE_S = 1.0  # how often the leader looks for peers that it still waits for
 ALONE_GRACES = 3  # graces after which a group without a quorum of electors closes all the same
 
@@ -213,9 +214,7 @@ class Leadership:
 
     async def _send(self, session: Session, kind: bytes, record: Group | Repair | Gone) -> None:
         try:
-            await session.stream.send(
-                tagged(kind, record), timeout_s=self.ctx.settings.stall_s
-            )
+            await session.stream.send(tagged(kind, record), timeout_s=self.ctx.settings.stall_s)
         except TransportError:
             session.alive = False
             self.changed.set()
@@ -303,8 +302,12 @@ class Leadership:
 
     async def _head(self, peer: str) -> Head | None:
         with suppress(TransportError, ValueError):
-            timeout_s = self.ctx.settings.stall_s / 2  # a group should not wait a stall for the dead
-            return Head.decode(await self.ctx.transport.call(peer, "head", b"", timeout_s=timeout_s))
+            timeout_s = (
+                self.ctx.settings.stall_s / 2
+            )  # a group should not wait a stall for the dead
+            return Head.decode(
+                await self.ctx.transport.call(peer, "head", b"", timeout_s=timeout_s)
+            )
         return None
 
     async def _open_reduction(self, live: Sequence[Session]) -> None:
@@ -391,9 +394,7 @@ class Leadership:
         part.generation += 1
         name = short(self._closed_group().members[owner].peer_id)
         self.ctx.on_event("warning", f"position {self.position}: part {index} goes to {name}")
-        order = Repair(
-            part=index, generation=part.generation, owner=owner, senders=tuple(alive)
-        )
+        order = Repair(part=index, generation=part.generation, owner=owner, senders=tuple(alive))
         await self._broadcast(REPAIR, order)
 
     def _alive_members(self) -> list[int]:
@@ -492,9 +493,7 @@ class Leadership:
         pending = set(asking)
         try:
             while pending and not is_quorum(list(answers), len(self.electorate)):
-                done, pending = await asyncio.wait(
-                    pending, return_when=asyncio.FIRST_COMPLETED
-                )
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     answer = task.result()
                     if answer is not None:
@@ -513,7 +512,9 @@ class Leadership:
         try:
             return await self.ctx.transport.call(peer, method, body, timeout_s=timeout_s)
         except Refused as error:
-            self.ctx.on_event("warning", f"position {self.position}: {short(peer)} refused: {error}")
+            self.ctx.on_event(
+                "warning", f"position {self.position}: {short(peer)} refused: {error}"
+            )
         except (TransportError, DeadlineExceeded):
             pass
         return None
@@ -562,5 +563,3 @@ def leader_of(electorate: Sequence[Elector], position: int, attempt: int) -> Ele
     """Who leads an attempt."""
     order = leader_order(electorate, position)
     return electorate[order[attempt % len(order)]]
-
-

@@ -35,7 +35,9 @@ class LocalStream:
         try:
             return await asyncio.wait_for(self._inbox.get(), timeout_s)
         except TimeoutError:
-            raise DeadlineExceeded(f"nothing came for {timeout_s:.1f} s", peer=self.remote) from None
+            raise DeadlineExceeded(
+                f"nothing came for {timeout_s:.1f} s", peer=self.remote
+            ) from None
 
     async def end(self, *, timeout_s: float) -> None:
         """Say that nothing more will be sent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from atoll.dht.transport import Stream, TransportError
+from atoll.dht.transport import Stream
 from atoll.optim.log import MalformedRecord
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.exchange import Exchange
@@ -120,6 +120,3 @@ async def _recv(ctx: Context, stream: Stream) -> bytes:
     if message is None:
         raise AttemptFailed("the leader ended the session before the position was decided")
     return message
-
-
-

@@ -148,7 +148,7 @@ class PartReducer:
         )
 
     @property
-    def credit_N(self) -> Tensor:
+    def credit_N(self) -> Tensor:  # noqa: N802
         """What encoding the mean lost, times the weight behind it: W (a - u) on this part."""
         return self._credit_N
 

@@ -76,6 +76,7 @@ class SwarmPeer:
             run_id=RUN_ID,
             genesis_chain=self.swarm.chain,
             body_budget_bytes=self.swarm.body_budget_bytes,
+            keep_snapshots=3,
         )
         self.transport = self.swarm.network.transport(self.identity.peer_id)
         self.roster = self.swarm.board.roster(self.identity.peer_id)
@@ -152,7 +153,7 @@ class SwarmPeer:
             asyncio.create_task(self._train()),
         ]
 
-    def delta_N(self) -> Tensor:
+    def delta(self) -> Tensor:
         return torch.randn(NUMEL, generator=self.rng) * 0.01
 
     async def _train(self) -> None:
@@ -160,7 +161,7 @@ class SwarmPeer:
         while True:
             self.ready_at = self.swarm.now() + self.window_s
             await asyncio.sleep(self.window_s)
-            offer = self.feedback.offer(self.delta_N(), 0.0 if fresh else 128.0)
+            offer = self.feedback.offer(self.delta(), 0.0 if fresh else 128.0)
             self.decided.clear()
             self.offer = offer
             fresh = False

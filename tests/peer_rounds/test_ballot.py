@@ -31,7 +31,7 @@ def test_the_entry_of_the_highest_attempt_is_proposed():
 
 
 class World:
-    """All states that ``electors`` acceptors can reach when attempts 0..n-1 run in any interleaving.
+    """All states that acceptors can reach when attempts 0..n-1 run in any interleaving.
 
     A step delivers one request of one attempt to one elector, or lets a leader that holds promises
     of a quorum choose its value.  Messages that are never delivered model crashes, partitions and
@@ -46,9 +46,7 @@ class World:
     def explore(self):
         # acceptor: (promised, accepted attempt, accepted value); leader: (value, promises)
         acceptors = ((0, -1, -1),) * self.electors
-        leaders = tuple(
-            (0 if a == 0 else None, frozenset()) for a in range(self.attempts)
-        )
+        leaders = tuple((0 if a == 0 else None, frozenset()) for a in range(self.attempts))
         start = (acceptors, leaders, frozenset())
         seen, todo = {start}, [start]
         while todo:
@@ -71,7 +69,7 @@ class World:
         assert len(won) <= 1, f"two entries are certified: {won}"
 
     def steps(self, state):
-        acceptors, leaders, votes = state
+        leaders = state[1]
         for attempt, elector in itertools.product(range(self.attempts), range(self.electors)):
             value, promises = leaders[attempt]
             if value is None and elector not in {p[0] for p in promises}:

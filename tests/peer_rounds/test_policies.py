@@ -1,5 +1,7 @@
 """When a group closes, who reduces what."""
 
+import itertools
+
 import pytest
 
 from atoll.peer.rounds.policies import (
@@ -67,7 +69,7 @@ def test_parts_follow_the_uplinks(cells, uplinks, expected):
     assert [p.stop_cell - p.start_cell for p in plans] == expected
     assert plans[0].start_cell == 0
     assert plans[-1].stop_cell == cells
-    assert all(a.stop_cell == b.start_cell for a, b in zip(plans, plans[1:], strict=False))
+    assert all(a.stop_cell == b.start_cell for a, b in itertools.pairwise(plans))
 
 
 def test_a_lost_part_goes_to_the_survivor_with_the_least_to_do():

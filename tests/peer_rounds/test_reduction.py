@@ -26,7 +26,8 @@ def vector(seed, scale=1.0):
 def frames_of(x_N, part=PART):
     values = x_N[part.values]
     return [
-        CODEC.encode(values[i * CELL : i * CELL + part.cell_numel(i)]) for i in range(part.num_cells)
+        CODEC.encode(values[i * CELL : i * CELL + part.cell_numel(i)])
+        for i in range(part.num_cells)
     ]
 
 

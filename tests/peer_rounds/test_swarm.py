@@ -11,7 +11,7 @@ from atoll.optim.log import Entry
 from atoll.peer.rounds.leader import leader_of
 
 sys.path.insert(0, str(Path(__file__).parent))
-from swarm import SETTINGS, Swarm, signed_epoch  # noqa: E402
+from swarm import SETTINGS, Swarm, signed_epoch
 
 
 def run(tmp_path, scenario, **options):
@@ -86,9 +86,7 @@ def test_eight_peers_commit_and_hold_the_same_bits(tmp_path):
 def test_twenty_rounds_with_a_kill_in_between_leave_four_replicas_with_the_same_bits(tmp_path):
     async def scenario(swarm):
         peers = await swarm.start(4)
-        fault = Fault(
-            swarm, position=5, victim=not_the_leader(5), strike=lambda peer: peer.kill()
-        )
+        fault = Fault(swarm, position=5, victim=not_the_leader(5), strike=lambda peer: peer.kill())
         await swarm.until(lambda: fault.at is not None)
         await swarm.until(lambda: all(p.replica.position > 5 for p in fault.survivors))
         assert swarm.now() - fault.at < 1.0
@@ -157,9 +155,7 @@ def test_a_contribution_counts_once_however_often_its_peer_was_left_out(tmp_path
         assert len(included) == slow.rounds.statistics().included
         assert len(included) + slow.rounds.statistics().left_out == slow.windows
         counted = [
-            e.position
-            for e in entries(peers[1])
-            if slow.ctx.me in {m.elector for m in e.members}
+            e.position for e in entries(peers[1]) if slow.ctx.me in {m.elector for m in e.members}
         ]
         assert len(counted) == len(set(counted)) == len(included)
 
@@ -288,3 +284,16 @@ def test_a_reboot_resumes_from_the_store(tmp_path):
 
 def test_settings_are_those_of_the_protocol():
     assert SETTINGS.stall_s == 1.5
+
+
+@pytest.mark.parametrize("position", [6, 7, 8, 9])
+def test_a_joiner_finds_a_certified_snapshot_at_every_position(tmp_path, position):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: all(p.replica.position >= position for p in peers))
+        joiner = swarm.add()
+        await joiner.start()
+        assert joiner.recovered.snapshot_position >= 2
+        assert not joiner.events
+
+    run(tmp_path, scenario, body_budget_bytes=1)

@@ -1,0 +1,137 @@
+"""The state directory of a peer, and what joining gave it.
+
+Errors::
+
+    LinkError (ValueError)
+     +-- StateDirectoryInUse    another peer runs on the same state directory
+     +-- StateOfAnotherRun      the state directory belongs to another run
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import dataclass
+
+from atoll.coordinator.client import Joined
+from atoll.coordinator.invite import Invite
+from atoll.coordinator.spec import RunSpec
+from atoll.optim.layout import Layout
+from atoll.peer.paths import PeerPaths
+
+
+class LinkError(ValueError):
+    """A peer that cannot start as it was told to."""
+
+
+class StateDirectoryInUse(LinkError):  # noqa: N818
+    """Another process works in the state directory."""
+
+
+class StateOfAnotherRun(LinkError):  # noqa: N818
+    """The state directory holds another run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """What joining gave, kept on disk for a start without the coordinator."""
+
+    spec: RunSpec
+    layout: Layout
+    genesis_root: bytes
+    admission: bytes
+    bootstrap: tuple[str, ...]
+
+    @classmethod
+    def of(cls, joined: Joined, invite: Invite) -> Membership:
+        """From the coordinator's answer."""
+        return cls(
+            spec=joined.spec,
+            layout=joined.layout,
+            genesis_root=joined.genesis_root,
+            admission=joined.admission,
+            bootstrap=joined.bootstrap or invite.bootstrap,
+        )
+
+    def to_json(self, run_id: bytes) -> bytes:
+        """For ``run.json``."""
+        fields = {
+            "run_id": run_id.hex(),
+            "spec": self.spec.canonical().decode(),
+            "layout": self.layout.to_json(),
+            "genesis_root": self.genesis_root.hex(),
+            "admission": self.admission.hex(),
+            "bootstrap": list(self.bootstrap),
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Membership:
+        """What ``to_json`` wrote."""
+        fields = json.loads(raw)
+        return cls(
+            spec=RunSpec.from_json(fields["spec"].encode()),
+            layout=Layout.from_json(fields["layout"]),
+            genesis_root=bytes.fromhex(fields["genesis_root"]),
+            admission=bytes.fromhex(fields["admission"]),
+            bootstrap=tuple(fields["bootstrap"]),
+        )
+
+
+class StateDirectory:
+    """One peer's folder for one run, locked while this process uses it."""
+
+    def __init__(self, paths: PeerPaths, run_id: bytes) -> None:
+        """Lock it.
+
+        Raises:
+            LinkError: it is in use, or of another run; nothing was changed in it.
+        """
+        self.paths = paths
+        self._run_id = run_id
+        paths.root.mkdir(parents=True, exist_ok=True)
+        self._lock = paths.lock.open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._expect_run()
+        except OSError:
+            self._lock.close()
+            raise StateDirectoryInUse(
+                f"{paths.root}: another peer is running on this state directory; "
+                "stop it, or give this one its own with --state-dir"
+            ) from None
+        except LinkError:
+            self._lock.close()
+            raise
+
+    def remember(self, membership: Membership) -> None:
+        """Keep what joining gave."""
+        partial = self.paths.run.with_suffix(".new")
+        partial.write_bytes(membership.to_json(self._run_id))
+        partial.replace(self.paths.run)
+
+    def recall(self) -> Membership | None:
+        """What an earlier joining gave."""
+        if not self.paths.run.exists():
+            return None
+        return Membership.from_json(self.paths.run.read_bytes())
+
+    def close(self) -> None:
+        """Let others use it."""
+        self._lock.close()
+
+    def _expect_run(self) -> None:
+        if not self.paths.run.exists():
+            return
+        try:
+            stored = json.loads(self.paths.run.read_bytes())["run_id"]
+        except (ValueError, KeyError, TypeError):
+            raise StateOfAnotherRun(
+                f"{self.paths.run}: expected the description of a run, got something else; "
+                "give this peer another directory with --state-dir"
+            ) from None
+        if stored != self._run_id.hex():
+            raise StateOfAnotherRun(
+                f"{self.paths.root}: expected the state of run {self._run_id.hex()[:12]}, got "
+                f"that of run {stored[:12]}; give this peer another directory with --state-dir"
+            )

@@ -8,7 +8,8 @@
 Workers run in one process, in lockstep, with the classes of a real run: DiLoCo, the in-process
 group with int8 on both legs and error feedback, the nano model, the standard library's source as
 text. The baseline's batch is the workers' batches together, in as many steps. Finished rows are
-kept in docs/benchmarks/outer.json, unfinished ones resume from build/bench_outer.
+kept in docs/benchmarks/outer.json and shown in outer.md beside it; unfinished ones resume from
+build/bench_outer.
 """
 
 import argparse
@@ -31,6 +32,8 @@ from atoll.peer.devices import Device
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "bench_outer"
 SAVED = ROOT / "docs" / "benchmarks" / "outer.json"
+PAGE = ROOT / "docs" / "benchmarks" / "outer.md"
+MARKS = ("<!-- rows of outer.json -->", "<!-- end of rows -->")
 CPU = Device.choose("cpu")
 SEQ_LEN = 128
 CLIP_NORM = 1.0
@@ -44,8 +47,8 @@ class Trial:
     workers: int = 4
     steps: int = 360
     batch_size: int = 8  # sequences a worker and step
-    lr: float = 3e-3
-    warmup_steps: int = 40
+    lr: float = 2e-3
+    warmup_steps: int = 30
     min_lr_ratio: float = 0.1
     inner_steps: int = 30
     outer_lr: float = 0.8
@@ -93,7 +96,7 @@ def short_table() -> list[Trial]:
 
 
 def long_table() -> list[Trial]:
-    base = Trial(steps=1600, batch_size=16)
+    base = Trial(steps=1600, batch_size=16, warmup_steps=100)
     return [replace(base, method="adamw")] + [
         replace(base, inner_steps=inner_steps) for inner_steps in (25, 50, 100, 10)
     ]
@@ -109,8 +112,7 @@ class Bench:
         self.corpus = data.open_corpus("stdlib", seq_len=SEQ_LEN)
         self.valid = self.corpus.validation(batches=VALID_BATCHES, batch_size=16, seq_len=SEQ_LEN)
         self.compiled = compiled
-        loss = models.loss_of
-        self.loss = torch.compile(loss, dynamic=False) if compiled else loss
+        self.loss = torch.compile(forward, dynamic=False) if compiled else forward
 
     def model(self, trial: Trial) -> torch.nn.Module:
         return models.build("nano", vocab_size=256, seq_len=SEQ_LEN, seed=trial.seed)
@@ -139,6 +141,10 @@ class Bench:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         return loss.detach()
+
+
+def forward(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return model(tokens, targets)
 
 
 class AdamW:
@@ -302,12 +308,47 @@ def with_gaps(rows: list[dict]) -> list[dict]:
 
 def show(name: str, rows: list[dict]) -> None:
     first = rows[0]["settings"]
-    print(f"\n{name}: {first['steps']} steps, {rows[0]['tokens'] / 1e6:.1f}M tokens")
+    print(f"\n{name}: {first['steps']} steps of {first['batch_size']} sequences a worker")
     print(f"{'':32}{'valid loss':>11}{'gap':>8}{'minutes':>9}")
     for row in rows:
-        gap = "" if row["gap"] is None else f"{100 * row['gap']:+.1f}%"
-        minutes = row["seconds"] / 60
-        print(f"{row['label']:32}{row['valid_loss']:11.3f}{gap:>8}{minutes:9.1f}")
+        print(f"{row['label']:32}{row['valid_loss']:11.3f}{gap(row):>8}{row['seconds'] / 60:9.1f}")
+
+
+def gap(row: dict) -> str:
+    return "" if row["gap"] is None else f"{100 * row['gap']:+.1f}%"
+
+
+def write_page(tables: dict[str, list[dict]]) -> None:
+    """Put the tables between the marks of the page, whose text is written by hand."""
+    text = PAGE.read_text()
+    begin, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
+    body = "".join(markdown(name, rows) for name, rows in tables.items() if rows)
+    PAGE.write_text(text[:begin] + "\n" + body + text[end:])
+
+
+def markdown(name: str, rows: list[dict]) -> str:
+    first = rows[0]["settings"]
+    lines = [
+        f"\n**{name}**: {first['steps']} steps, {first['batch_size']} x {SEQ_LEN} tokens a worker "
+        f"and step, lr {first['lr']}, warm-up {first['warmup_steps']} steps\n",
+        "| | tokens | valid loss | gap | update, MB a worker | date, commit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        sent = f"{row['update_bytes'] / 1e6:.1f}" if row["update_bytes"] else ""
+        lines.append(
+            f"| {row['label']} | {row['tokens'] / 1e6:.1f}M | {row['valid_loss']:.3f} | {gap(row)} "
+            f"| {sent} | {row['date']}, {row['commit']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def saved_tables() -> dict[str, list[dict]]:
+    rows = load(SAVED)
+    return {
+        name: with_gaps([rows[trial.key] for trial in table() if trial.key in rows])
+        for name, table in TABLES.items()
+    }
 
 
 def parsed(assignments: list[str]) -> Trial:
@@ -344,9 +385,10 @@ def main() -> None:
     else:
         names = TABLES if options.table == "all" else [options.table]
         for name in names:
-            tables[name] = [
-                measure(bench, trial, SAVED, options.rerun, options) for trial in TABLES[name]()
-            ]
+            tables[name] = []
+            for trial in TABLES[name]():
+                tables[name].append(measure(bench, trial, SAVED, options.rerun, options))
+                write_page(saved_tables())
     for name, rows in tables.items():
         show(name, with_gaps(rows))
     if options.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from atoll.coordinator.status import Event, Level, PeerState, PeerStatus, RoundT
 from atoll.dht.node import Node
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log import Elector
+from atoll.peer.meter import Meter
 from atoll.peer.replica import Replica
 from atoll.peer.rounds import engine
 from atoll.peer.rounds.engine import Rounds, Settled
@@ -65,7 +67,8 @@ class Reporter:
         """``last_round`` is the position at which the run ends, 0 if it does not."""
         self._me = me
         self._name = name
-        self._rates = rates
+        self._up = Meter(rates.uplink_mbit_s)
+        self._down = Meter(rates.downlink_mbit_s)
         self._node = node
         self._replica = replica
         self._rounds = rounds
@@ -118,6 +121,8 @@ class Reporter:
         """How this peer is."""
         view, replica, stats = self._view(), self._replica, self._rounds.statistics()
         sent, received = self.wire_bytes()
+        now_s = time.monotonic()
+        up, down = self._up.read(sent, now_s), self._down.read(received, now_s)
         position, root = await self._state_digest()
         return PeerStatus(
             peer_id=self._me.peer_id,
@@ -138,8 +143,10 @@ class Reporter:
             inner_steps=view.inner_steps,
             wire_bytes_sent=sent,
             wire_bytes_received=received,
-            uplink_mbit_s=self._rates.uplink_mbit_s,
-            downlink_mbit_s=self._rates.downlink_mbit_s,
+            uplink_mbit_s=up.capacity_mbit_s,
+            downlink_mbit_s=down.capacity_mbit_s,
+            uplink_use=up.use,
+            downlink_use=down.use,
             utilisation=_amount(view.utilisation),
             phases=self._phases(stats.last) if stats.last else {},
             recoveries=self.recoveries,

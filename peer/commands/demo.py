@@ -179,9 +179,7 @@ async def _dashboard(feed: "Feed") -> bool:
     from atoll.coordinator.dashboard.app import DashboardApp
 
     left: list[bool] = []
-    app = DashboardApp(
-        feed, title="atoll demo", on_quit=lambda: left.append(True), linger_s=LINGER_S
-    )
+    app = DashboardApp(feed, title="atoll", on_quit=lambda: left.append(True), linger_s=LINGER_S)
     await app.run_async()
     return not left
 

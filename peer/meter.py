@@ -1,0 +1,49 @@
+"""How much of a link is in use: rates of the wire counters against the link's capacity.
+
+The capacity is what the owner declared, else the highest rate that was ever seen: a lower bound,
+which is what can be known without filling a stranger's link for the sake of a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_INTERVAL_S = 0.5  # shorter readings say more about buffers than about the link
+BITS = 8e-6  # Mbit in a byte
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """One direction of a link."""
+
+    capacity_mbit_s: float = 0.0
+    use: float = 0.0
+    """share of the capacity in use, 0 to 1"""
+
+
+class Meter:
+    """One direction."""
+
+    def __init__(self, declared_mbit_s: float = 0.0) -> None:
+        """0 where the capacity is not known."""
+        self._declared_mbit_s = declared_mbit_s
+        self._peak_mbit_s = 0.0
+        self._bytes = 0
+        self._at_s: float | None = None
+        self._last = LinkUse(capacity_mbit_s=declared_mbit_s)
+
+    def read(self, wire_bytes: int, now_s: float) -> LinkUse:
+        """Take a reading of a counter that only grows; what is in use since the last one."""
+        if self._at_s is None:
+            self._bytes, self._at_s = wire_bytes, now_s
+        seconds = now_s - self._at_s
+        if seconds >= MIN_INTERVAL_S:
+            self._last = self._use((wire_bytes - self._bytes) * BITS / seconds)
+            self._bytes, self._at_s = wire_bytes, now_s
+        return self._last
+
+    def _use(self, rate_mbit_s: float) -> LinkUse:
+        self._peak_mbit_s = max(self._peak_mbit_s, rate_mbit_s)
+        capacity = self._declared_mbit_s or self._peak_mbit_s
+        use = min(1.0, rate_mbit_s / capacity) if capacity else 0.0
+        return LinkUse(capacity_mbit_s=capacity, use=use)

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.base import HEADER_BYTES, Codec, CodecError, Dims
+from atoll.compression.base import HEADER_BYTES, Codec, CodecError, Dims, floats
 from atoll.compression.int8 import Int8
 from atoll.compression.registry import register
 
@@ -63,7 +63,7 @@ class ErrorFeedback(Codec):
             residual = self._residuals.get(key)
             if residual is not None and residual.shape != x.shape:
                 raise CodecError(f"expected {key!r} of {tuple(residual.shape)}, got {x.shape}")
-            total = x.detach().to(torch.float32)
+            total = floats(x).view(x.shape)
             if residual is not None:
                 total = total + self.decay * residual
             frame = self.codec.encode(total)

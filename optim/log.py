@@ -31,7 +31,7 @@ from typing import Annotated, ClassVar, Literal, Self
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-VERSION = 1
+VERSION: Literal[1] = 1
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
@@ -341,7 +341,7 @@ def next_electorate(
 
 
 def leader_order(electorate: Sequence[Elector], position: int) -> list[int]:
-    """Indices of the electors in the order in which they lead attempts 0, 1, 2, ... at a position."""
+    """Indices of the electors in the order in which they lead attempts 0, 1, 2, ..."""
 
     def rank(index: int) -> bytes:
         elector = electorate[index]

@@ -18,9 +18,11 @@ from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.feedback import Offer
 from atoll.optim.log import Certificate, Entry, LogError, MalformedRecord
 from atoll.optim.update import UpdateError
+from atoll.optim.weights import work_weight
 from atoll.peer.replica import Applied
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange
+from atoll.peer.rounds.guard import guarded_call, guarded_stream
 from atoll.peer.rounds.leader import Leadership, leader_of
 from atoll.peer.rounds.local import stream_pair
 from atoll.peer.rounds.member import CONNECT_STALLS, AttemptFailed, join
@@ -139,9 +141,9 @@ class Rounds:
         transport.serve("head", self._serve_head)
         for method in ("prepare", "propose"):
             transport.serve(method, self._serve_vote(method))
-        transport.serve("commit", self._serve_commit)
-        transport.serve_stream("round", self._serve_round)
-        transport.serve_stream("reduce", self._serve_reduce)
+        transport.serve("commit", guarded_call(self._serve_commit))
+        transport.serve_stream("round", guarded_stream(self._serve_round))
+        transport.serve_stream("reduce", guarded_stream(self._serve_reduce))
         self._archive.serve()
 
     def offer(self, window: OfferedWindow) -> None:
@@ -449,6 +451,13 @@ class Rounds:
     async def _check_ready(self, ready: Ready) -> None:
         if ready.protocol != PROTOCOL:
             raise Refused("protocol", f"expected protocol {PROTOCOL}, got {ready.protocol}")
+        due = work_weight(ready.tokens, ready.steps)
+        if ready.weight not in (0.0, due):
+            raise Refused(
+                "bad-weight",
+                f"expected a weight of 0 or {due:g} for {ready.tokens} tokens in {ready.steps} "
+                f"steps, got {ready.weight:g}",
+            )
         replica = self._ctx.replica
         for _ in range(CATCH_UP_TRIES):
             if replica.ready and replica.position >= ready.position and replica.electorate:

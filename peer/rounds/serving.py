@@ -10,6 +10,7 @@ from atoll.optim.log import Record
 from atoll.optim.store import NotStored
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import MAX_SPAN, refuse_missing, send_pieces
+from atoll.peer.rounds.guard import guarded_stream
 from atoll.peer.rounds.messages import Decided, LeafRequest, PartRequest, SnapshotMeta, Span
 
 R = TypeVar("R", bound=Record)
@@ -28,10 +29,10 @@ class Archive:
     def serve(self) -> None:
         """Answer from now on."""
         transport = self._ctx.transport
-        transport.serve_stream("part", self._serve_part)
-        transport.serve_stream("headers", self._serve_headers)
-        transport.serve_stream("body", self._serve_body)
-        transport.serve_stream("leaves", self._serve_leaves)
+        transport.serve_stream("part", guarded_stream(self._serve_part))
+        transport.serve_stream("headers", guarded_stream(self._serve_headers))
+        transport.serve_stream("body", guarded_stream(self._serve_body))
+        transport.serve_stream("leaves", guarded_stream(self._serve_leaves))
 
     async def _request(self, stream: Stream, kind: type[R]) -> R:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)

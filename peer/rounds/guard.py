@@ -1,0 +1,35 @@
+"""Bytes of strangers that are no valid message get a named refusal, whichever handler they meet."""
+
+from __future__ import annotations
+
+from atoll.compression import CodecError
+from atoll.dht.transport import BAD_MESSAGE, CallHandler, Refused, Stream, StreamHandler
+from atoll.optim.log import LogError
+from atoll.optim.update import UpdateError
+from atoll.optim.weights import WorkRefused
+
+BAD_INPUT = (LogError, UpdateError, CodecError, WorkRefused)
+
+
+def guarded_call(handler: CallHandler) -> CallHandler:
+    """``handler``, answering bad input with ``Refused``."""
+
+    async def handle(remote: str, body: bytes) -> bytes:
+        try:
+            return await handler(remote, body)
+        except BAD_INPUT as error:
+            raise Refused(BAD_MESSAGE, str(error)) from error
+
+    return handle
+
+
+def guarded_stream(handler: StreamHandler) -> StreamHandler:
+    """``handler``, ending a stream of bad input with ``Refused``."""
+
+    async def handle(remote: str, stream: Stream) -> None:
+        try:
+            await handler(remote, stream)
+        except BAD_INPUT as error:
+            raise Refused(BAD_MESSAGE, str(error)) from error
+
+    return handle

@@ -158,7 +158,7 @@ class Codec(ABC):
             if f.init and getattr(self, f.name) != _default(f)
         }
         carried = changed.pop("values", None)
-        items = ", ".join(f"{key}={_spec_value(value)}" for key, value in changed.items())
+        items = ", ".join(_spec_item(key, value) for key, value in changed.items())
         suffix = f"+{carried.spec}" if isinstance(carried, Codec) else ""
         return (f"{self.name}({items})" if items else self.name) + suffix
 
@@ -289,10 +289,11 @@ class Codec(ABC):
         return f"expected a frame of {self.spec} for {dims}, got other parameters or another count"
 
 
-def _spec_value(value: object) -> str:
+def _spec_item(key: str, value: object) -> str:
     if isinstance(value, Codec):
         return value.spec
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+    short = f"{value:g}" if isinstance(value, float) else ""
+    return f"{key}={short if short and float(short) == value else value}"
 
 
 def _default(parameter: Field[Any]) -> object:

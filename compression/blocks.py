@@ -126,13 +126,19 @@ def block_peaks(x_BK: Tensor) -> Tensor:
 
 
 def absmax_scales(
-    amax_B: Tensor, steps: float, scales_B: Tensor, *, code_limit: float = 128.0
+    amax_B: Tensor,
+    steps: float,
+    scales_B: Tensor,
+    *,
+    code_limit: float = 128.0,
+    headroom: float = 1 + 2**-8,
 ) -> Tensor:
     """Store amax / steps of each block as bf16; return the factor from values to steps, [B, 1].
 
-    Scales lie up to 2^-7 above amax / steps, so that no code exceeds `steps` although bf16
-    rounds to nearest, and never below `TINY`, so that the factor is finite.
+    With the default headroom scales lie up to 2^-7 above amax / steps, so that no code exceeds
+    `steps` although bf16 rounds to nearest.  They are never below `TINY`, so that the factor
+    is finite.
     """
-    exact_B = torch.add(TINY, amax_B, alpha=(1 + 2**-8) / steps)
+    exact_B = torch.add(TINY, amax_B, alpha=headroom / steps)
     scales_B.copy_(exact_B.clamp_(max=BF16_MAX / code_limit))
     return scales_B.to(torch.float32).reciprocal_().unsqueeze(1)

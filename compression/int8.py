@@ -33,6 +33,7 @@ class Int8(BlockCodec):
 
     name: ClassVar[str] = "int8"
     code: ClassVar[int] = 4
+    block: int = 128
 
     def _code_bytes(self, numel: int) -> int:
         return numel

@@ -43,7 +43,7 @@ class Int8Dynamic(BlockCodec):
 
     def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
         amax_B = block_peaks(x_BK)
-        inverse_B1 = absmax_scales(amax_B, 1.0, scales_B, code_limit=self.code_limit)
+        inverse_B1 = absmax_scales(amax_B, 1.0, scales_B, code_limit=1.0, headroom=1.0)
         unit_M = scratch("work", x_BK)
         torch.mul(x_BK, inverse_B1, out=unit_M.view_as(x_BK))
         half_M = scratch("half", x_BK, torch.float16).copy_(unit_M).view(torch.int16)

@@ -136,7 +136,7 @@ def main():
     started = time.monotonic()
     refused, decoded, growth = fuzz(options.messages, options.seed)
     print(
-        f"{options.messages} messages to {len(SPECS)} codecs in {time.monotonic() - started:.0f} s: "
+        f"{options.messages} messages, {len(SPECS)} codecs, {time.monotonic() - started:.0f} s: "
         f"{refused} refused, {decoded} decoded to finite numbers, memory +{growth} KiB"
     )
     return 0

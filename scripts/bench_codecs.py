@@ -1,0 +1,381 @@
+"""Bits, errors and speed of every codec, side by side with other libraries.
+
+    ./scripts/bench codecs               a table
+    ./scripts/bench codecs --json        a list of records
+    ./scripts/bench codecs --save        the table, the records and the plot of docs/benchmarks
+
+One thread. Every round measures memcpy, hivemind's uniform 8-bit (where it is installed) and one
+codec one after the other, and ratios are medians of the rounds' ratios, so a busy machine
+changes them little. Bits count whole frames of a cell of 65,536 values; errors are relative
+norms. `real` is a pseudo-gradient: 30 AdamW steps of the demo's model on the demo's text, made once
+and kept in build/bench_codecs.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import codec_rivals
+import torch
+from safetensors.torch import load_file, save_file
+
+from atoll.compression import parse
+from atoll.peer import models
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / "build" / "bench_codecs"
+SAVED = ROOT / "docs" / "benchmarks"
+CELL = 65_536
+SPECS = {  # codec: most values of a speed measurement
+    "fp32": 1 << 24,
+    "fp16": 1 << 24,
+    "bf16": 1 << 24,
+    "int8": 1 << 24,
+    "int8-dynamic": 1 << 24,
+    "int8-uniform": 1 << 24,
+    "int4": 1 << 24,
+    "fp4": 1 << 24,
+    "2bit": 1 << 24,
+    "2bit(width=1)": 1 << 24,
+    "ternary": 1 << 24,
+    "ternary(block=4096, stochastic=False)": 1 << 24,
+    "sign": 1 << 24,
+    "topk(k=256)+int4": 1 << 24,
+    "topk+int8": 1 << 24,
+    "topk+2bit": 1 << 24,
+    "randk": 1 << 24,
+    "randk(scaled=False)+int8": 1 << 24,
+    "dct": 10_485_760,
+    "dct(k=8, bits=1)": 10_485_760,
+    "powersgd": 1 << 24,
+    "powersgd+int8": 1 << 24,
+    "lgreco": 1 << 18,
+    "lgreco(bits=2)": 1 << 18,
+    "zstd(int8)": 1 << 22,
+    "zstd(topk+2bit)": 1 << 22,
+}
+
+
+@dataclass(kw_only=True)
+class Record:
+    codec: str
+    bits_per_number: float
+    error: dict[str, float]
+    encode_gbps: float
+    decode_gbps: float
+    device: str
+    ratio_to_memcpy: float  # of encoding and decoding together
+    ratio_to_hivemind: float | None
+    encode_to_memcpy: float = 0.0
+    decode_to_memcpy: float = 0.0
+    encode_to_hivemind: float | None = None
+    decode_to_hivemind: float | None = None
+    values: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class Ours:
+    """An Atoll codec with reused buffers, as a long-lived peer has them."""
+
+    def __init__(self, spec, max_values):
+        self.codec, self.name, self.max_values = parse(spec), spec, max_values
+        self.buffer, self.out = bytearray(), torch.empty(0)
+
+    def encode(self, x):
+        if len(self.buffer) < self.codec.wire_bytes(x.shape):
+            self.buffer = bytearray(self.codec.wire_bytes(x.shape))
+            self.out = torch.empty(x.shape)
+        return memoryview(self.buffer)[: self.codec.encode_into(x, self.buffer)]
+
+    def decode(self, frame):
+        return self.codec.decode(frame, self.out.shape, out=self.out)
+
+    def wire_bytes(self, frame):
+        return len(frame)
+
+
+class OursOnDevice(Ours):
+    """The same, to and from a tensor on an accelerator."""
+
+    def decode(self, frame):
+        return self.codec.decode(frame, self.out.shape, device="cuda")
+
+
+def distributions(numel):
+    """Return the inputs by name."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(numel, generator=generator) - 0.5
+    torch.manual_seed(0)
+    return {
+        "gaussian": torch.randn(numel, generator=generator),
+        "laplace": -uniform.sign() * torch.log1p(-2 * uniform.abs().clamp(max=0.4999999)),
+        "student": torch.distributions.StudentT(3.0).sample((numel,)),
+        "real": real_pseudo_gradient(),
+    }
+
+
+def real_pseudo_gradient():
+    """Return the pseudo-gradient of one window of the demo's model, flat."""
+    path = CACHE / "pseudo_gradient.safetensors"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        save_file({"delta": train_window()}, path)
+    return load_file(path)["delta"]
+
+
+def train_window(steps=30, warmup=30, batch=8, seq_len=128):
+    text = b"".join(f.read_bytes() for f in sorted(Path(os.__file__).parent.glob("*.py")))
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
+    model = models.build("nano", vocab_size=256, seq_len=seq_len, seed=0)
+    inner = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    before = flat(model)
+    for step in range(warmup + steps):
+        if step == warmup:
+            before = flat(model)
+        starts = torch.randint(len(tokens) - seq_len - 1, (batch, 1), generator=generator)
+        rows = tokens[starts + torch.arange(seq_len + 1)]
+        models.loss_of(model, rows[:, :-1], rows[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        inner.step()
+        inner.zero_grad()
+    return before - flat(model)
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def error_of(codec, x):
+    """Return the relative error, cell by cell for ours as in a run, whole for others."""
+    cells = x.split(CELL) if isinstance(codec, Ours) else [x[: x.numel() // 262_144 * 262_144]]
+    lost = kept = 0.0
+    for cell in cells:
+        decoded = restored(codec, cell)
+        lost += float((decoded.reshape(-1) - cell).double().square().sum())
+        kept += float(cell.double().square().sum())
+    return (lost / kept) ** 0.5
+
+
+def restored(codec, x):
+    if isinstance(codec, Ours):
+        return codec.codec.decode(codec.codec.encode(x), x.shape)
+    return codec.decode(codec.encode(x.clone()))
+
+
+def bits_of(codec):
+    x = torch.randn(CELL, generator=torch.Generator().manual_seed(1))
+    return 8 * codec.wire_bytes(codec.encode(x)) / CELL
+
+
+def seconds(action):
+    started = time.perf_counter()
+    result = action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, result
+
+
+def speed(codec, x, yardstick, rounds):
+    """Return for each round: seconds of memcpy, encode, decode, hivemind's two."""
+    copy = torch.empty_like(x)
+    rows = []
+    for _ in range(rounds + 1):
+        memcpy, _ = seconds(lambda: copy.copy_(x))
+        encode, message = seconds(lambda: codec.encode(x))
+        decode, _ = seconds(lambda message=message: codec.decode(message))
+        theirs = hivemind_speed(yardstick, x) if yardstick else (float("nan"),) * 2
+        rows.append((memcpy, encode, decode, *theirs))
+    return rows[1:]
+
+
+def hivemind_speed(yardstick, x):
+    part = x[: 1 << 21].cpu()
+    encode, message = seconds(lambda: yardstick.encode(part))
+    decode, _ = seconds(lambda: yardstick.decode(message))
+    scale = x.numel() / part.numel()
+    return encode * scale, decode * scale
+
+
+def measure(codec, inputs, yardstick, *, rounds, device):
+    x = inputs["gaussian"][: codec.max_values].to(device)
+    bits, errors = bits_of(codec), {}
+    for name, values in inputs.items():
+        errors[name] = error_of(codec, values[: 1 << 20])
+    rows = speed(codec, x, yardstick, rounds)
+    gigabytes = 4 * x.numel() / 1e9
+
+    def median(ratio):
+        return statistics.median(ratio(*row) for row in rows)
+
+    has_yardstick = yardstick is not None
+    return Record(
+        codec=codec.name,
+        bits_per_number=round(bits, 4),
+        error={name: round(value, 5) for name, value in errors.items()},
+        encode_gbps=round(median(lambda m, e, d, he, hd: gigabytes / e), 3),
+        decode_gbps=round(median(lambda m, e, d, he, hd: gigabytes / d), 3),
+        device=device,
+        ratio_to_memcpy=round(median(lambda m, e, d, he, hd: 2 * m / (e + d)), 3),
+        ratio_to_hivemind=(
+            round(median(lambda m, e, d, he, hd: (he + hd) / (e + d)), 2) if has_yardstick else None
+        ),
+        encode_to_memcpy=round(median(lambda m, e, d, he, hd: m / e), 3),
+        decode_to_memcpy=round(median(lambda m, e, d, he, hd: m / d), 3),
+        encode_to_hivemind=(
+            round(median(lambda m, e, d, he, hd: he / e), 2) if has_yardstick else None
+        ),
+        decode_to_hivemind=(
+            round(median(lambda m, e, d, he, hd: hd / d), 2) if has_yardstick else None
+        ),
+        values=x.numel(),
+    )
+
+
+def run(options):
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    inputs = distributions(1 << 24)
+    rivals = codec_rivals.available()
+    yardstick = next((r for r in rivals if r.name == "hivemind uniform 8-bit"), None)
+    cls = Ours if options.device == "cpu" else OursOnDevice
+    codecs = [cls(spec, size) for spec, size in SPECS.items()]
+    if options.device == "cpu":
+        codecs += rivals
+    records = []
+    for codec in codecs:
+        if options.only and not any(text in codec.name for text in options.only):
+            continue
+        record = measure(codec, inputs, yardstick, rounds=options.rounds, device=options.device)
+        records.append(record)
+        print(line(record), file=sys.stderr, flush=True)
+    return records
+
+
+HEADER = (
+    f"{'codec':40} {'bits':>7} {'gauss':>7} {'laplace':>7} {'student':>7} {'real':>7} "
+    f"{'enc GB/s':>8} {'dec GB/s':>8} {'/memcpy':>13} {'/hivemind':>13}"
+)
+
+
+def line(r):
+    errors = " ".join(
+        f"{r.error[name]:7.4f}" for name in ("gaussian", "laplace", "student", "real")
+    )
+    theirs = (
+        f"{r.encode_to_hivemind:6.1f} {r.decode_to_hivemind:6.1f}" if r.ratio_to_hivemind else ""
+    )
+    return (
+        f"{r.codec:40} {r.bits_per_number:7.3f} {errors} {r.encode_gbps:8.2f} {r.decode_gbps:8.2f} "
+        f"{r.encode_to_memcpy:6.2f} {r.decode_to_memcpy:6.2f} {theirs}"
+    )
+
+
+def markdown(records):
+    rows = [
+        "| codec | bits | gaussian | laplace | Student t | real | encode GB/s | decode GB/s "
+        "| of memcpy | times hivemind |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in records:
+        errors = " | ".join(
+            f"{100 * r.error[n]:.2f}%" for n in ("gaussian", "laplace", "student", "real")
+        )
+        theirs = (
+            f"{r.encode_to_hivemind:.1f} / {r.decode_to_hivemind:.1f}"
+            if r.ratio_to_hivemind
+            else ""
+        )
+        rows.append(
+            f"| `{r.codec}` | {r.bits_per_number:.3f} | {errors} | {r.encode_gbps:.2f} "
+            f"| {r.decode_gbps:.2f} | {r.encode_to_memcpy:.2f} / {r.decode_to_memcpy:.2f} "
+            f"| {theirs} |"
+        )
+    return "\n".join(rows)
+
+
+def plot(records, path):
+    """Draw error over bits for two distributions, ours and theirs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ours = {spec for spec in SPECS if spec not in ("ternary", "randk")}  # unbiased: error above 1
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True)
+    for axis, (key, title) in zip(
+        axes, [("student", "Student t, 3 d.o.f."), ("real", "a real pseudo-gradient")], strict=True
+    ):
+        for record in records:
+            error = max(record.error[key], 1e-4)
+            if error > 1.2:
+                continue
+            mine = record.codec in ours
+            axis.loglog(
+                record.bits_per_number,
+                error,
+                "o" if mine else "x",
+                color="tab:blue" if mine else "tab:red",
+            )
+            axis.annotate(
+                record.codec,
+                (record.bits_per_number, error),
+                fontsize=6,
+                xytext=(3, 3),
+                textcoords="offset points",
+            )
+        axis.set_title(title)
+        axis.set_xlabel("bits a number, everything counted")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("relative error")
+    figure.suptitle("Codecs: Atoll (blue dots) and others (red crosses); down and left is better")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def save(records):
+    SAVED.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([asdict(record) for record in records], indent=1)
+    (SAVED / "codecs.json").write_text(text + "\n")
+    page = (
+        "# Codecs, measured\n\n"
+        "Made by `./scripts/bench codecs --save`: one thread of "
+        f"{platform.machine()}, torch {torch.__version__}, "
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}.  Up to 16M fp32 values; bits count "
+        "headers, checksums, scales and codebooks; errors are relative norms; ratios (encode / "
+        "decode) are medians of rounds in which both were measured.\n\n"
+        "![rate and distortion](codecs.png)\n\n" + markdown(records) + "\n"
+    )
+    (SAVED / "codecs.md").write_text(page)
+    plot(records, SAVED / "codecs.png")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print a list of records")
+    parser.add_argument("--save", action="store_true", help="write docs/benchmarks/codecs.*")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", nargs="*", help="codecs whose name contains one of these")
+    options = parser.parse_args()
+    if not options.json:
+        print(HEADER, file=sys.stderr)
+    records = run(options)
+    if options.json:
+        print(json.dumps([asdict(record) for record in records], indent=1))
+    else:
+        print(markdown(records))
+    if options.save:
+        save(records)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

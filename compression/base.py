@@ -72,7 +72,10 @@ def floats(x: Tensor) -> Tensor:
     """Return `x` as a contiguous fp32 vector on its own device."""
     if not x.is_floating_point():
         raise CodecError(f"expected a floating-point tensor, got {x.dtype}; convert it first")
-    return x.detach().to(torch.float32).contiguous().view(-1)
+    x = x.detach()
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        x = x.to(torch.float32).contiguous()
+    return x.view(-1)
 
 
 def peak(x_N: Tensor) -> Tensor:
@@ -98,6 +101,13 @@ def carve(payload: Tensor, *sections: tuple[torch.dtype, int]) -> list[Tensor]:
         views.append(payload[offset:end].view(dtype))
         offset = end
     return views
+
+
+def part(x: Tensor, start: int, stop: int, *, dim: int = 0) -> Tensor:
+    """Return a slice of `x`; `x` itself where that is all of it, which costs nothing."""
+    if start == 0 and stop == x.shape[dim]:
+        return x
+    return x.narrow(dim, start, stop - start)
 
 
 def spans(x_N: Tensor) -> list[tuple[int, int]]:

@@ -15,8 +15,8 @@ def bin_means(t_BK: Tensor, num_bins: int) -> Tensor:
     sum max(t, j) over a row is the sum of t at and above j plus j for each value below.
     """
     size = t_BK.shape[1]
-    clipped = scratch("clipped", t_BK).view_as(t_BK)
-    whole = torch.floor(t_BK, out=scratch("whole", t_BK).view_as(t_BK))
+    clipped = scratch("clipped", t_BK)
+    whole = torch.floor(t_BK, out=scratch("whole", t_BK))
     above, count = [t_BK.sum(1)], [torch.full_like(t_BK[:, 0], float(size))]
     for j in range(1, num_bins):
         num = torch.clamp(whole, j - 1, j, out=clipped).sum(1) - (j - 1) * size

@@ -24,6 +24,7 @@ from atoll.compression.base import (
     CodecError,
     Dims,
     carve,
+    part,
     peak,
     require_finite,
     spans,
@@ -75,9 +76,9 @@ class BlockCodec(Codec):
         scales, codes = self._sections(payload, x_N.numel())
         witnesses = [
             self._write_tile(
-                self._in_blocks(x_N[start:stop]),
-                scales[self._num_scales(start) : self._num_scales(stop)],
-                codes[self._code_offset(start) : self._code_offset(stop)],
+                self._in_blocks(part(x_N, start, stop)),
+                part(scales, self._num_scales(start), self._num_scales(stop)),
+                part(codes, self._code_offset(start), self._code_offset(stop)),
                 stop - start,
             )
             for start, stop in spans(x_N)
@@ -90,9 +91,9 @@ class BlockCodec(Codec):
         require_finite(scales, "scales", limit=FLOAT_MAX / self.code_limit)
         for start, stop in spans(out_N):
             self._read_tile(
-                codes[self._code_offset(start) : self._code_offset(stop)],
-                scales[self._num_scales(start) : self._num_scales(stop)],
-                out_N[start:stop],
+                part(codes, self._code_offset(start), self._code_offset(stop)),
+                part(scales, self._num_scales(start), self._num_scales(stop)),
+                part(out_N, start, stop),
             )
 
     def _code_offset(self, position: int) -> int:
@@ -115,14 +116,15 @@ def scale_blocks_(out_M: Tensor, scales_B: Tensor, block: int) -> None:
     """Multiply each block of `out_M` by its scale, in place; the last block may be short."""
     whole = out_M.numel() // block
     if whole:
-        out_M[: whole * block].view(whole, block).mul_(scales_B[:whole].unsqueeze(1))
+        blocks = part(out_M, 0, whole * block).view(whole, block)
+        blocks.mul_(part(scales_B, 0, whole).unsqueeze(1))
     if whole * block < out_M.numel():
         out_M[whole * block :].mul_(scales_B[whole])
 
 
 def block_peaks(x_BK: Tensor) -> Tensor:
     """Return the largest magnitude of each block, [B]; NaN where a block has one."""
-    return torch.abs(x_BK, out=scratch("work", x_BK).view_as(x_BK)).amax(1)
+    return torch.abs(x_BK, out=scratch("work", x_BK)).amax(1)
 
 
 def absmax_scales(

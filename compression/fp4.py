@@ -47,11 +47,11 @@ class Fp4(BlockCodec):
         amax_B = block_peaks(x_BK)
         inverse_B1 = absmax_scales(amax_B, LARGEST, scales_B, code_limit=self.code_limit)
         inverse_B1 = torch.minimum(inverse_B1, (LARGEST / amax_B).unsqueeze(1))
-        scaled_M = scratch("work", x_BK)
-        torch.mul(x_BK, inverse_B1, out=scaled_M.view_as(x_BK))
-        half_M = scratch("half", x_BK, torch.float16).copy_(scaled_M).view(torch.int16)
-        signed_M = half_M.add_(HALF_MANTISSA).bitwise_right_shift_(10)
-        pack(_sign_and_exponent(signed_M), 4, codes, numel)
+        scaled_BK = scratch("work", x_BK)
+        torch.mul(x_BK, inverse_B1, out=scaled_BK)
+        half_BK = scratch("half", x_BK, torch.float16).copy_(scaled_BK).view(torch.int16)
+        signed_BK = half_BK.add_(HALF_MANTISSA).bitwise_right_shift_(10)
+        pack(_sign_and_exponent(signed_BK), 4, codes, numel)
         return amax_B.amax()
 
     def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:

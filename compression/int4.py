@@ -41,9 +41,9 @@ class Int4(BlockCodec):
     def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
         amax_B = block_peaks(x_BK)
         inverse_B1 = absmax_scales(amax_B, 112.0, scales_B).mul_(1 / 16)
-        steps_M = scratch("work", x_BK)
-        torch.mul(x_BK, inverse_B1, out=steps_M.view_as(x_BK))
-        pack(steps_M.round_(), 4, codes, numel)
+        steps_BK = scratch("work", x_BK)
+        torch.mul(x_BK, inverse_B1, out=steps_BK)
+        pack(steps_BK.round_(), 4, codes, numel)
         return amax_B.amax()
 
     def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:

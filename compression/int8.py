@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from atoll.compression.base import part
 from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
@@ -41,9 +42,9 @@ class Int8(BlockCodec):
     def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
         amax_B = block_peaks(x_BK)
         inverse_B1 = absmax_scales(amax_B, 127.0, scales_B)
-        steps_N = scratch("work", x_BK)
-        torch.mul(x_BK, inverse_B1, out=steps_N.view_as(x_BK))
-        codes.view(torch.int8).copy_(steps_N.round_()[:numel])
+        steps_BK = scratch("work", x_BK)
+        torch.mul(x_BK, inverse_B1, out=steps_BK)
+        codes.view(torch.int8).copy_(part(steps_BK.round_().view(-1), 0, numel))
         return amax_B.amax()
 
     def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:

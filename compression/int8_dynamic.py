@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from atoll.compression.base import part
 from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
@@ -44,13 +45,12 @@ class Int8Dynamic(BlockCodec):
     def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
         amax_B = block_peaks(x_BK)
         inverse_B1 = absmax_scales(amax_B, 1.0, scales_B, code_limit=1.0, headroom=1.0)
-        unit_M = scratch("work", x_BK)
-        torch.mul(x_BK, inverse_B1, out=unit_M.view_as(x_BK))
-        half_M = scratch("half", x_BK, torch.float16).copy_(unit_M).view(torch.int16)
-        index_M = scratch("index", x_BK, torch.int32).copy_(half_M).bitwise_and_(0xFFFF)
-        found_M = scratch("codes", x_BK, torch.uint8)
+        unit_M = torch.mul(x_BK, inverse_B1, out=scratch("work", x_BK)).view(-1)
+        half_M = scratch("half", unit_M, torch.float16).copy_(unit_M).view(torch.int16)
+        index_M = scratch("index", unit_M, torch.int32).copy_(half_M).bitwise_and_(0xFFFF)
+        found_M = scratch("codes", unit_M, torch.uint8)
         torch.index_select(_nearest(x_BK.device), 0, index_M, out=found_M)
-        codes.copy_(found_M[:numel])
+        codes.copy_(part(found_M, 0, numel))
         return amax_B.amax()
 
     def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:

@@ -36,7 +36,8 @@ def uniform(like: Tensor, seed: int) -> Tensor:
     independent; it costs five passes where a generator costs twenty.
     """
     word = mix(seed)
-    table = _table(like.device, -(-like.numel() // TILE))[: like.numel()]
+    table = _table(like.device, -(-like.numel() // TILE))
+    table = table[: like.numel()].view(like.shape)
     bits = scratch("noise", like, torch.int32)
     torch.bitwise_xor(table, _signed(word), out=bits)
     bits.mul_(_signed(word >> 32 | 1)).bitwise_right_shift_(9)

@@ -9,10 +9,13 @@ Codes beyond m are zero.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from atoll.compression.scratch import TILE, room
+from atoll.compression.base import part
+from atoll.compression.scratch import TILE, room, scratch
 
 
 def plane_bytes(numel: int, planes: int) -> int:
@@ -34,49 +37,56 @@ def run_length(numel: int) -> int:
 def planes_of(codes_M: Tensor, numel: int, planes: int) -> Tensor:
     """Store the first `numel` codes as bytes, in words [runs, planes, L / 8].
 
-    `codes_M` has any type whose values fit int8 (fractions are cut off).
+    `codes_M` has any shape and any type whose values fit int8 (fractions are cut off).
     """
     length = run_length(numel)
     width = planes * plane_bytes(length, planes)
     runs = numel // length
-    flat = room("codes", runs * width, codes_M.device, torch.uint8)
-    rows = flat.view(runs, width)
+    rows = room("codes", (runs, width), codes_M.device, torch.int8)
     if width > length:
         rows[:, length:].zero_()
-    rows[:, :length].view(torch.int8).copy_(codes_M.view(-1)[:numel].view(runs, length))
-    return flat.view(torch.int64).view(runs, planes, -1)
+    codes = part(codes_M.view(-1), 0, numel).view(runs, length)
+    part(rows, 0, length, dim=1).copy_(codes)
+    return rows.view(torch.int64).view(runs, planes, -1)
 
 
 def pack(codes_M: Tensor, bits: int, out: Tensor, numel: int) -> None:
-    """Pack the low `bits` (1, 2 or 4) bits of the first `numel` codes into the bytes `out`."""
+    """Pack the low `bits` (1, 2 or 4) bits of the first `numel` codes into the bytes `out`.
+
+    Shifted planes have no bit in common, so their sum joins them.
+    """
     words = planes_of(codes_M, numel, 8 // bits).bitwise_and_(repeated((1 << bits) - 1))
-    packed = words[:, 0]
-    for j in range(1, 8 // bits):
-        packed |= words[:, j].bitwise_left_shift_(j * bits)
-    out.copy_(packed.contiguous().view(torch.uint8).view(-1))
+    words.bitwise_left_shift_(_shifts(bits, 0, words.device))
+    out.copy_(words.sum(1).view(torch.uint8).view(-1))
 
 
 def unpack(packed: Tensor, bits: int, numel: int, *, high: bool) -> Tensor:
     """Return `numel` codes as bytes (uint8), in the high or the low bits; the others are zero."""
     length, planes = run_length(numel), 8 // bits
-    runs, width = numel // length, packed.numel() // (numel // length)
-    words = aligned_words(packed).view(runs, width // 8)
-    flat = room("codes", runs * planes * width, packed.device, torch.uint8)
-    out = flat.view(torch.int64).view(runs, planes, -1)
-    for j in range(planes):
-        if high:
-            torch.bitwise_left_shift(words, 8 - bits - j * bits, out=out[:, j])
-        else:
-            torch.bitwise_right_shift(words, j * bits, out=out[:, j])
-    mask = ((1 << bits) - 1) << (8 - bits if high else 0)
-    out.bitwise_and_(repeated(mask))
-    return flat.view(runs, -1)[:, :length].reshape(-1)
+    runs = numel // length
+    width = packed.numel() // runs
+    words = aligned_words(packed).view(runs, 1, width // 8)
+    rows = room("codes", (runs, planes * width), packed.device, torch.uint8)
+    out = rows.view(torch.int64).view(runs, planes, -1)
+    if high:
+        torch.bitwise_left_shift(words, _shifts(bits, 8 - bits, words.device), out=out)
+    else:
+        torch.bitwise_right_shift(words, _shifts(bits, 0, words.device), out=out)
+    out.bitwise_and_(repeated(((1 << bits) - 1) << (8 - bits if high else 0)))
+    return part(rows, 0, length, dim=1).reshape(-1)
+
+
+@cache
+def _shifts(bits: int, last: int, device: torch.device) -> Tensor:
+    """Return how far to shift each plane, [planes, 1]: rising from 0, or falling from `last`."""
+    shifts = [abs(last - j * bits) for j in range(8 // bits)]
+    return torch.tensor(shifts, dtype=torch.int64, device=device).unsqueeze(1)
 
 
 def aligned_words(packed: Tensor) -> Tensor:
     """Return bytes (a multiple of 8 of them) as signed 64-bit words."""
     if packed.storage_offset() % 8:
-        packed = room("packed", packed.numel(), packed.device, torch.uint8).copy_(packed)
+        packed = scratch("packed", packed, torch.uint8).copy_(packed)
     return packed.view(torch.int64)
 
 

@@ -6,6 +6,7 @@ A fresh 256 KiB costs more in page faults than the arithmetic on it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class _Pool(threading.local):
     def __init__(self) -> None:
         """Start empty, on the first use in each thread."""
         self.tensors: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.tiles: dict[tuple[str, torch.dtype, Sequence[int]], Tensor] = {}
         self.frame = bytearray()
 
 
@@ -28,22 +30,31 @@ _pool = _Pool()
 
 
 def scratch(slot: str, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return an uninitialised vector with as many values as `like`, on its device; see `room`."""
-    return room(slot, like.numel(), like.device, dtype)
+    """Return an uninitialised tensor of the shape and on the device of `like`; see `room`."""
+    return room(slot, like.shape, like.device, dtype)
 
 
-def room(slot: str, numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised vector of `numel` values.
+def room(slot: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor.
 
     It is overwritten by the next call with the same `slot` and `dtype` in this thread, so it
     must not be returned to a caller.
     """
+    ready = _pool.tiles.get((slot, dtype, shape)) if device.type == "cpu" else None
+    return _prepare(slot, shape, device, dtype) if ready is None else ready
+
+
+def _prepare(slot: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    numel = torch.Size(shape).numel()
     if device.type != "cpu" or numel > CAPACITY:
-        return torch.empty(numel, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
     kept = _pool.tensors.get((slot, dtype))
     if kept is None:
         kept = _pool.tensors[slot, dtype] = torch.empty(CAPACITY, dtype=dtype)
-    return kept[:numel]
+    view = kept[:numel].view(shape)
+    if numel >= TILE:  # a view of the buffer, for whole tiles only, so that there are few
+        _pool.tiles[slot, dtype, shape] = view
+    return view
 
 
 def frame_buffer(length: int) -> bytearray:

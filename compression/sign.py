@@ -40,12 +40,12 @@ class Sign(BlockCodec):
         return plane_bytes(numel, 8)
 
     def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
-        size_BK = torch.abs(x_BK, out=scratch("work", x_BK).view_as(x_BK))
+        size_BK = torch.abs(x_BK, out=scratch("work", x_BK))
         largest = size_BK.amax()
         mean_B = size_BK.mean(1).mul_(1 / 64)
         scales_B.copy_(mean_B.clamp_(max=BF16_MAX / self.code_limit))
-        negative = torch.signbit(x_BK.view(-1), out=scratch("negative", x_BK, torch.bool))
-        pack(negative.view(torch.int8), 1, codes, numel)
+        negative = torch.signbit(x_BK, out=scratch("negative", x_BK, torch.bool))
+        pack(negative.view(torch.uint8), 1, codes, numel)
         return largest
 
     def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:

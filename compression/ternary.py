@@ -26,12 +26,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from atoll.compression.base import BF16_MAX, TINY, CodecError, Mode
+from atoll.compression.base import BF16_MAX, TINY, CodecError, Mode, part
 from atoll.compression.blocks import (
     BlockCodec,
     absmax_scales,
@@ -90,10 +91,10 @@ class Ternary(BlockCodec):
         if self.clip:
             amax_B = torch.minimum(amax_B, self.clip * _sigma(x_BK, amax_B))
         inverse_B1 = absmax_scales(amax_B, 1.0, scales_B, code_limit=self.code_limit)
-        unit_BK = torch.mul(x_BK, inverse_B1, out=scratch("work", x_BK).view_as(x_BK))
+        unit_BK = torch.mul(x_BK, inverse_B1, out=scratch("work", x_BK))
         if self.clip:
             unit_BK.clamp_(-1.0, 1.0)
-        return unit_BK.add_(uniform(x_BK, self._next_seed()).view_as(x_BK))
+        return unit_BK.add_(uniform(x_BK, self._next_seed()))
 
     def _next_seed(self) -> int:
         return fresh_seed() if self.seed < 0 else mix(self.seed) + next(self._draws)
@@ -105,16 +106,16 @@ class Ternary(BlockCodec):
 
 def _sigma(x_BK: Tensor, amax_B: Tensor) -> Tensor:
     """Return the root mean square of each block, without overflow."""
-    unit_BK = scratch("work", x_BK).view_as(x_BK)
+    unit_BK = scratch("work", x_BK)
     torch.mul(x_BK, torch.add(amax_B, TINY).reciprocal_().unsqueeze(1), out=unit_BK)
     return unit_BK.mul_(unit_BK).mean(1).sqrt_().mul_(amax_B)
 
 
 def _nearest(x_BK: Tensor, amax_B: Tensor, scales_B: Tensor) -> Tensor:
     """Threshold at 0.7 of the mean magnitude; the scale is the mean of what is above."""
-    unit_BK = scratch("bins", x_BK).view_as(x_BK)
+    unit_BK = scratch("bins", x_BK)
     torch.mul(x_BK, torch.add(amax_B, TINY).reciprocal_().unsqueeze(1), out=unit_BK)
-    size_BK = torch.abs(unit_BK, out=scratch("work", x_BK).view_as(x_BK))
+    size_BK = torch.abs(unit_BK, out=scratch("work", x_BK))
     limit_B1 = size_BK.mean(1, keepdim=True).mul_(THRESHOLD).add_(TINY)
     size_BK.mul_(limit_B1.reciprocal()).clamp_(max=1e6)
     kept = bin_means_above_one(size_BK)
@@ -125,7 +126,7 @@ def _nearest(x_BK: Tensor, amax_B: Tensor, scales_B: Tensor) -> Tensor:
 def bin_means_above_one(size_BK: Tensor) -> Tensor:
     """Return the mean of each row's values of at least 1; 1 where there is none."""
     size = size_BK.shape[1]
-    kept_BK = scratch("clipped", size_BK).view_as(size_BK)
+    kept_BK = scratch("clipped", size_BK)
     count = torch.clamp(size_BK, max=1.0, out=kept_BK).floor_().sum(1)
     total = torch.clamp(size_BK, min=1.0, out=kept_BK).sum(1) - (size - count)
     return (total / count.clamp(min=1)).clamp_(min=1.0)
@@ -134,11 +135,14 @@ def bin_means_above_one(size_BK: Tensor) -> Tensor:
 def pack_digits(digits_M: Tensor, out: Tensor, numel: int) -> None:
     """Pack the first `numel` digits (0, 1, 2; fractions are cut off), five to a byte."""
     words = planes_of(digits_M, numel, DIGITS)
-    value = words[:, DIGITS - 1]
-    for j in reversed(range(DIGITS - 1)):
-        value = value.mul_(3).add_(words[:, j])
-    number = value.contiguous().view(torch.uint8).to(torch.float32)
+    value = words.mul_(_powers(words.device)).sum(1).view(torch.uint8)
+    number = scratch("number", value).copy_(value)
     out.copy_(number.mul_(256 / 243).ceil_().view(-1))
+
+
+@cache
+def _powers(device: torch.device) -> Tensor:
+    return torch.tensor([3**j for j in range(DIGITS)], device=device).unsqueeze(1)
 
 
 def unpack_digits(packed: Tensor, numel: int) -> Tensor:
@@ -146,11 +150,11 @@ def unpack_digits(packed: Tensor, numel: int) -> Tensor:
     length = run_length(numel)
     runs = numel // length
     width = packed.numel() // runs
-    rest = room("base3", packed.numel(), packed.device, torch.int16).copy_(packed).view(runs, -1)
-    flat = room("codes", runs * DIGITS * width, packed.device, torch.int8)
-    digits = flat.view(runs, DIGITS, width)
-    for j in reversed(range(DIGITS)):
-        rest.mul_(3)
-        digits[:, j].copy_((rest >> 8).sub_(1))
+    rest = scratch("base3", packed, torch.int16).copy_(packed).view(runs, -1)
+    digit = scratch("digit", rest, torch.int16)
+    digits = room("codes", (runs, DIGITS, width), packed.device, torch.int8)
+    for plane in reversed(digits.unbind(1)):
+        torch.bitwise_right_shift(rest.mul_(3), 8, out=digit)
+        plane.copy_(digit.sub_(1))
         rest.bitwise_and_(255)
-    return flat.view(runs, -1)[:, :length].reshape(-1)
+    return part(digits.view(runs, -1), 0, length, dim=1).reshape(-1)

@@ -134,7 +134,7 @@ def largest_of_chunks(x_CM: Tensor, k: int) -> Tensor:
     The k groups with the largest maxima hold the k largest values, so that two selections
     among few replace one among 4,096.
     """
-    size_CM = torch.abs(x_CM, out=scratch("work", x_CM).view_as(x_CM))
+    size_CM = torch.abs(x_CM, out=scratch("work", x_CM))
     if 4 * k > GROUPS:
         return size_CM.topk(k, dim=1, sorted=False).indices.sort(1).values
     grouped = size_CM.view(-1, CHUNK // GROUPS, GROUPS)

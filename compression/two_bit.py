@@ -60,11 +60,11 @@ class TwoBit(BlockCodec):
 
     def _to_bins(self, x_BK: Tensor, amax_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return t in [0, 4) with x / amax = (t - 2) step + offset, where not clipped."""
-        t_BK = scratch("bins", x_BK).view_as(x_BK)
+        t_BK = scratch("bins", x_BK)
         torch.mul(x_BK, torch.add(amax_B1, TINY).reciprocal_(), out=t_BK)
         offset_B1 = t_BK.mean(1, keepdim=True)
         t_BK.sub_(offset_B1)
-        square_BK = torch.mul(t_BK, t_BK, out=scratch("clipped", x_BK).view_as(x_BK))
+        square_BK = torch.mul(t_BK, t_BK, out=scratch("clipped", x_BK))
         step_B1 = square_BK.mean(1, keepdim=True).sqrt_().mul_(self.width).add_(TINY)
         t_BK.mul_(step_B1.reciprocal()).add_(2.0).clamp_(0.0, BELOW_4)
         return t_BK, step_B1, offset_B1

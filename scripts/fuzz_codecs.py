@@ -5,7 +5,7 @@
 
 Mutations: bit flips, bytes overwritten, truncation, extension, runs copied elsewhere, plain
 noise.  Half of the messages get a correct checksum afterwards, as a hostile sender would give
-them.  A message that takes a second or allocates far beyond its tensor is a failure too.
+them.  A message that takes a second of CPU or allocates far beyond its tensor is a failure too.
 """
 
 import argparse
@@ -91,13 +91,13 @@ def attack(rng, codec, frame, shape):
     data = mutate(rng, frame)
     if rng.random() < 0.5:
         data = reseal(data)
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         decoded = codec.decode(data, shape)
     except CodecError:
         return True
     finally:
-        assert time.monotonic() - started < MAX_SECONDS, "a message took too long"
+        assert time.thread_time() - started < MAX_SECONDS, "a message took too long"
     assert tuple(decoded.shape) == shape
     assert bool(decoded.isfinite().all()), "a decoded value is not finite"
     return False

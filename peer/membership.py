@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from dataclasses import dataclass
 
 from atoll.coordinator.client import Joined
@@ -92,46 +93,58 @@ class StateDirectory:
         paths.root.mkdir(parents=True, exist_ok=True)
         self._lock = paths.lock.open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take_lock()
             self._expect_run()
-        except OSError:
-            self._lock.close()
-            raise StateDirectoryInUse(
-                f"{paths.root}: another peer is running on this state directory; "
-                "stop it, or give this one its own with --state-dir"
-            ) from None
-        except LinkError:
+        except BaseException:
             self._lock.close()
             raise
 
     def remember(self, membership: Membership) -> None:
         """Keep what joining gave."""
         partial = self.paths.run.with_suffix(".new")
-        partial.write_bytes(membership.to_json(self._run_id))
+        with partial.open("wb") as file:
+            file.write(membership.to_json(self._run_id))
+            file.flush()
+            os.fsync(file.fileno())  # an empty file after a power cut would keep the peer out
         partial.replace(self.paths.run)
 
     def recall(self) -> Membership | None:
         """What an earlier joining gave."""
         if not self.paths.run.exists():
             return None
-        return Membership.from_json(self.paths.run.read_bytes())
+        try:
+            return Membership.from_json(self.paths.run.read_bytes())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._not_a_run() from error
 
     def close(self) -> None:
         """Let others use it."""
         self._lock.close()
 
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateDirectoryInUse(
+                f"{self.paths.root}: another peer is running on this state directory; "
+                "stop it, or give this one its own with --state-dir"
+            ) from None
+
     def _expect_run(self) -> None:
         if not self.paths.run.exists():
             return
         try:
-            stored = json.loads(self.paths.run.read_bytes())["run_id"]
+            stored = str(json.loads(self.paths.run.read_bytes())["run_id"])
         except (ValueError, KeyError, TypeError):
-            raise StateOfAnotherRun(
-                f"{self.paths.run}: expected the description of a run, got something else; "
-                "give this peer another directory with --state-dir"
-            ) from None
+            raise self._not_a_run() from None
         if stored != self._run_id.hex():
             raise StateOfAnotherRun(
                 f"{self.paths.root}: expected the state of run {self._run_id.hex()[:12]}, got "
                 f"that of run {stored[:12]}; give this peer another directory with --state-dir"
             )
+
+    def _not_a_run(self) -> StateOfAnotherRun:
+        return StateOfAnotherRun(
+            f"{self.paths.run}: expected the description of a run, got something else; "
+            "give this peer another directory with --state-dir"
+        )

@@ -110,13 +110,17 @@ def part(x: Tensor, start: int, stop: int, *, dim: int = 0) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
-def spans(x_N: Tensor) -> list[tuple[int, int]]:
-    """Return what to process at once, as (start, stop).
+def tile_step(x_N: Tensor) -> int:
+    """Return how many values to process at once, a multiple of `TILE`.
 
-    Tile after tile on a CPU; on an accelerator all whole tiles together, then the rest.
+    A tile on a CPU; on an accelerator all whole tiles, and then the rest.
     """
-    numel = x_N.numel()
-    step = TILE if x_N.device.type == "cpu" else max(numel // TILE, 1) * TILE
+    return TILE if x_N.device.type == "cpu" else max(x_N.numel() // TILE, 1) * TILE
+
+
+def spans(x_N: Tensor) -> list[tuple[int, int]]:
+    """Return what to process at once, as (start, stop)."""
+    numel, step = x_N.numel(), tile_step(x_N)
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
 

@@ -27,9 +27,11 @@ from atoll.compression.base import (
     part,
     peak,
     require_finite,
-    spans,
+    tile_step,
 )
 from atoll.compression.scratch import TILE, scratch
+
+Tiles = list[tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,8 @@ class BlockCodec(Codec):
     def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
         scales, codes = self._sections(payload, x_N.numel())
         witnesses = [
-            self._write_tile(
-                self._in_blocks(part(x_N, start, stop)),
-                part(scales, self._num_scales(start), self._num_scales(stop)),
-                part(codes, self._code_offset(start), self._code_offset(stop)),
-                stop - start,
-            )
-            for start, stop in spans(x_N)
+            self._write_tile(self._in_blocks(x_M), scales_B, codes_M, x_M.numel())
+            for x_M, scales_B, codes_M in self._tiles(x_N, scales, codes)
         ]
         return witnesses[0] if len(witnesses) == 1 else peak(torch.stack(witnesses))
 
@@ -89,16 +86,17 @@ class BlockCodec(Codec):
         scales, codes = self._sections(payload, out_N.numel())
         scales = scales.to(torch.float32)
         require_finite(scales, "scales", limit=FLOAT_MAX / self.code_limit)
-        for start, stop in spans(out_N):
-            self._read_tile(
-                part(codes, self._code_offset(start), self._code_offset(stop)),
-                part(scales, self._num_scales(start), self._num_scales(stop)),
-                part(out_N, start, stop),
-            )
+        for out_M, scales_B, codes_M in self._tiles(out_N, scales, codes):
+            self._read_tile(codes_M, scales_B, out_M)
 
-    def _code_offset(self, position: int) -> int:
-        whole, rest = divmod(position, TILE)
-        return whole * self._code_bytes(TILE) + (self._code_bytes(rest) if rest else 0)
+    def _tiles(self, x_N: Tensor, scales: Tensor, codes: Tensor) -> Tiles:
+        """Return values, scales and codes of what is processed at once."""
+        step = tile_step(x_N)
+        if x_N.numel() <= step:
+            return [(x_N, scales, codes)]
+        per_step = step // self.block * self.scales_per_block, step // TILE * self._code_bytes(TILE)
+        pieces = x_N.split(step), scales.split(per_step[0]), codes.split(per_step[1])
+        return list(zip(*pieces, strict=True))
 
     def _in_blocks(self, x_M: Tensor) -> Tensor:
         """Return `x_M` as [B, K]; a short last block is filled up with repetitions of itself."""

@@ -21,7 +21,7 @@ class Rival:
     encode: Callable[[torch.Tensor], Any]
     decode: Callable[[Any], torch.Tensor]
     wire_bytes: Callable[[Any], int]
-    max_values: int = 1 << 24  # of a measurement; fewer where it takes long
+    max_values: int = 1 << 22  # of a measurement; fewer where it takes long
 
 
 def available():
@@ -57,7 +57,7 @@ def hivemind_rivals():
     class Quantile(theirs.Quantile8BitQuantization):
         extract = Uniform.extract
 
-    def rival(name, codec, max_values=1 << 24):
+    def rival(name, codec, max_values=1 << 22):
         return Rival(
             name=f"hivemind {name}",
             encode=lambda x: codec.compress(x, CompressionInfo.from_tensor(x)),
@@ -171,7 +171,7 @@ def demo_reference(k=32):
         encode=encode,
         decode=decode,
         wire_bytes=lambda message: 12 * message[0].numel(),
-        max_values=10_485_760,
+        max_values=1 << 22,
     )
 
 
@@ -185,13 +185,13 @@ def powersgd_hook(rank=4):
 
     class Bucket:
         def __init__(self, x):
-            self.flat, self.side = x.clone(), math.isqrt(x.numel())
+            self.flat = x.clone()
 
         def buffer(self):
             return self.flat
 
         def gradients(self):
-            return [self.flat.view(self.side, -1)]
+            return [self.flat.view(2 ** (self.flat.numel().bit_length() // 2), -1)]
 
         def index(self):
             return 0
@@ -212,8 +212,8 @@ def powersgd_hook(rank=4):
         name=f"PyTorch PowerSGD hook, rank {rank}",
         encode=encode,
         decode=lambda bucket: bucket.flat,
-        wire_bytes=lambda bucket: 8 * rank * bucket.side,
-        max_values=1 << 24,
+        wire_bytes=lambda bucket: 4 * rank * sum(bucket.gradients()[0].shape),
+        max_values=1 << 22,
     )
 
 

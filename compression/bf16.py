@@ -26,5 +26,7 @@ class Bf16(RawCodec):
     code: ClassVar[int] = 3
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
-    def _fit(self, tile: Tensor) -> Tensor:
+    def _fit(self, tile: Tensor, largest: Tensor) -> Tensor:
+        if tile.device.type == "cpu" and float(largest) <= BF16_MAX:
+            return tile
         return torch.clamp(tile, -BF16_MAX, BF16_MAX, out=scratch("fit", tile))

@@ -95,7 +95,11 @@ class BlockCodec(Codec):
         if x_N.numel() <= step:
             return [(x_N, scales, codes)]
         per_step = step // self.block * self.scales_per_block, step // TILE * self._code_bytes(TILE)
-        pieces = x_N.split(step), scales.split(per_step[0]), codes.split(per_step[1])
+        pieces = (
+            torch.split(x_N, step),
+            torch.split(scales, per_step[0]),
+            torch.split(codes, per_step[1]),
+        )
         return list(zip(*pieces, strict=True))
 
     def _in_blocks(self, x_M: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ def _forward_basis(device: torch.device) -> Tensor:
 @cache
 def integer_basis(device: torch.device) -> Tensor:
     """Return round(basis 2^20), float64 [frequency, position]; a test pins its digest."""
-    return (cosine_basis() * 2**BASIS_BITS).round().to(device)
+    return (cosine_basis() * 2.0**BASIS_BITS).round().to(device)
 
 
 def transform(x_BSS: Tensor) -> Tensor:

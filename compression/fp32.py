@@ -24,5 +24,5 @@ class Fp32(RawCodec):
     code: ClassVar[int] = 1
     dtype: ClassVar[torch.dtype] = torch.float32
 
-    def _fit(self, tile: Tensor) -> Tensor:
+    def _fit(self, tile: Tensor, largest: Tensor) -> Tensor:
         return tile

@@ -1,9 +1,6 @@
-"""Codecs that store each value as a float: the base of `fp32`, `bf16` and `fp16`.
+"""Codecs that store each value as a float: the base of `fp32` and `bf16`.
 
-Payload::
-
-    scale    bf16, a power of two, present where the format is scaled (`fp16`)
-    values   one float each
+Payload: one float for each value.
 
 A decoder refuses NaN and infinity.
 """
@@ -36,7 +33,7 @@ class RawCodec(Codec):
         for start, stop in spans(x_N):
             tile = x_N[start:stop]
             witnesses.append(peak(tile))
-            codes[start:stop].copy_(self._fit(tile))
+            codes[start:stop].copy_(self._fit(tile, witnesses[-1]))
         return peak(torch.stack(witnesses))
 
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
@@ -45,8 +42,8 @@ class RawCodec(Codec):
             require_all_finite(out_N[start:stop].copy_(codes[start:stop]))
 
     @abstractmethod
-    def _fit(self, tile: Tensor) -> Tensor:
-        """Return `tile` within the range of the stored type."""
+    def _fit(self, tile: Tensor, largest: Tensor) -> Tensor:
+        """Return `tile` within the range of the stored type; `largest` is its peak."""
 
 
 def require_all_finite(x: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Each codec against its paper or the library that people use."""
 
+import hashlib
 import itertools
 import math
 import random
@@ -15,6 +16,7 @@ from atoll.compression.dct import cosine_basis, integer_basis, inverse, transfor
 from atoll.compression.int8_dynamic import code_table
 from atoll.compression.powersgd_reference import PowerSGDReference
 
+BASIS_SHA256 = "daa428273f2adf3227f41bdbcb2cdbf8f309f042911610e8c8651073a085d4ee"
 SHAPES = [(64, 32), (32,), (64, 32), (48, 8, 3), (10, 10), (128, 64)]
 
 
@@ -146,6 +148,14 @@ def test_inverse_dct_is_exact_in_any_order():
         assert int(got[i, j]) == exact
     order = torch.randperm(40, generator=generator)
     assert torch.equal(inverse(at[:, order], code[:, order])[0], got)
+
+
+def test_integer_basis_is_pinned():
+    """Computed on each machine, so no entry may be near the middle of two integers."""
+    exact = cosine_basis() * 2**20
+    assert float((exact - exact.floor() - 0.5).abs().min()) > 1e-6
+    raw = integer_basis(torch.device("cpu")).to(torch.int32).numpy().astype("<i4").tobytes()
+    assert hashlib.sha256(raw).hexdigest() == BASIS_SHA256
 
 
 def test_inverse_dct_undoes_the_transform():

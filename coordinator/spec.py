@@ -88,7 +88,7 @@ class ModelSection(_Section):
     overrides: dict[str, Scalar] = Field(
         default_factory=dict,
         description="Fields of the preset to change, or arguments of the custom function.",
-        examples=[{"layers": 6}],
+        examples=[{"num_layers": 6}],
     )
 
     @field_validator("custom")
@@ -222,7 +222,12 @@ class CompressionSection(_Section):
     @field_validator("codec")
     @classmethod
     def _codec(cls, value: str) -> str:
-        parse(value)
+        codec = parse(value)
+        if codec.stateful or not codec.exact_size:
+            raise ValueError(
+                "expected a codec whose frames have a fixed length and stand alone (a round cuts "
+                f"the model into cells), got {value!r}; error feedback is compression.feedback"
+            )
         return value
 
 

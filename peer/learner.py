@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo.exc
 from torch import Tensor, nn
 
 from atoll.coordinator.spec import InnerSection
@@ -125,7 +124,9 @@ class Learner:
         tokens_BT = batch.to(self.device.device, non_blocking=True)
         try:
             return self._accumulate(tokens_BT, parts)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
+            if not _is_of_compiler(error):
+                raise
             _log.warning("torch.compile failed here, training goes on without it: %s", error)
             self._forward = self.model
             return self._accumulate(tokens_BT, parts)
@@ -171,3 +172,8 @@ class Evaluator:
                 loss = models.loss_of(self._model, tokens_BT[:, :-1], tokens_BT[:, 1:])
                 total += loss.double().cpu()
         return float(total) / len(self._batches)
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether torch.compile failed; told by its module's name, which takes 2 s to import."""
+    return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)

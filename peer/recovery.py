@@ -174,7 +174,7 @@ class Recovery:
 
     async def _donors_ahead(self) -> list[Donor]:
         """Who is at this replica's epoch and has entries that it lacks, the furthest first."""
-        records = await self._ctx.roster.peers()
+        records = await self._ctx.roster_peers()
         sources: list[Source] = [
             PeerSource(self._ctx, peer) for peer in sorted(records) if peer != self._ctx.me.peer_id
         ]
@@ -274,7 +274,8 @@ class Recovery:
                 body = b""
                 if entry.body_bytes:
                     body = await donor.source.body(entry.position, entry.body_bytes)
-                await replica.append_verified(entry, header.certificate, body)
+                if not await replica.append_verified(entry, header.certificate, body):
+                    return
             except FETCH_ERRORS as error:
                 self._ctx.on_event("warning", f"entry {entry.position} of {donor.name}: {error}")
                 continue
@@ -388,6 +389,7 @@ def verify_headers(
         entry = Entry.decode(decided.entry)
         certificate = Certificate.decode(decided.certificate)
         if entry.position == opened.base_position:
+            _expect_base_chain(here, opened)
             here = Place(chain=opened.base_chain, electorate=opened.electorate)
         if here is None:
             here = Place(chain=entry.previous_chain, electorate=())
@@ -405,6 +407,15 @@ def verify_headers(
         verified.append(Header(entry=entry, certificate=certificate))
     _check_reaches_base(verified, opened)
     return verified
+
+
+def _expect_base_chain(here: Place | None, opened: Epoch) -> None:
+    """Entries before a base are good only when their chain ends in the base's."""
+    if here is not None and here.chain != opened.base_chain:
+        raise ChainMismatch(
+            f"expected the chain {opened.base_chain.hex()[:12]} at the base "
+            f"{opened.base_position} of epoch {opened.epoch}, got {here.chain.hex()[:12]}"
+        )
 
 
 def _check_reaches_base(verified: Sequence[Header], opened: Epoch) -> None:

@@ -71,6 +71,7 @@ class NetworkReducer:
         self._settle: Settle | None = None
         self._feedback: Feedback | None = None
         self._offer: Offer | None = None
+        self._number = 0
         self._deadline_s = 0.0
         self._joining = False
         self._position = 0
@@ -121,7 +122,9 @@ class NetworkReducer:
         self.encode_s = time.perf_counter() - started
         self._deadline_s = time.monotonic() + self._patience_s
         loss = contribution.loss if contribution.loss == contribution.loss else 0.0
+        self._number += 1
         window = OfferedWindow(
+            number=self._number,
             offer=self._offer,
             tokens=contribution.tokens,
             steps=contribution.steps,
@@ -156,9 +159,7 @@ class NetworkReducer:
             )
             return
         self._joining = False
-        if saved == now:
-            self._residual.load_state_dict(state["feedback"])
-            return
+        self._residual.load_state_dict(state["feedback"])
         current = self._in_loop(lambda: self._replica.state)
         self._position = current.position
         self._deliver(
@@ -195,7 +196,10 @@ class NetworkReducer:
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=60.0)
 
     def _included_since(self, position: int) -> bool:
-        records = self._replica.store.headers(position, self._position - position)
+        count = self._position - position
+        records = self._replica.store.headers(position, count)
+        if len(records) < count:
+            return True  # unknown: the log here begins later
         entries = (Entry.decode(record.entry) for record in records)
         return any(m.peer_id == self._me.peer_id for e in entries for m in e.members)
 
@@ -216,7 +220,8 @@ class NetworkReducer:
             return
         entry, state = decided.applied.entry, decided.applied.state
         included = None
-        if decided.settles and self._offer is not None:
+        settles = decided.settles == self._number and self._offer is not None
+        if settles and self._offer is not None:
             if decided.included is not None:
                 included = torch.tensor(decided.included, dtype=torch.bool)
                 self._settle_residual(entry, self._offer, included)
@@ -229,7 +234,7 @@ class NetworkReducer:
                 position=state.position,
                 params_N=state.params_N,
                 included=included,
-                settles=decided.settles,
+                settles=settles,
                 members=len(entry.members),
             )
         )

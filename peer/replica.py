@@ -140,7 +140,7 @@ class Replica:
                 return False
             await self._apply(entry, certificate, body, None)
             opened = self.opened
-            if opened is not None and self.position == opened.base_position:
+            if opened is not None and self._at_base(opened):
                 self.electorate = opened.electorate
         await self._notify()
         return True
@@ -306,24 +306,28 @@ class Replica:
         so it neither votes nor leads.
         """
         epoch = self.open_epoch(record)
-        if self.opened is not None and epoch.epoch <= self.opened.epoch:
-            return True
         async with self._lock:
+            if self.opened is not None and epoch.epoch <= self.opened.epoch:
+                return True
             self.opened, self.epoch, self.epoch_record = epoch, epoch.epoch, record
             await self._compute(self.store.put_epoch, epoch.epoch, record)
-            here = self.ready and (self.position, self.chain) == (
-                epoch.base_position,
-                epoch.base_chain,
-            )
+            here = self.ready and self._at_base(epoch)
             self.electorate = epoch.electorate if here else ()
         await self._notify()
         return here
 
+    def _at_base(self, epoch: Epoch) -> bool:
+        return (self.position, self.chain) == (epoch.base_position, epoch.base_chain)
+
+    def root_scheduled(self, position: int) -> int | None:
+        """The position whose state root entry ``position`` has to carry."""
+        due = position > 0 and position % self.snapshot_every == 0
+        return position - self.snapshot_every if due else None
+
     def root_due(self, position: int) -> tuple[int, bytes] | None:
-        """The state root that entry ``position`` carries: of the state S positions before."""
-        if position == 0 or position % self.snapshot_every:
-            return None
-        state = self.snapshots.get(position - self.snapshot_every)
+        """The state root that entry ``position`` carries; None also where it is not known here."""
+        scheduled = self.root_scheduled(position)
+        state = self.snapshots.get(scheduled) if scheduled is not None else None
         return (state.position, state.root()) if state is not None else None
 
     async def _notify(self) -> None:

@@ -14,10 +14,10 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ UNKNOWN_MBIT_S = 100.0  # what a link is taken for where its owner does not say
 PATIENCE_STALLS = 20  # a round with one repair and one change of leader takes about ten
 KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
 GOODBYE_S = 5.0
+MAX_BOOTSTRAP = 16
 RESTART_S = 1.0  # after a fault of ours, so that it does not spin
 
 _log = logging.getLogger(__name__)
@@ -168,6 +169,7 @@ class Session:
                 earlier = self._directory.recall()
                 if earlier is not None and time.monotonic() - began_s > OFFLINE_S:
                     self.membership = earlier
+                    self._own_bootstrap = earlier.bootstrap[:1]
                     self._say("warning", f"starting without the coordinator: {error}")
                     return None
                 self._say("warning", f"{error}; trying again in {pause_s:.1f} s")
@@ -176,6 +178,7 @@ class Session:
 
     def _remember(self, joined: Joined) -> None:
         self.membership = Membership.of(joined, self.options.invite)
+        self._own_bootstrap = self.membership.bootstrap
         self._directory.remember(self.membership)
 
     async def _start_node(self) -> None:
@@ -194,7 +197,11 @@ class Session:
     # building
 
     def _build(self, joined: Joined | None) -> None:
-        self._coordinator = CoordinatorSource(self._client, joined.epoch if joined else b"")
+        self._coordinator = CoordinatorSource(
+            self._client,
+            joined.epoch if joined else b"",
+            snapshot_every=self.spec.round.snapshot_every,
+        )
         self.replica = self._make_replica()
         self.ctx = self._make_context()
         self.rounds = Rounds(
@@ -310,9 +317,9 @@ class Session:
             await self.replica.install(await self._genesis(), self._genesis_chain(), ())
         if joined is not None and joined.epoch:
             await self.replica.adopt(joined.epoch)
-        with suppress(RosterError, TransportError, TimeoutError):
+        with suppress(RosterError, TransportError, TimeoutError, OSError):
             await self._publish_record()
-            await self._connect_all()
+        await self._connect_all()
         await self._catch_up()
         while not self.replica.ready:
             await asyncio.sleep(1.0)
@@ -390,14 +397,23 @@ class Session:
 
     async def _keep_connected(self) -> None:
         while True:
-            with suppress(RosterError, TransportError, TimeoutError, OSError):
-                await self._connect_all()
+            await self._connect_all()
             await asyncio.sleep(CONNECT_EVERY_S)
 
     async def _connect_all(self) -> None:
-        records = await self.node.roster.peers()
+        records = await self.ctx.roster_peers()
         others = [r for peer, r in records.items() if peer != self.identity.peer_id]
+        self._remember_addresses(others)
         await asyncio.gather(*(self._connect(record) for record in others))
+
+    def _remember_addresses(self, others: Sequence[PeerRecord]) -> None:
+        """Keep where others are, for a start at which the coordinator is not there to ask."""
+        known = [address for record in others for address in record.addresses[:2]]
+        fresh = [a for a in known if a not in self.membership.bootstrap]
+        if fresh:
+            kept = tuple(dict.fromkeys([*self._own_bootstrap, *known]))[:MAX_BOOTSTRAP]
+            self.membership = replace(self.membership, bootstrap=kept)
+            self._directory.remember(self.membership)
 
     async def _connect(self, record: PeerRecord) -> None:
         with suppress(TransportError, TimeoutError, ValueError):

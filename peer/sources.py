@@ -6,10 +6,11 @@ Nothing that a source gives is trusted: ``atoll.peer.recovery`` verifies all of 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from atoll.coordinator.client import CoordinatorClient
-from atoll.coordinator.client_errors import CoordinatorError
+from atoll.coordinator.client_errors import CoordinatorError, NotThere
 from atoll.dht.transport import TransportError
 from atoll.optim.log import LogError
 from atoll.optim.state import StateError
@@ -34,21 +35,27 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """For people."""
+        ...
 
     async def head(self) -> Head:
         """Where it stands."""
+        ...
 
     async def headers(self, start: int, stop: int) -> list[Decided]:
         """Entries with certificates from ``start`` on; perhaps fewer than asked for."""
+        ...
 
     async def body(self, position: int, body_bytes: int) -> bytes:
         """The body of an entry, of the right length."""
+        ...
 
     async def leaf_digests(self, position: int) -> list[bytes]:
         """The digests of the leaves of a snapshot."""
+        ...
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
         """Consecutive leaves of a snapshot."""
+        ...
 
 
 class PeerSource:
@@ -93,9 +100,12 @@ class CoordinatorSource:
 
     name = "coordinator"
 
-    def __init__(self, client: CoordinatorClient, epoch_record: bytes) -> None:
+    def __init__(
+        self, client: CoordinatorClient, epoch_record: bytes, *, snapshot_every: int
+    ) -> None:
         """``epoch_record`` is what the coordinator gave when this peer joined or was in touch."""
         self._client = client
+        self._snapshot_every = snapshot_every
         self.epoch_record = epoch_record
         self.epoch = 0
         self.position = 0
@@ -103,7 +113,9 @@ class CoordinatorSource:
 
     async def head(self) -> Head:
         """Where it stands, and its newest snapshot."""
-        newest = await self._client.fetch_snapshot()
+        newest = (await self._client.fetch_snapshot()).position
+        older = [newest - n * self._snapshot_every for n in (2, 1)]
+        held = [p for p in older if p >= 0 and await self._has(p)]
         return Head(
             protocol=PROTOCOL,
             epoch=self.epoch,
@@ -113,9 +125,14 @@ class CoordinatorSource:
             role="follower",
             ready_in_s=0.0,
             first_body=0,
-            snapshots=(newest.position,),
+            snapshots=(*held, newest),
             epoch_record=self.epoch_record,
         )
+
+    async def _has(self, position: int) -> bool:
+        with suppress(NotThere):
+            return (await self._client.fetch_snapshot(position)).position == position
+        return False
 
     async def headers(self, start: int, stop: int) -> list[Decided]:
         """Entries with certificates."""

@@ -144,7 +144,7 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
             "model": {"preset": args.preset},
             "data": {"source": source},
             "outer": outer,
-            "compression": {"codec": args.codec},
+            "compression": {"codec": args.codec, "feedback": _feedback(args.codec)},
             "round": {
                 "min_peers": args.peers,
                 # All peers share this machine: a busy core is not a dead peer.
@@ -162,6 +162,16 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
         },
         source="the options of atoll demo",
     )
+
+
+def _feedback(codec: str) -> float:
+    """All of what compression lost comes back, but for unbiased codecs, which diverge with it."""
+    from atoll.compression import CodecError, parse
+
+    try:
+        return 0.0 if parse(codec).mode == "unbiased" else 1.0
+    except CodecError:
+        return 1.0  # the spec says what is wrong with it
 
 
 async def _carry_out(demo: "Demo", *, plain: bool) -> "DemoRun | None":

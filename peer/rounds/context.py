@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from atoll.compression import Codec
 from atoll.coordinator.status import Level
-from atoll.dht.transport import Transport
+from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.transport import Transport, TransportError
 from atoll.optim.layout import Layout
 from atoll.optim.log import Elector, Verify, sha256
 from atoll.peer.replica import Replica
-
-if TYPE_CHECKING:
-    from atoll.dht.roster import Roster
 
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
 
@@ -74,6 +72,20 @@ class Context:
     """seconds until this peer's own contribution is expected; None where none will come"""
     held: dict[bytes, bytes] = field(default_factory=dict)
     """reduced parts of the position in progress, by digest"""
+    _seen: dict[str, PeerRecord] = field(default_factory=dict)
+
+    async def roster_peers(self) -> dict[str, PeerRecord]:
+        """Who is in the run; what was known before where the roster cannot be read now."""
+        try:
+            self._seen = await self.roster.peers()
+        except (RosterError, TransportError, TimeoutError, OSError) as error:
+            self.on_event("warning", f"the roster cannot be read, going on with the last: {error}")
+        return self._seen
+
+    @property
+    def seen(self) -> dict[str, PeerRecord]:
+        """Who was in the run when it was last looked at."""
+        return self._seen
 
     @property
     def alive_s(self) -> float:

@@ -8,23 +8,23 @@ closes, who reduces and what counts are in ``policies``, ``leader``, ``voter`` a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.feedback import Offer
-from atoll.optim.log import Certificate, Entry, LogError, MalformedRecord
-from atoll.optim.update import UpdateError
+from atoll.optim.log import Certificate, Entry, MalformedRecord, check_certificate
 from atoll.optim.weights import work_weight
 from atoll.peer.replica import Applied
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.guard import guarded_call, guarded_stream
 from atoll.peer.rounds.leader import Leadership, leader_of
-from atoll.peer.rounds.local import stream_pair
+from atoll.peer.rounds.local import LocalStream, stream_pair
 from atoll.peer.rounds.member import CONNECT_STALLS, AttemptFailed, join
 from atoll.peer.rounds.messages import (
     PROTOCOL,
@@ -38,6 +38,8 @@ from atoll.peer.rounds.messages import (
 from atoll.peer.rounds.serving import Archive
 from atoll.peer.rounds.voter import Voter
 
+T = TypeVar("T")
+
 CATCH_UP_TRIES = 4  # a commit may be under way: look again this often before refusing a peer
 
 
@@ -45,6 +47,8 @@ CATCH_UP_TRIES = 4  # a commit may be under way: look again this often before re
 class OfferedWindow:
     """A contribution as it is offered at the current position."""
 
+    number: int
+    """counts the offers of this process, so that a settlement finds its own"""
     offer: Offer
     tokens: int
     steps: int
@@ -91,8 +95,8 @@ class Settled:
 
     applied: Applied
     included: list[bool] | None
-    settles: bool
-    """whether a contribution of this peer was on offer when it was decided"""
+    settles: int | None
+    """the number of the contribution that was on offer when it was decided"""
     credits: list[tuple[slice, Tensor]] = field(default_factory=list)
     trace: RoundTrace | None = None
 
@@ -125,6 +129,7 @@ class Rounds:
         self._pending: Pending | None = None
         self._offered = asyncio.Event()
         self._leaderships: dict[tuple[int, int, int], Leadership] = {}
+        self._led: set[tuple[int, int, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._catching_up: asyncio.Task[None] | None = None
         self._stats = RoundsStatistics()
@@ -224,8 +229,9 @@ class Rounds:
 
         def on_exchange(exchange: Exchange) -> None:
             pending.exchange = exchange
-            if leader == self._ctx.me.peer_id:
-                self._lead(position, attempt).exchange = exchange
+            leading = self._leaderships.get((self._ctx.replica.epoch, position, attempt))
+            if leading is not None:
+                leading.exchange = exchange
             self._phase("reduce")
 
         stream = await self._line_to(leader, position, attempt)
@@ -243,10 +249,13 @@ class Rounds:
         self._spawn(self._serve_round_quietly(there))
         return here
 
-    async def _serve_round_quietly(self, stream: Stream) -> None:
+    async def _serve_round_quietly(self, stream: LocalStream) -> None:
         try:
-            with suppress(TransportError):
-                await self._serve_round(self._ctx.me.peer_id, stream)
+            await self._serve_round(self._ctx.me.peer_id, stream)
+        except Refused as error:
+            stream.refuse(error)
+        except TransportError:
+            pass
         finally:
             await stream.close()
 
@@ -295,6 +304,7 @@ class Rounds:
         """The leadership of an attempt of ours; it starts with the first call."""
         key = (self._ctx.replica.epoch, position, attempt)
         if key not in self._leaderships:
+            self._expect_unled(key)
             leadership = Leadership(
                 ctx=self._ctx, voter=self.voter, position=position, attempt=attempt
             )
@@ -302,14 +312,22 @@ class Rounds:
             self._spawn(self._run_leadership(key, leadership))
         return self._leaderships[key]
 
+    def _expect_unled(self, key: tuple[int, int, int]) -> None:
+        """An attempt is led once: a leader that proposed twice could decide a position twice."""
+        if key in self._led:
+            raise Refused("superseded", f"attempt {key[2]} is over; come with the next one")
+        self._led = {k for k in self._led if k[1] >= key[1]} | {key}
+
     async def _run_leadership(self, key: tuple[int, int, int], leadership: Leadership) -> None:
         try:
-            outcome = await leadership.run()
+            outcome = await self._unless_passed(key[1], leadership.run())
+            if outcome is None:
+                return
             body = await self.voter.gather(outcome.entry, self._ctx.me.peer_id)
             await self._commit(outcome.entry, outcome.certificate, body)
             self._on_led(outcome.entry, outcome.certificate, body)
             await self._announce(leadership, outcome.entry, outcome.certificate)
-        except (AttemptFailed, TransportError, LogError, UpdateError) as error:
+        except (AttemptFailed, TransportError, ValueError) as error:
             self._ctx.on_event(
                 "warning", f"position {key[1]}, attempt {key[2]} led here failed: {error}"
             )
@@ -317,11 +335,23 @@ class Rounds:
             await leadership.close()
             self._leaderships.pop(key, None)
 
+    async def _unless_passed(self, position: int, work: Coroutine[None, None, T]) -> T | None:
+        """What ``work`` gives, None if the position is decided before."""
+        working = asyncio.create_task(work)
+        passed = asyncio.create_task(self._ctx.replica.passed(position))
+        try:
+            await asyncio.wait({working, passed}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            for task in (working, passed):
+                task.cancel()
+            await asyncio.gather(working, passed, return_exceptions=True)
+
     async def _announce(
         self, leadership: Leadership, entry: Entry, certificate: Certificate
     ) -> None:
         decided = Decided(entry=entry.encode(), certificate=certificate.encode()).encode()
-        peers = set(leadership.sessions) | set(await self._ctx.roster.peers())
+        peers = set(leadership.sessions) | set(self._ctx.seen)
         peers |= {elector.peer_id for elector in entry.electorate}
         peers.discard(self._ctx.me.peer_id)
         await asyncio.gather(*(self._tell(peer, decided) for peer in sorted(peers)))
@@ -341,7 +371,8 @@ class Rounds:
         entry, pending = applied.entry, self._pending
         included = entry.included_cells(self._ctx.me.peer_id, self._ctx.me.incarnation)
         self._stats.rounds += 1
-        settled = Settled(applied=applied, included=included, settles=pending is not None)
+        number = pending.window.number if pending is not None else None
+        settled = Settled(applied=applied, included=included, settles=number)
         if pending is not None:
             self._stats.included += included is not None
             self._stats.left_out += included is None
@@ -417,12 +448,14 @@ class Rounds:
         if entry.position > position or entry.epoch != self._ctx.replica.epoch:
             self.kick_catch_up()
             return b""
+        certificate = Certificate.decode(decided.certificate)
+        check_certificate(entry, certificate, self._ctx.replica.electorate, self._ctx.verify)
         try:
             parts = await self.voter.gather(entry, remote)
         except (TransportError, MalformedRecord):
             self.kick_catch_up()
             return b""
-        await self._commit(entry, Certificate.decode(decided.certificate), parts)
+        await self._commit(entry, certificate, parts)
         return b""
 
     def kick_catch_up(self) -> None:

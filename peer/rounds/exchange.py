@@ -93,6 +93,8 @@ class Exchange:
         """Reduce a part again under a new owner; what the old one sent is forgotten."""
         if not 0 <= order.part < len(self.group.parts) or order.owner >= len(self.group.members):
             raise MalformedRecord("repair: names a part or an owner that the group does not have")
+        if any(sender >= len(self.group.members) for sender in order.senders):
+            raise MalformedRecord("repair: names a sender that is not a member")
         if order.generation <= self.generation[order.part]:
             return
         self.generation[order.part] = order.generation
@@ -145,14 +147,15 @@ class Exchange:
         )
 
     def _own(self, part: int, senders: Collection[int]) -> OwnedPart:
-        members = self.group.members
         shares = {
-            i: Share(weight=members[i].weight, clip=members[i].clip, norm=members[i].norm)
-            for i in senders
-            if members[i].weight > 0
+            index: Share(weight=member.weight, clip=member.clip, norm=member.norm)
+            for index, member in enumerate(self.group.members)
+            if member.weight > 0
         }
         reducer = PartReducer(codec=self._ctx.codec, part=self.range_of(part), shares=shares)
-        return OwnedPart(reducer=reducer, waiting=set(shares) - {self.me})
+        for index in set(shares) - set(senders):
+            reducer.drop(index)
+        return OwnedPart(reducer=reducer, waiting=(set(shares) & set(senders)) - {self.me})
 
     def _member(self, remote: str) -> int:
         for index, member in enumerate(self.group.members):

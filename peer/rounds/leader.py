@@ -8,15 +8,18 @@ of life, the group by the grace, the reduction by the group's deadline, votes by
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
+from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log import (
     Certificate,
+    CertificateInvalid,
     Elector,
     Entry,
+    LogError,
     Member,
     Part,
     Partial,
@@ -62,7 +65,10 @@ from atoll.peer.rounds.policies import (
     round_deadline_s,
     split_cells,
 )
+from atoll.peer.rounds.reduction import PartRange
 from atoll.peer.rounds.voter import Voter
+
+T = TypeVar("T")
 
 PROBE_STALLS = 0.5  # a group should not wait a whole stall for the dead
 PROBE_S = 1.0  # how often the leader looks for peers that it still waits for
@@ -124,13 +130,9 @@ class Leadership:
     expected: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Start the clock."""
+        """Start the clock, and fix what the attempt is about."""
         self.times = LeaderTimes(opened=self.ctx.now())
-
-    @property
-    def electorate(self) -> Sequence[Elector]:
-        """Who votes at this position."""
-        return self.ctx.replica.electorate
+        self.electorate: tuple[Elector, ...] = tuple(self.ctx.replica.electorate)
 
     async def serve(self, remote: str, ready: Ready, stream: Stream) -> None:
         """Hold a member's session until it ends.
@@ -163,12 +165,17 @@ class Leadership:
         Raises:
             AttemptFailed: a later ballot took over, or no quorum answered.
         """
+        if self.attempt:
+            await self._await_call()
         adopted = await self._collect_promises() if self.attempt else None
         if adopted is not None:
             return await self._decide(Entry.decode(adopted))
         await self._gather_group()
         self.times.closed = self.ctx.now()
-        entry = await self._reduce()
+        if any(member.weight > 0 for member in self._closed_group().members):
+            entry = await self._reduce()
+        else:
+            entry = self._null_entry("nobody brought work that counts")
         self.times.reduced = self.ctx.now()
         return await self._decide(entry)
 
@@ -180,6 +187,27 @@ class Leadership:
         for task in fetches:
             task.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
+
+    async def _await_call(self) -> None:
+        """Wait until this attempt is called for: by a quorum, or by the earlier leader's absence.
+
+        One peer with a bad link to a healthy leader must not end that leader's round.
+        """
+        earlier = leader_of(self.electorate, self.position, self.attempt - 1).peer_id
+        watching = asyncio.create_task(self._await_absence(earlier))
+        deadline = self.ctx.now() + ALONE_GRACES * self.ctx.settings.grace_s
+        try:
+            while not watching.done() and not self._has_quorum(self._live()):
+                if self.ctx.now() > deadline:
+                    return
+                await self._await_change(self.ctx.alive_s)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _await_absence(self, peer: str) -> None:
+        while peer != self.ctx.me.peer_id and await self._head(peer) is not None:
+            await asyncio.sleep(PROBE_S)
 
     # sessions
 
@@ -208,9 +236,23 @@ class Leadership:
             return
         part = self.parts[done.part]
         owner = self.group.members[part.owner].peer_id
-        if owner == remote and done.generation == part.generation:
+        if owner == remote and done.generation == part.generation and self._is_sound(part, done):
             part.done = done
             self.changed.set()
+
+    def _is_sound(self, part: PartState, done: PartDone) -> bool:
+        """Whether an owner's word can be logged: its length, and members by their prefixes."""
+        plan = part.plan
+        span = PartRange(
+            start_cell=plan.start_cell, stop_cell=plan.stop_cell, numel=self.ctx.layout.numel
+        )
+        named = [p.member for p in done.partial]
+        return (
+            done.wire_bytes == span.wire_bytes(self.ctx.codec)
+            and named == sorted(set(named))
+            and all(m < len(self._closed_group().members) for m in named)
+            and all(p.cells < span.num_cells for p in done.partial)
+        )
 
     async def _send(self, session: Session, kind: bytes, record: Group | Repair | Gone) -> None:
         try:
@@ -275,7 +317,7 @@ class Leadership:
     async def _probe_expected(self) -> None:
         """Keep ``expected`` true: the trainers of the roster that answer and stand here."""
         while True:
-            records = await self.ctx.roster.peers()
+            records = await self.ctx.roster_peers()
             trainers = [
                 peer
                 for peer, record in records.items()
@@ -417,8 +459,15 @@ class Leadership:
             )
             for m in group.members
         )
-        parts = tuple(_logged(part) for part in self.parts)
+        parts = tuple(_logged(part, self._gone_without_work()) for part in self.parts)
         return self._entry("update", members, parts)
+
+    def _gone_without_work(self) -> list[int]:
+        """Members of weight 0 that left: nothing of theirs is counted, so they do not vote next."""
+        members = self._closed_group().members
+        return [
+            i for i, m in enumerate(members) if m.weight == 0 and not self.sessions[m.peer_id].alive
+        ]
 
     def _null_entry(self, why: str) -> Entry:
         self.ctx.on_event("error", f"position {self.position}: given up: {why}")
@@ -449,8 +498,11 @@ class Leadership:
         ask = Prepare(
             epoch=self.ctx.replica.epoch, position=self.position, attempt=self.attempt
         ).encode()
-        answers = await self._poll("prepare", ask)
-        promises = {i: Promise.decode(answer) for i, answer in answers.items()}
+
+        def read(elector: Elector, answer: bytes) -> Promise:
+            return Promise.decode(answer)
+
+        promises = await self._poll("prepare", ask, read)
         if not is_quorum(list(promises), len(self.electorate)):
             raise AttemptFailed(
                 f"{len(promises)} of {len(self.electorate)} electors promised attempt "
@@ -465,13 +517,16 @@ class Leadership:
 
     async def _decide(self, entry: Entry) -> Outcome:
         ask = Propose(attempt=self.attempt, entry=entry.encode()).encode()
-        answers = await self._poll("propose", ask)
         payload = vote_payload(entry, self.attempt)
-        votes = []
-        for index, answer in sorted(answers.items()):
+
+        def read(elector: Elector, answer: bytes) -> bytes:
             signature = Ballot.decode(answer).signature
-            if self.ctx.verify(self.electorate[index].peer_id, payload, signature):
-                votes.append(Vote(elector=index, signature=signature))
+            if not self.ctx.verify(elector.peer_id, payload, signature):
+                raise CertificateInvalid("a vote with a signature of somebody else")
+            return signature
+
+        signatures = await self._poll("propose", ask, read)
+        votes = [Vote(elector=i, signature=s) for i, s in sorted(signatures.items())]
         if not is_quorum([v.elector for v in votes], len(self.electorate)):
             raise AttemptFailed(
                 f"{len(votes)} of {len(self.electorate)} electors voted, expected a quorum"
@@ -482,14 +537,16 @@ class Leadership:
             certificate=Certificate(attempt=self.attempt, votes=tuple(votes)),
         )
 
-    async def _poll(self, method: str, body: bytes) -> dict[int, bytes]:
-        """Ask every elector at once; return when a quorum answered or all are through."""
+    async def _poll(
+        self, method: str, body: bytes, read: Callable[[Elector, bytes], T]
+    ) -> dict[int, T]:
+        """Ask every elector at once; return when a quorum gave good answers or all are through."""
         deadline_s = self.group.deadline_s if self.group else 10 * self.ctx.settings.stall_s
         asking = {
-            asyncio.create_task(self._ask(elector.peer_id, method, body, deadline_s)): index
+            asyncio.create_task(self._ask(elector, method, body, deadline_s, read)): index
             for index, elector in enumerate(self.electorate)
         }
-        answers: dict[int, bytes] = {}
+        answers: dict[int, T] = {}
         pending = set(asking)
         try:
             while pending and not is_quorum(list(answers), len(self.electorate)):
@@ -504,18 +561,27 @@ class Leadership:
             await asyncio.gather(*pending, return_exceptions=True)
         return answers
 
-    async def _ask(self, peer: str, method: str, body: bytes, timeout_s: float) -> bytes | None:
-        if peer == self.ctx.me.peer_id:
-            return await self.voter.answer(peer, method, body)
-        if not await self._reachable(peer):
-            return None
+    async def _ask(
+        self,
+        elector: Elector,
+        method: str,
+        body: bytes,
+        timeout_s: float,
+        read: Callable[[Elector, bytes], T],
+    ) -> T | None:
+        peer = elector.peer_id
         try:
-            return await self.ctx.transport.call(peer, method, body, timeout_s=timeout_s)
-        except Refused as error:
+            if peer == self.ctx.me.peer_id:
+                return read(elector, await self.voter.answer(peer, method, body))
+            if not await self._reachable(peer):
+                return None
+            answer = await self.ctx.transport.call(peer, method, body, timeout_s=timeout_s)
+            return read(elector, answer)
+        except (Refused, LogError) as error:
             self.ctx.on_event(
-                "warning", f"position {self.position}: {short(peer)} refused: {error}"
+                "warning", f"position {self.position}: no vote of {short(peer)}: {error}"
             )
-        except (TransportError, DeadlineExceeded):
+        except TransportError:
             pass
         return None
 
@@ -544,10 +610,11 @@ def admit(ready: Sequence[tuple[str, Ready]]) -> list[GroupMember]:
     ]
 
 
-def _logged(part: PartState) -> Part:
+def _logged(part: PartState, gone: Sequence[int]) -> Part:
     done = part.done
     if done is None:
         raise AttemptFailed("a part is not done")
+    cells = {member: 0 for member in gone} | {p.member: p.cells for p in done.partial}
     return Part(
         start_cell=part.plan.start_cell,
         stop_cell=part.plan.stop_cell,
@@ -555,7 +622,7 @@ def _logged(part: PartState) -> Part:
         generation=part.generation,
         wire_bytes=done.wire_bytes,
         digest=done.digest,
-        partial=tuple(Partial(member=p.member, cells=p.cells) for p in done.partial),
+        partial=tuple(Partial(member=m, cells=c) for m, c in sorted(cells.items())),
     )
 
 

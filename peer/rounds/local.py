@@ -6,7 +6,9 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from atoll.dht.transport import DeadlineExceeded
+from atoll.dht.transport import DeadlineExceeded, Refused
+
+Queue = asyncio.Queue[bytes | Refused | None]
 
 
 class LocalStream:
@@ -16,8 +18,8 @@ class LocalStream:
         self,
         remote: str,
         method: str,
-        inbox: asyncio.Queue[bytes | None],
-        outbox: asyncio.Queue[bytes | None],
+        inbox: Queue,
+        outbox: Queue,
     ) -> None:
         """Use ``stream_pair``."""
         self.remote = remote
@@ -33,11 +35,19 @@ class LocalStream:
     async def recv(self, *, timeout_s: float) -> bytes | None:
         """The next message, or None at the end."""
         try:
-            return await asyncio.wait_for(self._inbox.get(), timeout_s)
+            message = await asyncio.wait_for(self._inbox.get(), timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"nothing came for {timeout_s:.1f} s", peer=self.remote
             ) from None
+
+        if isinstance(message, Refused):
+            raise message
+        return message
+
+    def refuse(self, error: Refused) -> None:
+        """What a handler's refusal is to the other end."""
+        self._outbox.put_nowait(error)
 
     async def end(self, *, timeout_s: float) -> None:
         """Say that nothing more will be sent."""
@@ -66,6 +76,6 @@ class LocalStream:
 
 def stream_pair(peer: str, method: str) -> tuple[LocalStream, LocalStream]:
     """Two ends; what one sends the other receives."""
-    first: asyncio.Queue[bytes | None] = asyncio.Queue()
-    second: asyncio.Queue[bytes | None] = asyncio.Queue()
+    first: Queue = asyncio.Queue()
+    second: Queue = asyncio.Queue()
     return LocalStream(peer, method, first, second), LocalStream(peer, method, second, first)

@@ -12,6 +12,8 @@ from enum import Enum
 
 from atoll.peer.rounds.messages import PartPlan
 
+MAX_MBIT_S = 1e5  # a claim beyond 100 Gbit/s is cut to it
+
 
 class Close(Enum):
     """What to do with a group that is forming."""
@@ -62,7 +64,7 @@ def split_cells(num_cells: int, uplink_mbit_s: Sequence[float]) -> list[PartPlan
 
     Largest remainders decide the odd cells; an owner whose share rounds to nothing gets no part.
     """
-    rates = [max(rate, 1e-3) for rate in uplink_mbit_s]
+    rates = [min(max(rate, 1e-3), MAX_MBIT_S) for rate in uplink_mbit_s]
     ideal = [num_cells * rate / sum(rates) for rate in rates]
     shares = [int(share) for share in ideal]
     by_remainder = sorted(range(len(ideal)), key=lambda i: (shares[i] - ideal[i], i))

@@ -6,13 +6,16 @@ manifest, and finds everything in the entry that follows from rules to follow fr
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torch import Tensor
 
-from atoll.dht.transport import Refused
+from atoll.dht.transport import PeerUnreachable, Refused, TransportError
 from atoll.optim.log import (
     Elector,
     Entry,
     LogError,
+    Part,
     check_follows,
     leader_order,
     next_electorate,
@@ -24,6 +27,7 @@ from atoll.peer.rounds.ballot import Acceptor
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose
+from atoll.peer.rounds.reduction import PartRange
 
 
 class Voter:
@@ -94,10 +98,21 @@ class Voter:
         for part in entry.parts:
             body = self._ctx.held.get(part.digest)
             if body is None:
-                body = await fetch_part(self._ctx, source, part.digest, part.wire_bytes)
+                body = await self._fetch(entry, part, source)
                 self._ctx.held[part.digest] = body
             pieces.append(body)
         return b"".join(pieces)
+
+    async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:
+        """From ``source``, else from anyone who voted for the entry or took part in it."""
+        electors = [e.peer_id for e in self._ctx.replica.electorate]
+        members = [m.peer_id for m in entry.members]
+        for peer in dict.fromkeys([source, *electors, *members]):
+            if peer == self._ctx.me.peer_id:
+                continue
+            with suppress(TransportError, LogError):
+                return await fetch_part(self._ctx, peer, part.digest, part.wire_bytes)
+        raise PeerUnreachable(f"nobody gave the part {part.digest.hex()[:12]}")
 
     async def _verify(self, entry: Entry, body: bytes) -> None:
         if entry.digest in self.verified:
@@ -139,12 +154,32 @@ class Voter:
             raise Refused("bad-electorate", "expected the complete members as next electorate")
         if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
             raise Refused("bad-scalars", f"expected {self._ctx.scalars(entry.position)}")
+        self._check_parts(entry)
         self._check_root(entry)
 
+    def _check_parts(self, entry: Entry) -> None:
+        """Lengths follow from the layout and the codec, so no leader makes a voter take memory."""
+        if entry.kind == "null":
+            return
+        layout, codec = self._ctx.layout, self._ctx.codec
+        if entry.num_cells != layout.num_cells:
+            raise Refused("bad-parts", f"expected {layout.num_cells} cells, got {entry.num_cells}")
+        for part in entry.parts:
+            span = PartRange(
+                start_cell=part.start_cell, stop_cell=part.stop_cell, numel=layout.numel
+            )
+            if part.wire_bytes != span.wire_bytes(codec):
+                raise Refused(
+                    "bad-parts", f"expected {span.wire_bytes(codec)} bytes, got {part.wire_bytes}"
+                )
+
     def _check_root(self, entry: Entry) -> None:
-        due = self._ctx.replica.root_due(entry.position)
+        scheduled = self._ctx.replica.root_scheduled(entry.position)
         got = entry.state_root
-        if due is not None and got is not None and (got.position, got.root) != due:
+        if (got.position if got is not None else None) != scheduled:
+            raise Refused("bad-root", f"expected the root of state {scheduled}")
+        due = self._ctx.replica.root_due(entry.position)
+        if due is not None and got is not None and got.root != due[1]:
             raise Refused(
                 "bad-root", f"expected root {due[1].hex()[:12]} of state {due[0]}, got another"
             )

@@ -166,17 +166,19 @@ class SwarmPeer:
             self.offer = offer
             fresh = False
             self.windows += 1
-            self.rounds.offer(OfferedWindow(offer=offer, tokens=1280, steps=10, loss=2.0))
+            self.rounds.offer(
+                OfferedWindow(number=self.windows, offer=offer, tokens=1280, steps=10, loss=2.0)
+            )
             await self.decided.wait()
 
     def _on_settled(self, settled: Settled) -> None:
         self.settled.append(settled)
-        if settled.settles and settled.included is not None and self.offer is not None:
+        if settled.settles is not None and settled.included is not None and self.offer is not None:
             mask = torch.tensor(settled.included)
             self.feedback.settle(self.offer, mask, weight=self.offer.weight)
         for part, lost_N in settled.credits:
             self.feedback.owner_credit(part, lost_N)
-        if settled.settles:
+        if settled.settles is not None:
             self.decided.set()
 
     async def stop(self) -> None:
@@ -234,6 +236,7 @@ class Swarm:
     async def stop(self) -> None:
         for peer in self.peers:
             if peer.transport.alive:
+                self.network.thaw(peer.identity.peer_id)
                 await peer.stop()
         await _bury()
 

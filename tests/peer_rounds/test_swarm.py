@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from atoll.dht.identity import verify
 from atoll.dht.memory import run_virtual
-from atoll.optim.log import Entry
+from atoll.dht.roster import RosterError
+from atoll.dht.transport import Refused
+from atoll.optim.log import ChainMismatch, Entry, Epoch
+from atoll.peer.recovery import verify_headers
 from atoll.peer.rounds.leader import leader_of
+from atoll.peer.rounds.messages import Decided
 
 sys.path.insert(0, str(Path(__file__).parent))
-from swarm import SETTINGS, Swarm, signed_epoch
+from swarm import RUN_ID, SETTINGS, Swarm, signed_epoch
 
 
 def run(tmp_path, scenario, **options):
@@ -297,3 +302,94 @@ def test_a_joiner_finds_a_certified_snapshot_at_every_position(tmp_path, positio
         assert not joiner.events
 
     run(tmp_path, scenario, body_budget_bytes=1)
+
+
+def test_a_part_that_was_reduced_again_does_not_claim_the_dead(tmp_path):
+    async def scenario(swarm):
+        await swarm.start(4)
+        fault = Fault(
+            swarm,
+            position=2,
+            victim=not_the_leader(2),
+            strike=lambda peer: peer.kill(),
+            after_s=0.06,
+        )
+        await swarm.until(lambda: fault.at is not None)
+        await swarm.until(lambda: all(p.replica.position > 2 for p in fault.survivors))
+        entry = entries(fault.survivors[0])[2]
+        dead = fault.victim.ctx.me
+        assert any(part.generation > 0 for part in entry.parts)
+        mask = entry.included_cells(dead.peer_id, dead.incarnation)
+        for part in entry.parts:
+            if part.generation > 0:
+                assert not any(mask[part.start_cell : part.stop_cell])
+        assert dead not in entry.electorate
+
+    run(tmp_path, scenario)
+
+
+def test_an_attempt_is_led_once(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(1)
+        rounds = peers[0].rounds
+        rounds._expect_unled((1, 7, 0))
+        with pytest.raises(Refused, match="superseded"):
+            rounds._expect_unled((1, 7, 0))
+        rounds._expect_unled((1, 7, 1))
+
+    run(tmp_path, scenario)
+
+
+def test_a_leader_that_comes_late_to_its_own_group_waits_for_the_decision(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: all(p.replica.position >= 1 for p in peers))
+        position = peers[0].replica.position
+        late = leader(swarm, position)
+        late.window_s = 30.0
+        await swarm.until(lambda: all(p.replica.position >= position + 4 for p in peers))
+        log = entries(peers[0])
+        assert [e.kind for e in log] == ["update"] * len(log)
+        assert not any("superseded" in event for p in peers for event in p.events)
+
+    run(tmp_path, scenario)
+
+
+def test_a_roster_that_fails_for_a_while_stops_nothing(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: all(p.replica.position >= 1 for p in peers))
+
+        async def fail():
+            raise RosterError("not now")
+
+        for peer in peers:
+            await peer.ctx.roster_peers()
+            peer.roster.peers = fail
+        await swarm.until(lambda: all(p.replica.position >= 4 for p in peers))
+        assert swarm.same_bits(peers)
+
+    run(tmp_path, scenario)
+
+
+def test_headers_before_a_base_must_end_in_its_chain(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: all(p.replica.position >= 6 for p in peers))
+        records = peers[0].replica.store.headers(0, 6)
+        headers = [Decided(entry=r.entry, certificate=r.certificate) for r in records]
+        opened = Epoch(
+            run_id=RUN_ID,
+            epoch=1,
+            base_position=3,
+            base_chain=records[2].chain,
+            electorate=Entry.decode(records[2].entry).electorate,
+        )
+        known = {"run_id": RUN_ID, "here": None, "opened": opened, "verify": verify}
+        assert len(verify_headers(headers, **known)) == 6
+        forged = Entry.decode(records[2].entry).model_copy(update={"lr": 0.25})
+        headers[2] = Decided(entry=forged.encode(), certificate=records[2].certificate)
+        with pytest.raises(ChainMismatch):
+            verify_headers(headers, **known)
+
+    run(tmp_path, scenario)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, cast
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
@@ -71,8 +71,7 @@ class Record(BaseModel):
 
     def encode(self) -> bytes:
         """The canonical bytes."""
-        packed: bytes = msgpack.packb(self.model_dump(), use_bin_type=True)
-        return packed
+        return cast(bytes, msgpack.packb(self.model_dump(), use_bin_type=True))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:

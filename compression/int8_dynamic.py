@@ -7,14 +7,12 @@ Payload::
 
 Source: 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861; the table is that of
 its "dynamic tree" data type: signed, up to 7 exponent bits.
-Departures: blocks of 256; the nearest code is looked up by the value rounded to fp16, so that
-a value within 2^-11 of the middle of two codes may get the farther one.
+Departures: blocks of 256, 16-bit scales; the nearest code is looked up (see
+`atoll.compression.lookup`).
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from atoll.compression.base import part
 from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
+from atoll.compression.lookup import Levels, look_up, nearest_codes
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
 
@@ -45,21 +44,17 @@ class Int8Dynamic(BlockCodec):
     def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
         amax_B = block_peaks(x_BK)
         inverse_B1 = absmax_scales(amax_B, 1.0, scales_B, code_limit=1.0, headroom=1.0)
-        unit_M = torch.mul(x_BK, inverse_B1, out=scratch("work", x_BK)).view(-1)
-        half_M = scratch("half", unit_M, torch.float16).copy_(unit_M).view(torch.int16)
-        index_M = scratch("index", unit_M, torch.int32).copy_(half_M).bitwise_and_(0xFFFF)
-        found_M = scratch("codes", unit_M, torch.uint8)
-        torch.index_select(_nearest(x_BK.device), 0, index_M, out=found_M)
-        codes.copy_(part(found_M, 0, numel))
+        unit_BK = torch.mul(x_BK, inverse_B1, out=scratch("work", x_BK))
+        codes.copy_(part(nearest_codes(unit_BK, code_table()), 0, numel))
         return amax_B.amax()
 
     def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
-        index_M = scratch("index", out_M, torch.int32).copy_(codes)
-        torch.index_select(_table(out_M.device), 0, index_M, out=out_M)
+        look_up(codes, code_table(), out_M)
         scale_blocks_(out_M, scales_B, self.block)
 
 
-def code_table() -> list[float]:
+@cache
+def code_table() -> Levels:
     """Return the 256 codes in rising order, each the fp32 nearest to its definition."""
     codes = [0.0, 1.0]
     for exponent in range(EXPONENTS):
@@ -68,19 +63,5 @@ def code_table() -> list[float]:
         means = [0.1 + step * (i + 0.5) for i in range(count)]
         unit = 10.0 ** (exponent - EXPONENTS + 1)
         codes += [unit * mean for mean in means] + [-unit * mean for mean in means]
-    return torch.tensor(sorted(codes), dtype=torch.float64).to(torch.float32).tolist()
-
-
-@cache
-def _table(device: torch.device) -> Tensor:
-    return torch.tensor(code_table(), dtype=torch.float32, device=device)
-
-
-@cache
-def _nearest(device: torch.device) -> Tensor:
-    """Return the nearest code of every fp16, by its bits; those beyond 1 get the ends."""
-    table = code_table()
-    middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
-    every = torch.arange(65_536, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    codes = [bisect.bisect_left(middles, value) for value in every.tolist()]
-    return torch.tensor(codes, dtype=torch.uint8, device=device)
+    table = torch.tensor(sorted(codes), dtype=torch.float64).to(torch.float32)
+    return tuple(table.tolist())

@@ -42,6 +42,7 @@ SPECS = {  # codec: most values of a speed measurement
     "int8-uniform": 1 << 22,
     "int4": 1 << 24,
     "fp4": 1 << 24,
+    "nf4": 1 << 24,
     "2bit": 1 << 24,
     "2bit(width=1)": 1 << 22,
     "ternary": 1 << 24,

@@ -28,6 +28,7 @@ SPECS = [
     "int8-uniform",
     "int4",
     "fp4",
+    "nf4",
     "2bit",
     "ternary",
     "ternary(block=64, stochastic=False)",

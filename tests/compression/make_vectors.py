@@ -22,6 +22,7 @@ CASES = [
     ("int8-uniform", (300,)),
     ("int4", (300,)),
     ("fp4", (300,)),
+    ("nf4", (300,)),
     ("2bit", (300,)),
     ("ternary(seed=1)", (300,)),
     ("ternary(block=128, stochastic=False)", (300,)),

@@ -21,6 +21,7 @@ SPECS = [
     "int8-uniform",
     "int4",
     "fp4",
+    "nf4",
     "2bit",
     "2bit(block=256, width=1)",
     "ternary",
@@ -199,7 +200,9 @@ def test_resealed_rubbish_is_refused_or_finite(spec, data):
     assert bool(decoded.isfinite().all())
 
 
-@pytest.mark.parametrize("spec", ["int8", "int4", "fp4", "2bit", "ternary", "sign", "int8-dynamic"])
+@pytest.mark.parametrize(
+    "spec", ["int8", "int4", "fp4", "nf4", "2bit", "ternary", "sign", "int8-dynamic"]
+)
 @pytest.mark.parametrize("scale", [float("inf"), float("-inf"), float("nan"), 3e38])
 def test_scale_of_infinity_is_refused(spec, scale):
     codec = parse(spec)
@@ -272,7 +275,7 @@ def test_frames_back_to_back_decode_at_any_offset(spec):
 def test_tiles_do_not_change_what_a_cell_decodes_to(spec):
     """A tensor of two cells has the codes of its cells where a codec works cell by cell."""
     codec = parse(spec)
-    local = {"fp32", "bf16", "int8", "int8-dynamic", "int4", "fp4", "2bit", "sign", "topk"}
+    local = {"fp32", "bf16", "int8", "int8-dynamic", "int4", "fp4", "nf4", "2bit", "sign", "topk"}
     if codec.name not in local:
         return
     x = torch.randn(2 * 65_536)
@@ -293,6 +296,7 @@ RESIDUAL_BOUNDS = {
     "int8-uniform": 0.019,
     "int4": 0.18,
     "fp4": 0.29,
+    "nf4": 0.25,
     "2bit": 0.66,
     "2bit(block=256, width=1)": 0.56,
     "ternary(block=4096, stochastic=False)": 0.74,

@@ -209,6 +209,7 @@ def test_lgreco_spends_its_bits_where_they_save_most():
     [
         ("int8", 8.13, "8 and scales"),
         ("int4", 4.26, "SDP4Bit: 4 and group scales"),
+        ("nf4", 4.26, "QLoRA: 4 and block scales"),
         ("fp4", 4.26, "Streaming DiLoCo: 4"),
         ("2bit", 2.02, "MuLoCo: 2"),
         ("ternary", 1.61, "TernGrad: log2(3) = 1.58"),
@@ -232,4 +233,4 @@ def test_errors_on_heavy_tails():
 
     assert error("int8") <= 0.018
     assert error("int8-uniform") > 0.05  # the published scheme, and why it is not the default
-    assert error("fp4") < error("int4")
+    assert error("nf4") < error("fp4") < error("int4")

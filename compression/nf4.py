@@ -1,0 +1,68 @@
+"""`nf4`: 16 levels at the quantiles of a gaussian, in blocks scaled by their largest magnitude.
+
+Payload::
+
+    scales   bf16, the largest magnitude of each block of `block` values
+    codes    4 bits each, index into `LEVELS`; packed as `atoll.compression.planes`
+
+Source: QLoRA, arXiv:2305.14314 (NF4; its table).  Departures: 16-bit scales, which is a quarter
+of a bit less a value; the nearest level is looked up (see `atoll.compression.lookup`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
+from atoll.compression.lookup import look_up, nearest_codes
+from atoll.compression.planes import pack, plane_bytes, unpack
+from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
+
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+@register
+@dataclass(frozen=True)
+class Nf4(BlockCodec):
+    """4 bits a value and 16 a block, the least error of the 4-bit codecs; contractive."""
+
+    name: ClassVar[str] = "nf4"
+    code: ClassVar[int] = 21
+    block: int = 64
+    code_limit: ClassVar[float] = 1.0
+
+    def _code_bytes(self, numel: int) -> int:
+        return plane_bytes(numel, 2)
+
+    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
+        amax_B = block_peaks(x_BK)
+        inverse_B1 = absmax_scales(amax_B, 1.0, scales_B, code_limit=1.0, headroom=1.0)
+        unit_BK = torch.mul(x_BK, inverse_B1, out=scratch("work", x_BK))
+        pack(nearest_codes(unit_BK, LEVELS), 4, codes, numel)
+        return amax_B.amax()
+
+    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+        look_up(unpack(codes, 4, out_M.numel(), high=False), LEVELS, out_M)
+        scale_blocks_(out_M, scales_B, self.block)

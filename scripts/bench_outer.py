@@ -47,7 +47,7 @@ class Trial:
     workers: int = 4
     steps: int = 360
     batch_size: int = 8  # sequences a worker and step
-    lr: float = 2e-3
+    lr: float = 1.5e-3
     warmup_steps: int = 30
     min_lr_ratio: float = 0.1
     inner_steps: int = 30

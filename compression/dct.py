@@ -49,7 +49,7 @@ from atoll.compression.base import (
 )
 from atoll.compression.planes import pack_runs, packed_bytes, unpack_runs
 from atoll.compression.registry import register
-from atoll.compression.scratch import TILE
+from atoll.compression.scratch import TILE, room, scratch
 from atoll.compression.sparse import (
     CHUNK,
     check_indices,
@@ -117,10 +117,9 @@ class Dct(Codec):
         scales, codes, indices = self._sections(payload, dims)
         k = self._sizes(dims)[1]
         unit = largest + TINY.to(x_N.device)  # no coefficient of x / unit overflows
-        blocks, parts = _blocks(x_N / unit, dims), []
-        step = GROUP if x_N.device.type == "cpu" else len(blocks)
-        for start in range(0, len(blocks), step):
-            coefficients = transform(blocks[start : start + step]).view(-1, CHUNK)
+        blocks, parts = _blocks(x_N, dims), []
+        for group in torch.split(blocks, _group(blocks)):
+            coefficients = transform(group, unit.reciprocal()).view(-1, CHUNK)
             at = largest_of_chunks(coefficients, k)
             parts.append((at, coefficients.gather(1, at)))
         write_indices(torch.cat([at for at, _ in parts]).view(-1), indices)
@@ -159,14 +158,21 @@ class Dct(Codec):
     def _restore(
         self, at_BK: Tensor, code_BK: Tensor, scales: Tensor, dims: Dims, out_N: Tensor
     ) -> None:
-        blocks = out_N.new_empty(len(at_BK), SIDE, SIDE)
-        step = GROUP if out_N.device.type == "cpu" else len(at_BK)
+        direct = _is_flat(dims) and out_N.numel() % CHUNK == 0
+        blocks = out_N if direct else out_N.new_empty(len(at_BK) * CHUNK)
+        blocks = blocks.view(-1, SIDE, SIDE)
+        step = _group(blocks)
         for start in range(0, len(at_BK), step):
-            stop = min(start + step, len(at_BK))
-            exact = inverse(at_BK[start:stop], code_BK[start:stop])
-            part = blocks[start:stop].copy_(exact)
-            part.mul_((scales[start:stop] * 2.0**-40).view(-1, 1, 1))
-        out_N.copy_(_unblocks(blocks, dims))
+            group = blocks[start : start + step]
+            group.copy_(inverse(at_BK[start : start + step], code_BK[start : start + step]))
+            group.mul_((scales[start : start + step] * 2.0**-40).view(-1, 1, 1))
+        if not direct:
+            out_N.copy_(_unblocks(blocks, dims))
+
+
+def _group(blocks_BSS: Tensor) -> int:
+    """Return how many blocks to transform at once."""
+    return GROUP if blocks_BSS.device.type == "cpu" else len(blocks_BSS)
 
 
 def _is_flat(dims: Dims) -> bool:
@@ -226,11 +232,12 @@ def integer_basis(device: torch.device) -> Tensor:
     return (cosine_basis() * 2.0**BASIS_BITS).round().to(device)
 
 
-def transform(x_BSS: Tensor) -> Tensor:
-    """Return the coefficients of blocks, fp32."""
+def transform(x_BSS: Tensor, gain: Tensor) -> Tensor:
+    """Return the coefficients of gain * x, fp32; reused scratch."""
     basis = _forward_basis(x_BSS.device)
-    coefficients: Tensor = basis @ (x_BSS @ basis.T)
-    return coefficients
+    scaled = torch.mul(x_BSS, gain, out=scratch("work", x_BSS))
+    across = torch.matmul(scaled, basis.T, out=scratch("across", x_BSS))
+    return torch.bmm(basis.expand(len(x_BSS), -1, -1), across, out=scratch("bins", x_BSS))
 
 
 def inverse(at_BK: Tensor, code_BK: Tensor) -> Tensor:
@@ -238,17 +245,38 @@ def inverse(at_BK: Tensor, code_BK: Tensor) -> Tensor:
 
     The first pass adds only the rows of the basis that have a coefficient; the second uses that
     even basis functions are symmetric and odd ones antisymmetric, which halves it.
+    Reused scratch.
     """
-    basis = integer_basis(at_BK.device)
-    rows = (at_BK >> 6) + torch.arange(len(at_BK), device=at_BK.device).unsqueeze(1) * SIDE
-    terms = basis[(at_BK & (SIDE - 1)).view(-1)].mul_(code_BK.reshape(-1, 1))
-    half = torch.zeros(len(at_BK) * SIDE, SIDE, dtype=torch.float64, device=at_BK.device)
-    half.index_add_(0, rows.view(-1), terms)
-    return _fold(basis, half.view(-1, SIDE // 2, 2, SIDE))
+    basis, count = integer_basis(at_BK.device), len(at_BK)
+    rows = (at_BK >> 6) + torch.arange(count, device=at_BK.device).unsqueeze(1) * SIDE
+    terms = _room("terms", (at_BK.numel(), SIDE), at_BK)
+    torch.index_select(basis, 0, (at_BK & (SIDE - 1)).view(-1), out=terms)
+    half = _room("half", (count * SIDE, SIDE), at_BK).zero_()
+    half.index_add_(0, rows.view(-1), terms.mul_(code_BK.reshape(-1, 1)))
+    return _fold(basis, half.view(count, SIDE // 2, 2, SIDE))
 
 
 def _fold(basis: Tensor, half: Tensor) -> Tensor:
     """Transform the rows [B, 32, (even, odd), 64] back to positions, [B, 64, 64]."""
-    even = basis[0::2, : SIDE // 2].T @ half[:, :, 0]
-    odd = basis[1::2, : SIDE // 2].T @ half[:, :, 1]
-    return torch.cat([even + odd, (even - odd).flip(1)], 1)
+    shape = (len(half), SIDE // 2, SIDE)
+    even, odd = (
+        torch.bmm(
+            basis[parity::2, : SIDE // 2].T.expand(len(half), -1, -1),
+            half[:, :, parity],
+            out=_room(f"parity{parity}", shape, half),
+        )
+        for parity in (0, 1)
+    )
+    exact = _room("exact", (len(half), SIDE, SIDE), half)
+    torch.add(even, odd, out=exact[:, : SIDE // 2])
+    exact[:, SIDE // 2 :].copy_(even.sub_(odd).index_select(1, _reversed(half.device)))
+    return exact
+
+
+def _room(slot: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return room(slot, shape, like.device, torch.float64)
+
+
+@cache
+def _reversed(device: torch.device) -> Tensor:
+    return torch.arange(SIDE // 2 - 1, -1, -1, device=device)

@@ -94,6 +94,34 @@ def test_one_peer_one_step_outer_sgd_of_one_equals_adamw():
     assert shared.state.position == 50
 
 
+def plain_diloco(workers: int, rounds: int, inner_steps: int) -> Tensor:
+    """Algorithm 1 of arXiv:2311.08105 in a few lines, with PyTorch's own outer optimizer."""
+    synced = model()
+    outer = torch.optim.SGD(synced.parameters(), lr=0.7, momentum=0.6, nesterov=True)
+    replicas = [model() for _ in range(workers)]
+    inners = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in replicas]
+    for round_ in range(rounds):
+        for index, (net, inner) in enumerate(zip(replicas, inners, strict=True)):
+            net.load_state_dict(synced.state_dict())
+            for step in range(inner_steps):
+                x = batch(100 * (round_ * inner_steps + step) + index)
+                inner.zero_grad()
+                (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                inner.step()
+        locals_ = zip(*(net.parameters() for net in replicas), strict=True)
+        for param, mine in zip(synced.parameters(), locals_, strict=True):
+            param.grad = param.detach() - torch.stack([p.detach() for p in mine]).mean(0)
+        outer.step()
+    return torch.nn.utils.parameters_to_vector(synced.parameters()).detach()
+
+
+def test_four_workers_equal_a_plain_implementation_of_the_paper():
+    shared, methods = group(4, 5, codec="fp32")
+    run(methods, range(20))
+    expected_N = plain_diloco(workers=4, rounds=4, inner_steps=5)
+    torch.testing.assert_close(shared.state.params_N, expected_N, rtol=1e-4, atol=1e-5)
+
+
 def test_delta_is_synced_minus_local_and_local_takes_the_commit():
     method, reducer = scripted()
     start_N = local(method)

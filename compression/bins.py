@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,27 +13,27 @@ from atoll.compression.scratch import scratch
 def bin_means(t_BK: Tensor, num_bins: int) -> Tensor:
     """Return the mean of each row's values in each unit bin [j, j + 1), [B, num_bins].
 
-    Values lie in [0, num_bins).  An empty bin gets its middle.  No masks: with F = floor(t),
-    sum max(t, j) over a row is the sum of t at and above j plus j for each value below.
+    Values lie in [0, num_bins).  An empty bin gets its lower edge.  No masks: with F = floor(t),
+    a row's sum of max(t, j) is the sum of t at and above j plus j for each value below.
     """
-    size = t_BK.shape[1]
+    rows, size = t_BK.shape
+    sums_JB = t_BK.new_zeros(num_bins + 1, rows)  # at and above each bin; the last has none
+    counts_JB = t_BK.new_zeros(num_bins + 1, rows)
+    torch.sum(t_BK, 1, out=sums_JB[0])
+    counts_JB[0] = size
     clipped = scratch("clipped", t_BK)
     whole = torch.floor(t_BK, out=scratch("whole", t_BK))
-    above, count = [t_BK.sum(1)], [torch.full_like(t_BK[:, 0], float(size))]
     for j in range(1, num_bins):
-        num = torch.clamp(whole, j - 1, j, out=clipped).sum(1) - (j - 1) * size
-        total = torch.clamp(t_BK, min=j, out=clipped).sum(1)
-        above.append(total - j * (size - num))
-        count.append(num)
-    return _means(torch.stack(above, 1), torch.stack(count, 1))
+        torch.sum(torch.clamp(whole, j - 1, j, out=clipped), 1, out=counts_JB[j])
+        torch.sum(torch.clamp(t_BK, min=j, out=clipped), 1, out=sums_JB[j])
+    edges_J1 = _edges(num_bins, t_BK.device)
+    counts_JB[1:-1].sub_((edges_J1[1:] - 1) * size)
+    sums_JB[1:-1].sub_(edges_J1[1:] * (size - counts_JB[1:-1]))
+    means_JB = (sums_JB[:-1] - sums_JB[1:]) / (counts_JB[:-1] - counts_JB[1:]).clamp_(min=1)
+    return torch.clamp(means_JB, edges_J1, edges_J1 + 1).T
 
 
-def _means(above_BJ: Tensor, count_BJ: Tensor) -> Tensor:
-    """Turn sums and counts at and above each bin into means of the bins."""
-    sums, counts = above_BJ.clone(), count_BJ.clone()
-    sums[:, :-1] -= above_BJ[:, 1:]
-    counts[:, :-1] -= count_BJ[:, 1:]
-    bins = torch.arange(sums.shape[1], device=sums.device, dtype=torch.float32)
-    empty = (counts < 0.5).to(torch.float32)
-    inside = sums / counts.clamp(min=1)
-    return torch.clamp(inside * (1 - empty) + (bins + 0.5) * empty, bins, bins + 1)
+@cache
+def _edges(num_bins: int, device: torch.device) -> Tensor:
+    """Return the lower edges of the bins, [num_bins, 1]."""
+    return torch.arange(num_bins, dtype=torch.float32, device=device).unsqueeze(1)

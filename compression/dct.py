@@ -195,7 +195,8 @@ def _blocks(x_N: Tensor, dims: Dims) -> Tensor:
     down, across = _grid(dims)
     if _is_flat(dims):
         short = down * CHUNK - x_N.numel()
-        return torch.nn.functional.pad(x_N, (0, short)).view(-1, SIDE, SIDE)
+        flat = torch.nn.functional.pad(x_N, (0, short)) if short else x_N
+        return flat.view(-1, SIDE, SIDE)
     rows, columns = dims[0], math.prod(dims[1:])
     padding = (0, across * SIDE - columns, 0, down * SIDE - rows)
     padded = torch.nn.functional.pad(x_N.view(rows, columns), padding)

@@ -134,7 +134,7 @@ class DataSection(_Section):
 class InnerSection(_Section):
     """The inner optimizer: AdamW, run by each peer alone between two rounds."""
 
-    lr: float = Field(default=2e-3, gt=0, le=10, description="Peak learning rate.")
+    lr: float = Field(default=1.5e-3, gt=0, le=10, description="Peak learning rate.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
     weight_decay: float = Field(default=0.1, ge=0, le=10, description="Decoupled weight decay.")
@@ -142,7 +142,7 @@ class InnerSection(_Section):
         default=1.0, ge=0, description="Largest L2 norm of a step's gradient. 0: no clipping."
     )
     warmup_steps: int = Field(
-        default=40, ge=0, description="Inner steps from a rate of zero up to the peak."
+        default=30, ge=0, description="Inner steps from a rate of zero up to the peak."
     )
     min_lr_ratio: float = Field(
         default=0.1,

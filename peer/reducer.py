@@ -28,6 +28,7 @@ from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.state import OuterState
 from atoll.optim.weights import work_weight
 from atoll.peer.replica import Replica
+from atoll.peer.reporting import TrainerView
 from atoll.peer.rounds.engine import OfferedWindow, Rounds, Settled
 
 FAR_BEHIND = 4  # windows; work that is older is dropped (docs/protocol.md, part 3)
@@ -75,6 +76,9 @@ class NetworkReducer:
         self._deadline_s = 0.0
         self._joining = False
         self._position = 0
+        self._tokens = 0
+        self._window_s = 0.0
+        self._resumed_s: float | None = None
         self.stopping = threading.Event()
         self.encode_s = 0.0
 
@@ -104,6 +108,7 @@ class NetworkReducer:
         state = self._in_loop(self._subscribe)
         self._position = state.position
         self._joining = state.position > 0
+        self._resumed_s = time.monotonic()
         return state.params_N
 
     def submit(self, contribution: Contribution) -> None:
@@ -114,6 +119,9 @@ class NetworkReducer:
             WorkRefused: its tokens or steps are absurd.
         """
         started = time.perf_counter()
+        if self._resumed_s is not None:
+            self._window_s = time.monotonic() - self._resumed_s
+        self._tokens += contribution.tokens
         weight = work_weight(contribution.tokens, contribution.steps)
         if self._joining:
             self._on_event("info", "joined: the first window counts with weight 0")
@@ -132,8 +140,24 @@ class NetworkReducer:
         )
         self._loop.call_soon_threadsafe(self._rounds.offer, window)
 
+    def progress(self) -> TrainerView | None:
+        """What can be told of a trainer that does not tell itself; None before it has started."""
+        if self._resumed_s is None:
+            return None
+        left_s = self._resumed_s + self._window_s - time.monotonic()
+        return TrainerView(
+            ready_in_s=max(0.0, left_s),
+            inner_steps=self.spec.outer.inner_steps,
+            tokens=self._tokens,
+        )
+
     def wait(self) -> None:
         """Deliver what is decided, until the offer is settled, overdue, or the peer stops."""
+        self._await()
+        if self._offer is None:
+            self._resumed_s = time.monotonic()
+
+    def _await(self) -> None:
         self._drain()
         while self._offer is not None and not self.stopping.is_set():
             left_s = self._deadline_s - time.monotonic()

@@ -96,7 +96,7 @@ class Session:
     ) -> None:
         """``on_close`` is what the reducer's ``close`` calls."""
         self.options = options
-        self.view: Callable[[], TrainerView] = TrainerView
+        self.view: Callable[[], TrainerView] | None = None
         self.membership: Membership
         self.reducer: NetworkReducer
         self._directory = directory
@@ -261,7 +261,7 @@ class Session:
             settings=RoundSettings(stall_s=spec.round.stall_s, grace_s=spec.round.grace_s),
             compute=self._compute,
             on_event=self._say,
-            ready_in_s=lambda: None if self._leaving else self.view().ready_in_s,
+            ready_in_s=self._ready_in_s,
         )
 
     def _make_reducer(self) -> NetworkReducer:
@@ -287,7 +287,7 @@ class Session:
             replica=self.replica,
             rounds=self.rounds,
             last_round=self.spec.run.rounds,
-            view=lambda: self.view(),
+            view=self._look,
             encode_s=lambda: self.reducer.encode_s,
             compute=self._compute,
         )
@@ -379,7 +379,7 @@ class Session:
             await asyncio.sleep(RECORD_EVERY_S)
 
     async def _publish_record(self) -> None:
-        view, rates = self.view(), self.options.rates
+        view, rates = self._look(), self.options.rates
         record = PeerRecord(
             peer_id=self.identity.peer_id,
             addresses=tuple(self.node.addresses),
@@ -418,6 +418,18 @@ class Session:
     async def _connect(self, record: PeerRecord) -> None:
         with suppress(TransportError, TimeoutError, ValueError):
             await self.node.transport.connect(record.peer_id, record.addresses, timeout_s=CONNECT_S)
+
+    def _look(self) -> TrainerView:
+        """How the trainer is, by its own word or by what the reducer sees of it."""
+        if self.view is not None:
+            return self.view()
+        return self.reducer.progress() or TrainerView()
+
+    def _ready_in_s(self) -> float | None:
+        """None while this peer has nothing to contribute, so that no group waits for it."""
+        if self._leaving or self.reducer.progress() is None:
+            return None
+        return self._look().ready_in_s
 
     def _on_settled(self, settled: Settled) -> None:
         self.reducer.deliver(settled)

@@ -282,9 +282,8 @@ class Rounds:
             self._phase("late")
             self._ctx.on_event("info", f"position {position}: {error.message}")
             with suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._ctx.replica.passed(position), 20 * self._ctx.settings.stall_s
-                )
+                async with asyncio.timeout(20 * self._ctx.settings.stall_s):
+                    await self._ctx.replica.passed(position)
                 return True
             return False
         if error.code == "decided":

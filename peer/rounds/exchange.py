@@ -204,7 +204,8 @@ class Exchange:
                 continue
             async with owned.changed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(owned.changed.wait(), self._ctx.alive_s)
+                    async with asyncio.timeout(self._ctx.alive_s):
+                        await owned.changed.wait()
 
     async def _receive(self, owned: OwnedPart, member: int, stream: Stream) -> None:
         try:
@@ -271,7 +272,8 @@ class Exchange:
             if len(owned.reducer.frames) > sent:
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(owned.changed.wait(), self._ctx.alive_s)
+                async with asyncio.timeout(self._ctx.alive_s):
+                    await owned.changed.wait()
                 return
         await stream.send(ALIVE, timeout_s=self.group.stall_s)
 

@@ -269,7 +269,8 @@ class Leadership:
 
     async def _await_change(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.changed.wait()
         self.changed.clear()
 
     # the group

@@ -35,7 +35,8 @@ class LocalStream:
     async def recv(self, *, timeout_s: float) -> bytes | None:
         """The next message, or None at the end."""
         try:
-            message = await asyncio.wait_for(self._inbox.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                message = await self._inbox.get()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"nothing came for {timeout_s:.1f} s", peer=self.remote

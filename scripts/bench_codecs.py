@@ -216,6 +216,8 @@ def measure(codec, inputs, yardstick, *, rounds, device):
     for name, values in inputs.items():
         errors[name] = error_of(codec, values[: 1 << 20])
     rows = speed(codec, x, yardstick, rounds)
+    if "hook" in codec.name:  # does all its work in one call
+        rows = [(memcpy, encode, encode, *theirs) for memcpy, encode, _, *theirs in rows]
     gigabytes = 4 * x.numel() / 1e9
 
     def median(ratio):
@@ -284,6 +286,11 @@ def line(r):
     )
 
 
+def decoding(r):
+    """Return the decoding speed; the PowerSGD hook does all its work in one call."""
+    return "with encode" if "hook" in r.codec else f"{r.decode_gbps:.2f}"
+
+
 def markdown(records):
     rows = [
         "| codec | bits | gaussian | laplace | Student t | real | encode GB/s | decode GB/s "
@@ -301,7 +308,7 @@ def markdown(records):
         )
         rows.append(
             f"| `{r.codec}` | {r.bits_per_number:.3f} | {errors} | {r.encode_gbps:.2f} "
-            f"| {r.decode_gbps:.2f} | {r.encode_to_memcpy:.2f} / {r.decode_to_memcpy:.2f} "
+            f"| {decoding(r)} | {r.encode_to_memcpy:.2f} / {r.decode_to_memcpy:.2f} "
             f"| {theirs} |"
         )
     return "\n".join(rows)

@@ -232,6 +232,7 @@ class Rounds:
             leading = self._leaderships.get((self._ctx.replica.epoch, position, attempt))
             if leading is not None:
                 leading.exchange = exchange
+                exchange.on_part = leading.changed.set
             self._phase("reduce")
 
         stream = await self._line_to(leader, position, attempt)

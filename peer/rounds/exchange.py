@@ -8,7 +8,7 @@ is named by (part, generation); a repair starts the next generation and forgets 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -79,6 +79,8 @@ class Exchange:
         self.generation = dict.fromkeys(range(len(group.parts)), 0)
         self.parts: dict[int, PartDone] = {}
         self.credits: dict[int, Tensor] = {}
+        self.on_part: Callable[[], None] = lambda: None
+        """called whenever a part is complete here, so that a leader goes on at once"""
         self.reports: asyncio.Queue[PartDone] = asyncio.Queue()
         self.times = ExchangeTimes(started=ctx.now())
         self._owned: dict[tuple[int, int], OwnedPart] = {}
@@ -347,6 +349,7 @@ class Exchange:
     def _complete(self, part: int, body: bytes, done: PartDone) -> None:
         self._ctx.hold(body)
         self.parts[part] = done
+        self.on_part()
         if len(self.parts) == len(self.group.parts):
             self.times.reduced = self._ctx.now()
 

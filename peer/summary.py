@@ -75,7 +75,8 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
     entries = read_log(run, checkpoint)
     sent, received = per_peer_bytes(run)
     ddp = ddp_bytes(checkpoint.layout.numel, len(run.peers), len(entries), spec)
-    draw_loss(loss_plot(run, spec, entries, compared), plot)
+    valid_loss = held_out_loss(spec, checkpoint)
+    draw_loss(loss_plot(run, spec, entries, compared, valid_loss), plot)
     base = compared.baseline
     return Summary(
         rounds=len(entries),
@@ -84,7 +85,7 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
         loss_first=entries[0].loss,
         loss_last=entries[-1].loss,
         loss_baseline=base.loss if base else None,
-        valid_loss=held_out_loss(spec, checkpoint),
+        valid_loss=valid_loss,
         valid_loss_baseline=base.valid_loss if base else None,
         valid_loss_alone=compared.alone.valid_loss if compared.alone else None,
         bytes_sent_per_peer=sent,
@@ -183,7 +184,9 @@ def mean_phases(peers: list[PeerStatus]) -> dict[str, float]:
     return {name: sum(p.get(name, 0.0) for p in told) / len(told) for name in names}
 
 
-def loss_plot(run: DemoRun, spec: RunSpec, entries: list[Entry], compared: Compared) -> LossPlot:
+def loss_plot(
+    run: DemoRun, spec: RunSpec, entries: list[Entry], compared: Compared, valid_loss: float
+) -> LossPlot:
     """The picture's content."""
     names = {peer.peer_id: peer.name for peer in run.status.peers}
     peers: dict[str, list[tuple[float, float]]] = {}
@@ -191,7 +194,9 @@ def loss_plot(run: DemoRun, spec: RunSpec, entries: list[Entry], compared: Compa
         for member in entry.members:
             curve = peers.setdefault(names.get(member.peer_id, member.peer_id[-6:]), [])
             curve.append((entry.position + 1, member.loss))
-    valid = [(r.position, r.valid_loss) for r in run.status.history if r.valid_loss is not None]
+    # What peers report when a round is accepted was measured on the state before it.
+    told = [(r.position - 1, r.valid_loss) for r in run.status.history if r.valid_loss is not None]
+    valid = [*told, (float(len(entries)), valid_loss)]
     others = {"data parallel": compared.baseline, "one peer alone": compared.alone}
     tokens = sum(m.tokens for e in entries for m in e.members)
     return LossPlot(

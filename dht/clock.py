@@ -24,6 +24,6 @@ def set_offset(offset_s: float) -> None:
     """
     global _offset_s
     _offset_s = offset_s
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads may import
         if name.startswith("hivemind.") and hasattr(module, "get_dht_time"):
             setattr(module, "get_dht_time", now_s)  # noqa: B010 - no declared attribute

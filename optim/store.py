@@ -194,8 +194,18 @@ class LogStore:
         certificate: bytes,
         body: bytes | bytearray | memoryview,
         chain: bytes,
+        before_base: bool = False,
     ) -> bool:
         """Add a verified entry. False when it is here already.
+
+        Args:
+            epoch: of the entry; not older than the newest epoch that is known here.
+            position: of the entry; the next one.
+            entry: as signed.
+            certificate: of its electorate.
+            body: the update, empty where there is none.
+            chain: after the entry.
+            before_base: it lies before the base of the newest epoch, and may be of an older one.
 
         Raises:
             OutOfOrder: when it does not come next.
@@ -207,7 +217,7 @@ class LogStore:
                 if known.entry != entry:
                     raise Conflict(f"position {position} is decided: another entry is stored there")
                 return False
-            self._expect_next(epoch, position)
+            self._expect_next(epoch, position, before_base=before_base)
             with self._db:
                 self._insert(position, epoch, entry, certificate, chain, memoryview(body))
             self.prune()
@@ -480,11 +490,11 @@ class LogStore:
             return 0, self._genesis_chain
         return int(position), chain
 
-    def _expect_next(self, epoch: int, position: int) -> None:
+    def _expect_next(self, epoch: int, position: int, *, before_base: bool) -> None:
         head = self.head
         if position != head.position:
             raise OutOfOrder(f"expected the entry at position {head.position}, got {position}")
-        if epoch < head.epoch:
+        if epoch < head.epoch and not before_base:
             raise OutOfOrder(f"expected an entry of epoch {head.epoch} or later, got {epoch}")
 
     def _insert(

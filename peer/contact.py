@@ -58,22 +58,23 @@ class Contact:
         self._on_joined = on_joined
         self._say = say
         self._publishing: int | None = None
+        self.in_touch = True
 
     async def keep(self) -> None:
         """Be in touch, for ever."""
-        pause_s, lost = 1.0, False
+        pause_s = 1.0
         while True:
             try:
                 beat = await self.beat()
-                if lost:
+                if not self.in_touch:
                     self._say("info", "in touch with the coordinator again")
-                pause_s, lost = beat.heartbeat_s, False
+                pause_s, self.in_touch = beat.heartbeat_s, True
             except NotWelcome:
                 await self._join_again()
             except CoordinatorError as error:
-                if not lost:
+                if self.in_touch:
                     self._say("warning", f"out of touch with the coordinator, going on: {error}")
-                lost, pause_s = True, min(2 * pause_s, MAX_PAUSE_S)
+                self.in_touch, pause_s = False, min(2 * pause_s, MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     async def beat(self, *, leaving: bool = False) -> Beat:
@@ -99,7 +100,11 @@ class Contact:
 
     def stored_all(self) -> bool:
         """Whether the coordinator has every entry that this peer has."""
-        return self._source.position >= self._replica.position
+        return self.stored(self._replica.position)
+
+    def stored(self, position: int) -> bool:
+        """Whether the coordinator has every entry before a position."""
+        return self._source.position >= position
 
     def note_head(self, head: Head) -> None:
         """Where the coordinator stands."""

@@ -123,7 +123,7 @@ class PeerDaemon:
         self._emit("ready", f"{short(link.peer_id)} trains on {device} from {link.position}")
         trainer.run()
         if trainer.finished and not self._stopping.is_set():
-            link.wait_until_stored(STORED_S)
+            link.wait_until_stored(STORED_S, self._stopping)
         return trainer.finished
 
     def _resume(self, trainer: Trainer, paths: PeerPaths) -> None:
@@ -186,7 +186,11 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
 def _log_file(paths: PeerPaths) -> Iterator[None]:
     paths.root.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(
-        paths.messages, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8"
+        paths.messages,
+        maxBytes=LOG_BYTES,
+        backupCount=LOG_FILES,
+        encoding="utf-8",
+        delay=True,  # the directory may be refused: then nothing in it is touched
     )
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _log.addHandler(handler)

@@ -32,13 +32,13 @@ class Link:
         """Use ``open``."""
         self._directory = StateDirectory(PeerPaths(root=options.state_dir), options.invite.run_id)
         try:
-            self._loop = asyncio.new_event_loop()
             self._session = Session(
                 options, self._directory, say=on_event, on_phase=on_phase, on_close=self.close
             )
         except BaseException:
             self._directory.close()
             raise
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="atoll-link", daemon=True)
         self._thread.start()
 
@@ -102,13 +102,18 @@ class Link:
         """Tell the others what ``view`` says about the trainer; called in the link's thread."""
         self._session.view = view
 
-    def wait_until_stored(self, timeout_s: float) -> bool:
-        """Wait until the coordinator has every entry that this peer has; whether it has."""
+    def wait_until_stored(self, timeout_s: float, stopping: threading.Event | None = None) -> bool:
+        """Wait until the coordinator has every entry that this peer has; whether it has.
+
+        Args:
+            timeout_s: the longest wait; a coordinator that is away may not come back.
+            stopping: ends the waiting, from another thread or a signal handler.
+        """
+        stopping = stopping or threading.Event()
         deadline = time.monotonic() + timeout_s
         while not self._session.contact.stored_all():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or stopping.wait(POLL_S):
                 return False
-            time.sleep(POLL_S)
         return True
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ class Recovery:
         for first in range(len(ahead)):
             donors = [*ahead[first:], *ahead[:first]]
             try:
-                if await self._replay(donors, used):
+                if await self._replay(donors, used, restored=snapshot is not None):
                     return snapshot
                 return await self._restore(donors, used)
             except FETCH_ERRORS as error:
@@ -224,14 +224,20 @@ class Recovery:
 
     # the log alone
 
-    async def _replay(self, donors: Sequence[Donor], used: set[str]) -> bool:
-        """Fetch and apply the missing entries; False where only a snapshot helps."""
+    async def _replay(
+        self, donors: Sequence[Donor], used: set[str], *, restored: bool = False
+    ) -> bool:
+        """Fetch and apply the missing entries; False where only a snapshot helps.
+
+        After a snapshot that was ``restored`` just now there is no other way: it was the newest
+        that could be had.  It may lie before the base of the epoch, where nobody votes.
+        """
         replica = self._ctx.replica
-        if not replica.ready or not self._on_the_log():
+        if not replica.ready or not (restored or self._on_the_log()):
             return False
         start, furthest = replica.position, donors[0]
         sources = [d for d in donors if d.head.first_body <= start]
-        if not sources or not self._replay_is_cheaper(furthest.head):
+        if not sources or not (restored or self._replay_is_cheaper(furthest.head)):
             return False
         here = Place(chain=replica.chain, electorate=replica.electorate)
         headers = await self._headers(furthest, start, here)
@@ -305,7 +311,7 @@ class Recovery:
                 await self._install(state, headers, opened)
                 return position
         if any(d.head.first_body == 0 for d in donors):
-            return await self._restore_genesis(headers, opened)
+            return await self._restore_genesis(await self._headers(furthest, 0, None), opened)
         raise NoDonor("nobody has a snapshot with a certified root, or the log from its start")
 
     async def _restore_genesis(self, headers: Sequence[Header], opened: Epoch) -> int:

@@ -149,7 +149,7 @@ class Replica:
         self, entry: Entry, certificate: Certificate, body: bytes, update_N: Tensor | None
     ) -> None:
         loop = asyncio.get_running_loop()
-        started = loop.time()
+        started, opened = loop.time(), self.opened
         state = await self._compute(next_state, self.state, entry, body, self._codec, update_N)
         await self._compute(
             lambda: self.store.append(
@@ -159,6 +159,7 @@ class Replica:
                 entry=entry.encode(),
                 certificate=certificate.encode(),
                 body=body,
+                before_base=opened is not None and entry.position < opened.base_position,
             )
         )
         self._state, self.chain, self.electorate = state, entry.chain, entry.electorate

@@ -38,7 +38,7 @@ from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.transport import TransportError
 from atoll.optim.defaults import outer_defaults
 from atoll.optim.log import Elector, LogError, fp32, genesis_chain
-from atoll.optim.state import Assembly, OuterState
+from atoll.optim.state import Assembly, OuterState, StateError
 from atoll.optim.store import LogStore
 from atoll.peer.contact import Contact
 from atoll.peer.membership import Membership, StateDirectory
@@ -50,6 +50,7 @@ from atoll.peer.rounds.context import Context, RoundSettings, short
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.messages import PROTOCOL
 from atoll.peer.sources import CoordinatorSource
+from atoll.peer.watched_roster import WatchedRoster
 
 RECORD_TTL_S = 20.0  # a dead peer is expected in rounds for at most this long
 RECORD_EVERY_S = 5.0  # three misses fit in the TTL
@@ -60,8 +61,10 @@ OFFLINE_S = 10.0  # how long a peer that has joined before tries the coordinator
 UNKNOWN_MBIT_S = 100.0  # what a link is taken for where its owner does not say
 PATIENCE_STALLS = 20  # a round with one repair and one change of leader takes about ten
 KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
+HAND_OVER_S = 3.0  # a heartbeat tells the coordinator what it lacks, another tells that it has it
 GOODBYE_S = 5.0
 MAX_BOOTSTRAP = 16
+SETTLE_PAUSE_S = 1.0
 RESTART_S = 1.0  # after a fault of ours, so that it does not spin
 
 _log = logging.getLogger(__name__)
@@ -108,6 +111,7 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving = False
         self._started = False
+        self._starting: asyncio.Task[Any] | None = None
         self.identity = Identity.load_or_create(directory.paths.identity)
         self._client = CoordinatorClient(options.invite, self.identity, version=version("atoll"))
 
@@ -122,6 +126,7 @@ class Session:
         Raises:
             CoordinatorError: the coordinator refuses this peer.
         """
+        self._starting = asyncio.current_task()
         joined = await self._join()
         await self._start_node()
         self._build(joined)
@@ -139,21 +144,31 @@ class Session:
     async def stop(self) -> None:
         """Leave the rounds, the coordinator, the roster and the DHT, in this order."""
         self._leaving = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._started:
+            await self._hand_over()
+        await _end([*self._tasks, *([self._starting] if self._starting else [])])
         if self._started:
             self.reporter.leaving = True
             with suppress(CoordinatorError, TimeoutError):
-                await asyncio.wait_for(self.contact.beat(leaving=True), GOODBYE_S)
-            await self.rounds.close()
+                async with asyncio.timeout(GOODBYE_S):
+                    await self.contact.beat(leaving=True)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GOODBYE_S):
+                    await self.rounds.close()
         if hasattr(self, "node"):
             await self.node.close()
         await self._client.close()
         if hasattr(self, "replica"):
             self.replica.store.close()
         self._work.shutdown(wait=False, cancel_futures=True)
+
+    async def _hand_over(self) -> None:
+        """Let the coordinator have the entries up to here, while it is there to take them."""
+        position, contact = self.replica.position, self.contact
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_S):
+                while contact.in_touch and not contact.stored(position):
+                    await asyncio.sleep(HAND_OVER_S / 100)
 
     # joining
 
@@ -193,6 +208,8 @@ class Session:
             check=AdmissionCheck(invite.run_key, invite.run_id, clock=self._client.now_s),
             clock_offset_s=self._client.clock_offset_s,
         )
+
+        self._roster = WatchedRoster(self.node.roster)
 
     # building
 
@@ -253,7 +270,7 @@ class Session:
             sign=self.identity.sign,
             verify=verify,
             transport=self.node.transport,
-            roster=self.node.roster,
+            roster=self._roster,
             replica=self.replica,
             codec=parse(spec.compression.codec),
             layout=self.membership.layout,
@@ -313,17 +330,38 @@ class Session:
         resumed = await self.replica.resume()
         if resumed:
             self._say("info", f"resumed at position {self.replica.position} from this machine")
-        if not resumed and (joined is None or joined.head.position == 0):
-            await self.replica.install(await self._genesis(), self._genesis_chain(), ())
-        if joined is not None and joined.epoch:
-            await self.replica.adopt(joined.epoch)
-        with suppress(RosterError, TransportError, TimeoutError, OSError):
-            await self._publish_record()
-        await self._connect_all()
-        await self._catch_up()
-        while not self.replica.ready:
-            await asyncio.sleep(1.0)
+        while True:
+            if not self.replica.ready and (joined is None or joined.head.position == 0):
+                await self._begin()
+            if joined is not None and joined.epoch:
+                await self.replica.adopt(joined.epoch)
+            with suppress(RosterError, TransportError, TimeoutError, OSError):
+                await self._publish_record()
+            await self._connect_all()
             await self._catch_up()
+            if self.replica.ready:
+                return
+            await asyncio.sleep(SETTLE_PAUSE_S)
+            joined = joined or await self._join_late()
+
+    async def _join_late(self) -> Joined | None:
+        """Join if the coordinator is there again."""
+        with suppress(CoordinatorUnreachable):
+            joined = await self._client.join()
+            self._remember(joined)
+            self.node.transport.admission = joined.admission
+            self.contact.note_head(joined.head)
+            return joined
+        return None
+
+    async def _begin(self) -> None:
+        """Put the first state in place, if the coordinator gives it."""
+        try:
+            state = await self._genesis()
+        except (CoordinatorError, StateError) as error:
+            self._say("warning", f"no first state from the coordinator yet: {error}")
+            return
+        await self.replica.install(state, self._genesis_chain(), ())
 
     async def _genesis(self) -> OuterState:
         """The first state, from the coordinator, verified against the root that joining gave."""
@@ -401,6 +439,8 @@ class Session:
             await asyncio.sleep(CONNECT_EVERY_S)
 
     async def _connect_all(self) -> None:
+        with suppress(RosterError, TransportError, TimeoutError, OSError):
+            await self._roster.look()
         records = await self.ctx.roster_peers()
         others = [r for peer, r in records.items() if peer != self.identity.peer_id]
         self._remember_addresses(others)
@@ -462,6 +502,14 @@ class Session:
 
     async def _compute(self, function: Callable[..., Any], /, *args: Any) -> Any:  # noqa: ANN401
         return await asyncio.get_running_loop().run_in_executor(self._work, function, *args)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel, and wait for the end, but not for ever: there is a goodbye to say."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=GOODBYE_S)
 
 
 def outer_scalars(spec: RunSpec) -> Callable[[int], tuple[float, float]]:

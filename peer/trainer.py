@@ -361,15 +361,18 @@ class Trainer:
             )
         at = self._progress.position
         here = {"position": at, "seen_position": at, "since_commit": 0}
+        before = self._progress
+        # First the counters: what was decided meanwhile moves them on while the method loads.
+        self._progress = _Progress(**(state["progress"] | ({} if exact else here)))
         try:
             if exact:
                 self.diloco.load_state_dict(state["diloco"])
             else:
                 self.learner.optimizer.load_state_dict(state["diloco"]["inner"])
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
+            self._progress = before
             raise SavedStateError(f"the saved state does not fit this model: {error}") from error
         self._stream.load_state_dict(state["stream"])
-        self._progress = _Progress(**(state["progress"] | ({} if exact else here)))
         valid_loss, valid_position = state["valid"]
         self._recent.clear()
         self._publish(valid_loss=valid_loss, valid_position=valid_position)
@@ -429,8 +432,9 @@ class Trainer:
         self.learner.optimizer.state.clear()
 
     def _committed(self, commit: Commit) -> None:
+        if commit.reset or commit.position != self._progress.position:
+            self._progress.since_commit = 0
         self._progress.position = commit.position
-        self._progress.since_commit = 0
         if commit.included is not None:
             self._progress.dropped_in_a_row = 0
 

@@ -1,0 +1,191 @@
+"""A peer daemon against a real coordinator: finish, stop, resume, and what it makes of damage."""
+
+import dataclasses
+import threading
+
+import pytest
+
+from atoll.coordinator.client_errors import CoordinatorError
+from atoll.peer.daemon import DaemonOptions, PeerDaemon
+from atoll.peer.errors import DataError
+from atoll.peer.membership import StateDirectoryInUse
+from atoll.peer.session import LinkOptions
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+class Daemon:
+    """A daemon in a thread, with what it told."""
+
+    def __init__(self, invite, state_dir, **options):
+        self.events = []
+        self.result = self.error = None
+        link = LinkOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
+        self.daemon = PeerDaemon(
+            DaemonOptions(link=link, device="cpu", **options), on_event=self.events.append
+        )
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.result = self.daemon.run()
+        except Exception as error:
+            self.error = error
+
+    def said(self, text, kind="event"):
+        return any(e.kind == kind and text in e.text for e in self.events)
+
+    def join(self):
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+@pytest.fixture
+def start(tmp_path):
+    daemons = []
+
+    def start(invite, name="peer", **options):
+        daemons.append(Daemon(invite, tmp_path / name, **options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.daemon.stop()
+    for daemon in daemons:
+        daemon.thread.join(60)
+
+
+@pytest.fixture
+def crew(organise, kit, start):
+    """An endless run with two peers and a third, `peer`: two are a quorum without it."""
+    organiser = organise(kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 3}))
+    for name in ("one", "two", "peer"):
+        daemon = start(organiser.invite, name)
+    kit.until(lambda: members(organiser) == 3, "a round of three")
+    return organiser, daemon
+
+
+def members(organiser, after=0):
+    """Of the newest round, if it is later than a position."""
+    history = organiser.status().history
+    return history[-1].members if history and history[-1].position > after else 0
+
+
+def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, start):
+    organiser = organise(kit.tiny_spec())
+    daemon = start(organiser.invite)
+    assert daemon.join() is True
+    status = organiser.status()
+    assert (status.state, status.position) == ("finished", 3)
+    (peer,) = status.peers
+    assert (peer.position, peer.chain, peer.state) == (3, status.chain, "gone")
+    assert peer.state_position == 3
+    state = organiser.up.coordinator.follower.head_and_state()[1]
+    assert peer.state_digest == state.root().hex()
+    assert [e.kind for e in daemon.events][-1] == "stopped"
+
+
+def test_a_peer_of_a_finished_run_has_nothing_to_do(organise, kit, start):
+    organiser = organise(kit.tiny_spec())
+    start(organiser.invite).join()
+    assert start(organiser.invite).join() is True
+    assert organiser.status().position == 3
+
+
+def test_a_stopped_peer_leaves_and_resumes_where_it_was(crew, kit, start, tmp_path):
+    organiser, daemon = crew
+    daemon.daemon.stop()
+    assert daemon.join() is False
+    peer = next(p for p in organiser.status().peers if p.name == "peer")
+    assert peer.state == "gone"
+    assert (tmp_path / "peer" / "trainer.safetensors").exists()
+
+    again = start(organiser.invite)
+    kit.until(lambda: again.said("trains on", kind="ready"), "it to train")
+    assert again.said("resumed at position")
+    assert again.said("inner optimizer and data position resumed")
+    there = organiser.status().position
+    kit.until(lambda: members(organiser, there) == 3, "it to be a member again")
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", "one bit"])
+def test_a_damaged_trainer_file_costs_the_inner_optimizer_only(crew, kit, start, tmp_path, damage):
+    organiser, daemon = crew
+    daemon.daemon.stop()
+    daemon.join()
+    path = tmp_path / "peer" / "trainer.safetensors"
+    if damage == "one bit":
+        damage = bytearray(path.read_bytes())
+        damage[-5] ^= 1
+    path.write_bytes(damage)
+    again = start(organiser.invite)
+    kit.until(lambda: again.said("trains on", kind="ready"), "it to train")
+    assert again.said("starting with a fresh inner optimizer")
+    assert again.said("resumed at position")
+    there = organiser.status().position
+    kit.until(lambda: members(organiser, there) == 3, "it to be a member again")
+
+
+def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, start):
+    """The state that the peer saved is older than the run's last round."""
+    organiser = organise(kit.tiny_spec(run={"rounds": 30}, round={"min_peers": 3}))
+    others = [start(organiser.invite, name) for name in ("one", "two")]
+    daemon = start(organiser.invite)
+    kit.until(lambda: members(organiser) == 3, "a round of three")
+    daemon.daemon.stop()
+    daemon.join()
+    assert [other.join() for other in others] == [True, True]
+    assert start(organiser.invite).join() is True
+    assert organiser.status().position == 30
+
+
+def test_a_peer_without_its_data_is_told_so(organise, kit, start, tmp_path):
+    organiser = organise(kit.tiny_spec())
+    daemon = start(organiser.invite, data=str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="nowhere"):
+        daemon.join()
+    assert organiser.status().position == 0
+
+
+def test_a_state_directory_serves_one_peer_at_a_time(organise, kit, start, tmp_path):
+    organiser = organise(kit.tiny_spec(run={"rounds": 0}))
+    daemon = start(organiser.invite)
+    kit.until(lambda: organiser.status().position >= 1, "a round")
+    other = Daemon(organiser.invite, tmp_path / "peer")
+    with pytest.raises(StateDirectoryInUse, match="another peer is running"):
+        other.join()
+    there = organiser.status().position
+    kit.until(lambda: organiser.status().position > there, "the first to go on")
+    assert daemon.thread.is_alive()
+
+
+def test_a_stop_while_it_waits_for_the_coordinator_ends_it(organise, kit, start):
+    organiser = organise(kit.tiny_spec())
+    organiser.stop()
+    daemon = start(organiser.invite)
+    kit.until(lambda: daemon.said("trying again"), "it to try")
+    daemon.daemon.stop()
+    assert daemon.join() is False
+
+
+def test_a_stop_does_not_wait_for_a_coordinator_that_is_away(organise, kit, start):
+    organiser = organise(kit.tiny_spec(run={"rounds": 30}))
+    daemon = start(organiser.invite)
+    kit.until(lambda: daemon.said("trains on", kind="ready"), "it to train")
+    organiser.stop()
+    kit.until(lambda: daemon.daemon._trainer.finished, "the last round")
+    assert daemon.thread.is_alive()
+    daemon.daemon.stop()
+    daemon.thread.join(15)
+    assert not daemon.thread.is_alive()
+
+
+def test_refusals_of_the_coordinator_reach_the_caller(organise, kit, start):
+    organiser = organise(kit.tiny_spec())
+    daemon = start(dataclasses.replace(organiser.invite, token=b"guessed"))
+    with pytest.raises(CoordinatorError, match="token"):
+        daemon.join()

@@ -174,12 +174,15 @@ class Voter:
                 )
 
     def _check_root(self, entry: Entry) -> None:
+        """A root may be absent only where it is not known here either, as after a rewind."""
         scheduled = self._ctx.replica.root_scheduled(entry.position)
-        got = entry.state_root
-        if (got.position if got is not None else None) != scheduled:
-            raise Refused("bad-root", f"expected the root of state {scheduled}")
         due = self._ctx.replica.root_due(entry.position)
-        if due is not None and got is not None and got.root != due[1]:
+        got = entry.state_root
+        if got is None and due is None:
+            return
+        if got is None or got.position != scheduled:
+            raise Refused("bad-root", f"expected the root of state {scheduled}")
+        if due is not None and got.root != due[1]:
             raise Refused(
                 "bad-root", f"expected root {due[1].hex()[:12]} of state {due[0]}, got another"
             )

@@ -173,9 +173,9 @@ def test_a_stop_while_it_waits_for_the_coordinator_ends_it(organise, kit, start)
 
 
 def test_a_stop_does_not_wait_for_a_coordinator_that_is_away(organise, kit, start):
-    organiser = organise(kit.tiny_spec(run={"rounds": 30}))
+    organiser = organise(kit.tiny_spec(run={"rounds": 100}))
     daemon = start(organiser.invite)
-    kit.until(lambda: daemon.said("trains on", kind="ready"), "it to train")
+    kit.until(lambda: organiser.status().position >= 1, "a round")
     organiser.stop()
     kit.until(lambda: daemon.daemon._trainer.finished, "the last round")
     assert daemon.thread.is_alive()

@@ -137,8 +137,8 @@ class Recovery:
             snapshot = await self._pass(ahead, donors, snapshot)
         else:
             raise NoDonor("the log moves on faster than this peer can follow")
-        if replica.position == before and snapshot is None:
-            return None
+        if not donors and snapshot is None:
+            return None  # what moved came as a commit
         return Recovered(
             from_position=before,
             to_position=replica.position,

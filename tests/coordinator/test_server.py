@@ -125,7 +125,7 @@ def test_the_directory_of_another_run_is_left_alone(kit: Any, tmp_path: Path) ->
     kit.run(main())
     before = snapshot(tmp_path)
     other = RunSpec.from_dict({**kit.SPEC.model_dump(), "inner": {"lr": 0.1}})
-    refused(kit, other, tmp_path / "run", WrongDirectory, r"inner.lr: 0.002 != 0.1")
+    refused(kit, other, tmp_path / "run", WrongDirectory, r"inner.lr: 0.0015 != 0.1")
     assert snapshot(tmp_path) == before
 
 

@@ -121,7 +121,7 @@ def test_canonical_bytes_come_back_and_name_the_run() -> None:
     moved = RunSpec.from_dict({**spec.model_dump(), "coordinator": {"listen": "0.0.0.0:1"}})
     other = RunSpec.from_dict({**spec.model_dump(), "inner": {"lr": 0.1}})
     assert spec.digest() == moved.digest() != other.digest()
-    assert spec.differences(other) == ["inner.lr: 0.002 != 0.1"]
+    assert spec.differences(other) == ["inner.lr: 0.0015 != 0.1"]
     assert run_id(spec, b"a" * 32) != run_id(spec, b"b" * 32)
     assert len(run_id(spec, b"a" * 32)) == 64
 

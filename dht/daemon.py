@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,10 +45,14 @@ MAX_REPLY_BYTES = 1 << 20  # LIST_PEERS of a thousand peers is a tenth of it
 STARTUP_S = 60.0  # a busy machine; 0.2 s otherwise
 STOP_S = 5.0
 LISTEN_BACKLOG = 256
+ACCEPT_RETRY_S = 1.0
+GREETING_S = 10.0  # for p2pd to say whose stream it brings
 FOLDER_PREFIX = "atoll-p2pd-"
 LEFT_AFTER_S = 60.0  # a folder younger than this may not have its lock yet
 
 Control = tuple[socket.socket, Any]
+Accept = Callable[[str, socket.socket], None]
+"""Takes over a stream: PeerID of who opened it, non-blocking socket."""
 
 
 class DaemonError(PeerUnreachable):
@@ -122,9 +127,8 @@ class Daemon:
         self._log: deque[str] = deque(maxlen=20)
         self._ready = asyncio.Event()
         self._reader = asyncio.create_task(self._read_output())
-        self._acceptor: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
-        self._greeters: set[asyncio.Task[None]] = set()
+        self._greeters: set[asyncio.Task[str]] = set()
 
     @classmethod
     async def start(cls, identity: Identity, options: DaemonOptions) -> Daemon:
@@ -243,44 +247,53 @@ class Daemon:
             connection, _ = await self._request(request)
         return connection
 
-    async def listen(self, protocol: str, accept: Callable[[str, socket.socket], None]) -> None:
+    async def listen(self, protocol: str, accept: Accept) -> None:
         """Hands every stream of `protocol` to `accept(remote, socket)`."""
         path = self._folder / "c.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(str(path))
         self._listener.listen(LISTEN_BACKLOG)
-        self._acceptor = asyncio.create_task(self._accept_all(self._listener, accept))
+        self._watch(self._listener, accept)
         handler = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{path}").to_bytes(), proto=[protocol], balanced=False
         )
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         await self._ask(request, timeout_s=10)
 
-    async def _accept_all(
-        self, listener: socket.socket, accept: Callable[[str, socket.socket], None]
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            connection, _ = await loop.sock_accept(listener)
-            task = asyncio.create_task(self._greet(connection, accept))
-            self._greeters.add(task)
-            task.add_done_callback(self._greeters.discard)
+    def _watch(self, listener: socket.socket, accept: Accept) -> None:
+        if listener is self._listener:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(listener, self._accept_all, listener, accept)
 
-    async def _greet(
-        self, connection: socket.socket, accept: Callable[[str, socket.socket], None]
-    ) -> None:
+    def _accept_all(self, listener: socket.socket, accept: Accept) -> None:
         try:
-            connection.setblocking(False)
-            info = p2pd_pb2.StreamInfo()
-            async with asyncio.timeout(10):
-                info.ParseFromString(await _receive(connection))
-            accept(str(PeerID(info.peer)), connection)
-        except BaseException as error:
+            while True:
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                self._greeters.add(task := asyncio.create_task(_greet(connection)))
+                task.add_done_callback(partial(self._greeted, connection, accept))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._rest(listener, accept, error)
+
+    def _rest(self, listener: socket.socket, accept: Accept, error: OSError) -> None:
+        """Out of descriptors, most likely: the streams that wait are taken a little later."""
+        logger.warning("no stream can be accepted for %g s: %s", ACCEPT_RETRY_S, error)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(ACCEPT_RETRY_S, self._watch, listener, accept)
+
+    def _greeted(self, connection: socket.socket, accept: Accept, task: asyncio.Task[str]) -> None:
+        self._greeters.discard(task)
+        if task.cancelled():
             connection.close()
-            if not isinstance(error, Exception):
-                raise
+        elif (error := task.exception()) is not None:
+            connection.close()
             logger.warning("a stream from p2pd began with something else: %r", error)
+        else:
+            accept(task.result(), connection)
 
     async def _ask(self, request: Any, *, timeout_s: float) -> Any:  # noqa: ANN401 - protobuf
         async with asyncio.timeout(timeout_s):
@@ -312,11 +325,13 @@ class Daemon:
 
     async def close(self) -> None:
         """Ends p2pd and removes its folder. Idempotent."""
-        for task in (self._acceptor, *self._greeters):
-            if task is not None:
-                task.cancel()
         if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
+            self._listener = None
+        for task in self._greeters:
+            task.cancel()
+        await asyncio.gather(*self._greeters, return_exceptions=True)
         await self._stop()
         await self._reader
         self._lock.close()
@@ -385,6 +400,14 @@ def _varint(number: int) -> bytes:
         out.append(number & 0x7F | 0x80)
         number >>= 7
     return bytes([*out, number])
+
+
+async def _greet(connection: socket.socket) -> str:
+    """The PeerID of who opened the stream that p2pd brings."""
+    info = p2pd_pb2.StreamInfo()
+    async with asyncio.timeout(GREETING_S):
+        info.ParseFromString(await _receive(connection))
+    return str(PeerID(info.peer))
 
 
 async def _receive(connection: socket.socket) -> bytes:

@@ -155,6 +155,11 @@ class Connection(asyncio.BufferedProtocol):
         return not self._reader.is_stopped
 
     @property
+    def is_made(self) -> bool:
+        """True once it owns its socket."""
+        return self._transport is not None
+
+    @property
     def is_open(self) -> bool:
         """True until either side has ended it."""
         return self._transport is not None and not self._transport.is_closing()

@@ -14,6 +14,7 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from atoll.dht.daemon import Daemon, DaemonError
 from atoll.dht.frames import (
@@ -487,9 +488,17 @@ class LibP2PTransport:
             logger.warning("a stream of %s is cut off: it has %d", remote, num_streams)
             connection.close()
             return
-        task = asyncio.get_running_loop().create_task(self._serve(remote, connection))
+        stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
+        task = asyncio.get_running_loop().create_task(self._serve(stream, connection))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._served, stream, connection))
+
+    def _served(
+        self, stream: LibP2PStream, connection: socket.socket, task: asyncio.Task[None]
+    ) -> None:
+        self._tasks.discard(task)
+        if not stream.connection.is_made:  # cancelled before its first step
+            connection.close()
 
     def _admit(self, stream: LibP2PStream, admission: bytes) -> bool:
         try:
@@ -499,11 +508,10 @@ class LibP2PTransport:
             return False
         return True
 
-    async def _serve(self, remote: str, connection: socket.socket) -> None:
-        stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
+    async def _serve(self, stream: LibP2PStream, connection: socket.socket) -> None:
         try:
             await self._attach(stream, connection)
-            self._connected.add(remote)
+            self._connected.add(stream.remote)
             if await self._is_greeted(stream):
                 await self._handle(stream)
         finally:

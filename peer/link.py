@@ -39,6 +39,7 @@ class Link:
             self._directory.close()
             raise
         self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run_loop, name="atoll-link", daemon=True)
         self._thread.start()
 
@@ -121,13 +122,14 @@ class Link:
         if not self._thread.is_alive():
             return
         stopping = asyncio.run_coroutine_threadsafe(self._session.stop(), self._loop)
-        with suppress(TimeoutError):
-            stopping.result(timeout=CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=CLOSE_S)
-        self._directory.close()
+        try:
+            with suppress(TimeoutError):
+                stopping.result(timeout=CLOSE_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(timeout=CLOSE_S)
+            self._directory.close()
 
     def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._ended.wait())

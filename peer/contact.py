@@ -59,18 +59,17 @@ class Contact:
         self._say = say
         self._publishing: int | None = None
         self.in_touch = True
+        self._told_pruned = False
 
     async def keep(self) -> None:
         """Be in touch, for ever."""
         pause_s = 1.0
         while True:
             try:
-                beat = await self.beat()
+                beat = await self._beat_or_join()
                 if not self.in_touch:
                     self._say("info", "in touch with the coordinator again")
                 pause_s, self.in_touch = beat.heartbeat_s, True
-            except NotWelcome:
-                await self._join_again()
             except CoordinatorError as error:
                 if self.in_touch:
                     self._say("warning", f"out of touch with the coordinator, going on: {error}")
@@ -128,11 +127,14 @@ class Contact:
         if beat.publish_from is not None and self._publishing is None:
             self._spawn(self._publish_from(beat.publish_from))
 
-    async def _join_again(self) -> None:
-        with suppress(CoordinatorError):
+    async def _beat_or_join(self) -> Beat:
+        try:
+            return await self.beat()
+        except NotWelcome:
             joined = await self._client.join()
             self._node.transport.admission = joined.admission
             self._on_joined(joined)
+            return await self.beat()
 
     async def _publish_from(self, start: int) -> None:
         self._publishing = start
@@ -150,8 +152,18 @@ class Contact:
         try:
             body = await self._compute(self._replica.store.body, position)
         except NotStored:
+            self._tell_pruned(position)
             return False
         return await self._publish(record.epoch, position, record.entry, record.certificate, body)
+
+    def _tell_pruned(self, position: int) -> None:
+        if not self._told_pruned:
+            self._say(
+                "warning",
+                f"the coordinator lacks entry {position}, whose body was pruned here to stay "
+                "within round.log_mb; it can have it only from a peer that has kept it",
+            )
+        self._told_pruned = True
 
     async def _publish(
         self, epoch: int, position: int, entry: bytes, certificate: bytes, body: bytes

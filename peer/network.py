@@ -2,11 +2,14 @@
 
 reducer = connect(invite, state_dir="state")
 diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
+...
+reducer.close()
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.coordinator.invite import Invite
@@ -20,13 +23,20 @@ _log = logging.getLogger(__name__)
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def connect(invite: str, *, state_dir: str | Path | None = None, name: str = "") -> NetworkReducer:
+def connect(
+    invite: str,
+    *,
+    state_dir: str | Path | None = None,
+    name: str = "",
+    listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+) -> NetworkReducer:
     """Join a run from a loop of one's own.
 
     Args:
         invite: as ``atoll coordinator`` prints it.
         state_dir: keeps identity and log over restarts; by default one by the run.
         name: what the dashboard calls this peer.
+        listen: multiaddrs that others can dial.
 
     Returns:
         A reducer that holds a verified state; ``close`` leaves the run.
@@ -38,7 +48,7 @@ def connect(invite: str, *, state_dir: str | Path | None = None, name: str = "")
     """
     parsed = Invite.decode(invite)
     folder = Path(state_dir) if state_dir else peer_state_dir(parsed.run_id.hex())
-    options = LinkOptions(invite=parsed, state_dir=folder, name=name)
+    options = LinkOptions(invite=parsed, state_dir=folder, name=name, listen=tuple(listen))
     return Link.open(options, on_event=_tell).reducer
 
 

@@ -232,6 +232,7 @@ class Session:
         self.reducer = self._make_reducer()
         self.reporter = self._make_reporter()
         self.contact = self._make_contact()
+        self.contact.in_touch = joined is not None
         if joined is not None:
             self.contact.note_head(joined.head)
         self._recovery = Recovery(
@@ -351,6 +352,7 @@ class Session:
             self._remember(joined)
             self.node.transport.admission = joined.admission
             self.contact.note_head(joined.head)
+            self.contact.in_touch = True
             return joined
         return None
 

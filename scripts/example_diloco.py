@@ -4,15 +4,19 @@
     python scripts/example_diloco.py --invite atoll1...   one peer of a run
 
 Any torch module and any torch optimizer will do. To train this model in a run, let its RUN.toml
-name it, and start the peers from the folder `scripts`:
+name it, and start the coordinator from the folder `scripts`, where it finds it:
 
     [model]
     custom = "example_diloco:build"
+
+The peers of that run may be this script, each with a --state-dir of its own, or `atoll peer`.
 """
 
 import argparse
+import logging
 import math
 import sysconfig
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -60,12 +64,12 @@ class Text:
         return window_BT[:, :-1], window_BT[:, 1:]
 
 
-def train(reducer: Reducer, seed: int, steps: int):
+def train(reducer: Reducer, seed: int, steps: int, inner_steps: int = INNER_STEPS):
     """The whole loop. A generator only so that several workers can take turns in one process."""
     model = ByteModel()
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = Text(seed)
-    diloco = DiLoCo(model, inner, reducer, inner_steps=INNER_STEPS)  # 1: join
+    diloco = DiLoCo(model, inner, reducer, inner_steps=inner_steps)  # 1: join
     for _ in range(steps):
         tokens_BT, targets_BT = text.batch()
         logits_BTV = model(tokens_BT)
@@ -92,14 +96,18 @@ def in_process(workers: int, steps: int) -> None:
 
 
 def networked(invite: str, state_dir: Path, steps: int) -> None:
-    from atoll.peer.network import NetworkReducer
+    from atoll.peer.network import connect
 
-    reducer = NetworkReducer.connect(invite, state_dir=state_dir)
-    position = 0
-    for statistics in train(reducer, seed=0, steps=steps):
-        if statistics.position > position and not math.isnan(statistics.loss):
-            position = statistics.position
-            print(f"position {position:3}  loss {statistics.loss:.3f}  {statistics.tokens} tokens")
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with closing(connect(invite, state_dir=state_dir, name=state_dir.name)) as reducer:
+        run, inner_steps, position = reducer.spec.run, reducer.spec.outer.inner_steps, 0
+        seed = int.from_bytes(reducer.peer_id.encode()[-4:])  # every peer has a text of its own
+        for statistics in train(reducer, seed, steps, inner_steps):
+            if statistics.position > position and not math.isnan(statistics.loss):
+                position = statistics.position
+                print(f"position {position:3}  loss {statistics.loss:.3f}", flush=True)
+            if 0 < run.rounds <= statistics.position:
+                break
 
 
 def main() -> None:

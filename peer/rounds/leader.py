@@ -324,7 +324,8 @@ class Leadership:
                 for peer, record in records.items()
                 if record.role == "trainer" and peer != self.ctx.me.peer_id
             ]
-            unknown = [peer for peer in trainers if peer not in self.sessions]
+            there = {session.remote for session in self._live()}
+            unknown = [peer for peer in trainers if peer not in there]
             heads = await asyncio.gather(*(self._head(peer) for peer in unknown))
             now = self.ctx.now()
             self.expected = {
@@ -332,7 +333,7 @@ class Leadership:
                 for peer, head in zip(unknown, heads, strict=True)
                 if head is not None and head.position >= self.position and head.role == "trainer"
             }
-            self.expected |= {peer: now for peer in trainers if peer in self.sessions}
+            self.expected |= {peer: now for peer in trainers if peer in there}
             self._expect_myself(now)
             self._probed = True
             self.changed.set()

@@ -5,9 +5,8 @@
     beat = await client.heartbeat(status, traces=[...])
     await client.publish(position=..., ...)         when beat.publish_from says so
 
-Each call has a deadline and fails with one of `atoll.coordinator.client_errors`; a failed call
-loses the channel, and the next one connects again, to the next address of the invite. `Link`
-keeps in touch for ever.
+Each call has a deadline and fails with one of `atoll.coordinator.client_errors`; how it connects
+is in `atoll.coordinator.channel`.
 
 What comes back is checked as a stranger's, although the pinned certificate says that it is the
 coordinator: the spec must have the digest that the invite's run id names.
@@ -18,41 +17,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import grpc
+from typing import Any
 
 from atoll.coordinator import service_pb2 as pb
 from atoll.coordinator.admission import AdmissionCheck, AdmissionRefused, Role
-from atoll.coordinator.client_errors import (
-    BadReply,
-    CoordinatorUnreachable,
-    NotWelcome,
-    WrongCertificate,
-    from_grpc,
-)
+from atoll.coordinator.channel import EOF, StatusClient, stub
+from atoll.coordinator.client_errors import BadReply, NotWelcome
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.rpc import (
     CALL_TIMEOUT_S,
     CHUNK_BYTES,
-    METHODS,
     PROGRESS_TIMEOUT_S,
     PROTOCOL,
     join_payload,
 )
 from atoll.coordinator.spec import RunSpec, SpecError, run_id
-from atoll.coordinator.status import Event, PeerStatus, RoundTrace, RunStatus, StatusError
-from atoll.coordinator.tls import pinned_channel
+from atoll.coordinator.status import Event, PeerStatus, RoundTrace
 from atoll.dht import Identity
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.state import LEAF_BYTES, merkle_root, snapshot_bytes
 from atoll.optim.store import Head
-
-T = TypeVar("T")
-
-_EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  # type checkers do not see it
 
 APPLY_B_S = 50e6  # at least; an entry is applied before it is acknowledged
 MAX_BODY_BYTES = 1 << 36  # a reader that knows its run asks for less
@@ -126,20 +112,20 @@ class FetchedSnapshot:
     layout: Layout
 
 
-class CoordinatorClient:
+class CoordinatorClient(StatusClient):
     """Talks to the coordinator of an invite. Everything runs in the loop that first calls it."""
 
     def __init__(
         self,
         invite: Invite,
-        identity: Identity | None = None,
+        identity: Identity,
         *,
         role: Role = "trainer",
         version: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`identity` is needed to join; without it there is only `status`."""
-        self.invite = invite
+        """`identity` is whom the coordinator admits; `StatusClient` needs none."""
+        super().__init__(invite)
         self.clock_offset_s = 0.0
         self._identity = identity
         self._role = role
@@ -147,9 +133,6 @@ class CoordinatorClient:
         self._clock = clock
         self._session = b""
         self._epoch = b""
-        self._channel: Any = None
-        self._address = 0
-        self._connecting = asyncio.Lock()
 
     @property
     def joined(self) -> bool:
@@ -162,7 +145,7 @@ class CoordinatorClient:
 
     async def join(self) -> Joined:
         """Prove who we are, and enter the run."""
-        identity = self._expect_identity()
+        identity = self._identity
         asked_s = self._clock()
         challenge = await self._call("Challenge", pb.ChallengeRequest(peer_id=identity.peer_id))
         self.clock_offset_s = challenge.server_time_s - (asked_s + self._clock()) / 2
@@ -275,31 +258,12 @@ class CoordinatorClient:
                 raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
             yield leaf.index, leaf.data
 
-    async def status(self) -> RunStatus:
-        """How the run is. Needs no joining."""
-        reply = await self._call("Status", pb.StatusRequest(token=self.invite.token))
-        try:
-            return RunStatus.from_json(reply.status)
-        except StatusError as error:
-            raise BadReply(f"{error}; use the organiser's version of Atoll") from None
-
-    async def close(self) -> None:
-        """Close the connection; idempotent."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
-
     # Inside
-
-    def _expect_identity(self) -> Identity:
-        if self._identity is None:
-            raise ValueError("expected a client with an identity: only status works without one")
-        return self._identity
 
     def _auth(self) -> pb.Auth:
         if not self._session:
             raise NotWelcome("unauthenticated", "expected a session: join first")
-        return pb.Auth(peer_id=self._expect_identity().peer_id, session=self._session)
+        return pb.Auth(peer_id=self._identity.peer_id, session=self._session)
 
     def _join_request(self, identity: Identity, nonce: bytes) -> pb.JoinRequest:
         return pb.JoinRequest(
@@ -323,7 +287,7 @@ class CoordinatorClient:
             raise BadReply("expected the spec of the invite's run, got another")
         try:
             check = AdmissionCheck(self.invite.run_key, self.invite.run_id, clock=self.now_s)
-            check(self._expect_identity().peer_id, reply.admission)
+            check(self._identity.peer_id, reply.admission)
         except AdmissionRefused as error:
             raise BadReply(f"the admission is not valid: {error.message}") from None
         return Joined(
@@ -338,17 +302,11 @@ class CoordinatorClient:
             heartbeat_s=min(max(reply.heartbeat_s, 0.1), 60.0),
         )
 
-    async def _call(self, name: str, request: Any) -> Any:  # noqa: ANN401  # protobuf messages
-        async def call(channel: Any) -> Any:  # noqa: ANN401
-            return await _stub(channel, name)(request, timeout=CALL_TIMEOUT_S)
-
-        return await self._with_channel(call)
-
     async def _offer(
         self, header: pb.PublishHeader, body: Iterator[pb.PublishRequest]
     ) -> pb.PublishReply:
         async def call(channel: Any) -> pb.PublishReply:  # noqa: ANN401
-            stream = _stub(channel, "Publish")()
+            stream = stub(channel, "Publish")()
             try:
                 await _write(stream, pb.PublishRequest(header=header))
                 reply = await _reply(stream, CALL_TIMEOUT_S)
@@ -363,73 +321,6 @@ class CoordinatorClient:
 
         return await self._with_channel(call)
 
-    async def _stream_out(self, name: str, request: Any) -> AsyncIterator[Any]:  # noqa: ANN401
-        channel = await self._connect()
-        stream = _stub(channel, name)(request)
-        try:
-            while (reply := await self._read(stream)) is not _EOF:
-                yield reply
-        finally:
-            stream.cancel()
-
-    async def _read(self, stream: Any) -> Any:  # noqa: ANN401
-        async def read(_: Any) -> Any:  # noqa: ANN401
-            return await asyncio.wait_for(stream.read(), PROGRESS_TIMEOUT_S)
-
-        return await self._with_channel(read)
-
-    async def _with_channel(self, use: Callable[[Any], Awaitable[T]]) -> T:
-        channel = await self._connect()
-        try:
-            return await use(channel)
-        except grpc.aio.AioRpcError as error:
-            failure = from_grpc(error, self._target)
-        except TimeoutError:
-            failure = CoordinatorUnreachable(f"{self._target}: nothing moved in time")
-        if isinstance(failure, CoordinatorUnreachable):
-            await self._give_up(channel)
-        raise failure
-
-    @property
-    def _target(self) -> str:
-        return self.invite.addresses[self._address % len(self.invite.addresses)]
-
-    async def _connect(self) -> Any:  # noqa: ANN401
-        async with self._connecting:
-            if self._channel is None:
-                self._channel = await self._open_channel()
-            return self._channel
-
-    async def _open_channel(self) -> Any:  # noqa: ANN401
-        sha256, failures = self.invite.tls_sha256, []
-        for _ in self.invite.addresses:
-            try:
-                return await pinned_channel(self._target, sha256, timeout_s=CALL_TIMEOUT_S / 2)
-            except (CoordinatorUnreachable, WrongCertificate) as error:
-                failures.append(error)
-                self._address += 1
-        raise next((f for f in failures if isinstance(f, WrongCertificate)), failures[0])
-
-    async def _give_up(self, channel: Any) -> None:  # noqa: ANN401
-        if self._channel is channel:
-            self._channel = None
-            self._address += 1
-            await channel.close()
-
-
-def _stub(channel: Any, name: str) -> Any:  # noqa: ANN401
-    method = next(method for method in METHODS if method.name == name)
-    kinds = {
-        (False, False): channel.unary_unary,
-        (True, True): channel.stream_stream,
-        (False, True): channel.unary_stream,
-    }
-    return kinds[method.streams_in, method.streams_out](
-        method.path,
-        request_serializer=method.request.SerializeToString,
-        response_deserializer=method.reply.FromString,
-    )
-
 
 async def _write(stream: Any, part: pb.PublishRequest) -> None:  # noqa: ANN401
     await asyncio.wait_for(stream.write(part), PROGRESS_TIMEOUT_S)
@@ -437,7 +328,7 @@ async def _write(stream: Any, part: pb.PublishRequest) -> None:  # noqa: ANN401
 
 async def _reply(stream: Any, timeout_s: float) -> pb.PublishReply:  # noqa: ANN401
     reply = await asyncio.wait_for(stream.read(), timeout_s)
-    if reply is _EOF:
+    if reply is EOF:
         raise BadReply("expected an answer to an entry, got none")
     return reply  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from atoll.coordinator.spec import split_address
+from atoll.coordinator.addresses import split_address
 from atoll.coordinator.status import PeerStatus, RunStatus
 
 _RUN = {

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import grpc
 
 from atoll.compression import parse
+from atoll.coordinator.addresses import split_address
 from atoll.coordinator.admission import AdmissionCheck
 from atoll.coordinator.coordinator import TICK_S, Coordinator
 from atoll.coordinator.follower import Follower, RunKey
@@ -45,7 +46,7 @@ from atoll.coordinator.keys import RunKeys, write_private
 from atoll.coordinator.metrics import Metrics
 from atoll.coordinator.rpc import SERVER_OPTIONS
 from atoll.coordinator.service import Service
-from atoll.coordinator.spec import RunSpec, SpecError, run_id, split_address
+from atoll.coordinator.spec import RunSpec, SpecError, run_id
 from atoll.dht import verify
 from atoll.optim.log import genesis_chain
 from atoll.optim.state import OuterState

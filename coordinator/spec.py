@@ -33,6 +33,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from atoll.compression import parse
+from atoll.coordinator.addresses import split_address
 
 METHODS = ("diloco",)
 """Outer methods this version can run; a new method adds its name here."""
@@ -390,14 +391,6 @@ def run_id(spec: RunSpec, run_public_key: bytes) -> str:
     """Return the id of the run of this spec under this key: SHA-256 in hex."""
     material = b"atoll run v1\0" + run_public_key + bytes.fromhex(spec.digest())
     return hashlib.sha256(material).hexdigest()
-
-
-def split_address(value: str) -> tuple[str, int]:
-    """Split 'host:port' (IPv6 as '[::1]:7700'). Raises ValueError."""
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError("expected 'host:port' with a port from 0 to 65535, as '0.0.0.0:7700'")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,16 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import socket
 import ssl
 from collections.abc import AsyncIterator
 
 import grpc
 
+from atoll.coordinator.addresses import split_address
 from atoll.coordinator.client_errors import CoordinatorUnreachable, WrongCertificate
 from atoll.coordinator.keys import TLS_NAME
 from atoll.coordinator.rpc import CHANNEL_OPTIONS
-from atoll.coordinator.spec import split_address
 
 
 async def pinned_channel(address: str, sha256: bytes, *, timeout_s: float) -> grpc.aio.Channel:
@@ -45,8 +46,10 @@ async def pinned_certificate(address: str, sha256: bytes, *, timeout_s: float) -
     except ssl.SSLError:
         raise WrongCertificate(f"{address}: expected the coordinator's TLS, got no TLS") from None
     except (OSError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {timeout_s:.0f} s"
-        raise CoordinatorUnreachable(f"{address}: {reason}") from None
+        raise CoordinatorUnreachable(
+            f"{address}: expected the coordinator, got {_what(error, timeout_s)}; ask the "
+            "organiser whether it runs and can be reached there, or for the current invite"
+        ) from None
     if not hmac.compare_digest(found, sha256):
         raise WrongCertificate(
             f"{address}: expected the certificate {sha256.hex()[:16]} of the invite, got "
@@ -54,6 +57,16 @@ async def pinned_certificate(address: str, sha256: bytes, *, timeout_s: float) -
             "ask the organiser for the current invite"
         )
     return ssl.DER_cert_to_PEM_cert(certificate).encode()
+
+
+def _what(error: OSError | TimeoutError, timeout_s: float) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, socket.gaierror):
+        return "no such host"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {timeout_s:.0f} s"
+    return str(error) or type(error).__name__
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atoll.coordinator.client import CoordinatorClient
+from atoll.coordinator.channel import StatusClient
 from atoll.coordinator.client_errors import CoordinatorError
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.spec import RunSpec, template
@@ -155,7 +155,7 @@ class Demo:
         coordinator = await self._start_coordinator()
         try:
             invite = await self._await_invite(coordinator)
-            self._client = CoordinatorClient(Invite.decode(invite))
+            self._client = StatusClient(Invite.decode(invite))
             self._peers_started_s = time.monotonic()
             for peer in self._peers:
                 await self._start_peer(peer)

@@ -56,13 +56,21 @@ def test_help_names_every_command(atoll):
     assert all(f"  {name:<13}{text}\n" in result.out for name, text in SUMMARIES.items())
 
 
-def test_help_loads_no_torch():
-    program = "import sys, atoll.peer.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
-    program += "print(sorted({'torch', 'hivemind', 'grpc', 'textual'} & set(sys.modules)))"
+def loaded_by(*arguments):
+    """Which of the modules that take long to import a command imports."""
+    program = (
+        f"import sys, atoll.peer.cli as c\ntry: c.main({list(map(str, arguments))})\n"
+        "except SystemExit: pass\n"
+        "print(*({'torch', 'hivemind', 'grpc', 'textual'} & set(sys.modules)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.splitlines()[-1] == "[]"
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_loads_nothing_that_takes_long():
+    assert loaded_by("--help") == set()
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
@@ -286,10 +294,23 @@ def test_a_file_without_an_invite_is_refused(atoll, tmp_path):
     assert "expected a file with an invite" in refused(atoll("status", "invite"))
 
 
-def test_nobody_at_the_address_is_a_failure(atoll):
-    result = atoll("status", INVITE)
+@pytest.mark.parametrize("command", ["status", "rounds"])
+def test_nobody_at_the_address_is_a_failure_with_a_remedy(atoll, command):
+    result = atoll(command, INVITE)
     assert (result.code, result.out) == (1, "")
-    assert "127.0.0.1:9" in result.err
+    assert "127.0.0.1:9: expected the coordinator, got connection refused" in result.err
+    assert "ask the organiser" in result.err
+
+
+def test_no_picture_is_drawn_of_a_run_that_does_not_answer(atoll, tmp_path):
+    result = atoll("dashboard", INVITE, "--screenshot", "run.svg")
+    assert (result.code, result.out) == (1, "")
+    assert "connection refused" in result.err
+    assert not (tmp_path / "run.svg").exists()
+
+
+def test_a_picture_of_another_format_is_refused(atoll):
+    assert "ends in .svg" in refused(atoll("dashboard", INVITE, "--screenshot", "run.png"))
 
 
 @pytest.mark.parametrize("arguments", [["--temperature", "-1"], ["--max-tokens", "-1"], []])
@@ -354,6 +375,24 @@ def test_status_and_rounds_of_a_run_that_waits(atoll, invite):
     assert "waiting" in atoll("status", invite).out
     assert "no round was committed" in atoll("rounds", invite).out
     assert json.loads(atoll("rounds", invite, "--json").out)["rounds"] == []
+
+
+def test_status_loads_no_torch(invite):
+    """Torch alone takes seconds; a script that asks for the status waits for none of them."""
+    assert "torch" not in loaded_by("status", invite, "--json")
+
+
+def test_a_picture_of_the_run_needs_no_terminal(atoll, invite, tmp_path):
+    result = atoll("dashboard", invite, "--screenshot", "run.svg")
+    assert (result.code, result.err) == (0, "")
+    drawn = (tmp_path / "run.svg").read_text()
+    assert drawn.startswith("<svg")
+    assert "WAITING" in drawn
+
+
+def test_a_picture_that_cannot_be_written_is_refused(atoll, invite):
+    told = refused(atoll("dashboard", invite, "--screenshot", "nowhere/run.svg"))
+    assert "nowhere/run.svg" in told
 
 
 @pytest.mark.parametrize("command", ["status", "dashboard"])

@@ -2,10 +2,14 @@
 
 import argparse
 import asyncio
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from atoll.coordinator.channel import StatusClient
     from atoll.coordinator.invite import Invite
     from atoll.coordinator.status import RunStatus
 
@@ -46,10 +50,17 @@ def look(invite: "Invite") -> "RunStatus":
 
 
 async def _look(invite: "Invite") -> "RunStatus":
-    from atoll.coordinator.client import CoordinatorClient
-
-    client = CoordinatorClient(invite)
-    try:
+    async with asking(invite) as client:
         return await client.status()
+
+
+@asynccontextmanager
+async def asking(invite: "Invite") -> "AsyncIterator[StatusClient]":
+    """Give a client of the coordinator, and close it in the end."""
+    from atoll.coordinator.channel import StatusClient
+
+    client = StatusClient(invite)
+    try:
+        yield client
     finally:
         await client.close()

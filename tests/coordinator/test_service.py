@@ -14,6 +14,7 @@ import pytest
 
 from atoll.coordinator import service_pb2 as pb
 from atoll.coordinator.admission import AdmissionCheck
+from atoll.coordinator.channel import StatusClient
 from atoll.coordinator.client import CoordinatorClient
 from atoll.coordinator.client_errors import (
     BadReply,
@@ -226,7 +227,7 @@ def test_strangers_are_turned_away(kit: Any, tmp_path: Path) -> None:
             with pytest.raises(WrongCertificate, match="someone in between"):
                 await attempt(other_invite(invite, tls_sha256=b"t" * 32))
             with pytest.raises(NotWelcome, match="token"):
-                await CoordinatorClient(other_invite(invite, token=b"")).status()
+                await StatusClient(other_invite(invite, token=b"")).status()
 
     kit.run(main())
 
@@ -250,7 +251,7 @@ def test_someone_in_between_with_another_certificate(kit: Any, tmp_path: Path) -
 
             server = await asyncio.start_server(intercept, "127.0.0.1", 0, ssl=context)
             port = server.sockets[0].getsockname()[1]
-            client = CoordinatorClient(other_invite(invite, addresses=(f"127.0.0.1:{port}",)))
+            client = StatusClient(other_invite(invite, addresses=(f"127.0.0.1:{port}",)))
             with pytest.raises(WrongCertificate, match="expected the certificate"):
                 await client.status()
             server.close()
@@ -462,7 +463,7 @@ def test_nobody_there(kit: Any) -> None:
             tls_sha256=b"t" * 32,
         )
         with pytest.raises(CoordinatorUnreachable, match=r"127\.0\.0\.1:1"):
-            await CoordinatorClient(invite).status()
+            await StatusClient(invite).status()
 
     kit.run(main())
 

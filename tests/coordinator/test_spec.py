@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.spec import RunSpec, SpecError, run_id, split_address, template
+from atoll.coordinator.addresses import split_address
+from atoll.coordinator.spec import RunSpec, SpecError, run_id, template
 
 BAD = """\
 [run]

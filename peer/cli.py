@@ -5,7 +5,7 @@ Only the chosen command's module is imported, so `atoll --help` answers at once.
     0    done
     1    failed: the work could not be done (network, disk, ...)
     2    the input is wrong: an argument, RUN.toml, an invite, a checkpoint, a port in use, ...
-    130  stopped by Ctrl-C
+    130  stopped by Ctrl-C; 128 + N where signal N ended what had an end of its own to reach
 
 A failure that Atoll foresaw is one message on stderr and no traceback. Which code it gets follows
 from the class that is raised, in any layer, without a common base:

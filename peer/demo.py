@@ -5,12 +5,15 @@ Nothing here is special to the demo but the supervision: the children are ``atol
 group, which is what a power cut does to it and its libp2p daemon) while it reduces, loses its log,
 and is started again once the others have committed that round.
 
-Errors::
+A child that ends before its time ends the demo within a second or two, and however the demo ends,
+its children end with it.
+
+Errors, besides those of ``atoll.peer.children``::
 
     DemoError (RuntimeError)
-     +-- ChildFailed     the coordinator or a peer ended with an error; its output is in the folder
-     +-- DemoTimeout     the run did not finish in time
-    OutNotEmpty (ValueError)  the folder for the results holds something already
+     +-- DemoStuck       nothing moved for too long; says what
+    OutNotEmpty (ValueError)    the folder for the results holds something already
+    ChaosError (ValueError)     too few peers or rounds for a peer to die and to come back
 """
 
 from __future__ import annotations
@@ -19,10 +22,8 @@ import asyncio
 import json
 import os
 import shutil
-import signal
-import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +33,17 @@ from atoll.coordinator.client_errors import CoordinatorError
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.spec import RunSpec, template
 from atoll.coordinator.status import RunStatus
+from atoll.peer.children import ATOLL, Child
 from atoll.peer.paths import PeerPaths
 
 INVITE_S = 120.0  # a first start on a busy machine imports torch and makes the model
-STOP_S = 20.0
+SHOWN_S = 20.0  # for whoever shows the run to notice that it has finished
 POLL_S = 0.5
+SILENT_S = 60.0  # a coordinator that runs and answers nothing for this long is broken
+LONE_WINDOWS = 5
+STUCK_S = 300.0  # five times what a run without a quorum waits for its next epoch
 RESTART_AFTER = 1  # rounds that the others commit before the killed peer comes back
-TAIL_CHARS = 2000
+MEMBER_AFTER = 2  # rounds in which it can then be a member again: it may miss one
 
 Feed = Callable[[], Awaitable[RunStatus]]
 Show = Callable[[Feed], Awaitable[bool]]
@@ -49,16 +54,16 @@ class DemoError(RuntimeError):
     """The demo could not be carried through."""
 
 
-class ChildFailed(DemoError):  # noqa: N818
-    """A process of the demo ended with an error."""
-
-
-class DemoTimeout(DemoError):  # noqa: N818
-    """The run did not finish in time."""
+class DemoStuck(DemoError):  # noqa: N818
+    """Nothing moved for too long."""
 
 
 class OutNotEmpty(ValueError):  # noqa: N818
     """The folder for the results is in use."""
+
+
+class ChaosError(ValueError):
+    """Nobody could be killed and come back in such a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,39 @@ class DemoOptions:
     out: Path
     device: str = "auto"
     chaos: bool = False
-    timeout_s: float = 3600.0
+    program: Sequence[str] = ATOLL
+    """what the children are started with"""
+
+    def __post_init__(self) -> None:
+        """Raises OutNotEmpty or ChaosError."""
+        if self.out.exists() and any(self.out.iterdir()):
+            raise OutNotEmpty(
+                f"{self.out}: expected a new or empty folder, got one with files in it; "
+                "choose another with --out"
+            )
+        if self.chaos:
+            expect_room_for_chaos(self.peers, self.spec.run.rounds)
+
+
+def strike_at(rounds: int) -> int:
+    """The position at which ``chaos`` kills: early enough to come back and take part."""
+    return max(1, rounds // 3)
+
+
+def expect_room_for_chaos(peers: int, rounds: int) -> None:
+    """Raises ChaosError if no peer could be killed, and come back in time."""
+    if peers < 2:
+        raise ChaosError(
+            "--chaos kills one peer while the others go on: expected at least 2 peers, got 1; "
+            "give more with --peers"
+        )
+    needed = strike_at(rounds) + 1 + RESTART_AFTER + MEMBER_AFTER
+    if rounds < needed:
+        raise ChaosError(
+            f"--chaos kills a peer in round {strike_at(rounds) + 1}, and starts it again "
+            f"{1 + RESTART_AFTER} rounds later: expected at least {needed} rounds, got {rounds}; "
+            "give more with --rounds"
+        )
 
 
 @dataclass(kw_only=True)
@@ -88,9 +125,7 @@ class PeerProcess:
 
     name: str
     folder: Path
-    process: asyncio.subprocess.Process | None = None
-    starts: int = 0
-    ready: bool = False
+    child: Child | None = None
     recoveries: list[str] = field(default_factory=list)
     wire: dict[str, tuple[int, int]] = field(default_factory=dict)
     """bytes sent and received as last reported, by incarnation"""
@@ -98,7 +133,7 @@ class PeerProcess:
     @property
     def running(self) -> bool:
         """Whether its process is alive."""
-        return self.process is not None and self.process.returncode is None
+        return self.child is not None and self.child.running
 
     @property
     def wire_bytes(self) -> tuple[int, int]:
@@ -125,36 +160,34 @@ class Demo:
 
     def __init__(self, options: DemoOptions, *, say: Callable[[str], None]) -> None:
         """``say`` takes lines for a person."""
-        if options.out.exists() and any(options.out.iterdir()):
-            raise OutNotEmpty(
-                f"{options.out}: expected a new or empty folder, got one with files in it; "
-                "choose another with --out"
-            )
         self.options = options
         self._say = say
         self._coordinator_dir = options.out / "coordinator"
+        self._coordinator: Child | None = None
         self._peers = [
             PeerProcess(name=f"peer-{i}", folder=options.out / f"peer-{i}")
             for i in range(options.peers)
         ]
-        self._victim = self._peers[1 % options.peers] if options.chaos else None
+        self._victim = self._peers[1] if options.chaos else None
         self._kill: Kill | None = None
-        self._readers: set[asyncio.Task[None]] = set()
         self._first_round_s: float | None = None
         self._peers_started_s = 0.0
+        self._client: StatusClient | None = None
         self._status: RunStatus | None = None
-        self._failure: DemoError | None = None
 
     async def run(self, show: Show) -> DemoRun | None:
         """Carry the demo through; None if the user left before its end.
 
+        However it ends, cancelled too, no child is left.
+
         Raises:
-            DemoError: a child failed, or the run took too long.
+            ChildFailed: a process ended before the run did.
+            ChildRefused: a process found the input to be wrong.
+            DemoStuck: nothing moved for too long.
         """
         began_s = time.monotonic()
-        coordinator = await self._start_coordinator()
         try:
-            invite = await self._await_invite(coordinator)
+            invite = await self._start_coordinator()
             self._client = StatusClient(Invite.decode(invite))
             self._peers_started_s = time.monotonic()
             for peer in self._peers:
@@ -162,7 +195,7 @@ class Demo:
             if not await self._watch(show):
                 return None
         finally:
-            await self._stop_all(coordinator)
+            await self._stop_all()
         return DemoRun(
             status=self._finished_status(),
             peers=self._peers,
@@ -173,44 +206,44 @@ class Demo:
             coordinator_dir=self._coordinator_dir,
         )
 
+    def kill(self) -> None:
+        """End all children at once; ``run`` then ends by itself."""
+        for child in self._children():
+            child.kill()
+
     # children
 
-    async def _start_coordinator(self) -> asyncio.subprocess.Process:
+    def _children(self) -> Iterator[Child]:
+        yield from (peer.child for peer in self._peers if peer.child is not None)
+        if self._coordinator is not None:
+            yield self._coordinator
+
+    async def _start_coordinator(self) -> str:
+        """Start it, and give its invite."""
         out = self.options.out
         out.mkdir(parents=True, exist_ok=True)
-        return await self._spawn(
+        spec, invite = out / "RUN.toml", out / "invite.txt"
+        spec.write_text(template(self.options.spec), encoding="utf-8")
+        self._coordinator = await self._start(
             "coordinator",
-            "coordinator",
-            str(self._write_toml()),
+            str(spec),
             "--state-dir",
             str(self._coordinator_dir),
             "--invite-file",
-            str(out / "invite.txt"),
+            str(invite),
             "--quiet",
         )
-
-    def _write_toml(self) -> Path:
-        path = self.options.out / "RUN.toml"
-        path.write_text(template(self.options.spec), encoding="utf-8")
-        return path
-
-    async def _await_invite(self, coordinator: asyncio.subprocess.Process) -> str:
-        path = self.options.out / "invite.txt"
         deadline = time.monotonic() + INVITE_S
-        while time.monotonic() < deadline:
-            if path.exists():
-                return path.read_text(encoding="ascii").strip()
-            if coordinator.returncode is not None:
-                raise self._failed("coordinator", coordinator.returncode)
+        while not invite.exists():
+            self._expect_coordinator()
+            if time.monotonic() > deadline:
+                raise DemoStuck(f"expected the coordinator's invite within {INVITE_S:.0f} s")
             await asyncio.sleep(0.05)
-        raise DemoTimeout(f"expected the coordinator's invite within {INVITE_S:.0f} s")
+        return invite.read_text(encoding="ascii").strip()
 
     async def _start_peer(self, peer: PeerProcess) -> None:
-        peer.starts += 1
-        peer.ready = False
-        peer.process = await self._spawn(
+        peer.child = await self._start(
             peer.name,
-            "peer",
             str(self.options.out / "invite.txt"),
             "--state-dir",
             str(peer.folder),
@@ -221,58 +254,41 @@ class Demo:
             "--listen",
             "/ip4/127.0.0.1/tcp/0",
             "--json",
+            on_line=lambda line: self._read(peer, line),
         )
-        reader = asyncio.create_task(self._read(peer, peer.process))
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
 
-    async def _spawn(self, log_name: str, *arguments: str) -> asyncio.subprocess.Process:
-        """A child in a process group of its own, so that it dies with its libp2p daemon."""
-        with (self.options.out / f"{log_name}.log").open("ab") as errors:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "atoll.peer.cli",
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                env=os.environ | self._environment(),
-                start_new_session=True,
-            )
+    async def _start(
+        self, name: str, *arguments: str, on_line: Callable[[bytes], None] = lambda line: None
+    ) -> Child:
+        command = "coordinator" if name == "coordinator" else "peer"
+        threads = max(1, (os.cpu_count() or 1) // self.options.peers)
+        return await Child.start(
+            name,
+            self.options.out / f"{name}.log",
+            [command, *arguments, "--stop-with-stdin"],
+            on_line=on_line,
+            program=self.options.program,
+            environment={"OMP_NUM_THREADS": str(threads)},
+        )
 
-    def _environment(self) -> dict[str, str]:
-        cores = os.cpu_count() or 1
-        threads = max(1, cores // self.options.peers)
-        return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-
-    async def _read(self, peer: PeerProcess, process: asyncio.subprocess.Process) -> None:
-        if process.stdout is None:
-            return
-        while line := await process.stdout.readline():
-            with suppress(ValueError, KeyError, TypeError):
-                event = json.loads(line)
-                self._heed(peer, event["kind"], int(event["position"]), str(event["text"]))
+    def _read(self, peer: PeerProcess, line: bytes) -> None:
+        with suppress(ValueError, KeyError, TypeError):
+            event = json.loads(line)
+            self._heed(peer, event["kind"], int(event["position"]), str(event["text"]))
 
     def _heed(self, peer: PeerProcess, kind: str, position: int, text: str) -> None:
-        if kind == "ready":
-            peer.ready = True
-        elif kind == "event" and text.startswith("recovered"):
+        if kind == "event" and text.startswith("recovered"):
             peer.recoveries.append(text)
         elif kind == "phase" and text == "reduce" and peer is self._victim:
             self._strike(peer, position)
 
     # chaos
 
-    @property
-    def _strike_at(self) -> int:
-        """The round in which the victim dies: early enough to come back and take part."""
-        return max(1, self.options.spec.run.rounds // 3)
-
     def _strike(self, peer: PeerProcess, position: int) -> None:
-        if self._kill is not None or position < self._strike_at or peer.process is None:
+        first = strike_at(self.options.spec.run.rounds)
+        if self._kill is not None or position < first or peer.child is None:
             return
-        os.killpg(peer.process.pid, signal.SIGKILL)
+        peer.child.kill()
         self._kill = Kill(peer=peer.name, position=position)
         self._say(f"chaos: {peer.name} killed (SIGKILL) while it reduces round {position + 1}")
 
@@ -282,14 +298,16 @@ class Demo:
             return
         if status.position <= kill.position + RESTART_AFTER or victim.running:
             return
-        kill.restarted = True
         shutil.rmtree(PeerPaths(root=victim.folder).log, ignore_errors=True)
         self._say(f"chaos: {victim.name} starts again, without its log")
         await self._start_peer(victim)
+        kill.restarted = True
 
     # watching
 
     async def _feed(self) -> RunStatus:
+        if self._client is None:
+            raise RuntimeError("expected the coordinator to have been started")
         status = await self._client.status()
         self._note(status)
         return status
@@ -313,7 +331,7 @@ class Demo:
             if showing.done() and not watching.done() and not showing.result():
                 return False
             await watching
-            await asyncio.wait_for(showing, STOP_S)
+            await asyncio.wait_for(showing, SHOWN_S)
             return True
         finally:
             for task in (watching, showing):
@@ -321,31 +339,39 @@ class Demo:
             await asyncio.gather(watching, showing, return_exceptions=True)
 
     async def _supervise(self) -> None:
-        deadline = time.monotonic() + self.options.timeout_s
-        while time.monotonic() < deadline:
+        watch = Watch(time.monotonic(), window_tokens=self._window_tokens())
+        while True:
+            ended = [peer for peer in self._peers if self._has_ended(peer)]
+            self._expect_coordinator()
+            status = None
             with suppress(CoordinatorError):
                 status = await self._feed()
                 await self._revive_when_due(status)
-                if status.state == "finished" and not any(p.running for p in self._peers):
-                    return
-            self._expect_alive()
+            watch.note(status, time.monotonic())
+            finished = status is not None and status.state == "finished"
+            for peer in ended:
+                self._expect_ended_well(peer, in_time=finished or status is None)
+            if finished and len(ended) == len(self._peers):
+                return
             await asyncio.sleep(POLL_S)
-        raise DemoTimeout(
-            f"expected the run to finish within {self.options.timeout_s:.0f} s; "
-            f"the logs are in {self.options.out}"
-        )
 
-    def _expect_alive(self) -> None:
-        for peer in self._peers:
-            code = peer.process.returncode if peer.process is not None else None
-            killed = self._kill is not None and self._kill.peer == peer.name
-            if code not in (None, 0) and not (killed and code == -signal.SIGKILL):
-                raise self._failed(peer.name, code)
+    def _window_tokens(self) -> int:
+        spec = self.options.spec
+        batch = spec.inner.batch_size * spec.inner.grad_accumulation * spec.data.seq_len
+        return self.options.peers * spec.outer.inner_steps * batch
 
-    def _failed(self, name: str, code: int | None) -> ChildFailed:
-        path = self.options.out / f"{name}.log"
-        tail = path.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARS:]
-        return ChildFailed(f"{name} ended with exit code {code}:\n{tail}")
+    def _has_ended(self, peer: PeerProcess) -> bool:
+        dead = self._kill is not None and not self._kill.restarted
+        return not peer.running and not (dead and peer is self._victim)
+
+    def _expect_coordinator(self) -> None:
+        if self._coordinator is not None and not self._coordinator.running:
+            raise self._coordinator.failure()
+
+    def _expect_ended_well(self, peer: PeerProcess, *, in_time: bool) -> None:
+        """A peer ends by itself when the run has finished."""
+        if peer.child is not None and not (in_time and peer.child.exit_code == 0):
+            raise peer.child.failure()
 
     def _finished_status(self) -> RunStatus:
         if self._status is None:
@@ -358,26 +384,55 @@ class Demo:
             raise DemoError(f"expected a checkpoint in {self._coordinator_dir / 'checkpoints'}")
         return found[-1]
 
-    # ending
-
-    async def _stop_all(self, coordinator: asyncio.subprocess.Process) -> None:
-        running = [p.process for p in self._peers if p.process is not None and p.running]
-        await asyncio.gather(*(_stop(process) for process in running))
-        if hasattr(self, "_client"):
+    async def _stop_all(self) -> None:
+        """The peers first: they say goodbye to the coordinator."""
+        peers = [peer.child for peer in self._peers if peer.child is not None]
+        await asyncio.gather(*(child.stop() for child in peers))
+        if self._client is not None:
             await self._client.close()
-        await _stop(coordinator)
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        if self._coordinator is not None:
+            await self._coordinator.stop()
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM, and SIGKILL to the group of a child that does not heed it."""
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.wait_for(process.wait(), STOP_S)
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+class Watch:
+    """Notices that nothing moves.
+
+    A run moves when a round is committed, a peer joins, or peers train; but training without rounds
+    counts for a few windows only, after which somebody should have decided something.
+    """
+
+    def __init__(self, now_s: float, *, window_tokens: int) -> None:
+        """Begin at a time of any steady clock; ``window_tokens`` are those of all peers."""
+        self._answered_s = self._moved_s = now_s
+        self._patience_tokens = LONE_WINDOWS * window_tokens
+        self._trained_before = 0
+        self._progress = (0, 0, 0)
+
+    def note(self, status: RunStatus | None, now_s: float) -> None:
+        """Take a state of the run, or that there was no answer.
+
+        Raises:
+            DemoStuck: no answer, or no progress, for too long.
+        """
+        if status is not None:
+            self._answered_s = now_s
+            self._note_progress(status, now_s)
+        if now_s - self._answered_s > SILENT_S:
+            raise DemoStuck(
+                f"expected an answer of the coordinator within {SILENT_S:.0f} s; it runs, but says "
+                "nothing"
+            )
+        if now_s - self._moved_s > STUCK_S:
+            raise DemoStuck(
+                f"expected the run to move on within {STUCK_S:.0f} s, got nothing after round "
+                f"{self._progress[0]}; the peers' logs may say why"
+            )
+
+    def _note_progress(self, status: RunStatus, now_s: float) -> None:
+        trained = sum(peer.tokens_total for peer in status.peers)
+        if status.position != self._progress[0]:
+            self._trained_before = trained
+        counted = min(trained, self._trained_before + self._patience_tokens)
+        progress = (status.position, len(status.peers), counted)
+        if progress != self._progress:
+            self._progress, self._moved_s = progress, now_s

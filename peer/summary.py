@@ -225,7 +225,8 @@ def render(summary: Summary, run: DemoRun) -> None:
         table.add_row(name, value)
     console.print()
     console.print(table)
-    console.print(f'\ncontinue a text:  atoll sample {summary.checkpoint} --prompt "def "')
+    command = f'atoll sample {summary.checkpoint} --prompt "def "'
+    console.print(f"\ncontinue a text:  {command}", soft_wrap=True)  # whole, to be copied
 
 
 def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:

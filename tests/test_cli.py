@@ -323,6 +323,36 @@ def test_sample_refuses_a_damaged_checkpoint(atoll, tmp_path):
     refused(atoll("sample", "damaged.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--preset gigantic", "the presets are nano"),
+        ("--codec int9", "expected one of the codecs"),
+        ("--method sgd", "expected one of diloco"),
+        ("--device abacus", "expected auto, cuda, mps or cpu"),
+        ("--data no-such-folder", "no-such-folder"),
+        ("--data empty", "expected a file or folder with text"),
+        ("--chaos --peers 1", "expected at least 2 peers, got 1"),
+        ("--chaos --rounds 4", "expected at least 5 rounds, got 4"),
+        ("--rounds many", "expected a whole number above 0, got 'many'"),
+        ("--peers 0", "expected a whole number above 0, got '0'"),
+    ],
+)
+def test_a_demo_that_cannot_be_is_refused_before_anything_starts(
+    atoll, tmp_path, arguments, expected
+):
+    (tmp_path / "empty").mkdir()
+    assert expected in refused(atoll("demo", "--out", "out", *arguments.split()))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_demo_overwrites_nothing(atoll, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    assert "choose another with --out" in refused(atoll("demo", "--out", "out"))
+    assert contents(tmp_path / "out") == {tmp_path / "out" / "thesis.tex": b"mine"}
+
+
 # --- against a coordinator as a process
 
 

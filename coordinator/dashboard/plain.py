@@ -78,12 +78,19 @@ def round_line(row: RoundSummary, before: RoundSummary | None, status: RunStatus
         f"loss {text.loss_text(row.loss)}",
         f"{text.count(rate):>5} tok/s",
         f"{text.size(row.wire_bytes):>7} sent",
-        f"util {text.percent(status.utilisation, decimals=1)}",
+        f"util {_utilisation(status)}",
         _members(row, status),
     ]
     if row.valid_loss is not None:
         fields.append(f"valid {text.loss_text(row.valid_loss)}")
     return "  ".join(fields)
+
+
+def _utilisation(status: RunStatus) -> str:
+    """Of the peers that are here, who may have left by the time that their last round is told."""
+    if not num_present(status):
+        return text.ABSENT
+    return text.percent(status.utilisation, decimals=1)
 
 
 def _members(row: RoundSummary, status: RunStatus) -> str:
@@ -102,10 +109,10 @@ def _event_line(event: Event, status: RunStatus) -> str:
 
 
 def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
-    if previous is not None and previous.state == current.state:
+    if _told_state(current) == (_told_state(previous) if previous is not None else ""):
         return []
     at = text.clock_time(current.now)
-    match current.state:
+    match _told_state(current):
         case "waiting":
             here = f"{num_present(current)} of {current.min_peers} here"
             return [f"{at}  waiting for peers: {here}"]
@@ -114,8 +121,15 @@ def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
             return [f"{at}  finished after {current.position} rounds: {tokens} tokens, loss {loss}"]
         case "stalled":
             return [f"{at}  stalled: no round has been committed for too long"]
-        case "training":
+        case _:
             return [] if previous is None else [f"{at}  training"]
+
+
+def _told_state(status: RunStatus) -> str:
+    """A run is called finished only once its last round was told."""
+    if status.state == "finished" and not _is_over(status):
+        return "training"
+    return status.state
 
 
 def _is_older(status: RunStatus, than: RunStatus) -> bool:

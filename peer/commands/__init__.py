@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-__all__ = ["SUMMARIES", "Subparsers", "new_parser", "print_json"]
+__all__ = ["SUMMARIES", "Subparsers", "add_stop_with_stdin", "new_parser", "print_json"]
 
 SUMMARIES = {
     "demo": "train across several peers on this machine and report",
@@ -41,6 +41,15 @@ def new_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser
+
+
+def add_stop_with_stdin(parser: argparse.ArgumentParser) -> None:
+    """Add the option by which a program makes sure that what it started ends with it."""
+    parser.add_argument(
+        "--stop-with-stdin",
+        action="store_true",
+        help="stop when standard input ends (for programs that start this one)",
+    )
 
 
 def print_json(value: object) -> None:

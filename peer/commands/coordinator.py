@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.peer.commands import Subparsers, new_parser, print_json
+from atoll.peer.commands import Subparsers, add_stop_with_stdin, new_parser, print_json
+from atoll.peer.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.coordinator.server import Running
@@ -54,10 +55,13 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the invite and more as a line of JSON")
     parser.add_argument("--quiet", action="store_true", help="no line per round")
+    add_stop_with_stdin(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the coordinator until it is told to stop."""
+    if args.stop_with_stdin:
+        stop_with_stdin()
     from atoll.coordinator.spec import RunSpec
     from atoll.peer.paths import coordinator_state_dir
 

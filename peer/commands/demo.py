@@ -2,19 +2,25 @@
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.peer.commands import Subparsers, new_parser, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from atoll.coordinator.spec import RunSpec
-    from atoll.peer.demo import Demo, DemoRun, Feed
+    from atoll.peer.demo import Demo, DemoRun, Feed, Show
     from atoll.peer.summary import Compared
 
 INNER_STEPS = 10
+BYTES = 256  # tokens
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LINGER_S = 3.0  # the finished dashboard stays this long before the summary
 
 
@@ -70,14 +76,51 @@ def run(args: argparse.Namespace) -> int:
     options = DemoOptions(
         spec=spec, peers=args.peers, out=out, device=args.device, chaos=args.chaos
     )
-    demo = Demo(options, say=_say)
     plain = args.plain or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
     _say(f"{args.peers} peers, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
-    finished = asyncio.run(_carry_out(demo, plain=plain))
+    demo = Demo(options, say=_say)
+    finished, stopped_by = asyncio.run(carry_out(demo, _lines if plain else _dashboard))
     if finished is None:
         _say("stopped")
-        return 130
+        return 128 + (stopped_by or signal.SIGINT)
     return report(finished, spec, args, out)
+
+
+async def carry_out(demo: "Demo", show: "Show") -> "tuple[DemoRun | None, signal.Signals | None]":
+    """Run a demo to its end, or until a signal: what came of it, and which signal ended it."""
+    with heed_signals(demo.kill) as received:
+        try:
+            return await demo.run(show), None
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            return None, received[0]
+
+
+@contextmanager
+def heed_signals(kill: "Callable[[], None]") -> "Iterator[list[signal.Signals]]":
+    """The first signal cancels the task that calls this, the next ones call ``kill`` as well.
+
+    Signals that whoever started us told us to ignore (nohup) are ignored.
+    """
+    received: list[signal.Signals] = []
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def note(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) > 1:
+            kill()
+        elif task is not None:
+            task.cancel()
+
+    for number in heeded:
+        loop.add_signal_handler(number, note, number)
+    try:
+        yield received
+    finally:
+        for number in heeded:
+            loop.remove_signal_handler(number)
 
 
 def report(finished: "DemoRun", spec: "RunSpec", args: argparse.Namespace, out: Path) -> int:
@@ -131,17 +174,16 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
 
     Raises:
         SpecError: an option has a value that no run can have.
-        DataError: the data is not there.
+        ModelError: there is no such preset.
+        DataError: the data is not there, or holds no text.
     """
     from atoll.coordinator.spec import RunSpec
-    from atoll.peer.errors import DataError
+    from atoll.peer.models import preset
 
+    preset(args.preset, vocab_size=BYTES, seq_len=1)
     source = args.data or "stdlib"
-    if args.data and not args.data.startswith("hf:"):
-        path = Path(args.data).expanduser().resolve()
-        if not path.exists():
-            raise DataError(f"{path}: expected a file or folder with text, got nothing there")
-        source = str(path)
+    if not source.startswith("hf:"):
+        source = _local_source(source)
     return RunSpec.from_dict(
         {
             "run": {"name": "demo", "rounds": args.rounds},
@@ -181,6 +223,18 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
     )
 
 
+def _local_source(source: str) -> str:
+    """The path of the data for processes with another working directory; it holds some text."""
+    from atoll.peer.data import documents
+    from atoll.peer.errors import DataError
+
+    if source != "stdlib":
+        source = str(Path(source).expanduser().resolve())
+    if next(documents(source), None) is None:
+        raise DataError(f"{source}: expected a file or folder with text, got none in it")
+    return source
+
+
 def _feedback(codec: str) -> float:
     """All of what compression lost comes back, but for unbiased codecs, which diverge with it."""
     from atoll.compression import CodecError, parse
@@ -189,10 +243,6 @@ def _feedback(codec: str) -> float:
         return 0.0 if parse(codec).mode == "unbiased" else 1.0
     except CodecError:
         return 1.0  # the spec says what is wrong with it
-
-
-async def _carry_out(demo: "Demo", *, plain: bool) -> "DemoRun | None":
-    return await demo.run(_lines if plain else _dashboard)
 
 
 async def _lines(feed: "Feed") -> bool:
@@ -212,10 +262,9 @@ async def _dashboard(feed: "Feed") -> bool:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def _say(line: str) -> None:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.peer.commands import Subparsers, new_parser
+from atoll.peer.commands import Subparsers, add_stop_with_stdin, new_parser
+from atoll.peer.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.peer.daemon import DaemonEvent
@@ -46,10 +47,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "--downlink", type=float, default=0.0, metavar="MBIT", help="download speed of this link"
     )
     parser.add_argument("--json", action="store_true", help="events as lines of JSON on stdout")
+    add_stop_with_stdin(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the peer until the run is finished or it is told to stop."""
+    if args.stop_with_stdin:
+        stop_with_stdin()
     from atoll.peer.commands.watching import read_invite
     from atoll.peer.daemon import DaemonOptions, PeerDaemon, stop_on_signals
     from atoll.peer.paths import peer_state_dir

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.coordinator.dashboard.plain import follow, lines, render_status
+from atoll.coordinator.dashboard.text import ABSENT
 from atoll.coordinator.status import Event
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]x[/red]\r\nround 99 \u202eevil\u0000"
@@ -55,6 +56,17 @@ def test_nothing_new_prints_nothing(sample):
 
 def test_an_older_state_prints_nothing(sample):
     assert lines(sample(10), sample(4)) == []
+
+
+def test_a_run_is_called_finished_after_its_last_round(sample):
+    done = sample(3, state="finished")
+    fresh = replace(done, now=done.history[-1].at + 1, peers=[])
+    settled = replace(fresh, now=done.history[-1].at + 4)
+    assert lines(sample(2), fresh) == []
+    *_, last, end = without_clock(lines(fresh, settled))
+    assert last.startswith("round   3/120")
+    assert f"util {ABSENT}" in last  # those who left took theirs along
+    assert end.startswith("finished after 3 rounds")
 
 
 def test_waiting_training_and_finished_are_said(sample):

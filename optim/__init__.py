@@ -1,5 +1,7 @@
 """Optimizers of Atoll: outer state, methods, and the seam to whatever reduces.
 
+The methods of the field are in `atoll.optim.methods`, by name; DiLoCo in three lines:
+
 model, inner = ...                      # yours
 diloco = DiLoCo(model, inner, reducer, inner_steps=30)
 for batch in data:
@@ -10,14 +12,21 @@ for batch in data:
 """
 
 from atoll.optim.defaults import outer_defaults
-from atoll.optim.diloco import DiLoCo, DiLoCoStatistics
+from atoll.optim.diloco import DiLoCo
 from atoll.optim.feedback import Feedback, Offer
-from atoll.optim.inprocess import GroupError, GroupStatistics, InProcessGroup
+from atoll.optim.inprocess import (
+    GossipGroup,
+    GroupError,
+    GroupStatistics,
+    InProcessGroup,
+    in_process,
+)
 from atoll.optim.layout import CELL, Layout, LayoutError
 from atoll.optim.outer import nesterov
 from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.state import Assembly, OuterState, StateError, merkle_root
 from atoll.optim.update import UpdateError, decode_update, encode_cells
+from atoll.optim.worker import Worker, WorkerStatistics
 
 __all__ = [
     "CELL",
@@ -25,8 +34,8 @@ __all__ = [
     "Commit",
     "Contribution",
     "DiLoCo",
-    "DiLoCoStatistics",
     "Feedback",
+    "GossipGroup",
     "GroupError",
     "GroupStatistics",
     "InProcessGroup",
@@ -37,8 +46,11 @@ __all__ = [
     "Reducer",
     "StateError",
     "UpdateError",
+    "Worker",
+    "WorkerStatistics",
     "decode_update",
     "encode_cells",
+    "in_process",
     "merkle_root",
     "nesterov",
     "outer_defaults",

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec
-from atoll.optim.layout import cell_slices
-from atoll.optim.update import decode_cells, encode_cells
+from atoll.optim.fragments import Dims, decode_pieces, encode_pieces, grid, piece_slices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +34,10 @@ class Offer:
     """w of x = delta + beta g / w; 0 sends delta alone and leaves g."""
 
     frames: tuple[bytes, ...]
-    """Codec frames, one a grid cell."""
+    """Codec frames, one a piece."""
 
     squares: tuple[float, ...]
-    """Sum of squares of d, one a grid cell."""
+    """Sum of squares of d, one a piece."""
 
     change_N: Tensor | None  # noqa: N815
     """What inclusion at this weight adds to g: w (x - d) - g. None where g can't change."""
@@ -52,13 +51,21 @@ class Offer:
 class Feedback:
     """The residual of one peer for one fragment."""
 
-    def __init__(self, numel: int, codec: Codec, *, beta: float = 1.0) -> None:
+    def __init__(
+        self,
+        numel: int,
+        codec: Codec,
+        *,
+        beta: float = 1.0,
+        pieces: Sequence[Dims] | None = None,
+    ) -> None:
         """Start with no residual, as a joiner does.
 
         Args:
             numel: N, numbers of the fragment.
             codec: encodes what is sent; feedback needs one that is not unbiased.
             beta: share of the residual that comes back; 0 keeps none.
+            pieces: shapes of what is encoded one by one; the cells of the grid by default.
 
         Raises:
             ValueError: when beta is outside [0, 1], or above 0 with an unbiased codec, whose
@@ -74,6 +81,8 @@ class Feedback:
         self.beta = beta
         self.codec = codec
         self.numel = numel
+        self.pieces = grid(numel) if pieces is None else tuple(pieces)
+        self._slices = piece_slices(self.pieces)
         self.mass_N = torch.zeros(numel if beta > 0 else 0)
 
     def offer(self, delta_N: Tensor, weight: float) -> Offer:
@@ -87,9 +96,9 @@ class Feedback:
             CodecError: when delta holds NaN or infinity.
         """
         x_N = self._with_residual(delta_N, weight)
-        frames = encode_cells(self.codec, x_N)
-        d_N = decode_cells(self.codec, frames, self.numel)
-        squares = tuple(float(d_N[cell].double().square().sum()) for cell in self._cells())
+        frames = encode_pieces(self.codec, x_N, self.pieces)
+        d_N = decode_pieces(self.codec, frames, self.pieces)
+        squares = tuple(float(d_N[piece].double().square().sum()) for piece in self._slices)
         return Offer(
             weight=weight,
             frames=tuple(frames),
@@ -98,20 +107,20 @@ class Feedback:
         )
 
     def settle(self, offer: Offer, included: Tensor, *, weight: float) -> None:
-        """Take the residual of an offer that was included, cell by cell.
+        """Take the residual of an offer that was included, piece by piece.
 
         Args:
             offer: what `offer` gave.
-            included: bool a grid cell.
+            included: bool a piece.
             weight: weight x clip factor that it was counted with. Where that is less than
                 offered, less of the old residual has left, and the rest stays.
         """
         if offer.change_N is None:
             return
         share = weight / offer.weight
-        for cell, counted in zip(self._cells(), included.tolist(), strict=True):
+        for piece, counted in zip(self._slices, included.tolist(), strict=True):
             if counted:
-                self.mass_N[cell] += offer.change_N[cell] * share
+                self.mass_N[piece] += offer.change_N[piece] * share
 
     def owner_credit(self, part: slice, lost: Tensor) -> None:
         """Keep what the owner's encoding of a part lost: g += W (a - u).
@@ -147,9 +156,6 @@ class Feedback:
                 f"got {state['mass_N'].numel()}"
             )
         self.mass_N.copy_(state["mass_N"])
-
-    def _cells(self) -> Sequence[slice]:
-        return list(cell_slices(self.numel))
 
     def _with_residual(self, delta_N: Tensor, weight: float) -> Tensor:
         if self.beta == 0 or weight == 0:

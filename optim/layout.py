@@ -116,6 +116,30 @@ class Layout:
             for piece, param in zip(self.split(params_N), self._parameters(module), strict=True):
                 param.copy_(piece)
 
+    def gradient(self, module: nn.Module) -> Tensor:
+        """Copy a module's gradients to a new vector; zeros where there is none.
+
+        Returns:
+            grad_N, fp32 on the CPU.
+
+        Raises:
+            LayoutError: when the module is not of this layout.
+        """
+        grad_N = torch.zeros(self.numel, dtype=torch.float32)
+        for piece, param in zip(self.split(grad_N), self._parameters(module), strict=True):
+            if param.grad is not None:
+                piece.copy_(param.grad.detach())
+        return grad_N
+
+    def load_gradient_(self, module: nn.Module, grad_N: Tensor) -> None:
+        """Put a vector in place of a module's gradients, in the dtype and on the device they have.
+
+        Raises:
+            LayoutError: when the module or the vector is not of this layout.
+        """
+        for piece, param in zip(self.split(grad_N), self._parameters(module), strict=True):
+            param.grad = piece.to(dtype=param.dtype, device=param.device, copy=True)
+
     def split(self, vector_N: Tensor) -> list[Tensor]:
         """Views of a vector in the shapes of the parameters.
 

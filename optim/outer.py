@@ -1,19 +1,31 @@
-"""The outer step: state(e+1) = apply(state(e), update(e)), to the bit on every device.
+"""Outer steps: state(e+1) = apply(state(e), update(e)), to the bit on every device.
 
-Only fp32 add, sub and mul, each rounded once, in a fixed order; nothing fused, no division by a
-scalar, no reduction. Scalars are fp32 and travel as fp32 bits. `tests/optim/test_outer.py` holds
-this to a checked-in digest.
+Only fp32 add, sub and mul, sign and clamp, each rounded once, in a fixed order; nothing fused, no
+division by a scalar, no reduction. Scalars are fp32 and travel as fp32 bits.
+`tests/optim/test_outer.py` holds each rule to a checked-in digest.
 """
 
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from atoll.optim.fragments import Fragment
 from atoll.optim.state import OuterState, StateError
 
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Reads params, momentum and update, and writes new params and new momentum; F values each."""
 
-def nesterov(state: OuterState, update_N: Tensor, *, lr: float, momentum: float) -> OuterState:
+
+def nesterov(
+    state: OuterState,
+    update_F: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    fragment: Fragment | None = None,
+) -> OuterState:
     """One outer step of DiLoCo (arXiv:2311.08105): Nesterov on the averaged pseudo-gradient.
 
         m' = mu m + u        theta' = theta - lr (u + mu m')
@@ -22,31 +34,130 @@ def nesterov(state: OuterState, update_N: Tensor, *, lr: float, momentum: float)
 
     Args:
         state: parameters theta and momentum m, N each; left as it is.
-        update_N: u, the decoded update, fp32 on the CPU.
+        update_F: u, the decoded update, fp32 on the CPU.
         lr: outer learning rate, rounded to fp32.
         momentum: mu, rounded to fp32.
+        fragment: what the update is of; all values by default. The others keep their bits.
 
     Returns:
         A new state in new buffers, one position on.
 
     Raises:
-        StateError: when the update is no fp32 CPU vector of N values, or a scalar is not finite.
+        StateError: when the update is no fp32 CPU vector of F values, or a scalar is not finite.
     """
-    if update_N.shape != state.params_N.shape or update_N.dtype != torch.float32:
-        raise StateError(
-            f"expected an fp32 update of {state.layout.numel} values, "
-            f"got {update_N.dtype} of shape {tuple(update_N.shape)}"
-        )
     lr_, mu = _scalar(lr), _scalar(momentum)
-    new = OuterState.blank(state.layout, state.position + 1)
-    torch.mul(state.momentum_N, mu, out=new.momentum_N)
-    torch.add(new.momentum_N, update_N, out=new.momentum_N)
-    step_N = new.params_N
-    torch.mul(new.momentum_N, mu, out=step_N)
-    torch.add(update_N, step_N, out=step_N)
-    torch.mul(step_N, lr_, out=step_N)
-    torch.sub(state.params_N, step_N, out=new.params_N)
-    return new
+
+    def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
+        torch.mul(m, mu, out=new_m)
+        torch.add(new_m, u, out=new_m)
+        torch.mul(new_m, mu, out=new_params)
+        torch.add(u, new_params, out=new_params)
+        torch.mul(new_params, lr_, out=new_params)
+        torch.sub(params, new_params, out=new_params)
+
+    return _stepped(state, update_F, rule, fragment)
+
+
+def heavy_ball(
+    state: OuterState, update_F: Tensor, *, lr: float, momentum: float, scale: float, clip: float
+) -> OuterState:
+    """One outer step of CO2 (arXiv:2401.16265): momentum that is clipped value by value.
+
+        m' = clamp(mu m + scale u, -clip, clip)        theta' = theta - lr m'
+
+    With scale 1 and an infinite clip it is SlowMo's (arXiv:1910.00643) for a constant inner rate.
+
+    Args:
+        state: parameters and momentum; left as it is.
+        update_F: u, the decoded update.
+        lr: outer learning rate.
+        momentum: mu.
+        scale: 1 / staleness penalty.
+        clip: largest magnitude of a momentum; infinity for none.
+
+    Raises:
+        StateError: as `nesterov`.
+    """
+    lr_, mu, scale_ = _scalar(lr), _scalar(momentum), _scalar(scale)
+    bound = torch.tensor(clip, dtype=torch.float32)
+
+    def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
+        torch.mul(m, mu, out=new_m)
+        torch.mul(u, scale_, out=new_params)
+        torch.add(new_m, new_params, out=new_m)
+        torch.clamp(new_m, -bound, bound, out=new_m)
+        torch.mul(new_m, lr_, out=new_params)
+        torch.sub(params, new_params, out=new_params)
+
+    return _stepped(state, update_F, rule, None)
+
+
+def descend(
+    state: OuterState,
+    update_F: Tensor,
+    *,
+    lr: float,
+    decay: float = 0.0,
+    signed: bool = False,
+    fragment: Fragment | None = None,
+) -> OuterState:
+    """Plain descent, along the update or its sign; momentum keeps its bits.
+
+        theta' = (1 - lr decay) theta - lr u        or sign(u) in place of u
+
+    Args:
+        state: parameters; left as it is.
+        update_F: u, the decoded update.
+        lr: learning rate.
+        decay: decoupled weight decay; 1 - lr decay is rounded to fp32 once.
+        signed: take the sign of u, 0 where it is 0.
+        fragment: what the update is of; all values by default.
+
+    Raises:
+        StateError: as `nesterov`.
+    """
+    lr_, kept = _scalar(lr), _scalar(1.0 - lr * decay)
+
+    def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
+        new_m.copy_(m)
+        step = torch.mul(torch.sign(u) if signed else u, lr_)
+        torch.mul(params, kept, out=new_params)
+        torch.sub(new_params, step, out=new_params)
+
+    return _stepped(state, update_F, rule, fragment)
+
+
+def gossip(
+    state: OuterState, update_2N: Tensor, *, lr: float, momentum: float, pull: float
+) -> OuterState:
+    """One outer step of NoLoCo (arXiv:2506.10911), on a state of one's own.
+
+        m' = mu m - lr u + pull v        theta' = theta + m'
+
+    Args:
+        state: this peer's slow weights theta and momentum m; left as it is.
+        update_2N: u, the pair's mean pseudo-gradient, then v, its mean weights less one's own.
+        lr: outer learning rate.
+        momentum: mu.
+        pull: how much of the difference to the pair's mean is closed.
+
+    Raises:
+        StateError: as `nesterov`.
+    """
+    numel = state.layout.numel
+    _require(update_2N, 2 * numel)
+    lr_, mu, pull_ = _scalar(lr), _scalar(momentum), _scalar(pull)
+    v_N = update_2N[numel:]
+
+    def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
+        torch.mul(m, mu, out=new_m)
+        torch.mul(u, lr_, out=new_params)
+        torch.sub(new_m, new_params, out=new_m)
+        torch.mul(v_N, pull_, out=new_params)
+        torch.add(new_m, new_params, out=new_m)
+        torch.add(params, new_m, out=new_params)
+
+    return _stepped(state, update_2N[:numel], rule, None)
 
 
 def to_fp32(value: float) -> float:
@@ -62,6 +173,34 @@ def to_fp32(value: float) -> float:
     if rounded - rounded != 0.0:
         raise StateError(f"expected a finite fp32 number, got {value}")
     return rounded
+
+
+def _stepped(
+    state: OuterState, update_F: Tensor, rule: Rule, fragment: Fragment | None
+) -> OuterState:
+    numel = state.layout.numel
+    new = OuterState.blank(state.layout, state.position + 1)
+    if fragment is None or fragment.is_whole(numel):
+        _require(update_F, numel)
+        rule(state.params_N, state.momentum_N, update_F, new.params_N, new.momentum_N)
+        return new
+    _require(update_F, fragment.numel)
+    params_F, momentum_F = fragment.take(state.params_N), fragment.take(state.momentum_N)
+    new_params_F, new_momentum_F = torch.empty_like(params_F), torch.empty_like(params_F)
+    rule(params_F, momentum_F, update_F, new_params_F, new_momentum_F)
+    new.params_N.copy_(state.params_N)
+    new.momentum_N.copy_(state.momentum_N)
+    fragment.put_(new.params_N, new_params_F)
+    fragment.put_(new.momentum_N, new_momentum_F)
+    return new
+
+
+def _require(update: Tensor, numel: int) -> None:
+    if update.shape != (numel,) or update.dtype != torch.float32:
+        raise StateError(
+            f"expected an fp32 update of {numel} values, "
+            f"got {update.dtype} of shape {tuple(update.shape)}"
+        )
 
 
 def _scalar(value: float) -> Tensor:

@@ -24,7 +24,8 @@ class Contribution:
     """The peer's own count of windows, from 0; names the contribution with its fragment."""
 
     delta_N: Tensor  # noqa: N815
-    """Pseudo-gradient, synced minus local, fp32 on the CPU, all finite."""
+    """Pseudo-gradient, synced minus local, or what else the method sends, of the fragment's
+    values in its order; fp32 on the CPU, all finite."""
 
     tokens: int
     """Tokens behind delta since the last contribution that was included; 0 gives it weight 0."""
@@ -34,6 +35,10 @@ class Contribution:
 
     loss: float
     """Mean training loss of these steps; NaN where the caller does not tell."""
+
+    lr: float = 0.0
+    """Inner learning rate at the end of the window, for methods whose outer step follows it; the
+    same for all peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +55,9 @@ class Commit:
     """The new synced parameters, fp32 on the CPU, all of the model. Read only."""
 
     included: Tensor | None
-    """Bool per grid cell: where my contribution is in. None: nowhere; the drift still holds it.
-    A contribution of weight 0 counts as included: its work is dropped, as a joiner's first
-    window is meant to be."""
+    """Bool per piece of the fragment: where my contribution is in. None: nowhere; the drift still
+    holds it. A contribution of weight 0 counts as included: its work is dropped, as a joiner's
+    first window is meant to be."""
 
     settles: bool = True
     """Whether this entry decides my pending contribution. False for an earlier entry that
@@ -64,6 +69,10 @@ class Commit:
     reset: bool = False
     """Drop drift and pending contribution and take params_N as they are: this peer's work is
     too late, too large, or its outcome unknown."""
+
+    update_N: Tensor | None = None  # noqa: N815
+    """The decoded update of the fragment, for methods that apply it to more than the synced
+    parameters. Read only."""
 
 
 Settle = Callable[[Commit], None]

@@ -14,7 +14,7 @@ from typing import Literal
 
 from atoll.optim.outer import to_fp32
 
-WeightRule = Literal["rate", "tokens"]
+WeightRule = Literal["rate", "tokens", "equal"]
 
 MAX_TOKENS = 1 << 40  # a window of a day at 12 million tokens/s
 MAX_STEPS = 1 << 24  # a window of a day at 194 steps/s
@@ -33,7 +33,7 @@ def work_weight(tokens: int, steps: int, rule: WeightRule = "rate") -> float:
         tokens: tokens behind the pseudo-gradient; 0 for a contribution that must not count.
         steps: inner steps behind it.
         rule: "rate" is tokens / steps: a pseudo-gradient already grows with its steps, so plain
-            tokens would count speed twice. "tokens" is the plain rule.
+            tokens would count speed twice. "tokens" is the plain rule, "equal" gives everyone 1.
 
     Returns:
         A weight rounded to fp32, as entries carry it.
@@ -50,6 +50,8 @@ def work_weight(tokens: int, steps: int, rule: WeightRule = "rate") -> float:
         return 0.0
     if steps == 0:
         raise WorkRefused(f"expected steps behind {tokens} tokens, got 0")
+    if rule == "equal":
+        return 1.0
     return to_fp32(tokens / steps if rule == "rate" else tokens)
 
 
@@ -67,12 +69,15 @@ def cap_weights(weights: Sequence[float]) -> list[float]:
     return [min(weight, cap) for weight in weights]
 
 
-def clip_factors(norms: Sequence[float], steps: Sequence[int]) -> list[float]:
-    """Factors that bring each contribution's norm a step to at most twice the median.
+def clip_factors(
+    norms: Sequence[float], steps: Sequence[int], *, at: float = CLIP_AT
+) -> list[float]:
+    """Factors that bring each contribution's norm a step to at most `at` times the median.
 
     Args:
         norms: Euclidean norms of the contributions; 0 for one of weight 0.
         steps: inner steps behind each; a norm is divided by them, as it grows with them.
+        at: the bound, in medians.
 
     Returns:
         Factors in (0, 1], fp32; 1 for most. A contribution of norm 0 gets 1 and does not count
@@ -88,7 +93,7 @@ def clip_factors(norms: Sequence[float], steps: Sequence[int]) -> list[float]:
     positive = [rate for rate in rates if rate > 0]
     if not positive:
         return [1.0 for _ in rates]
-    bound = CLIP_AT * median_low(positive)
+    bound = at * median_low(positive)
     return [1.0 if rate <= bound else to_fp32(bound / rate) for rate in rates]
 
 

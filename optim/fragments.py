@@ -1,0 +1,244 @@
+"""Which values of the flat vector sync together, in which order, and in which pieces.
+
+A fragment is a set of values of the layout's vector. It is cut into pieces, and each piece is
+one codec frame: cells of 65,536 values for codecs that look at single values, whole tensors for
+codecs that look at shapes.
+
+    whole        all values, in cells
+    by_tensor    all values, a piece a tensor (codecs of matrices: `dct`)
+    tiled        all values, a piece a tensor, matrices in tiles of 64 x 64 (SparseLoCo)
+    sequential   consecutive blocks of layers (Streaming DiLoCo)
+    strided      every n-th block of layers, the one that the paper found best
+
+    FragmentError (ValueError)   more fragments than blocks, or frames that do not fit
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from atoll.compression import Codec, CodecError
+from atoll.optim.layout import CELL, Layout
+
+TILE = 64  # SparseLoCo's and DeMo's chunks: 64 x 64 values
+_BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
+Dims = tuple[int, ...]
+
+
+class FragmentError(ValueError):
+    """A layout that can't be cut like this, or frames that do not fit a fragment."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fragment:
+    """Some values of a layout's vector, F of its N."""
+
+    spans: tuple[tuple[int, int], ...]
+    """Start and stop of each run of values in the flat vector, rising."""
+
+    pieces: tuple[Dims, ...]
+    """Shapes of what is encoded one by one; together F values."""
+
+    order_F: Tensor | None = None  # noqa: N815
+    """Where each value lies among those of the spans (int64); None: in their order."""
+
+    @cached_property
+    def numel(self) -> int:
+        """F, the number of values."""
+        return sum(stop - start for start, stop in self.spans)
+
+    @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        """Values of each piece."""
+        return piece_slices(self.pieces)
+
+    def is_whole(self, numel: int) -> bool:
+        """Whether it is all of a vector of `numel` values, in order."""
+        return self.spans == ((0, numel),) and self.order_F is None
+
+    def take(self, vector_N: Tensor) -> Tensor:
+        """The fragment's values, in its order; a view where it is the whole vector."""
+        if len(self.spans) == 1:
+            start, stop = self.spans[0]
+            values_F = vector_N[start:stop]
+        else:
+            values_F = torch.cat([vector_N[start:stop] for start, stop in self.spans])
+        return values_F if self.order_F is None else values_F[self.order_F]
+
+    def put_(self, vector_N: Tensor, values_F: Tensor) -> None:
+        """Write the fragment's values back to where they belong."""
+        if self.order_F is not None:
+            ordered_F = torch.empty_like(values_F)
+            ordered_F[self.order_F] = values_F
+            values_F = ordered_F
+        at = 0
+        for start, stop in self.spans:
+            vector_N[start:stop] = values_F[at : at + stop - start]
+            at += stop - start
+
+
+def whole(layout: Layout) -> Fragment:
+    """All values, in cells of the grid."""
+    return Fragment(spans=((0, layout.numel),), pieces=grid(layout.numel))
+
+
+def by_tensor(layout: Layout) -> Fragment:
+    """All values, a piece a tensor in its own shape."""
+    return Fragment(spans=((0, layout.numel),), pieces=layout.shapes)
+
+
+def tiled(layout: Layout) -> Fragment:
+    """All values, a piece a tensor, with the values of each 64 x 64 tile of a matrix in a run.
+
+    Whole tiles come first, row by row; what is left at the right and at the bottom follows.
+    Tensors of more dimensions are the matrix [dims[0], rest]; vectors keep their order.
+    """
+    orders, start = [], 0
+    for shape, size in zip(layout.shapes, layout.sizes, strict=True):
+        orders.append(_tile_order(shape) + start)
+        start += size
+    pieces = tuple((size,) for size in layout.sizes)
+    return Fragment(spans=((0, layout.numel),), pieces=pieces, order_F=torch.cat(orders))
+
+
+def sequential(layout: Layout, count: int) -> tuple[Fragment, ...]:
+    """Fragments of consecutive blocks, as even in blocks as they go.
+
+    A block is what shares the first number in its names (`blocks.3.`); what comes before the
+    first block joins it, what comes after the last joins that.
+
+    Raises:
+        FragmentError: when there are fewer blocks than fragments.
+    """
+    blocks = _blocks(layout)
+    _require(blocks, count)
+    return _fragments(layout, [block * count // len(blocks) for block in range(len(blocks))])
+
+
+def strided(layout: Layout, count: int) -> tuple[Fragment, ...]:
+    """Fragments of every `count`-th block; blocks as in `sequential`.
+
+    Raises:
+        FragmentError: when there are fewer blocks than fragments.
+    """
+    blocks = _blocks(layout)
+    _require(blocks, count)
+    return _fragments(layout, [block % count for block in range(len(blocks))])
+
+
+def grid(numel: int) -> tuple[Dims, ...]:
+    """Pieces of one cell each, the last one perhaps shorter."""
+    full, rest = divmod(numel, CELL)
+    return ((CELL,),) * full + (((rest,),) if rest else ())
+
+
+def piece_slices(pieces: Sequence[Dims]) -> tuple[slice, ...]:
+    """Values of each piece, one after the other."""
+    slices, start = [], 0
+    for dims in pieces:
+        stop = start + math.prod(dims)
+        slices.append(slice(start, stop))
+        start = stop
+    return tuple(slices)
+
+
+def encode_pieces(codec: Codec, values_F: Tensor, pieces: Sequence[Dims]) -> list[bytes]:
+    """Encode values piece by piece.
+
+    Raises:
+        CodecError: when they hold NaN or infinity.
+    """
+    cuts = zip(piece_slices(pieces), pieces, strict=True)
+    return [codec.encode(values_F[cut].view(dims)) for cut, dims in cuts]
+
+
+def decode_pieces(codec: Codec, frames: Sequence[bytes], pieces: Sequence[Dims]) -> Tensor:
+    """Decode the frames of `encode_pieces`.
+
+    Returns:
+        values_F, fp32 on the CPU.
+
+    Raises:
+        FragmentError: when the number of frames is wrong, or one does not decode.
+    """
+    if len(frames) != len(pieces):
+        raise FragmentError(f"expected {len(pieces)} frames, got {len(frames)}")
+    slices = piece_slices(pieces)
+    values_F = torch.empty(slices[-1].stop, dtype=torch.float32)
+    for index, (frame, cut, dims) in enumerate(zip(frames, slices, pieces, strict=True)):
+        try:
+            codec.decode(frame, dims, out=values_F[cut].view(dims))
+        except CodecError as error:
+            raise FragmentError(f"piece {index}: {error}") from error
+    return values_F
+
+
+def _tile_order(shape: Dims) -> Tensor:
+    """Flat positions of a tensor's values, whole tiles first; int64."""
+    numel = math.prod(shape)
+    if len(shape) < 2:
+        return torch.arange(numel)
+    rows, columns = shape[0], numel // shape[0]
+    at_RC = torch.arange(numel).view(rows, columns)
+    down, across = rows // TILE * TILE, columns // TILE * TILE
+    tiles = at_RC[:down, :across].reshape(down // TILE, TILE, across // TILE, TILE)
+    edges = (tiles.transpose(1, 2), at_RC[:down, across:], at_RC[down:])
+    return torch.cat([part.reshape(-1) for part in edges])
+
+
+def _blocks(layout: Layout) -> list[list[int]]:
+    """Indices of the parameters of each block, in order."""
+    numbers: list[int | None] = []
+    for name in layout.names:
+        match = _BLOCK.search(name)
+        numbers.append(int(match[1]) if match else None)
+    found = sorted({number for number in numbers if number is not None})
+    if not found:
+        return [list(range(len(numbers)))]
+    blocks: dict[int, list[int]] = {number: [] for number in found}
+    current = found[0]
+    for index, number in enumerate(numbers):
+        current = current if number is None else number
+        blocks[current].append(index)
+    return list(blocks.values())
+
+
+def _require(blocks: list[list[int]], count: int) -> None:
+    if not 1 <= count <= len(blocks):
+        raise FragmentError(
+            f"expected 1 to {len(blocks)} fragments for a model of {len(blocks)} blocks, "
+            f"got {count}"
+        )
+
+
+def _fragments(layout: Layout, fragment_of: list[int]) -> tuple[Fragment, ...]:
+    starts = [0]
+    for size in layout.sizes:
+        starts.append(starts[-1] + size)
+    members: dict[int, list[int]] = {}
+    for block, fragment in zip(_blocks(layout), fragment_of, strict=True):
+        members.setdefault(fragment, []).extend(block)
+    return tuple(
+        _of_spans(_joined([(starts[i], starts[i + 1]) for i in sorted(members[fragment])]))
+        for fragment in sorted(members)
+    )
+
+
+def _of_spans(spans: tuple[tuple[int, int], ...]) -> Fragment:
+    return Fragment(spans=spans, pieces=grid(sum(stop - start for start, stop in spans)))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Neighbouring runs as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

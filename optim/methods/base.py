@@ -1,0 +1,140 @@
+"""What every method is: what it sends, over which fragments, when, and how an update is applied.
+
+A method is a frozen dataclass. Its fields are what a run agrees upon, and its spec string names it
+completely (`parse(method.spec) == method`). It has two sides:
+
+    the log's     `fragments`, `reduction`, `apply`, and how contributions are weighed and encoded:
+                  pure functions that a reducer calls; nothing in them depends on a model
+    a peer's      `worker`: the object in the training loop, which says what is sent and when, and
+                  how the peer's own parameters follow the common ones
+
+Neither knows how bytes travel. A method is one file in this folder:
+
+    @register
+    @dataclass(frozen=True, kw_only=True)
+    class MyMethod(Method):
+        name: ClassVar[str] = "mine"
+        def apply(self, state, update_F, *, fragment, lr): ...
+        def worker(self, model, inner, reducer, *, inner_steps): ...
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.compression import Codec, Int8
+from atoll.optim.fragments import Fragment, whole
+from atoll.optim.layout import Layout
+from atoll.optim.reducer import Reducer
+from atoll.optim.state import OuterState
+from atoll.optim.weights import CLIP_AT, WeightRule
+
+if TYPE_CHECKING:
+    from atoll.optim.worker import Worker
+
+Shape = Literal["mean", "gather", "low-rank", "pairs"]
+InnerName = Literal["adamw", "muon", "lion", "sgd"]
+
+
+class MethodError(ValueError):
+    """An unknown method or option, or a value that it can't have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """Options that all methods have, and what a reducer and a training loop ask of them."""
+
+    name: ClassVar[str]
+    """Name in specs and in RUN.toml."""
+
+    inner: ClassVar[InnerName] = "adamw"
+    """The inner optimizer that the paper takes."""
+
+    every_step: ClassVar[bool] = False
+    """Whether a window is always one step, because gradients are sent."""
+
+    codec: Codec = field(default_factory=Int8)
+    """Encodes what is sent, and a mean that is sent back."""
+
+    feedback: float = 1.0
+    """Share of what the codec lost that comes back (error feedback); 0 for none."""
+
+    weights: WeightRule = "rate"
+    """Rule by which contributions are weighed."""
+
+    clip_at: float = CLIP_AT
+    """Norms are clipped to so many medians; 0 for no clipping."""
+
+    @property
+    def reduction(self) -> Shape:
+        """How contributions become an update.
+
+        "mean": each part's owner encodes the mean once. "gather": everyone decodes everyone's
+        contribution. "low-rank": factors of matrices, in two exchanges. "pairs": by gossip, on
+        states of one's own.
+        """
+        return "mean"
+
+    def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
+        """What syncs together; one fragment by default."""
+        return (whole(layout),)
+
+    @abstractmethod
+    def apply(
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float
+    ) -> OuterState:
+        """The next state; the same bits on every device (`atoll.optim.outer`).
+
+        Args:
+            state: left as it is.
+            update_F: the decoded update of the fragment.
+            fragment: one of `fragments`.
+            lr: inner learning rate at the end of the window.
+        """
+
+    @abstractmethod
+    def worker(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+    ) -> Worker:
+        """Join the reducer; the object that takes the place of `inner` in the training loop.
+
+        Args:
+            model: any module; its trainable parameters sync.
+            inner: optimizer over these parameters.
+            reducer: of a group that runs this method.
+            inner_steps: H; methods that send gradients take 1.
+        """
+
+    @cached_property
+    def spec(self) -> str:
+        """The string that `parse` turns back into this method."""
+        changed = [
+            f"{f.name}={_text(getattr(self, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != _default(f)
+        ]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+def require(condition: bool, expected: str, got: object) -> None:
+    """Refuse an option.
+
+    Raises:
+        MethodError: unless the condition holds.
+    """
+    if not condition:
+        raise MethodError(f"expected {expected}, got {got}")
+
+
+def _text(value: object) -> str:
+    return value.spec if isinstance(value, Codec) else str(value)
+
+
+def _default(option: Field[Any]) -> object:
+    return option.default_factory() if option.default_factory is not MISSING else option.default

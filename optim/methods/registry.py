@@ -1,0 +1,108 @@
+"""Spec strings of methods: `streaming(fragments=4, tau=5, codec=int4)`.
+
+Grammar::
+
+    spec := name | name "(" key "=" value ("," key "=" value)* ")"
+"""
+
+import re
+import typing
+from dataclasses import fields
+from typing import TypeVar
+
+from atoll.compression import Codec, CodecError
+from atoll.compression import parse as parse_codec
+from atoll.compression.registry import split_top
+from atoll.optim.methods.base import Method, MethodError
+
+MAX_SPEC_CHARS = 1_000  # longer than any sensible spec; bounds the work on a hostile one
+
+_METHODS: dict[str, type[Method]] = {}
+_SPEC = re.compile(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_M = TypeVar("_M", bound=type[Method])
+
+
+def register(method: _M) -> _M:
+    """Make a method known to `parse`; a class decorator."""
+    if method.name in _METHODS:
+        raise ValueError(f"method {method.name!r} is taken")
+    _METHODS[method.name] = method
+    return method
+
+
+def names() -> list[str]:
+    """Names of all methods, sorted."""
+    return sorted(_METHODS)
+
+
+def parse(spec: str, **options: object) -> Method:
+    """The method that `spec` names, with `options` in place of the spec's or the defaults.
+
+    Options are values of their fields' types, or texts as in a spec.
+
+    Raises:
+        MethodError: an unknown name or option, or a value that it can't have; it names the known
+            ones.
+        CodecError: a codec that does not exist.
+    """
+    if len(spec) > MAX_SPEC_CHARS:
+        raise MethodError(f"expected a spec of at most {MAX_SPEC_CHARS} characters, got more")
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise MethodError(f"expected name or name(key=value, ...), got {spec!r}")
+    if match[1] not in _METHODS:
+        raise MethodError(f"expected one of the methods {', '.join(names())}; got {match[1]!r}")
+    method = _METHODS[match[1]]
+    return _construct(method, _items(method, match[2] or "") | options)
+
+
+def _items(method: type[Method], text: str) -> dict[str, object]:
+    try:
+        items = [item for item in split_top(text, ",") if item.strip()]
+    except CodecError as error:
+        raise MethodError(f"{method.name}: {error}") from None
+    found: dict[str, object] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or key.strip() in found:
+            raise MethodError(f"{method.name}: expected key=value, each key once; got {item!r}")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _construct(method: type[Method], options: dict[str, object]) -> Method:
+    kinds = typing.get_type_hints(method)
+    known = [f.name for f in fields(method)]
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        raise MethodError(
+            f"{method.name}: expected options among {', '.join(known)}; got {', '.join(unknown)}"
+        )
+    return method(**{key: _value(key, value, kinds[key]) for key, value in options.items()})
+
+
+def _value(key: str, value: object, kind: object) -> typing.Any:  # noqa: ANN401 - by the field
+    if not isinstance(value, str):
+        return value
+    if kind is Codec:
+        return parse_codec(value)
+    if typing.get_origin(kind) is typing.Literal:
+        return _choice(key, value, typing.get_args(kind))
+    if kind is bool:
+        return _choice(key, value, ("True", "False")) == "True"
+    if kind in (int, float):
+        return _number(key, value, kind)
+    return value
+
+
+def _choice(key: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise MethodError(f"expected {key} to be one of {', '.join(allowed)}; got {value!r}")
+    return value
+
+
+def _number(key: str, value: str, kind: object) -> float:
+    try:
+        return int(value) if kind is int else float(value)
+    except ValueError:
+        raise MethodError(f"expected a number in {key}, got {value!r}") from None

@@ -1,0 +1,288 @@
+"""How the contributions of a group become one update: the arithmetic of a round in one process.
+
+    MeanReduction      owners of parts encode the weighted mean once; all decode the same frames
+    GatherReduction    everyone gets everyone's frames and takes the mean of what they decode to
+    LowRankReduction   PowerSGD: means of P, then of Q, and a product that all compute alike
+
+Weights, caps, clip factors and error feedback are the ones of a real round (docs/protocol.md).
+Bytes are the lengths of real frames: what each worker would have sent and received as payload.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.compression import Codec, LowRank, PowerSGD
+from atoll.optim.feedback import Feedback, Offer
+from atoll.optim.fragments import Fragment, decode_pieces, encode_pieces
+from atoll.optim.layout import Layout
+from atoll.optim.methods.base import Method, MethodError
+from atoll.optim.reducer import Contribution
+from atoll.optim.weights import cap_weights, clip_factors, work_weight
+
+MIN_COMPRESSION_RATE = 2.0  # of PyTorch's PowerSGD hook: what shrinks by less is sent as it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """What one reduction came to."""
+
+    update_F: Tensor  # noqa: N815
+    """The decoded update that everyone applies."""
+
+    body_bytes: int
+    """Length of the update."""
+
+    wire_bytes: int
+    """Payload that all workers together sent."""
+
+    clipped: int = 0
+    """Contributions whose norm was clipped."""
+
+
+class Reduction(ABC):
+    """Reduces one fragment of a group; keeps what its members' codecs lost."""
+
+    def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
+        """Start with no residual.
+
+        Raises:
+            ValueError: when feedback does not go with the codec.
+        """
+        self.method = method
+        self.fragment = fragment
+        self.size = size
+
+    def weights(self, contributions: Sequence[Contribution]) -> list[float]:
+        """Capped weights; all 0 when nothing counts."""
+        rule = self.method.weights
+        return cap_weights([work_weight(c.tokens, c.steps, rule) for c in contributions])
+
+    @abstractmethod
+    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
+        """One update of all contributions; their weights add up to more than 0."""
+
+    @abstractmethod
+    def member_state(self, index: int) -> dict[str, Any]:
+        """What one member has to keep."""
+
+    @abstractmethod
+    def load_member_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Take over what `member_state` gave."""
+
+
+class WithFeedback(Reduction):
+    """A reduction whose members keep residuals by `Feedback`."""
+
+    def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
+        """As `Reduction`."""
+        super().__init__(method, layout, fragment, size)
+        self.feedback = [
+            Feedback(fragment.numel, method.codec, beta=method.feedback, pieces=fragment.pieces)
+            for _ in range(size)
+        ]
+
+    def member_state(self, index: int) -> dict[str, Any]:
+        """The member's residual."""
+        return self.feedback[index].state_dict()
+
+    def load_member_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Take over a residual.
+
+        Raises:
+            ValueError: when it has another length.
+        """
+        self.feedback[index].load_state_dict(state)
+
+    def _offers(
+        self, contributions: Sequence[Contribution], weights: Sequence[float]
+    ) -> tuple[list[Offer], list[float]]:
+        """Encoded contributions, and the share of each in the sum: weight x clip factor."""
+        offers = [
+            feedback.offer(c.delta_N, weight)
+            for feedback, c, weight in zip(self.feedback, contributions, weights, strict=True)
+        ]
+        return offers, self._shares(offers, contributions, weights)
+
+    def _shares(
+        self,
+        offers: Sequence[Offer],
+        contributions: Sequence[Contribution],
+        weights: Sequence[float],
+    ) -> list[float]:
+        if self.method.clip_at == 0:
+            return list(weights)
+        norms = [o.norm if weight > 0 else 0.0 for o, weight in zip(offers, weights, strict=True)]
+        steps = [c.steps for c in contributions]
+        factors = clip_factors(norms, steps, at=self.method.clip_at)
+        return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+
+    def _mean(
+        self, offers: Sequence[Offer], shares: Sequence[float], total_weight: float
+    ) -> Tensor:
+        sum_F = torch.zeros(self.fragment.numel)
+        for offer, share in zip(offers, shares, strict=True):
+            if share > 0:
+                d_F = decode_pieces(self.method.codec, offer.frames, self.fragment.pieces)
+                sum_F += d_F * share
+        return sum_F / total_weight
+
+    def _settle(self, offers: Sequence[Offer], shares: Sequence[float]) -> None:
+        everywhere = torch.ones(len(self.fragment.pieces), dtype=torch.bool)
+        for feedback, offer, share in zip(self.feedback, offers, shares, strict=True):
+            feedback.settle(offer, everywhere, weight=share)
+
+
+class MeanReduction(WithFeedback):
+    """The dense shape: a mean that the owners of its parts encode once."""
+
+    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
+        """As `Reduction.reduce`."""
+        offers, shares = self._offers(contributions, weights)
+        mean_F = self._mean(offers, shares, sum(weights))
+        pieces = self.fragment.pieces
+        frames = encode_pieces(self.method.codec, mean_F, pieces)
+        update_F = decode_pieces(self.method.codec, frames, pieces)
+        self._settle(offers, shares)
+        for index, feedback in enumerate(self.feedback):
+            part = self._part(index)
+            feedback.owner_credit(part, (mean_F[part] - update_F[part]) * sum(weights))
+        body_bytes = sum(map(len, frames))
+        others = self.size - 1  # each frame goes to its owner, each mean back to all others
+        return Reduced(
+            update_F=update_F,
+            body_bytes=body_bytes,
+            wire_bytes=others * (body_bytes + sum(map(len, offers[0].frames))),
+            clipped=sum(s < w for s, w in zip(shares, weights, strict=True)),
+        )
+
+    def _part(self, index: int) -> slice:
+        """The values that one member owns: whole pieces, as evenly as they go."""
+        slices = self.fragment.slices
+        start, stop = (len(slices) * i // self.size for i in (index, index + 1))
+        if start == stop:
+            return slice(0, 0)
+        return slice(slices[start].start, slices[stop - 1].stop)
+
+
+class GatherReduction(WithFeedback):
+    """The sparse shape: everyone decodes everyone's frames; nothing is encoded again."""
+
+    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
+        """As `Reduction.reduce`."""
+        offers, shares = self._offers(contributions, weights)
+        update_F = self._mean(offers, shares, sum(weights))
+        self._settle(offers, shares)
+        body_bytes = sum(len(frame) for offer in offers for frame in offer.frames)
+        return Reduced(
+            update_F=update_F,
+            body_bytes=body_bytes,
+            wire_bytes=(self.size - 1) * body_bytes,
+            clipped=sum(s < w for s, w in zip(shares, weights, strict=True)),
+        )
+
+
+class LowRankReduction(Reduction):
+    """PowerSGD (arXiv:1905.13727) as PyTorch's DDP hook does it, from the first step on.
+
+    A tensor is seen as the matrix [dims[0], rest]; one that would shrink by less than
+    `MIN_COMPRESSION_RATE` is averaged as it is. Each worker's error is its input less the common
+    output. Q stays warm and is part of the state. Departure: the first Q is a fixed hash, not
+    drawn at random; weights may differ.
+    """
+
+    def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
+        """Start cold.
+
+        Raises:
+            MethodError: when the codec is not `powersgd`, or the fragment is not the whole model.
+        """
+        super().__init__(method, layout, fragment, size)
+        if not isinstance(method.codec, PowerSGD) or not fragment.is_whole(layout.numel):
+            raise MethodError(f"expected powersgd over the whole model, got {method.codec.spec}")
+        self.layout = layout
+        self._values: Codec = method.codec.values
+        rank = method.codec.rank
+        self.exchanges = [
+            LowRank(shape, rank) if _shrinks(shape, rank) else None for shape in layout.shapes
+        ]
+        self.error_F = [torch.zeros(fragment.numel) for _ in range(size)]
+
+    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
+        """As `Reduction.reduce`."""
+        inputs = [c.delta_N + e for c, e in zip(contributions, self.error_F, strict=True)]
+        update_F = torch.empty(self.fragment.numel)
+        tensors = zip(*(self.layout.split(x_F) for x_F in inputs), strict=True)
+        body_bytes = 0
+        outputs = self.layout.split(update_F)
+        for exchange, workers, out in zip(self.exchanges, tensors, outputs, strict=True):
+            mean, used = self._exchange(exchange, workers, weights)
+            out.copy_(mean)
+            body_bytes += used
+        self.error_F = [x_F - update_F for x_F in inputs]
+        return Reduced(
+            update_F=update_F,
+            body_bytes=body_bytes,
+            wire_bytes=2 * (self.size - 1) * body_bytes,
+        )
+
+    def _exchange(
+        self, exchange: LowRank | None, workers: Sequence[Tensor], weights: Sequence[float]
+    ) -> tuple[Tensor, int]:
+        if exchange is None:
+            return self._on_wire(workers, weights)
+        p, p_bytes = self._on_wire([exchange.project(x) for x in workers], weights)
+        q, q_bytes = self._on_wire([exchange.expand(x, p) for x in workers], weights)
+        return exchange.restore(q), p_bytes + q_bytes
+
+    def _on_wire(self, workers: Sequence[Tensor], weights: Sequence[float]) -> tuple[Tensor, int]:
+        """The mean that everyone decodes, and the length of its frame."""
+        codec, shape = self._values, workers[0].shape
+        total = torch.zeros(shape)
+        for x, weight in zip(workers, weights, strict=True):
+            total += codec.decode(codec.encode(x), shape) * weight
+        frame = codec.encode(total / sum(weights))
+        return codec.decode(frame, shape), len(frame)
+
+    def member_state(self, index: int) -> dict[str, Any]:
+        """The member's error, and the Q that all share."""
+        return {
+            "error_F": self.error_F[index].clone(),
+            "q": [None if x is None else x.q.clone() for x in self.exchanges],
+        }
+
+    def load_member_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Take over an error and the shared Q.
+
+        Raises:
+            ValueError: when the error has another length.
+        """
+        if state["error_F"].shape != self.error_F[index].shape:
+            raise ValueError(
+                f"expected an error of {self.fragment.numel} values, got {state['error_F'].numel()}"
+            )
+        self.error_F[index] = state["error_F"].clone()
+        for exchange, q in zip(self.exchanges, state["q"], strict=True):
+            if exchange is not None:
+                exchange.q = q.clone()
+
+
+def _shrinks(shape: Sequence[int], rank: int) -> bool:
+    rows = shape[0]
+    columns = 1
+    for size in shape[1:]:
+        columns *= size
+    factors = (rows + columns) * min(rows, columns, rank)
+    return factors * MIN_COMPRESSION_RATE < rows * columns
+
+
+SHAPES: dict[str, type[Reduction]] = {
+    "mean": MeanReduction,
+    "gather": GatherReduction,
+    "low-rank": LowRankReduction,
+}
+"""The reductions that end in a state that all members share."""

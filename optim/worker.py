@@ -1,0 +1,430 @@
+"""One peer's side of a method: the object that takes the place of the inner optimizer in a loop.
+
+    synced   parameters that every replica holds in the same bits (by gossip: this peer's own)
+    local    what this peer trains: the model's own tensors
+    delta    what it sends at the end of a window, of one fragment
+
+Each fragment has its own window of H inner steps, at its own offset. A contribution that is
+handed in stays pending until a commit settles it; the commit is taken `delay` inner steps later,
+so that a reduction may travel while training goes on. With a delay of 0 the peer waits.
+
+A subclass says what it sends (`_delta`) and how local follows a commit (`_follow`).
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.optim.fragments import Fragment, whole
+from atoll.optim.layout import Layout, LayoutError
+from atoll.optim.reducer import Commit, Contribution, Reducer
+from atoll.optim.state import is_finite
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatistics:
+    """How a peer's training is going."""
+
+    position: int = 0
+    """Position of the log that synced stands at."""
+
+    steps: int = 0
+    """Inner steps done."""
+
+    tokens: int = 0
+    """Tokens trained on."""
+
+    windows: int = 0
+    """Windows ended, of all fragments."""
+
+    included: int = 0
+    """Contributions that made it into an entry, wholly or in part."""
+
+    left_out: int = 0
+    """Contributions that were decided without; their work is in the next one."""
+
+    resets: int = 0
+    """Times the reducer told us to drop our drift."""
+
+    discarded: int = 0
+    """Windows dropped because their result was not finite."""
+
+    loss: float = float("nan")
+    """Mean training loss of the last window that ended."""
+
+    compute_s: float = 0.0
+    """Seconds between waits, spent in the caller's loop and the inner optimizer."""
+
+    wait_s: float = 0.0
+    """Seconds spent handing in and waiting; no step was computed in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """My contribution under way: where local stood, and the work that it stands for."""
+
+    local_N: Tensor  # noqa: N815
+    """Local at submission, of the fragment, moved along with the commits since."""
+
+    tokens: int
+    steps: int
+
+    age: int = 0
+    """Inner steps since it was handed in."""
+
+
+@dataclass(kw_only=True)
+class Window:
+    """The open window of one fragment, and the contribution of the last one."""
+
+    pending: Pending | None = None
+    tokens: int = 0
+    steps: int = 0
+    step_in_window: int = 0
+    losses: list[float | Tensor] = field(default_factory=list)
+
+    def count(self, tokens: int, loss: float | Tensor | None) -> None:
+        """Add an inner step."""
+        self.tokens += tokens
+        self.steps += 1
+        self.step_in_window += 1
+        if loss is not None:
+            self.losses.append(loss)
+        if self.pending is not None:
+            self.pending = replace(self.pending, age=self.pending.age + 1)
+
+    def restart(self, step_in_window: int) -> None:
+        """Forget what was trained."""
+        self.pending = None
+        self.tokens = self.steps = 0
+        self.step_in_window = step_in_window
+        self.losses = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its fields as plain values and tensors."""
+        return {
+            "pending": None if self.pending is None else vars(self.pending).copy(),
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "step_in_window": self.step_in_window,
+            "losses": [float(loss) for loss in self.losses],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        pending = state["pending"]
+        self.pending = None if pending is None else Pending(**pending)
+        self.tokens, self.steps = state["tokens"], state["steps"]
+        self.step_in_window = state["step_in_window"]
+        self.losses = list(state["losses"])
+
+
+class Worker(ABC):
+    """Counts steps, hands in contributions and takes commits, for any method."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        reducer: Reducer,
+        *,
+        inner_steps: int,
+        fragments: Sequence[Fragment] | None = None,
+        delay: int = 0,
+    ) -> None:
+        """Join the reducer and take its parameters.
+
+        Args:
+            model: any module; its trainable parameters sync, its buffers do not.
+            inner: optimizer over these parameters; its state persists over windows.
+            reducer: an `InProcessGroup` member, or the networked one.
+            inner_steps: H, steps of a window; may be set again at any time.
+            fragments: what syncs together; the whole model by default. Their windows end at
+                offsets that are spread evenly over H.
+            delay: inner steps between handing in and taking the commit.
+
+        Raises:
+            ValueError: when inner_steps is below 1, or the delay is not in [0, inner_steps].
+            LayoutError: when the model has no trainable floating point parameters.
+        """
+        if inner_steps < 1:
+            raise ValueError(f"expected at least one inner step a window, got {inner_steps}")
+        if not 0 <= delay <= inner_steps:
+            raise ValueError(f"expected a delay of 0 to {inner_steps} inner steps, got {delay}")
+        self.model = model
+        self.inner = inner
+        self.reducer = reducer
+        self.inner_steps = inner_steps
+        self.delay = delay
+        self.layout = Layout.of(model)
+        self.fragments = tuple(fragments or (whole(self.layout),))
+        self._windows = [Window() for _ in self.fragments]
+        self._begin_windows()
+        self._statistics = WorkerStatistics()
+        self._arrived: list[Commit] = []
+        self._synced_N = reducer.start(self.layout, self.layout.flatten(model), self._settle)
+        self.layout.load_(model, self._synced_N)
+        self._resumed_s = time.perf_counter()
+
+    @property
+    def synced_N(self) -> Tensor:  # noqa: N802
+        """The parameters that all replicas share, fp32 on the CPU. Read only."""
+        return self._synced_N
+
+    @property
+    def step_in_window(self) -> int:
+        """Inner steps done since the first fragment's last window ended."""
+        return self._windows[0].step_in_window
+
+    def statistics(self) -> WorkerStatistics:
+        """How training is going."""
+        return self._statistics
+
+    def step(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
+        """Do an inner step, in place of `inner.step()`; at the end of a window, meet the others.
+
+        Args:
+            tokens: tokens (or samples) that the gradients come from; they weigh this peer.
+            loss: the step's loss, for the log of the run.
+        """
+        self._train()
+        self.advance(tokens=tokens, loss=loss)
+
+    def advance(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
+        """What `step` does after `inner.step()`, for loops that call that one themselves.
+
+        A step that was skipped, as by a gradient scaler, is passed with 0 tokens.
+        """
+        self._count(tokens, loss)
+        self._take_arrived()
+        if self._overdue():
+            self._wait()
+        ended = [i for i, window in enumerate(self._windows) if self._has_ended(window)]
+        if ended:
+            self._wait([self._contribution(index) for index in ended])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, at any step: model, inner optimizer, reducer and the open windows.
+
+        Loading it and going on gives the same bits as not stopping. Random number generators
+        and the place in the data are the caller's. The first fragment's window lies at the top,
+        those of others in "fragments".
+        """
+        first, *others = [window.state_dict() for window in self._windows]
+        return {
+            "layout": self.layout.to_json(),
+            "model": self.model.state_dict(),
+            "inner": self.inner.state_dict(),
+            "reducer": self.reducer.state_dict(),
+            "synced_N": self._synced_N,
+            "inner_steps": self.inner_steps,
+            "statistics": vars(self._statistics).copy(),
+            **first,
+            **({"fragments": others} if others else {}),
+            **({"arrived": [vars(c).copy() for c in self._arrived]} if self._arrived else {}),
+            **self._own_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            LayoutError: when it was taken of another model.
+        """
+        if Layout.from_json(state["layout"]) != self.layout:
+            raise LayoutError("expected the state of this model, got that of another layout")
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+        self._synced_N = state["synced_N"].clone()
+        self.inner_steps = state["inner_steps"]
+        windows = [state, *state.get("fragments", [])]
+        for window, saved in zip(self._windows, windows, strict=True):
+            window.load_state_dict(saved)
+        self._arrived = [Commit(**commit) for commit in state.get("arrived", [])]
+        self._statistics = WorkerStatistics(**state["statistics"])
+        self._load_own_state(state)
+        self.reducer.load_state_dict(state["reducer"])
+        self._resumed_s = time.perf_counter()
+
+    # what a method says
+
+    @abstractmethod
+    def _delta(self, fragment: Fragment, local_N: Tensor) -> Tensor:
+        """What is sent at the end of a window, of a fragment."""
+
+    @abstractmethod
+    def _follow(self, commit: Commit, window: Window) -> None:
+        """Move local along a commit; `synced_N` still holds the parameters before it."""
+
+    def _train(self) -> None:
+        """Change local by what the gradients say."""
+        self.inner.step()
+
+    def _handed_in(self, fragment: Fragment) -> None:  # noqa: B027 - a hook
+        """Called right after a contribution was submitted."""
+
+    def _restart(self) -> None:  # noqa: B027 - a hook
+        """Called when local was set to synced and what was trained is forgotten."""
+
+    def _rate(self) -> float:
+        """Inner learning rate that the outer step has to know."""
+        return 0.0
+
+    def _own_state(self) -> dict[str, Any]:
+        """What a method keeps beyond the windows."""
+        return {}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a hook
+        """Take over what `_own_state` gave."""
+
+    # windows
+
+    def _begin_windows(self) -> None:
+        """Empty windows; that of fragment i ends first after i H / fragments steps."""
+        for index, window in enumerate(self._windows):
+            offset = index * self.inner_steps // len(self._windows)
+            window.restart(-offset % self.inner_steps)
+
+    def _count(self, tokens: int, loss: float | Tensor | None) -> None:
+        loss = loss.detach() if isinstance(loss, Tensor) else loss
+        for window in self._windows:
+            window.count(tokens, loss)
+        stats = self._statistics
+        self._statistics = replace(stats, steps=stats.steps + 1, tokens=stats.tokens + tokens)
+
+    def _has_ended(self, window: Window) -> bool:
+        """Whether to hand it in; while an older one is undecided, a window grows."""
+        return window.step_in_window >= self.inner_steps and window.pending is None
+
+    def _overdue(self) -> bool:
+        return any(w.pending is not None and w.pending.age >= self.delay for w in self._windows)
+
+    def _contribution(self, index: int) -> Contribution:
+        fragment, window = self.fragments[index], self._windows[index]
+        local_N = self.layout.flatten(self.model)
+        delta_F = self._delta(fragment, local_N)
+        if not is_finite(delta_F):
+            self._discard()
+            local_N, delta_F = self._synced_N, torch.zeros_like(delta_F)
+        losses = [float(loss) for loss in window.losses]
+        loss = sum(losses) / len(losses) if losses else float("nan")
+        number = self._statistics.windows
+        self._statistics = replace(self._statistics, windows=number + 1, loss=loss)
+        window.pending = Pending(
+            local_N=fragment.take(local_N), tokens=window.tokens, steps=window.steps
+        )
+        window.step_in_window = 0
+        window.losses = []
+        return Contribution(
+            fragment=index,
+            window=number,
+            delta_N=delta_F,
+            tokens=window.tokens,
+            steps=window.steps,
+            loss=loss,
+            lr=self._rate(),
+        )
+
+    def _discard(self) -> None:
+        """Drop windows whose result is not finite.
+
+        Their moments hold NaN as well, so the inner optimizer starts afresh. A contribution of no
+        tokens, thus of weight 0, takes its place: nobody has to wait for this peer.
+        """
+        _log.warning(
+            "window %d ended in NaN or infinity after %d steps: dropped, back to position %d with "
+            "a fresh inner optimizer",
+            self._statistics.windows,
+            max(window.steps for window in self._windows),
+            self._statistics.position,
+        )
+        self.layout.load_(self.model, self._synced_N)
+        self.inner.state.clear()
+        for window in self._windows:
+            window.tokens = 0
+        self._restart()
+        self._statistics = replace(self._statistics, discarded=self._statistics.discarded + 1)
+
+    def _wait(self, contributions: Sequence[Contribution] = ()) -> None:
+        """Hand in, deliver what is decided where it is due, and keep the two clocks."""
+        before_s = time.perf_counter()
+        for contribution in contributions:
+            self.reducer.submit(contribution)
+            self._handed_in(self.fragments[contribution.fragment])
+        if self._overdue():
+            self.reducer.wait()
+        now_s = time.perf_counter()
+        self._statistics = replace(
+            self._statistics,
+            compute_s=self._statistics.compute_s + before_s - self._resumed_s,
+            wait_s=self._statistics.wait_s + now_s - before_s,
+        )
+        self._resumed_s = now_s
+
+    # commits
+
+    def _settle(self, commit: Commit) -> None:
+        """Take a commit, or keep it until its time has come."""
+        if commit.reset:
+            self._arrived = []
+            self._reset(commit)
+        elif self._is_early(commit):
+            self._arrived.append(commit)
+        else:
+            self._take(commit)
+
+    def _is_early(self, commit: Commit) -> bool:
+        pending = self._windows[commit.fragment].pending
+        kept = any(earlier.fragment == commit.fragment for earlier in self._arrived)
+        early = commit.settles and pending is not None and pending.age < self.delay
+        return early or kept
+
+    def _take_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for commit in arrived:
+            self._settle(commit)
+
+    def _take(self, commit: Commit) -> None:
+        window = self._windows[commit.fragment]
+        self._follow(commit, window)
+        if commit.settles:
+            self._close(commit, window)
+        self._synced_N = self._moved(commit)
+        self._statistics = replace(self._statistics, position=commit.position)
+
+    def _moved(self, commit: Commit) -> Tensor:
+        """Synced after a commit, of whose parameters only its own fragment's are taken."""
+        if len(self.fragments) == 1:
+            return commit.params_N
+        fragment, synced_N = self.fragments[commit.fragment], self._synced_N.clone()
+        fragment.put_(synced_N, fragment.take(commit.params_N))
+        return synced_N
+
+    def _reset(self, commit: Commit) -> None:
+        self.layout.load_(self.model, commit.params_N)
+        self._synced_N = commit.params_N
+        self._begin_windows()
+        self._restart()
+        stats = self._statistics
+        self._statistics = replace(stats, resets=stats.resets + 1, position=commit.position)
+
+    def _close(self, commit: Commit, window: Window) -> None:
+        """Settle my contribution: its work is counted, or remains in the drift."""
+        pending, window.pending = window.pending, None
+        if pending is None:
+            return
+        stats = self._statistics
+        if commit.included is None or not bool(commit.included.any()):
+            self._statistics = replace(stats, left_out=stats.left_out + 1)
+            return
+        window.tokens -= pending.tokens
+        window.steps -= pending.steps
+        self._statistics = replace(stats, included=stats.included + 1)

@@ -20,10 +20,11 @@ from atoll.optim.feedback import Offer
 from atoll.optim.log import Certificate, Entry, MalformedRecord, check_certificate
 from atoll.optim.weights import work_weight
 from atoll.peer.replica import Applied
+from atoll.peer.rounds.ballot import Leads, Place, leader_of
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.guard import guarded_call, guarded_stream
-from atoll.peer.rounds.leader import Leadership, leader_of
+from atoll.peer.rounds.leader import Leadership
 from atoll.peer.rounds.local import LocalStream, stream_pair
 from atoll.peer.rounds.member import CONNECT_STALLS, AttemptFailed, join
 from atoll.peer.rounds.messages import (
@@ -52,7 +53,7 @@ class OfferedWindow:
     offer: Offer
     tokens: int
     steps: int
-    loss: float
+    loss: float | None
 
 
 @dataclass(kw_only=True)
@@ -129,7 +130,7 @@ class Rounds:
         self._pending: Pending | None = None
         self._offered = asyncio.Event()
         self._leaderships: dict[tuple[int, int, int], Leadership] = {}
-        self._led: set[tuple[int, int, int]] = set()
+        self._leads = Leads(ctx.me)
         self._tasks: set[asyncio.Task[None]] = set()
         self._catching_up: asyncio.Task[None] | None = None
         self._stats = RoundsStatistics()
@@ -302,21 +303,20 @@ class Rounds:
 
     def _lead(self, position: int, attempt: int) -> Leadership:
         """The leadership of an attempt of ours; it starts with the first call."""
-        key = (self._ctx.replica.epoch, position, attempt)
+        replica = self._ctx.replica
+        place = Place(replica.epoch, position)
+        key = (replica.epoch, position, attempt)
         if key not in self._leaderships:
-            self._expect_unled(key)
             leadership = Leadership(
-                ctx=self._ctx, voter=self.voter, position=position, attempt=attempt
+                ctx=self._ctx,
+                voter=self.voter,
+                place=place,
+                electorate=tuple(replica.electorate),
+                proposer=self._leads.begin(place, attempt, replica.electorate),
             )
             self._leaderships[key] = leadership
             self._spawn(self._run_leadership(key, leadership))
         return self._leaderships[key]
-
-    def _expect_unled(self, key: tuple[int, int, int]) -> None:
-        """An attempt is led once: a leader that proposed twice could decide a position twice."""
-        if key in self._led:
-            raise Refused("superseded", f"attempt {key[2]} is over; come with the next one")
-        self._led = {k for k in self._led if k[1] >= key[1]} | {key}
 
     async def _run_leadership(self, key: tuple[int, int, int], leadership: Leadership) -> None:
         try:
@@ -474,9 +474,8 @@ class Rounds:
             raise Refused("bad-ready", "expected a Ready record first")
         ready = Ready.decode(message[1:])
         await self._check_ready(ready)
-        leader = leader_of(self._ctx.replica.electorate, ready.position, ready.attempt)
-        if leader != self._ctx.me:
-            raise Refused("not-the-leader", f"expected {leader.peer_id} to lead this attempt")
+        place = Place(ready.epoch, ready.position)
+        self._leads.check(place, ready.attempt, self._ctx.replica.electorate)
         if ready.attempt < self.voter.promised:
             raise Refused("superseded", f"attempt {self.voter.promised} is under way")
         await self._lead(ready.position, ready.attempt).serve(remote, ready, stream)

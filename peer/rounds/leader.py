@@ -8,31 +8,24 @@ of life, the group by the grace, the reduction by the group's deadline, votes by
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log import (
-    Certificate,
-    CertificateInvalid,
     Elector,
     Entry,
-    LogError,
     Member,
     Part,
     Partial,
     StateRoot,
-    Vote,
     is_quorum,
-    leader_order,
     next_electorate,
-    vote_payload,
 )
 from atoll.optim.update import cells_bytes
 from atoll.optim.weights import cap_weights, clip_factors
-from atoll.peer.rounds.ballot import Accepted, value_to_propose
+from atoll.peer.rounds.ballot import Place, Proposer, leader_of
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.fetching import fetch_part
@@ -43,16 +36,11 @@ from atoll.peer.rounds.messages import (
     GROUP,
     PART_DONE,
     REPAIR,
-    Ballot,
     Gone,
     Group,
     GroupMember,
-    Head,
     PartDone,
     PartPlan,
-    Prepare,
-    Promise,
-    Propose,
     Ready,
     Repair,
     tagged,
@@ -67,10 +55,8 @@ from atoll.peer.rounds.policies import (
 )
 from atoll.peer.rounds.reduction import PartRange
 from atoll.peer.rounds.voter import Voter
+from atoll.peer.rounds.votes import Outcome, Votes, ask_head
 
-T = TypeVar("T")
-
-PROBE_STALLS = 0.5  # a group should not wait a whole stall for the dead
 PROBE_S = 1.0  # how often the leader looks for peers that it still waits for
 ALONE_GRACES = 3  # graces after which a group without a quorum of electors closes all the same
 
@@ -107,21 +93,14 @@ class PartState:
 
 
 @dataclass(kw_only=True)
-class Outcome:
-    """A decided position."""
-
-    entry: Entry
-    certificate: Certificate
-
-
-@dataclass(kw_only=True)
 class Leadership:
     """One attempt that this peer leads."""
 
     ctx: Context
     voter: Voter
-    position: int
-    attempt: int
+    place: Place
+    electorate: tuple[Elector, ...]
+    proposer: Proposer
     group: Group | None = None
     exchange: Exchange | None = None
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -132,7 +111,25 @@ class Leadership:
     def __post_init__(self) -> None:
         """Start the clock, and fix what the attempt is about."""
         self.times = LeaderTimes(opened=self.ctx.now())
-        self.electorate: tuple[Elector, ...] = tuple(self.ctx.replica.electorate)
+        self.chain = self.ctx.replica.chain
+        self.votes = Votes(
+            ctx=self.ctx,
+            voter=self.voter,
+            place=self.place,
+            electorate=self.electorate,
+            proposer=self.proposer,
+            is_live=self._is_live,
+        )
+
+    @property
+    def position(self) -> int:
+        """The position that it is about."""
+        return self.place.position
+
+    @property
+    def attempt(self) -> int:
+        """Which try at the position it is."""
+        return self.proposer.attempt
 
     async def serve(self, remote: str, ready: Ready, stream: Stream) -> None:
         """Hold a member's session until it ends.
@@ -157,7 +154,7 @@ class Leadership:
             alive.cancel()
             self.changed.set()
             await asyncio.gather(alive, return_exceptions=True)
-            await self._tell_gone(remote)
+            await self._tell_gone(session)
 
     async def run(self) -> Outcome:
         """Lead to a certificate.
@@ -167,9 +164,9 @@ class Leadership:
         """
         if self.attempt:
             await self._await_call()
-        adopted = await self._collect_promises() if self.attempt else None
-        if adopted is not None:
-            return await self._decide(Entry.decode(adopted))
+            adopted = await self.votes.collect_promises()
+            if adopted is not None:
+                return await self._decide(adopted)
         await self._gather_group()
         self.times.closed = self.ctx.now()
         if any(member.weight > 0 for member in self._closed_group().members):
@@ -178,6 +175,11 @@ class Leadership:
             entry = self._null_entry("nobody brought work that counts")
         self.times.reduced = self.ctx.now()
         return await self._decide(entry)
+
+    async def _decide(self, entry: Entry) -> Outcome:
+        outcome = await self.votes.decide(entry, self.group.deadline_s if self.group else None)
+        self.times.certified = self.ctx.now()
+        return outcome
 
     async def close(self) -> None:
         """End all sessions."""
@@ -206,7 +208,7 @@ class Leadership:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _await_absence(self, peer: str) -> None:
-        while peer != self.ctx.me.peer_id and await self._head(peer) is not None:
+        while peer != self.ctx.me.peer_id and await ask_head(self.ctx, peer) is not None:
             await asyncio.sleep(PROBE_S)
 
     # sessions
@@ -226,9 +228,10 @@ class Leadership:
                 await asyncio.sleep(self.ctx.alive_s)
                 await session.stream.send(ALIVE, timeout_s=self.ctx.settings.stall_s)
 
-    async def _tell_gone(self, remote: str) -> None:
+    async def _tell_gone(self, session: Session) -> None:
         members = [m.peer_id for m in self.group.members] if self.group else []
-        if remote in members and self.times.reduced is None:
+        remote = session.remote
+        if self.sessions[remote] is session and remote in members and self.times.reduced is None:
             await self._broadcast(GONE, Gone(member=members.index(remote)))
 
     def _note_done(self, remote: str, done: PartDone) -> None:
@@ -263,6 +266,9 @@ class Leadership:
 
     async def _broadcast(self, kind: bytes, record: Group | Repair | Gone) -> None:
         await asyncio.gather(*(self._send(s, kind, record) for s in self._live()))
+
+    def _is_live(self, peer: str) -> bool:
+        return peer in self.sessions and self.sessions[peer].alive
 
     def _live(self) -> list[Session]:
         return [s for s in self.sessions.values() if s.alive]
@@ -326,7 +332,7 @@ class Leadership:
             ]
             there = {session.remote for session in self._live()}
             unknown = [peer for peer in trainers if peer not in there]
-            heads = await asyncio.gather(*(self._head(peer) for peer in unknown))
+            heads = await asyncio.gather(*(ask_head(self.ctx, peer) for peer in unknown))
             now = self.ctx.now()
             self.expected = {
                 peer: now + head.ready_in_s
@@ -344,16 +350,6 @@ class Leadership:
         if ready_in_s is not None and self.ctx.me.peer_id not in self.sessions:
             self.expected[self.ctx.me.peer_id] = now + ready_in_s
 
-    async def _head(self, peer: str) -> Head | None:
-        with suppress(TransportError, ValueError):
-            timeout_s = (
-                self.ctx.settings.stall_s / 2
-            )  # a group should not wait a stall for the dead
-            return Head.decode(
-                await self.ctx.transport.call(peer, "head", b"", timeout_s=timeout_s)
-            )
-        return None
-
     async def _open_reduction(self, live: Sequence[Session]) -> None:
         members = admit([(s.remote, s.ready) for s in live])
         uplinks = [s.ready.uplink_mbit_s for s in live]
@@ -361,7 +357,7 @@ class Leadership:
         body_bytes = cells_bytes(self.ctx.codec, self.ctx.layout.numel)
         stall_s = self.ctx.settings.stall_s
         self.group = Group(
-            epoch=self.ctx.replica.epoch,
+            epoch=self.place.epoch,
             position=self.position,
             attempt=self.attempt,
             members=tuple(members),
@@ -481,10 +477,10 @@ class Leadership:
         root = replica.root_due(self.position)
         return Entry(
             run_id=replica.run_id,
-            epoch=replica.epoch,
+            epoch=self.place.epoch,
             position=self.position,
             kind="update" if kind == "update" else "null",
-            previous_chain=replica.chain,
+            previous_chain=self.chain,
             fragment=0,
             lr=lr,
             momentum=momentum,
@@ -493,104 +489,6 @@ class Leadership:
             electorate=next_electorate(members, parts, self.electorate),
             state_root=StateRoot(position=root[0], root=root[1]) if root else None,
         )
-
-    # votes
-
-    async def _collect_promises(self) -> bytes | None:
-        ask = Prepare(
-            epoch=self.ctx.replica.epoch, position=self.position, attempt=self.attempt
-        ).encode()
-
-        def read(elector: Elector, answer: bytes) -> Promise:
-            return Promise.decode(answer)
-
-        promises = await self._poll("prepare", ask, read)
-        if not is_quorum(list(promises), len(self.electorate)):
-            raise AttemptFailed(
-                f"{len(promises)} of {len(self.electorate)} electors promised attempt "
-                f"{self.attempt}, expected a quorum"
-            )
-        return value_to_propose(
-            [
-                Accepted(attempt=p.accepted_attempt, entry=p.entry) if p.entry else None
-                for p in promises.values()
-            ]
-        )
-
-    async def _decide(self, entry: Entry) -> Outcome:
-        ask = Propose(attempt=self.attempt, entry=entry.encode()).encode()
-        payload = vote_payload(entry, self.attempt)
-
-        def read(elector: Elector, answer: bytes) -> bytes:
-            signature = Ballot.decode(answer).signature
-            if not self.ctx.verify(elector.peer_id, payload, signature):
-                raise CertificateInvalid("a vote with a signature of somebody else")
-            return signature
-
-        signatures = await self._poll("propose", ask, read)
-        votes = [Vote(elector=i, signature=s) for i, s in sorted(signatures.items())]
-        if not is_quorum([v.elector for v in votes], len(self.electorate)):
-            raise AttemptFailed(
-                f"{len(votes)} of {len(self.electorate)} electors voted, expected a quorum"
-            )
-        self.times.certified = self.ctx.now()
-        return Outcome(
-            entry=entry,
-            certificate=Certificate(attempt=self.attempt, votes=tuple(votes)),
-        )
-
-    async def _poll(
-        self, method: str, body: bytes, read: Callable[[Elector, bytes], T]
-    ) -> dict[int, T]:
-        """Ask every elector at once; return when a quorum gave good answers or all are through."""
-        deadline_s = self.group.deadline_s if self.group else 10 * self.ctx.settings.stall_s
-        asking = {
-            asyncio.create_task(self._ask(elector, method, body, deadline_s, read)): index
-            for index, elector in enumerate(self.electorate)
-        }
-        answers: dict[int, T] = {}
-        pending = set(asking)
-        try:
-            while pending and not is_quorum(list(answers), len(self.electorate)):
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    answer = task.result()
-                    if answer is not None:
-                        answers[asking[task]] = answer
-        finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
-        return answers
-
-    async def _ask(
-        self,
-        elector: Elector,
-        method: str,
-        body: bytes,
-        timeout_s: float,
-        read: Callable[[Elector, bytes], T],
-    ) -> T | None:
-        peer = elector.peer_id
-        try:
-            if peer == self.ctx.me.peer_id:
-                return read(elector, await self.voter.answer(peer, method, body))
-            if not await self._reachable(peer):
-                return None
-            answer = await self.ctx.transport.call(peer, method, body, timeout_s=timeout_s)
-            return read(elector, answer)
-        except (Refused, LogError) as error:
-            self.ctx.on_event(
-                "warning", f"position {self.position}: no vote of {short(peer)}: {error}"
-            )
-        except TransportError:
-            pass
-        return None
-
-    async def _reachable(self, peer: str) -> bool:
-        """A frozen elector answers no call: find out within a stall, not a vote's deadline."""
-        session = self.sessions.get(peer)
-        return (session is not None and session.alive) or await self._head(peer) is not None
 
 
 def admit(ready: Sequence[tuple[str, Ready]]) -> list[GroupMember]:
@@ -626,9 +524,3 @@ def _logged(part: PartState, gone: Sequence[int]) -> Part:
         digest=done.digest,
         partial=tuple(Partial(member=m, cells=c) for m, c in sorted(cells.items())),
     )
-
-
-def leader_of(electorate: Sequence[Elector], position: int, attempt: int) -> Elector:
-    """Who leads an attempt."""
-    order = leader_order(electorate, position)
-    return electorate[order[attempt % len(order)]]

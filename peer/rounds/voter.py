@@ -17,13 +17,12 @@ from atoll.optim.log import (
     LogError,
     Part,
     check_follows,
-    leader_order,
     next_electorate,
     split_body,
     vote_payload,
 )
 from atoll.optim.update import UpdateError, decode_update
-from atoll.peer.rounds.ballot import Acceptor
+from atoll.peer.rounds.ballot import Booth, Place
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose
@@ -36,15 +35,14 @@ class Voter:
     def __init__(self, ctx: Context) -> None:
         """No position yet."""
         self._ctx = ctx
-        self._place = (-1, -1)
-        self._acceptor = Acceptor()
+        self._booth = Booth(ctx.me)
         self.verified: dict[bytes, tuple[bytes, Tensor | None]] = {}
 
     @property
     def promised(self) -> int:
         """The attempt below which nothing is accepted at this position."""
         self._turn()
-        return self._acceptor.promised
+        return self._booth.promised
 
     async def answer(self, remote: str, method: str, body: bytes) -> bytes:
         """The reply to a call.
@@ -61,19 +59,13 @@ class Voter:
             raise Refused("bad-proposal", str(error)) from error
 
     def _turn(self) -> None:
-        place = (self._ctx.replica.epoch, self._ctx.replica.position)
-        if place != self._place:
-            self._place = place
-            self._acceptor = Acceptor()
+        replica = self._ctx.replica
+        if self._booth.turn(Place(replica.epoch, replica.position), replica.electorate):
             self.verified.clear()
             self._ctx.held.clear()
 
     def _prepare(self, remote: str, ask: Prepare) -> Promise:
-        self._check_place(ask.epoch, ask.position)
-        self._check_leader(remote, ask.attempt)
-        if not self._acceptor.prepare(ask.attempt):
-            raise self._superseded(ask.attempt)
-        accepted = self._acceptor.accepted
+        accepted = self._booth.prepare(remote, Place(ask.epoch, ask.position), ask.attempt)
         return Promise(
             attempt=ask.attempt,
             accepted_attempt=accepted.attempt if accepted else 0,
@@ -82,14 +74,13 @@ class Voter:
 
     async def _propose(self, remote: str, ask: Propose) -> Ballot:
         entry = Entry.decode(ask.entry)
-        self._check_place(entry.epoch, entry.position)
-        self._check_leader(remote, ask.attempt)
+        place = Place(entry.epoch, entry.position)
+        self._booth.check(remote, place, ask.attempt)
         self._check_rules(entry)
         body = await self.gather(entry, remote)
         await self._verify(entry, body)
-        self._check_place(entry.epoch, entry.position)
-        if not self._acceptor.accept(ask.attempt, ask.entry):
-            raise self._superseded(ask.attempt)
+        self._turn()
+        self._booth.accept(remote, place, ask.attempt, ask.entry)
         return Ballot(signature=self._ctx.sign(vote_payload(entry, ask.attempt)))
 
     async def gather(self, entry: Entry, source: str) -> bytes:
@@ -123,22 +114,6 @@ class Voter:
             numel = self._ctx.layout.numel
             update_N = await self._ctx.compute(decode_update, [body], self._ctx.codec, numel)
         self.verified[entry.digest] = (body, update_N)
-
-    def _check_place(self, epoch: int, position: int) -> None:
-        here = (self._ctx.replica.epoch, self._ctx.replica.position)
-        if (epoch, position) != here:
-            raise Refused(
-                "elsewhere", f"expected (epoch, position) {here}, got {(epoch, position)}"
-            )
-
-    def _check_leader(self, remote: str, attempt: int) -> None:
-        electorate = self._ctx.replica.electorate
-        order = leader_order(electorate, self._ctx.replica.position)
-        if self._ctx.me not in electorate:
-            raise Refused("no-elector", "this peer does not vote at this position")
-        leader = electorate[order[attempt % len(order)]].peer_id
-        if remote != leader:
-            raise Refused("not-the-leader", f"expected {leader} at attempt {attempt}")
 
     def _check_rules(self, entry: Entry) -> None:
         replica = self._ctx.replica
@@ -186,8 +161,3 @@ class Voter:
             raise Refused(
                 "bad-root", f"expected root {due[1].hex()[:12]} of state {due[0]}, got another"
             )
-
-    def _superseded(self, attempt: int) -> Refused:
-        return Refused(
-            "superseded", f"attempt {self._acceptor.promised} was promised, got {attempt}"
-        )

@@ -1,11 +1,19 @@
-"""The rules of votes, model-checked: no schedule of messages gives two entries at one position."""
-
-import itertools
+"""The rules of votes, one by one; all of them together are in ``test_model_check.py``."""
 
 import pytest
 
-from atoll.optim.log import is_quorum
-from atoll.peer.rounds.ballot import Accepted, Acceptor, value_to_propose
+from atoll.dht.transport import Refused
+from atoll.optim.log import Elector
+from atoll.peer.rounds.ballot import (
+    Accepted,
+    Acceptor,
+    Booth,
+    Leads,
+    Place,
+    Proposer,
+    leader_of,
+    value_to_propose,
+)
 
 
 def test_a_promise_binds():
@@ -30,119 +38,68 @@ def test_the_entry_of_the_highest_attempt_is_proposed():
     assert value_to_propose([None, None]) is None
 
 
-class World:
-    """All states that acceptors can reach when attempts 0..n-1 run in any interleaving.
-
-    A step delivers one request of one attempt to one elector, or lets a leader that holds promises
-    of a quorum choose its value.  Messages that are never delivered model crashes, partitions and
-    losses; delivery at any later time models delay.
-    """
-
-    def __init__(self, electors, attempts):
-        self.electors, self.attempts = electors, attempts
-        self.chosen = {}
-        self.states = 0
-
-    def explore(self):
-        # acceptor: (promised, accepted attempt, accepted value); leader: (value, promises)
-        acceptors = ((0, -1, -1),) * self.electors
-        leaders = tuple((0 if a == 0 else None, frozenset()) for a in range(self.attempts))
-        start = (acceptors, leaders, frozenset())
-        seen, todo = {start}, [start]
-        while todo:
-            state = todo.pop()
-            self.check(state)
-            for after in self.steps(state):
-                if after not in seen:
-                    seen.add(after)
-                    todo.append(after)
-        self.states = len(seen)
-
-    def check(self, state):
-        votes = state[2]
-        won = set()
-        for attempt in range(self.attempts):
-            for value in range(self.attempts):
-                voters = [e for e, a, v in votes if (a, v) == (attempt, value)]
-                if is_quorum(voters, self.electors):
-                    won.add(value)
-        assert len(won) <= 1, f"two entries are certified: {won}"
-
-    def steps(self, state):
-        leaders = state[1]
-        for attempt, elector in itertools.product(range(self.attempts), range(self.electors)):
-            value, promises = leaders[attempt]
-            if value is None and elector not in {p[0] for p in promises}:
-                yield from self.promise(state, attempt, elector)
-            if value is not None:
-                yield from self.vote(state, attempt, elector)
-
-    def promise(self, state, attempt, elector):
-        acceptors, leaders, votes = state
-        acceptor = restored(acceptors[elector])
-        if not acceptor.prepare(attempt):
-            return
-        accepted = acceptor.accepted
-        told = (elector, accepted.attempt, accepted.entry[0]) if accepted else (elector, -1, -1)
-        value, promises = leaders[attempt]
-        promises = promises | {told}
-        if is_quorum([p[0] for p in promises], self.electors):
-            known = [
-                Accepted(attempt=a, entry=bytes([v])) if a >= 0 else None for _, a, v in promises
-            ]
-            adopted = value_to_propose(known)
-            value = adopted[0] if adopted is not None else attempt
-        yield (
-            replaced(acceptors, elector, saved(acceptor)),
-            replaced(leaders, attempt, (value, promises)),
-            votes,
-        )
-
-    def vote(self, state, attempt, elector):
-        acceptors, leaders, votes = state
-        value = leaders[attempt][0]
-        if (elector, attempt, value) in votes:
-            return
-        acceptor = restored(acceptors[elector])
-        if acceptor.accept(attempt, bytes([value])):
-            yield (
-                replaced(acceptors, elector, saved(acceptor)),
-                leaders,
-                votes | {(elector, attempt, value)},
-            )
+ME, OTHER = (Elector(peer_id=name, incarnation="0") for name in ("me", "other"))
+HERE, NEXT = Place(1, 4), Place(1, 5)
 
 
-def restored(state):
-    acceptor = Acceptor()
-    acceptor.promised = state[0]
-    if state[1] >= 0:
-        acceptor.accepted = Accepted(attempt=state[1], entry=bytes([state[2]]))
-    return acceptor
+def leads(position, attempt):
+    return leader_of((ME, OTHER), position, attempt)
 
 
-def saved(acceptor):
-    accepted = acceptor.accepted
-    return (
-        (acceptor.promised, accepted.attempt, accepted.entry[0])
-        if accepted
-        else (acceptor.promised, -1, -1)
-    )
+def refusal(call, *args):
+    with pytest.raises(Refused) as error:
+        call(*args)
+    return error.value.code
 
 
-def replaced(items, index, item):
-    return (*items[:index], item, *items[index + 1 :])
+def test_a_booth_refuses_by_name():
+    booth = Booth(ME)
+    booth.turn(HERE, (ME, OTHER))
+    leader, other = leads(4, 1).peer_id, leads(4, 0).peer_id
+    assert booth.prepare(leader, HERE, 1) is None
+    assert refusal(booth.prepare, leader, NEXT, 1) == "elsewhere"
+    assert refusal(booth.prepare, other, HERE, 1) == "not-the-leader"
+    assert refusal(booth.accept, other, HERE, 0, b"late") == "superseded"
+    booth.turn(HERE, (OTHER,))
+    assert refusal(booth.accept, leader, HERE, 1, b"entry") == "no-elector"
 
 
-@pytest.mark.parametrize(
-    ("electors", "attempts", "least"), [(2, 3, 100), (3, 2, 200), (3, 3, 1_000), (4, 2, 500)]
-)
-def test_no_interleaving_decides_a_position_twice(electors, attempts, least):
-    world = World(electors, attempts)
-    world.explore()
-    assert world.states > least
+def test_a_booth_votes_no_more_where_it_was_before():
+    booth = Booth(ME)
+    booth.turn(HERE, (ME, OTHER))
+    assert booth.turn(NEXT, (ME, OTHER))
+    booth.turn(HERE, (ME, OTHER))
+    assert refusal(booth.accept, leads(4, 0).peer_id, HERE, 0, b"entry") == "left"
+    assert booth.promised == 0
+    booth.turn(Place(2, 3), (ME, OTHER))
+    booth.accept(leads(3, 0).peer_id, Place(2, 3), 0, b"entry")
 
 
-def test_the_model_check_finds_a_broken_rule(monkeypatch):
-    monkeypatch.setattr(Acceptor, "prepare", lambda self, attempt: True)
-    with pytest.raises(AssertionError, match="two entries"):
-        World(3, 2).explore()
+def test_an_attempt_is_led_once_and_by_its_leader():
+    attempt = next(a for a in (0, 1) if leads(4, a) == ME)
+    mine = Leads(ME)
+    mine.begin(HERE, attempt, (ME, OTHER))
+    assert refusal(mine.begin, HERE, attempt, (ME, OTHER)) == "superseded"
+    mine.begin(HERE, attempt + 2, (ME, OTHER))
+    assert refusal(mine.begin, HERE, attempt + 1, (ME, OTHER)) == "not-the-leader"
+    assert refusal(mine.begin, HERE, attempt, ()) == "no-elector"
+    again = Leads(Elector(peer_id="me", incarnation="1"))
+    assert refusal(again.begin, HERE, attempt, (ME, OTHER)) == "not-the-leader"
+
+
+def test_an_attempt_of_a_position_that_was_left_is_not_led_again():
+    mine = Leads(ME)
+    attempts = {p: next(a for a in (0, 1) if leads(p, a) == ME) for p in (4, 5)}
+    mine.begin(HERE, attempts[4], (ME, OTHER))
+    mine.begin(NEXT, attempts[5], (ME, OTHER))
+    assert refusal(mine.begin, HERE, attempts[4], (ME, OTHER)) == "superseded"
+
+
+def test_a_leader_chooses_once_and_not_before_a_quorum_promised():
+    proposer = Proposer(attempt=1, electors=3)
+    with pytest.raises(RuntimeError, match="quorum"):
+        proposer.choose(b"mine")
+    proposer.promise(0, None)
+    proposer.promise(2, Accepted(attempt=0, entry=b"theirs"))
+    assert proposer.choose(b"mine") == proposer.choose(b"another") == b"theirs"
+    assert Proposer(attempt=0, electors=3).choose(b"mine") == b"mine"

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from atoll.dht.memory import run_virtual
-from atoll.peer.rounds.leader import leader_of
+from atoll.peer.rounds.ballot import leader_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from swarm import SETTINGS, Swarm

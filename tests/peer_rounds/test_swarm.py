@@ -9,10 +9,9 @@ import pytest
 from atoll.dht.identity import verify
 from atoll.dht.memory import run_virtual
 from atoll.dht.roster import RosterError
-from atoll.dht.transport import Refused
 from atoll.optim.log import ChainMismatch, Entry, Epoch
 from atoll.peer.recovery import verify_headers
-from atoll.peer.rounds.leader import leader_of
+from atoll.peer.rounds.ballot import leader_of
 from atoll.peer.rounds.messages import Decided
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -324,18 +323,6 @@ def test_a_part_that_was_reduced_again_does_not_claim_the_dead(tmp_path):
             if part.generation > 0:
                 assert not any(mask[part.start_cell : part.stop_cell])
         assert dead not in entry.electorate
-
-    run(tmp_path, scenario)
-
-
-def test_an_attempt_is_led_once(tmp_path):
-    async def scenario(swarm):
-        peers = await swarm.start(1)
-        rounds = peers[0].rounds
-        rounds._expect_unled((1, 7, 0))
-        with pytest.raises(Refused, match="superseded"):
-            rounds._expect_unled((1, 7, 0))
-        rounds._expect_unled((1, 7, 1))
 
     run(tmp_path, scenario)
 

@@ -1,0 +1,142 @@
+"""The rules of votes, model-checked: no order of events gives a position two entries.
+
+Each broken rule below is one that somebody could write; the same search has to find it.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.dht.transport import Refused
+from atoll.optim import log
+from atoll.peer.rounds import ballot
+from atoll.peer.rounds.ballot import Acceptor, Booth, Leads
+
+sys.path.insert(0, str(Path(__file__).parent))
+from model import DecidedTwice, Message, Model
+
+
+@pytest.mark.parametrize(
+    ("electors", "attempts", "mishaps", "least"),
+    [(1, 2, 1, 5), (2, 3, 2, 1_000), (3, 2, 2, 5_000), (3, 3, 0, 14_000), (4, 2, 1, 20_000)],
+)
+def test_no_order_of_events_decides_a_position_twice(electors, attempts, mishaps, least):
+    assert len(Model(electors, attempts, mishaps).explore()) > least
+
+
+@pytest.mark.slow
+def test_no_order_of_events_decides_a_position_twice_in_the_larger_worlds():
+    assert len(Model(3, 3, 1).explore()) > 50_000
+
+
+@pytest.mark.parametrize("electors", [1, 2, 3, 4])
+def test_where_nothing_fails_the_first_attempt_decides(electors):
+    model = Model(electors, 1, 0)
+    state = model.start()
+    for message in sorted(state.messages):
+        for index in range(electors):
+            (state,) = model._deliver(state, index, message)
+    assert Message("propose", 0, 0) in state.messages
+    assert model.winners(state.messages) == {0}
+
+
+@pytest.mark.parametrize(("electors", "attempts"), [(2, 3), (3, 2), (4, 2)])
+def test_from_every_state_a_quorum_that_fails_no_more_decides(electors, attempts):
+    """What was decided stays; where nothing was, something is."""
+    model = Model(electors, attempts, 0)
+    for state in model.explore():
+        before = model.winners(state.messages)
+        after = model.finish(state)
+        assert len(after) == 1
+        assert before <= after
+
+
+@pytest.mark.parametrize("electors", [3, 4])
+def test_one_elector_that_starts_again_does_not_stop_the_others(electors):
+    model = Model(electors, 2, 1)
+    restarted = [s for s in model.explore() if any(p.incarnation for p in s.processes)]
+    assert len(restarted) > 500
+    assert all(len(model.finish(state)) == 1 for state in restarted[::7])
+
+
+# broken rules
+
+
+def plurality(voters, electors):
+    return 2 * len(set(voters)) >= electors
+
+
+def any_promise_is_as_good(promises):
+    known = [p for p in promises if p is not None]
+    return min(known, key=lambda a: a.attempt).entry if known else None
+
+
+def vote_for_anything(self, attempt, entry):
+    self.promised = max(self.promised, attempt)
+    self.accepted = ballot.Accepted(attempt=attempt, entry=entry)
+    return True
+
+
+def test_half_of_the_electors_are_no_quorum(monkeypatch):
+    monkeypatch.setattr(ballot, "is_quorum", plurality)
+    monkeypatch.setattr(log, "is_quorum", plurality)
+    with pytest.raises(DecidedTwice):
+        Model(4, 2, 0).explore()
+
+
+def test_a_leader_must_not_ignore_what_was_accepted(monkeypatch):
+    monkeypatch.setattr(ballot, "value_to_propose", lambda promises: None)
+    with pytest.raises(DecidedTwice):
+        Model(3, 2, 0).explore()
+
+
+def test_a_leader_must_adopt_the_entry_of_the_highest_attempt(monkeypatch):
+    monkeypatch.setattr(ballot, "value_to_propose", any_promise_is_as_good)
+    with pytest.raises(DecidedTwice):
+        Model(3, 3, 0).explore()
+
+
+def test_a_leader_must_wait_for_a_quorum_of_promises(monkeypatch):
+    monkeypatch.setattr(ballot.Proposer, "free", property(lambda self: bool(self.promises)))
+    with pytest.raises(DecidedTwice):
+        Model(3, 2, 0).explore()
+
+
+def test_a_promise_must_be_remembered(monkeypatch):
+    monkeypatch.setattr(Acceptor, "prepare", lambda self, attempt: True)
+    with pytest.raises(DecidedTwice):
+        Model(3, 2, 0).explore()
+
+
+def test_a_vote_of_an_earlier_attempt_must_be_refused(monkeypatch):
+    monkeypatch.setattr(Acceptor, "accept", vote_for_anything)
+    with pytest.raises(DecidedTwice):
+        Model(3, 2, 0).explore()
+
+
+def test_a_process_that_starts_again_must_not_vote_as_the_one_before(monkeypatch):
+    def check(self, remote, place, attempt):
+        if place != self.here or self.here != self.furthest:
+            raise Refused("elsewhere", "")
+
+    monkeypatch.setattr(Booth, "check", check)
+    with pytest.raises(DecidedTwice):
+        Model(3, 2, 1).explore()
+
+
+def test_a_process_that_starts_again_must_not_lead_as_the_one_before(monkeypatch):
+    monkeypatch.setattr(Leads, "check", lambda self, place, attempt, electorate: None)
+    with pytest.raises(DecidedTwice):
+        Model(3, 2, 1).explore()
+
+
+def test_a_replica_that_comes_back_to_a_position_must_not_vote_there_again(monkeypatch):
+    def turn(self, place, electorate):
+        if place != self.here:
+            self.here = self.furthest = place
+            self._electorate, self.acceptor = electorate, Acceptor()
+
+    monkeypatch.setattr(Booth, "turn", turn)
+    with pytest.raises(DecidedTwice):
+        Model(3, 2, 1).explore()

@@ -101,6 +101,10 @@ class Window:
         if self.pending is not None:
             self.pending = replace(self.pending, age=self.pending.age + 1)
 
+    def disown(self) -> None:
+        """Let the open window count for nothing; what is under way was trained before."""
+        self.tokens = 0 if self.pending is None else self.pending.tokens
+
     def restart(self, step_in_window: int) -> None:
         """Forget what was trained."""
         self.pending = None
@@ -349,7 +353,7 @@ class Worker(ABC):
         self.layout.load_(self.model, self._synced_N)
         self.inner.state.clear()
         for window in self._windows:
-            window.tokens = 0
+            window.disown()
         self._restart()
         self._statistics = replace(self._statistics, discarded=self._statistics.discarded + 1)
 

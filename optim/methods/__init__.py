@@ -6,10 +6,13 @@
 """
 
 from atoll.optim.methods.base import Method, MethodError
+from atoll.optim.methods.ddp import DDP, DDPMethod
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.registry import names, parse, register
 
 __all__ = [
+    "DDP",
+    "DDPMethod",
     "DiLoCoMethod",
     "Method",
     "MethodError",

@@ -1,0 +1,56 @@
+"""Workers of methods that send something of every step's gradient, in place of a drift.
+
+The model's parameters change only when a commit is taken, so all replicas train from the same
+point; a window is one step.
+"""
+
+from abc import abstractmethod
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from atoll.optim.fragments import Fragment
+from atoll.optim.reducer import Commit, Reducer
+from atoll.optim.worker import Window, Worker
+
+
+class GradientWorker(Worker):
+    """Sends what `_message` makes of the gradient, and takes the synced parameters as they are.
+
+    The inner optimizer gives the learning rate of the schedule; it does not step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        reducer: Reducer,
+        *,
+        fragments: tuple[Fragment, ...] | None = None,
+        delay: int = 0,
+    ) -> None:
+        """Join the reducer; as `Worker`."""
+        super().__init__(model, inner, reducer, inner_steps=1, fragments=fragments, delay=delay)
+
+    @abstractmethod
+    def _message(self, grad_N: Tensor) -> Tensor:
+        """What is sent for a gradient."""
+
+    def _delta(self, fragment: Fragment, local_N: Tensor) -> Tensor:
+        return self._message(self.layout.gradient(self.model))
+
+    def _follow(self, commit: Commit, window: Window) -> None:
+        self.layout.load_(self.model, commit.params_N)
+
+    def _train(self) -> None:
+        """Nothing: the commit moves the parameters."""
+
+    def _rate(self) -> float:
+        return float(self.inner.param_groups[0]["lr"])
+
+    def _discard(self) -> None:
+        """Send nothing of a gradient that is not finite; the parameters are sound."""
+        for window in self._windows:
+            window.disown()
+        self._statistics = replace(self._statistics, discarded=self._statistics.discarded + 1)

@@ -1,0 +1,90 @@
+"""`ddp` against plain data parallel, and with PowerSGD against PyTorch's hook."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from atoll.compression.powersgd_reference import PowerSGDReference, orthogonalize_
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toys import Team, adamw, backward, flat, net
+
+
+def mean_gradients(model, seeds):
+    """The gradients of several batches, averaged by PyTorch itself."""
+    totals = [torch.zeros_like(p) for p in model.parameters()]
+    for seed in seeds:
+        backward(model, seed)
+        for total, param in zip(totals, model.parameters(), strict=True):
+            total += param.grad / len(seeds)
+    return totals
+
+
+def test_replicas_are_one_model_trained_on_all_batches():
+    team = Team(3, "ddp", codec="fp32")
+    team.run(range(6))
+    plain = net()
+    inner = adamw(plain)
+    for step in range(6):
+        grads = mean_gradients(plain, [100 * step + i for i in range(3)])
+        for param, grad in zip(plain.parameters(), grads, strict=True):
+            param.grad = grad
+        inner.step()
+    torch.testing.assert_close(team.local(), flat(plain), rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(team.local(), team.local(i)) for i in (1, 2))
+
+
+def test_powersgd_is_that_of_pytorchs_hook():
+    """Three workers, ten steps: errors, warm Q and what is sent whole are those of the hook."""
+
+    def wide():
+        return net(width=12)
+
+    team = Team(3, "ddp(codec=powersgd(rank=2))", make=wide)
+    reference = PowerSGDReference(2, lambda: 0)
+    exchanges = team.group._reductions[0].exchanges
+    plain = wide()
+    inner = adamw(plain)
+    for step in range(10):
+        workers = []
+        for index in range(3):
+            backward(plain, 100 * step + index)
+            workers.append([p.grad.clone() for p in plain.parameters()])
+        if step == 0:
+            reference.step([[torch.zeros_like(g) for g in grads] for grads in workers])
+            reference.qs = [x.q.clone().unsqueeze(0) for x in _by_shape(exchanges)]
+            reference.errors = []
+        for param, grad in zip(plain.parameters(), reference.step(workers), strict=True):
+            param.grad = grad.clone()
+        inner.step()
+        team.run(range(step, step + 1))
+        torch.testing.assert_close(team.local(), flat(plain), rtol=1e-3, atol=1e-4)
+    sent = team.group.statistics().body_bytes
+    assert 0 < sent < 10 * 4 * flat(plain).numel()
+
+
+def _by_shape(exchanges):
+    """The hook's order: grouped by shape, first seen first."""
+    groups = {}
+    for exchange in exchanges:
+        if exchange is not None:
+            groups.setdefault(exchange.dims, []).append(exchange)
+    return [exchange for group in groups.values() for exchange in group]
+
+
+def test_orthonormal_start_is_kept_by_the_reference():
+    q = Team(1, "ddp(codec=powersgd(rank=2))", make=lambda: net(width=12))
+    exchange = next(x for x in q.group._reductions[0].exchanges if x is not None)
+    start = exchange.q.clone().unsqueeze(0)
+    torch.testing.assert_close(orthogonalize_(start.clone()), start, rtol=1e-5, atol=1e-6)
+
+
+def test_int8_with_feedback_stays_near_exact_gradients():
+    exact = Team(2, "ddp", codec="fp32")
+    coded = Team(2, "ddp", codec="int8", feedback=1.0)
+    for team in (exact, coded):
+        team.run(range(10))
+    torch.testing.assert_close(coded.local(), exact.local(), rtol=0.0, atol=0.02)
+    assert not torch.equal(coded.local(), exact.local())
+    assert coded.group.statistics().wire_bytes < 0.4 * exact.group.statistics().wire_bytes

@@ -1,6 +1,6 @@
 """The low-communication methods of the field, by name.
 
->>> method = parse("diloco(lr=0.8, momentum=0.5)")
+>>> method = parse("streaming(count=2, tau=5, codec=int4)")
 >>> group = in_process(8, method)                                       # atoll.optim
 >>> worker = method.worker(model, inner, group.member(0), inner_steps=30)
 """
@@ -9,6 +9,7 @@ from atoll.optim.methods.base import Method, MethodError
 from atoll.optim.methods.ddp import DDP, DDPMethod
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.registry import names, parse, register
+from atoll.optim.methods.streaming import Streaming, StreamingMethod
 
 __all__ = [
     "DDP",
@@ -16,6 +17,8 @@ __all__ = [
     "DiLoCoMethod",
     "Method",
     "MethodError",
+    "Streaming",
+    "StreamingMethod",
     "names",
     "parse",
     "register",

@@ -1,0 +1,98 @@
+"""`streaming`: fragments that sync one after the other while training goes on (arXiv:2501.18512).
+
+Fragment p hands in its pseudo-gradient every H steps, at its own offset. The reduction travels
+for tau inner steps; then
+
+    local = alpha local + (1 - alpha) synced_new
+
+With one fragment, tau 0 and alpha 0 this is DiLoCo. The paper's settings are the defaults, with
+E3M0 pseudo-gradients. Departures: the mean is sent back in the same codec, and both legs have
+error feedback.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.compression import Codec, Fp4
+from atoll.optim import fragments as cuts
+from atoll.optim.diloco import DiLoCo
+from atoll.optim.fragments import Fragment
+from atoll.optim.layout import Layout
+from atoll.optim.methods.base import require
+from atoll.optim.methods.diloco import DiLoCoMethod
+from atoll.optim.methods.registry import register
+from atoll.optim.reducer import Reducer
+from atoll.optim.worker import Worker
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class StreamingMethod(DiLoCoMethod):
+    """Streaming DiLoCo."""
+
+    name: ClassVar[str] = "streaming"
+
+    codec: Codec = field(default_factory=Fp4)
+
+    count: int = 2
+    """Number of fragments; about three layers each in the paper."""
+
+    pattern: Literal["strided", "sequential"] = "strided"
+    """Which blocks make a fragment."""
+
+    tau: int = 5
+    """Inner steps that a reduction travels."""
+
+    alpha: float = 0.5
+    """Share of its own parameters that a peer keeps."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MethodError: when one is out of range.
+        """
+        require(self.count >= 1, "at least one fragment", self.count)
+        require(self.tau >= 0, "a tau of at least 0", self.tau)
+        require(0 <= self.alpha <= 1, "an alpha between 0 and 1", self.alpha)
+
+    def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
+        """Blocks of the model, by the pattern."""
+        cut = cuts.strided if self.pattern == "strided" else cuts.sequential
+        return cut(layout, self.count)
+
+    def worker(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+    ) -> Worker:
+        """As `Method.worker`."""
+        return Streaming(model, inner, reducer, inner_steps=inner_steps, method=self)
+
+
+class Streaming(DiLoCo):
+    """DiLoCo by fragments, which merges by alpha where its contribution is in."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Optimizer,
+        reducer: Reducer,
+        *,
+        inner_steps: int,
+        method: StreamingMethod,
+    ) -> None:
+        """Join the reducer; as `Worker`."""
+        self._alpha = method.alpha
+        super().__init__(
+            model,
+            inner,
+            reducer,
+            inner_steps=inner_steps,
+            fragments=method.fragments(Layout.of(model)),
+            delay=method.tau,
+        )
+
+    def _merged(self, new: Tensor, local: Tensor, submitted: Tensor) -> Tensor:
+        return local * self._alpha + new * (1.0 - self._alpha)

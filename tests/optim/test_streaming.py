@@ -1,0 +1,102 @@
+"""`streaming`: equal to DiLoCo where it has to be, and to the paper's rule elsewhere."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.optim.layout import Layout
+from atoll.optim.methods import MethodError, parse
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toys import Team, adamw, backward, flat, net
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_one_fragment_without_delay_and_alpha_is_diloco(codec):
+    settings = {"codec": codec, "lr": 0.7, "momentum": 0.6}
+    streaming = Team(3, "streaming(count=1, tau=0, alpha=0)", 3, **settings)
+    diloco = Team(3, "diloco", 3, **settings)
+    for team in (streaming, diloco):
+        team.run(range(11))
+    assert streaming.states() == diloco.states()
+    assert all(torch.equal(streaming.local(i), diloco.local(i)) for i in range(3))
+
+
+def plain_streaming(workers, fragments, steps, *, inner_steps, tau, alpha, lr, mu):
+    """Streaming DiLoCo on flat vectors, written from the paper's description."""
+    models = [net() for _ in range(workers)]
+    inners = [adamw(model) for model in models]
+    synced = flat(models[0])
+    buffers = [torch.zeros_like(synced) for _ in fragments]
+    momenta = [torch.zeros_like(synced) for _ in fragments]
+    travelling = {}
+    offsets = [index * inner_steps // len(fragments) for index in range(len(fragments))]
+    for step in range(1, steps + 1):
+        for index, (model, inner) in enumerate(zip(models, inners, strict=True)):
+            backward(model, 100 * (step - 1) + index)
+            inner.step()
+        for index, mask in travelling.pop(step, []):
+            u = buffers[index]
+            momenta[index] = mu * momenta[index] + u
+            synced = torch.where(mask, synced - lr * (u + mu * momenta[index]), synced)
+            for model in models:
+                merged = torch.where(mask, alpha * flat(model) + (1 - alpha) * synced, flat(model))
+                torch.nn.utils.vector_to_parameters(merged, model.parameters())
+        for index, mask in enumerate(fragments):
+            if step >= max(offsets[index], 1) and (step - offsets[index]) % inner_steps == 0:
+                deltas = torch.stack([synced - flat(model) for model in models])
+                buffers[index] = torch.where(mask, deltas.mean(0), 0.0)
+                travelling.setdefault(step + tau, []).append((index, mask))
+    return synced, [flat(model) for model in models]
+
+
+@pytest.mark.parametrize("pattern", ["strided", "sequential"])
+def test_fragments_delay_and_alpha_are_the_papers(pattern):
+    spec = f"streaming(count=2, tau=2, alpha=0.5, pattern={pattern}, codec=fp32, clip_at=0)"
+    team = Team(3, spec, 6, lr=0.7, momentum=0.6)
+    team.run(range(25))
+    method = parse(spec)
+    masks = []
+    layout = Layout.of(net())
+    for fragment in method.fragments(layout):
+        mask = torch.zeros(layout.numel)
+        fragment.put_(mask, torch.ones(fragment.numel))
+        masks.append(mask.bool())
+    synced, locals_ = plain_streaming(3, masks, 25, inner_steps=6, tau=2, alpha=0.5, lr=0.7, mu=0.6)
+    torch.testing.assert_close(team.workers[0].synced_N, synced, rtol=1e-4, atol=1e-5)
+    for index in range(3):
+        torch.testing.assert_close(team.local(index), locals_[index], rtol=1e-4, atol=1e-5)
+
+
+def test_fragments_sync_at_their_own_offsets():
+    team = Team(2, "streaming(count=2, tau=0)", 4)
+    positions = []
+    for step in range(12):
+        team.run(range(step, step + 1))
+        positions.append(team.workers[0].statistics().position)
+    assert positions == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+
+
+def test_peak_of_a_round_shrinks_with_the_fragments():
+    whole, halves = (Team(2, f"streaming(count={n}, tau=0)", 4) for n in (1, 2))
+    whole.run(range(4))
+    halves.run(range(2))
+    assert 0 < halves.group.statistics().wire_bytes < 0.7 * whole.group.statistics().wire_bytes
+
+
+@pytest.mark.parametrize("tau", [-1, 7])
+def test_delay_beyond_a_window_is_refused(tau):
+    with pytest.raises(ValueError, match=r"tau|delay"):
+        Team(1, f"streaming(tau={tau})", 6)
+
+
+def test_more_fragments_than_blocks_are_refused():
+    with pytest.raises(ValueError, match="1 to 2 fragments"):
+        Team(1, "streaming(count=3, tau=0)", 6)
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(MethodError):
+        parse("streaming(count=0)")

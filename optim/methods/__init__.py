@@ -6,15 +6,21 @@
 """
 
 from atoll.optim.methods.base import Method, MethodError
+from atoll.optim.methods.co2 import CO2, CO2Method
 from atoll.optim.methods.ddp import DDP, DDPMethod
 from atoll.optim.methods.diloco import DiLoCoMethod
+from atoll.optim.methods.eager import Eager, EagerMethod
 from atoll.optim.methods.registry import names, parse, register
 from atoll.optim.methods.streaming import Streaming, StreamingMethod
 
 __all__ = [
+    "CO2",
     "DDP",
+    "CO2Method",
     "DDPMethod",
     "DiLoCoMethod",
+    "Eager",
+    "EagerMethod",
     "Method",
     "MethodError",
     "Streaming",

@@ -1,0 +1,88 @@
+"""`co2`: local SGD whose reduction is one round late (arXiv:2401.16265).
+
+    m = clamp(mu m + mean delta(t-1) / penalty, -clip, clip)        synced = synced - lr m
+
+The next window begins at synced, so what a peer learned in window t returns to it with the
+reduction, a window later. Without staleness, penalty and clipping it is SlowMo-style local SGD
+(arXiv:1910.00643) for a constant inner rate.
+
+Departures: the penalty is a constant, as in the published code; the paper computes it from the
+staleness gap of the iterates. The published code calls `torch.clamp` and drops its result, so its
+momentum is never clipped; here it is, value by value. Momentum is not divided by the inner rate.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.optim.diloco import DiLoCo
+from atoll.optim.fragments import Fragment
+from atoll.optim.methods.base import Method, require
+from atoll.optim.methods.registry import register
+from atoll.optim.outer import heavy_ball
+from atoll.optim.overlapped import Overlapped
+from atoll.optim.reducer import Reducer
+from atoll.optim.state import OuterState
+from atoll.optim.worker import Worker
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class CO2Method(Method):
+    """CO2; the defaults are those of the published code."""
+
+    name: ClassVar[str] = "co2"
+
+    lr: float = 1.0
+    """Outer learning rate."""
+
+    momentum: float = 0.5
+    """Outer momentum."""
+
+    penalty: float = 1.0
+    """Staleness gap penalty: pseudo-gradients are divided by it."""
+
+    clip: float = math.inf
+    """Largest magnitude of a momentum."""
+
+    stale: bool = True
+    """Whether a reduction is taken one window late; else it is waited for."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MethodError: when one is out of range.
+        """
+        require(self.penalty >= 1, "a penalty of at least 1", self.penalty)
+        require(self.clip > 0, "a clip above 0", self.clip)
+
+    def apply(
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float
+    ) -> OuterState:
+        """Heavy-ball momentum, penalised and clipped."""
+        return heavy_ball(
+            state,
+            update_F,
+            lr=self.lr,
+            momentum=self.momentum,
+            scale=1.0 / self.penalty,
+            clip=self.clip,
+        )
+
+    def worker(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+    ) -> Worker:
+        """As `Method.worker`."""
+        kind = CO2 if self.stale else DiLoCo
+        return kind(model, inner, reducer, inner_steps=inner_steps)
+
+
+class CO2(Overlapped):
+    """Begins each window at the common parameters."""
+
+    def _next_start(self) -> Tensor:
+        return self._synced_N

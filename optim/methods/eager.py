@@ -1,0 +1,106 @@
+"""`eager`: DiLoCo that never waits (arXiv:2502.12996).
+
+A window's reduction travels during all of the next one. At the end of window t a peer steps on
+
+    own fresh + others' stale:    mean delta(t-1) + (delta_r(t) - delta_r(t-1)) / M
+
+at once. The log gets the means alone, one window late. The outer step is linear, so what a peer
+adds by itself is a second, small outer optimizer beside the log's: the overlay, which never
+enters the common state. With x = (delta_r(t) - delta_r(t-1)) / M:
+
+    e = mu e + x        o = o - lr (x + mu e)        local = synced + o
+
+which are the parameters of the paper's replica r.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.optim.methods.base import require
+from atoll.optim.methods.diloco import DiLoCoMethod
+from atoll.optim.methods.registry import register
+from atoll.optim.overlapped import Overlapped
+from atoll.optim.reducer import Commit, Reducer
+from atoll.optim.worker import Window, Worker
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class EagerMethod(DiLoCoMethod):
+    """Eager updates."""
+
+    name: ClassVar[str] = "eager"
+
+    peers: int = 1
+    """M of the first window; later ones take the number of members of the last entry."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MethodError: when peers is below 1.
+        """
+        require(self.peers >= 1, "at least one peer", self.peers)
+
+    def worker(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+    ) -> Worker:
+        """As `Method.worker`."""
+        return Eager(model, inner, reducer, inner_steps=inner_steps, method=self)
+
+
+class Eager(Overlapped):
+    """Begins each window at the common parameters and its own overlay."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Optimizer,
+        reducer: Reducer,
+        *,
+        inner_steps: int,
+        method: EagerMethod,
+    ) -> None:
+        """Join the reducer; as `Worker`."""
+        self._method = method
+        self._members = method.peers
+        super().__init__(model, inner, reducer, inner_steps=inner_steps)
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._fresh_N: Tensor = torch.zeros_like(self._synced_N)
+        self._overlay_N: Tensor = torch.zeros_like(self._synced_N)
+        self._overlay_momentum_N: Tensor = torch.zeros_like(self._synced_N)
+
+    def _follow(self, commit: Commit, window: Window) -> None:
+        super()._follow(commit, window)
+        self._members = commit.members or self._members
+
+    def _next_start(self) -> Tensor:
+        lr, mu = self._method.lr, self._method.momentum
+        fresh_N = self._sent_N / self._members
+        x_N = fresh_N - self._fresh_N
+        self._fresh_N = fresh_N
+        self._overlay_momentum_N = self._overlay_momentum_N * mu + x_N
+        self._overlay_N = self._overlay_N - (x_N + self._overlay_momentum_N * mu) * lr
+        return self._synced_N + self._overlay_N
+
+    def _own_state(self) -> dict[str, Any]:
+        return super()._own_state() | {
+            "members": self._members,
+            "fresh_N": self._fresh_N,
+            "overlay_N": self._overlay_N,
+            "overlay_momentum_N": self._overlay_momentum_N,
+        }
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_own_state(state)
+        self._members = state["members"]
+        self._fresh_N = state["fresh_N"].clone()
+        self._overlay_N = state["overlay_N"].clone()
+        self._overlay_momentum_N = state["overlay_momentum_N"].clone()

@@ -11,6 +11,7 @@ from atoll.optim.methods.ddp import DDP, DDPMethod
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.eager import Eager, EagerMethod
 from atoll.optim.methods.registry import names, parse, register
+from atoll.optim.methods.sparseloco import SparseLoCo, SparseLoCoMethod
 from atoll.optim.methods.streaming import Streaming, StreamingMethod
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "EagerMethod",
     "Method",
     "MethodError",
+    "SparseLoCo",
+    "SparseLoCoMethod",
     "Streaming",
     "StreamingMethod",
     "names",

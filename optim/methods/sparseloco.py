@@ -1,0 +1,87 @@
+"""`sparseloco`: top-k of each 64 x 64 tile in 2 bits, with error feedback (arXiv:2508.15706).
+
+    e = 0.95 e + delta        send the 64 largest of each 4,096        e = e - sent
+    synced = synced - lr mean(sent)
+
+Everyone decodes everyone's frames, so the mean keeps the union of the senders' indices. There is
+no outer momentum, and lr is applied once (older published code multiplies by it twice). The mean
+divides by all peers, as the paper writes.
+
+Departures: matrices are tiled from their first value, and what does not fill a tile is chunked
+in runs; the bin means are bf16; norms are clipped by the rule of all methods, and weights are
+those of all methods.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.compression import Codec, TopK, TwoBit
+from atoll.optim.diloco import DiLoCo
+from atoll.optim.fragments import Fragment, tiled
+from atoll.optim.layout import Layout
+from atoll.optim.methods.base import Method, Shape
+from atoll.optim.methods.registry import register
+from atoll.optim.outer import descend
+from atoll.optim.reducer import Reducer
+from atoll.optim.state import OuterState
+from atoll.optim.worker import Worker
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class SparseLoCoMethod(Method):
+    """SparseLoCo."""
+
+    name: ClassVar[str] = "sparseloco"
+
+    codec: Codec = field(default_factory=lambda: TopK(k=64, values=TwoBit()))
+    feedback: float = 0.95
+
+    lr: float = 1.0
+    """Outer learning rate."""
+
+    @property
+    def reduction(self) -> Shape:
+        """Everyone decodes everyone's frames."""
+        return "gather"
+
+    def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
+        """The whole model, in tiles."""
+        return (tiled(layout),)
+
+    def apply(
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float
+    ) -> OuterState:
+        """Plain descent."""
+        return descend(state, update_F, lr=self.lr, fragment=fragment)
+
+    def worker(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+    ) -> Worker:
+        """As `Method.worker`."""
+        return SparseLoCo(model, inner, reducer, inner_steps=inner_steps, method=self)
+
+
+class SparseLoCo(DiLoCo):
+    """DiLoCo whose one fragment is in tiles."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Optimizer,
+        reducer: Reducer,
+        *,
+        inner_steps: int,
+        method: SparseLoCoMethod,
+    ) -> None:
+        """Join the reducer; as `Worker`."""
+        super().__init__(
+            model,
+            inner,
+            reducer,
+            inner_steps=inner_steps,
+            fragments=method.fragments(Layout.of(model)),
+        )

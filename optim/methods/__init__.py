@@ -8,6 +8,7 @@
 from atoll.optim.methods.base import Method, MethodError
 from atoll.optim.methods.co2 import CO2, CO2Method
 from atoll.optim.methods.ddp import DDP, DDPMethod
+from atoll.optim.methods.demo import DeMo, DeMoMethod
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.eager import Eager, EagerMethod
 from atoll.optim.methods.registry import names, parse, register
@@ -19,6 +20,8 @@ __all__ = [
     "DDP",
     "CO2Method",
     "DDPMethod",
+    "DeMo",
+    "DeMoMethod",
     "DiLoCoMethod",
     "Eager",
     "EagerMethod",

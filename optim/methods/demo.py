@@ -1,0 +1,91 @@
+"""`demo`: decoupled momentum; only its largest cosine coefficients travel (arXiv:2411.19870).
+
+At each step, with the inner rate eta:
+
+    e = beta e + eta gradient        q = the top k of each 64 x 64 chunk of DCT(e)
+    e = e - iDCT(q)                  synced = (1 - eta decay) synced - eta sign(mean iDCT(q))
+
+e is both the momentum and the residual: error feedback with a share of beta. The mean divides by
+all peers. With `delay=1` the results of a step are applied after the next one.
+
+Departures: coefficients have 8 bits (or 1, `codec=dct(k=32, bits=1)`) and 12-bit indices, in place
+of 32 and 64; sizes that 64 does not divide are padded. Unlike the reference's, the state is
+complete and tensors may have any number of dimensions.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.compression import Codec, Dct
+from atoll.optim.fragments import Fragment, by_tensor
+from atoll.optim.gradients import GradientWorker
+from atoll.optim.layout import Layout
+from atoll.optim.methods.base import InnerName, Method, Shape, require
+from atoll.optim.methods.registry import register
+from atoll.optim.outer import descend
+from atoll.optim.reducer import Reducer
+from atoll.optim.state import OuterState
+from atoll.optim.weights import WeightRule
+from atoll.optim.worker import Worker
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DeMoMethod(Method):
+    """DeMo; `feedback` is the paper's beta."""
+
+    name: ClassVar[str] = "demo"
+    inner: ClassVar[InnerName] = "sgd"
+    every_step: ClassVar[bool] = True
+
+    codec: Codec = field(default_factory=lambda: Dct(k=32))
+    feedback: float = 0.999
+    weights: WeightRule = "equal"
+    clip_at: float = 0.0
+
+    decay: float = 0.0
+    """Decoupled weight decay."""
+
+    delay: int = 0
+    """Steps between sending and applying: 0, or 1 to overlap them."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MethodError: when one is out of range.
+        """
+        require(self.delay in (0, 1), "a delay of 0 or 1", self.delay)
+        require(self.decay >= 0, "a decay of at least 0", self.decay)
+
+    @property
+    def reduction(self) -> Shape:
+        """Everyone decodes everyone's coefficients."""
+        return "gather"
+
+    def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
+        """The whole model, a piece a tensor."""
+        return (by_tensor(layout),)
+
+    def apply(
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float
+    ) -> OuterState:
+        """Descent along the sign."""
+        return descend(state, update_F, lr=lr, decay=self.decay, signed=True)
+
+    def worker(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+    ) -> Worker:
+        """As `Method.worker`; a window is one step."""
+        fragments = self.fragments(Layout.of(model))
+        return DeMo(model, inner, reducer, fragments=fragments, delay=self.delay)
+
+
+class DeMo(GradientWorker):
+    """Sends the gradient times the inner rate; the residual is the reducer's."""
+
+    def _message(self, grad_N: Tensor) -> Tensor:
+        return grad_N * self._rate()

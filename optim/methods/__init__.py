@@ -10,6 +10,7 @@ from atoll.optim.methods.co2 import CO2, CO2Method
 from atoll.optim.methods.ddp import DDP, DDPMethod
 from atoll.optim.methods.demo import DeMo, DeMoMethod
 from atoll.optim.methods.diloco import DiLoCoMethod
+from atoll.optim.methods.dlion import DLion, DLionMethod
 from atoll.optim.methods.eager import Eager, EagerMethod
 from atoll.optim.methods.registry import names, parse, register
 from atoll.optim.methods.sparseloco import SparseLoCo, SparseLoCoMethod
@@ -20,6 +21,8 @@ __all__ = [
     "DDP",
     "CO2Method",
     "DDPMethod",
+    "DLion",
+    "DLionMethod",
     "DeMo",
     "DeMoMethod",
     "DiLoCoMethod",

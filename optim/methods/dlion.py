@@ -1,0 +1,106 @@
+"""`dlion`: Distributed Lion, one bit a value and step (arXiv:2404.00438).
+
+At each step, with the inner rate eta:
+
+    send sign(beta1 m + (1 - beta1) gradient)        m = beta2 m + (1 - beta2) gradient
+    synced = (1 - eta decay) synced - eta vote       vote: the sign of the sum, or the mean
+
+A sign of zero is sent as positive; a tie in the sum is a vote of 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.compression import Codec, Sign
+from atoll.optim.fragments import Fragment
+from atoll.optim.gradients import GradientWorker
+from atoll.optim.methods.base import InnerName, Method, Shape, require
+from atoll.optim.methods.registry import register
+from atoll.optim.outer import descend
+from atoll.optim.reducer import Reducer
+from atoll.optim.state import OuterState
+from atoll.optim.weights import WeightRule
+from atoll.optim.worker import Worker
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DLionMethod(Method):
+    """Distributed Lion."""
+
+    name: ClassVar[str] = "dlion"
+    inner: ClassVar[InnerName] = "lion"
+    every_step: ClassVar[bool] = True
+
+    codec: Codec = field(default_factory=Sign)
+    feedback: float = 0.0
+    weights: WeightRule = "equal"
+    clip_at: float = 0.0
+
+    beta1: float = 0.9
+    """Share of the momentum in what is sent."""
+
+    beta2: float = 0.99
+    """Share of the momentum that is kept."""
+
+    decay: float = 0.0
+    """Decoupled weight decay."""
+
+    vote: Literal["majority", "average"] = "majority"
+    """What becomes of the signs."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MethodError: when one is out of range.
+        """
+        require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "betas in [0, 1)", self)
+        require(self.decay >= 0, "a decay of at least 0", self.decay)
+
+    @property
+    def reduction(self) -> Shape:
+        """Everyone decodes everyone's signs."""
+        return "gather"
+
+    def apply(
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float
+    ) -> OuterState:
+        """Descent along the vote."""
+        return descend(state, update_F, lr=lr, decay=self.decay, signed=self.vote == "majority")
+
+    def worker(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+    ) -> Worker:
+        """As `Method.worker`; a window is one step."""
+        return DLion(model, inner, reducer, method=self)
+
+
+class DLion(GradientWorker):
+    """Keeps Lion's momentum, and sends the signs of its step."""
+
+    def __init__(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, method: DLionMethod
+    ) -> None:
+        """Join the reducer; as `Worker`."""
+        super().__init__(model, inner, reducer)
+        self._beta1, self._beta2 = method.beta1, method.beta2
+        self._momentum_N = torch.zeros(self.layout.numel)
+
+    def _message(self, grad_N: Tensor) -> Tensor:
+        if not bool(torch.isfinite(grad_N).all()):
+            return grad_N
+        step_N = self._momentum_N * self._beta1 + grad_N * (1.0 - self._beta1)
+        self._momentum_N = self._momentum_N * self._beta2 + grad_N * (1.0 - self._beta2)
+        return torch.where(step_N >= 0, 1.0, -1.0)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"momentum_N": self._momentum_N}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        self._momentum_N = state["momentum_N"].clone()

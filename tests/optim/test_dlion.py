@@ -1,0 +1,57 @@
+"""`dlion` against Lion written out, and what its votes do."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.optim.lion import Lion
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toys import Team, backward, flat, net, sgd
+
+
+def plain(workers: int, steps: int, vote: str, lr=1e-2, beta1=0.9, beta2=0.99, decay=0.1):
+    """Algorithm 1 of the paper on one shared model."""
+    model = net()
+    momenta = [torch.zeros_like(flat(model)) for _ in range(workers)]
+    for step in range(steps):
+        signs = []
+        for index in range(workers):
+            backward(model, 100 * step + index)
+            grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+            signs.append((beta1 * momenta[index] + (1 - beta1) * grad).sign())
+            momenta[index] = beta2 * momenta[index] + (1 - beta2) * grad
+        total = torch.stack(signs).sum(0)
+        update = total.sign() if vote == "majority" else total / workers
+        theta = flat(model)
+        theta = theta - lr * (update + decay * theta)
+        torch.nn.utils.vector_to_parameters(theta, model.parameters())
+    return flat(model)
+
+
+@pytest.mark.parametrize("vote", ["majority", "average"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_votes_are_the_papers(vote, workers):
+    team = Team(workers, f"dlion(vote={vote}, decay=0.1)", inner=sgd)
+    team.run(range(8))
+    torch.testing.assert_close(team.local(), plain(workers, 8, vote), rtol=1e-4, atol=1e-5)
+
+
+def test_one_worker_is_lion():
+    team = Team(1, "dlion(decay=0.1)", inner=sgd)
+    team.run(range(8))
+    model = net()
+    lion = Lion(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(8):
+        backward(model, 100 * step)
+        lion.step()
+    torch.testing.assert_close(team.local(), flat(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_value_and_step_costs_a_bit():
+    team = Team(2, "dlion", inner=sgd, make=lambda: net(2, 256))
+    team.run(range(1))
+    bits = 8 * team.group.statistics().wire_bytes / 2 / flat(net(2, 256)).numel()
+    assert 1.0 < bits < 1.05

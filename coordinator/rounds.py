@@ -56,7 +56,7 @@ class Rounds:
             epoch=entry.epoch,
             position=entry.position + 1,
             at=at_s,
-            loss=entry.loss if entry.members else None,
+            loss=entry.loss,
             valid_loss=valid_loss,
             tokens=sum(member.tokens for member in entry.members),
             members=len(entry.members),

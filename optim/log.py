@@ -116,7 +116,8 @@ class Member(Record):
     clip: Annotated[FiniteFloat, Field(ge=0, le=1)]
     tokens: Count
     steps: Count
-    loss: FiniteFloat
+    loss: FiniteFloat | None
+    """nats a token over its window; None where it did not measure one"""
 
     @property
     def elector(self) -> Elector:
@@ -225,10 +226,11 @@ class Entry(Record):
         return sum(part.wire_bytes for part in self.parts)
 
     @property
-    def loss(self) -> float:
-        """Mean training loss of the members, by tokens."""
-        tokens = sum(m.tokens for m in self.members)
-        return sum(m.loss * m.tokens for m in self.members) / tokens if tokens else 0.0
+    def loss(self) -> float | None:
+        """Mean training loss by tokens, of the members that measured one; None if nobody did."""
+        known = [(m.loss, m.tokens) for m in self.members if m.loss is not None]
+        tokens = sum(count for _, count in known)
+        return sum(loss * count for loss, count in known) / tokens if tokens else None
 
     def included_cells(self, peer_id: str, incarnation: str) -> list[bool] | None:
         """Which cells hold that peer's contribution; None where the peer is not a member."""

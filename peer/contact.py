@@ -57,7 +57,7 @@ class Contact:
         self._spawn = spawn
         self._on_joined = on_joined
         self._say = say
-        self._publishing: int | None = None
+        self._publishing = False
         self.in_touch = True
         self._told_pruned = False
 
@@ -124,7 +124,8 @@ class Contact:
                     self._rounds.kick_catch_up()
         if beat.head.position > self._replica.position + 1:
             self._rounds.kick_catch_up()
-        if beat.publish_from is not None and self._publishing is None:
+        if beat.publish_from is not None and not self._publishing:
+            self._publishing = True
             self._spawn(self._publish_from(beat.publish_from))
 
     async def _beat_or_join(self) -> Beat:
@@ -137,13 +138,12 @@ class Contact:
             return await self.beat()
 
     async def _publish_from(self, start: int) -> None:
-        self._publishing = start
         try:
             for position in range(start, self._replica.position):
                 if not await self._publish_stored(position):
                     return
         finally:
-            self._publishing = None
+            self._publishing = False
 
     async def _publish_stored(self, position: int) -> bool:
         record = await self._compute(self._replica.store.get, position)

@@ -19,6 +19,7 @@ from types import FrameType
 from atoll.coordinator.status import Level
 from atoll.peer.errors import SavedStateError
 from atoll.peer.link import Link
+from atoll.peer.membership import expect_run
 from atoll.peer.paths import PeerPaths
 from atoll.peer.reporting import TrainerView
 from atoll.peer.rounds.context import short
@@ -82,6 +83,7 @@ class PeerDaemon:
             TrainingFailed: it computes nothing but numbers that are not finite.
         """
         paths = PeerPaths(root=self._options.link.state_dir)
+        expect_run(paths, self._options.link.invite.run_id)  # before a line of ours is in there
         with _log_file(paths):
             try:
                 self._link = Link.open(
@@ -184,13 +186,12 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
 
 @contextmanager
 def _log_file(paths: PeerPaths) -> Iterator[None]:
-    paths.root.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(
         paths.messages,
         maxBytes=LOG_BYTES,
         backupCount=LOG_FILES,
         encoding="utf-8",
-        delay=True,  # the directory may be refused: then nothing in it is touched
+        delay=True,  # until there is something to say: the directory is made, and locked, by then
     )
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _log.addHandler(handler)

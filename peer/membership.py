@@ -3,8 +3,9 @@
 Errors::
 
     LinkError (ValueError)
-     +-- StateDirectoryInUse    another peer runs on the same state directory
-     +-- StateOfAnotherRun      the state directory belongs to another run
+     +-- StateDirectoryInUse       another peer runs on the same state directory
+     +-- StateDirectoryUnusable    the state directory cannot be made, read or written
+     +-- StateOfAnotherRun         the state directory belongs to another run
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from atoll.coordinator.client import Joined
@@ -20,6 +23,8 @@ from atoll.coordinator.spec import RunSpec
 from atoll.optim.layout import Layout
 from atoll.peer.paths import PeerPaths
 
+MAX_BOOTSTRAP = 16  # as many as an invite holds
+
 
 class LinkError(ValueError):
     """A peer that cannot start as it was told to."""
@@ -27,6 +32,10 @@ class LinkError(ValueError):
 
 class StateDirectoryInUse(LinkError):  # noqa: N818
     """Another process works in the state directory."""
+
+
+class StateDirectoryUnusable(LinkError):  # noqa: N818
+    """The state directory cannot be made, read or written."""
 
 
 class StateOfAnotherRun(LinkError):  # noqa: N818
@@ -90,11 +99,13 @@ class StateDirectory:
         """
         self.paths = paths
         self._run_id = run_id
-        paths.root.mkdir(parents=True, exist_ok=True)
-        self._lock = paths.lock.open("w")
+        expect_run(paths, run_id)
+        with _usable(paths):
+            paths.root.mkdir(parents=True, exist_ok=True)
+            self._lock = paths.lock.open("ab")
         try:
             self._take_lock()
-            self._expect_run()
+            expect_run(paths, run_id)  # now that nobody else can put another there
         except BaseException:
             self._lock.close()
             raise
@@ -115,7 +126,7 @@ class StateDirectory:
         try:
             return Membership.from_json(self.paths.run.read_bytes())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._not_a_run() from error
+            raise _not_a_run(self.paths) from error
 
     def close(self) -> None:
         """Let others use it."""
@@ -130,21 +141,62 @@ class StateDirectory:
                 "stop it, or give this one its own with --state-dir"
             ) from None
 
-    def _expect_run(self) -> None:
-        if not self.paths.run.exists():
-            return
-        try:
-            stored = str(json.loads(self.paths.run.read_bytes())["run_id"])
-        except (ValueError, KeyError, TypeError):
-            raise self._not_a_run() from None
-        if stored != self._run_id.hex():
-            raise StateOfAnotherRun(
-                f"{self.paths.root}: expected the state of run {self._run_id.hex()[:12]}, got "
-                f"that of run {stored[:12]}; give this peer another directory with --state-dir"
-            )
 
-    def _not_a_run(self) -> StateOfAnotherRun:
-        return StateOfAnotherRun(
-            f"{self.paths.run}: expected the description of a run, got something else; "
-            "give this peer another directory with --state-dir"
+def expect_run(paths: PeerPaths, run_id: bytes) -> None:
+    """Check whose state a directory holds, if any; changes nothing.
+
+    Raises:
+        StateOfAnotherRun: that of another run, or something that is no run.
+        StateDirectoryUnusable: it cannot be read.
+    """
+    with _usable(paths):
+        if not paths.run.exists():
+            return
+        raw = paths.run.read_bytes()
+    try:
+        stored = str(json.loads(raw)["run_id"])
+    except (ValueError, KeyError, TypeError):
+        raise _not_a_run(paths) from None
+    if stored != run_id.hex():
+        raise StateOfAnotherRun(
+            f"{paths.root}: expected the state of run {run_id.hex()[:12]}, got "
+            f"that of run {stored[:12]}; give this peer another directory with --state-dir"
         )
+
+
+@contextmanager
+def _usable(paths: PeerPaths) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateDirectoryUnusable(
+            f"{paths.root}: expected a folder that this peer can write, got "
+            f"{error.strerror or error!r}; give this peer another directory with --state-dir"
+        ) from None
+
+
+def _not_a_run(paths: PeerPaths) -> StateOfAnotherRun:
+    return StateOfAnotherRun(
+        f"{paths.run}: expected the description of a run, got something else; "
+        "give this peer another directory with --state-dir"
+    )
+
+
+def addresses_to_keep(
+    own: Sequence[str], kept: Sequence[str], known: Sequence[str]
+) -> tuple[str, ...]:
+    """Which addresses to remember for a start at which nobody can be asked.
+
+    Args:
+        own: those that the run gave; they come first.
+        kept: those remembered so far.
+        known: those of the peers that are here now.
+
+    Returns:
+        At most `MAX_BOOTSTRAP`.  What is kept and still known stays, so that in a steady swarm,
+        however large, nothing changes.
+    """
+    here = set(known)
+    still = [address for address in kept if address in here]
+    gone = [address for address in kept if address not in here]
+    return tuple(dict.fromkeys([*own, *still, *known, *gone]))[:MAX_BOOTSTRAP]

@@ -8,6 +8,7 @@ that parameters and residual are touched by one thread only.
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -129,14 +130,13 @@ class NetworkReducer:
         self._offer = self._residual.offer(contribution.delta_N, weight)
         self.encode_s = time.perf_counter() - started
         self._deadline_s = time.monotonic() + self._patience_s
-        loss = contribution.loss if contribution.loss == contribution.loss else 0.0
         self._number += 1
         window = OfferedWindow(
             number=self._number,
             offer=self._offer,
             tokens=contribution.tokens,
             steps=contribution.steps,
-            loss=loss,
+            loss=contribution.loss if math.isfinite(contribution.loss) else None,
         )
         self._loop.call_soon_threadsafe(self._rounds.offer, window)
 

@@ -41,7 +41,8 @@ from atoll.optim.log import Elector, LogError, fp32, genesis_chain
 from atoll.optim.state import Assembly, OuterState, StateError
 from atoll.optim.store import LogStore
 from atoll.peer.contact import Contact
-from atoll.peer.membership import Membership, StateDirectory
+from atoll.peer.electors import QuorumWatch
+from atoll.peer.membership import Membership, StateDirectory, addresses_to_keep
 from atoll.peer.recovery import Recovered, Recovery, RecoveryError
 from atoll.peer.reducer import NetworkReducer, Reset
 from atoll.peer.replica import Replica
@@ -63,7 +64,6 @@ PATIENCE_STALLS = 20  # a round with one repair and one change of leader takes a
 KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
 HAND_OVER_S = 3.0  # a heartbeat tells the coordinator what it lacks, another tells that it has it
 GOODBYE_S = 5.0
-MAX_BOOTSTRAP = 16
 SETTLE_PAUSE_S = 1.0
 RESTART_S = 1.0  # after a fault of ours, so that it does not spin
 
@@ -109,6 +109,7 @@ class Session:
         self._incarnation = f"{random.SystemRandom().getrandbits(128):032x}"
         self._work = ThreadPoolExecutor(2, thread_name_prefix="atoll-work")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._quorum = QuorumWatch()
         self._leaving = False
         self._started = False
         self._starting: asyncio.Task[Any] | None = None
@@ -416,7 +417,23 @@ class Session:
         while True:
             with suppress(RosterError, TransportError, TimeoutError, OSError):
                 await self._publish_record()
+            self._tell_waiting()
             await asyncio.sleep(RECORD_EVERY_S)
+
+    def _tell_waiting(self) -> None:
+        replica, rounds = self.replica, self.spec.run.rounds
+        if rounds and replica.position >= rounds:
+            return
+        known = self.ctx.seen.values()
+        here = {Elector(peer_id=r.peer_id, incarnation=r.incarnation) for r in known}
+        told = self._quorum.look(
+            replica.position,
+            replica.electorate,
+            {*here, self.ctx.me},
+            in_touch=self.contact.in_touch,
+        )
+        if told is not None:
+            self._say("warning", told)
 
     async def _publish_record(self) -> None:
         view, rates = self._look(), self.options.rates
@@ -451,10 +468,10 @@ class Session:
     def _remember_addresses(self, others: Sequence[PeerRecord]) -> None:
         """Keep where others are, for a start at which the coordinator is not there to ask."""
         known = [address for record in others for address in record.addresses[:2]]
-        fresh = [a for a in known if a not in self.membership.bootstrap]
-        if fresh:
-            kept = tuple(dict.fromkeys([*self._own_bootstrap, *known]))[:MAX_BOOTSTRAP]
-            self.membership = replace(self.membership, bootstrap=kept)
+        kept = self.membership.bootstrap
+        keep = addresses_to_keep(self._own_bootstrap, kept, known)
+        if set(keep) != set(kept):
+            self.membership = replace(self.membership, bootstrap=keep)
             self._directory.remember(self.membership)
 
     async def _connect(self, record: PeerRecord) -> None:

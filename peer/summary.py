@@ -36,8 +36,8 @@ class Summary:
     rounds: int
     peers: int
     tokens: int
-    loss_first: float
-    loss_last: float
+    loss_first: float | None
+    loss_last: float | None
     loss_baseline: float | None
     valid_loss: float
     valid_loss_baseline: float | None
@@ -78,12 +78,13 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
     valid_loss = held_out_loss(spec, checkpoint)
     draw_loss(loss_plot(run, spec, entries, compared, valid_loss), plot)
     base = compared.baseline
+    losses = [entry.loss for entry in entries if entry.loss is not None]
     return Summary(
         rounds=len(entries),
         peers=len(run.peers),
         tokens=sum(m.tokens for e in entries for m in e.members),
-        loss_first=entries[0].loss,
-        loss_last=entries[-1].loss,
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
         loss_baseline=base.loss if base else None,
         valid_loss=valid_loss,
         valid_loss_baseline=base.valid_loss if base else None,
@@ -193,7 +194,8 @@ def loss_plot(
     for entry in entries:
         for member in entry.members:
             curve = peers.setdefault(names.get(member.peer_id, member.peer_id[-6:]), [])
-            curve.append((entry.position + 1, member.loss))
+            if member.loss is not None:
+                curve.append((entry.position + 1, member.loss))
     # What peers report when a round is accepted was measured on the state before it.
     told = [(r.position - 1, r.valid_loss) for r in run.status.history if r.valid_loss is not None]
     valid = [*told, (float(len(entries)), valid_loss)]
@@ -204,7 +206,7 @@ def loss_plot(
         subtitle=f"{spec.model.preset}, {len(run.peers)} peers, H={spec.outer.inner_steps}, "
         f"{spec.compression.codec}, {tokens / 1e6:.2f}M tokens",
         peers=peers,
-        run=[(entry.position + 1, entry.loss) for entry in entries],
+        run=[(entry.position + 1, entry.loss) for entry in entries if entry.loss is not None],
         valid=valid,
         compared={
             name: [(p.position, p.valid_loss) for p in result.history if p.valid_loss is not None]
@@ -237,7 +239,7 @@ def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
             f"{summary.tokens / 1e6:.2f}M tokens in {summary.rounds} rounds by "
             f"{summary.peers} peers, {summary.seconds:.0f} s",
         ),
-        ("training loss", f"{summary.loss_first:.3f} -> {summary.loss_last:.3f} nats a byte"),
+        ("training loss", f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a byte"),
         ("held-out loss", _held_out(summary)),
         (
             "sent by a peer",
@@ -257,6 +259,10 @@ def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
     if run.kill is not None:
         found.append(("killed", _killed(summary, run)))
     return [*found, ("checkpoint", summary.checkpoint), ("picture", summary.plot)]
+
+
+def _loss(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
 
 
 def _held_out(summary: Summary) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from atoll.peer.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.peer.daemon import DaemonEvent
+
+MAX_NAME = 64  # characters; dashboards have narrow columns
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -30,21 +33,26 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--state-dir", type=Path, metavar="DIR", help="default: one by the run")
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1, mps or cpu")
     parser.add_argument("--data", metavar="PATH", help="where the run's data is on this machine")
-    parser.add_argument("--name", default="", help="what the dashboard calls this peer")
+    parser.add_argument("--name", type=_name, default="", help="what the dashboard calls this peer")
     parser.add_argument(
         "--listen",
+        type=_multiaddr,
         action="append",
         metavar="MULTIADDR",
         help="where to listen (default /ip4/0.0.0.0/tcp/0); may be given several times",
     )
     parser.add_argument(
-        "--announce", action="append", metavar="MULTIADDR", help="what others dial, if it differs"
+        "--announce",
+        type=_multiaddr,
+        action="append",
+        metavar="MULTIADDR",
+        help="what others dial, if it differs",
     )
     parser.add_argument(
-        "--uplink", type=float, default=0.0, metavar="MBIT", help="upload speed of this link"
+        "--uplink", type=_mbit, default=0.0, metavar="MBIT", help="upload speed of this link"
     )
     parser.add_argument(
-        "--downlink", type=float, default=0.0, metavar="MBIT", help="download speed of this link"
+        "--downlink", type=_mbit, default=0.0, metavar="MBIT", help="download speed of this link"
     )
     parser.add_argument("--json", action="store_true", help="events as lines of JSON on stdout")
     add_stop_with_stdin(parser)
@@ -78,6 +86,34 @@ def run(args: argparse.Namespace) -> int:
     with stop_on_signals(daemon.stop) as received:
         daemon.run()
     return 130 if signal.SIGINT in received else 0
+
+
+def _name(text: str) -> str:
+    if len(text) > MAX_NAME:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_NAME} characters, got {len(text)}")
+    return text
+
+
+def _mbit(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate < math.inf:
+        raise argparse.ArgumentTypeError(f"expected Mbit/s, 0 for unknown, got {text!r}")
+    return rate
+
+
+def _multiaddr(text: str) -> str:
+    from atoll.dht.engine import Multiaddr
+
+    try:
+        Multiaddr(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a multiaddr as /ip4/0.0.0.0/tcp/4001, got {text!r}"
+        ) from None
+    return text
 
 
 def _expect_device(name: str) -> None:

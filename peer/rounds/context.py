@@ -33,16 +33,13 @@ async def inline(function: Callable[..., Any], /, *args: Any) -> Any:  # noqa: A
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings:
-    """Times of a round."""
+    """Times of a round, as the spec of the run gives them (`round` in `atoll.coordinator.spec`)."""
 
-    stall_s: float = 1.5
+    stall_s: float
     """a peer without a sign of life for this long is taken for dead in this round"""
 
-    grace_s: float = 5.0
+    grace_s: float
     """how long a group waits for stragglers once a quorum is ready"""
-
-    min_window_s: float = 0.0
-    """pause between attempts that failed at once, so that nobody spins"""
 
 
 Scalars = Callable[[int], tuple[float, float]]

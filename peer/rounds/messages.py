@@ -63,7 +63,7 @@ class Ready(Record):
     weight: Weight
     tokens: Count
     steps: Count
-    loss: FiniteFloat
+    loss: FiniteFloat | None
     norm: Weight
     uplink_mbit_s: Weight
 
@@ -78,7 +78,7 @@ class GroupMember(Record):
     norm: Weight
     tokens: Count
     steps: Count
-    loss: FiniteFloat
+    loss: FiniteFloat | None
 
     @property
     def elector(self) -> Elector:

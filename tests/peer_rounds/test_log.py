@@ -270,6 +270,15 @@ def test_the_loss_of_an_entry_is_weighed_by_tokens():
     assert entry().loss == pytest.approx(expected)
 
 
+def test_a_loss_that_nobody_measured_is_none_and_not_a_number():
+    known, *others = members(4)
+    unknown = tuple(m.model_copy(update={"loss": None}) for m in others)
+    some = entry(members=(known, *unknown))
+    assert some.loss == known.loss
+    assert Entry.decode(some.encode()).members[1].loss is None
+    assert entry(members=(known.model_copy(update={"loss": None}), *unknown)).loss is None
+
+
 def test_every_elector_leads_in_turn_and_the_order_changes_with_the_position():
     orders = {tuple(leader_order(ELECTORATE, position)) for position in range(50)}
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)

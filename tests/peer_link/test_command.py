@@ -1,0 +1,141 @@
+"""`atoll peer` as its owner sees it: what it prints, and its exit code."""
+
+import os
+import signal
+import threading
+import time
+import types
+
+import pytest
+
+from atoll.coordinator.invite import Invite
+from atoll.peer import cli
+from atoll.peer.membership import StateDirectory
+from atoll.peer.paths import PeerPaths
+
+NOBODY = Invite(
+    addresses=("127.0.0.1:9",), run_id=b"\x01" * 32, run_key=bytes(32), tls_sha256=bytes(32)
+)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return PeerPaths(root=tmp_path / "state")
+
+
+@pytest.fixture
+def peer(capsys, paths):
+    """Runs the command on the state directory; gives its exit code, stdout and stderr."""
+
+    def run(invite, *arguments):
+        command = ["peer", str(invite), "--state-dir", str(paths.root), "--device", "cpu"]
+        command += ["--listen", "/ip4/127.0.0.1/tcp/0", *map(str, arguments)]
+        try:
+            code = cli.main(command)
+        except SystemExit as leaving:
+            code = leaving.code
+        out = capsys.readouterr()
+        assert "Traceback" not in out.err
+        return types.SimpleNamespace(code=code, out=out.out, err=out.err)
+
+    return run
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ('{"run_id": "0909"}', "expected the state of run 010101010101, got that of run 0909"),
+        ("garbage", "run.json: expected the description of a run, got something else"),
+    ],
+)
+def test_a_state_directory_of_something_else_is_refused(peer, paths, stored, expected):
+    paths.root.mkdir()
+    paths.run.write_text(stored)
+    result = peer(NOBODY)
+    assert (result.code, result.out) == (2, "")
+    assert expected in result.err
+    assert "another directory with --state-dir" in result.err
+    assert contents(paths.root) == {"run.json": stored.encode()}
+
+
+def test_a_state_directory_in_use_is_refused(peer, paths):
+    directory = StateDirectory(paths, NOBODY.run_id)
+    result = peer(NOBODY)
+    directory.close()
+    assert (result.code, result.out) == (2, "")
+    assert "another peer is running on this state directory" in result.err
+    assert contents(paths.root) == {"lock": b""}
+
+
+def test_a_state_directory_that_cannot_be_is_refused(peer, paths):
+    paths.root.write_text("a file")
+    result = peer(NOBODY)
+    assert (result.code, result.out) == (2, "")
+    assert "expected a folder that this peer can write" in result.err
+    assert paths.root.read_text() == "a file"
+
+
+def test_a_directory_that_cannot_be_made_is_refused(peer, paths):
+    paths.root.parent.joinpath("state").write_text("a file")
+    paths = PeerPaths(root=paths.root / "deeper")
+    result = peer(NOBODY, "--state-dir", paths.root)
+    assert result.code == 2
+    assert "Not a directory" in result.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--uplink", "-5"),
+        ("--uplink", "nan"),
+        ("--downlink", "fast"),
+        ("--name", "x" * 65),
+        ("--listen", "127.0.0.1:4000"),
+        ("--announce", "/ip4/no-address/tcp/1"),
+    ],
+)
+def test_an_option_without_sense_is_refused_at_once(peer, paths, option, value):
+    result = peer(NOBODY, option, value)
+    assert (result.code, result.out) == (2, "")
+    assert option in result.err
+    assert "expected" in result.err
+    assert not paths.root.exists()
+
+
+def stop_once(condition):
+    """SIGTERM to this process, in which the command runs, once something is so."""
+
+    def wait():
+        deadline = time.monotonic() + 30
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait).start()
+
+
+def test_nobody_at_the_address_is_said_with_a_remedy_and_tried_again(peer, paths):
+    stop_once(lambda: paths.messages.exists() and "trying again" in paths.messages.read_text())
+    result = peer(NOBODY)
+    assert (result.code, result.out) == (0, "")  # told to stop, it did
+    assert "127.0.0.1:9: expected the coordinator, got connection refused" in result.err
+    assert "ask the organiser" in result.err
+    assert "trying again in 0.5 s" in result.err
+
+
+def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise, kit):
+    organiser = organise(kit.tiny_spec())
+    first = peer(organiser.invite)
+    assert (first.code, first.out) == (0, "")
+    assert organiser.status().state == "finished"
+    assert "trains on cpu" in first.err
+    paths.trainer.write_bytes(b"garbage")
+    again = peer(organiser.invite)
+    assert again.code == 0
+    assert "starting with a fresh inner optimizer" in again.err
+    assert str(paths.trainer) in again.err
+    assert "resumed at position 3" in again.err

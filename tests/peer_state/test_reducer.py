@@ -1,0 +1,355 @@
+"""The networked reducer between two threads: what is offered, and what comes back of it."""
+
+import asyncio
+import math
+import threading
+import types
+
+import pytest
+import torch
+
+from atoll.coordinator.spec import RunSpec
+from atoll.optim.layout import CELL, Layout, LayoutError
+from atoll.optim.log import Elector, Entry, Member, Part, sha256
+from atoll.optim.reducer import Contribution
+from atoll.optim.state import OuterState
+from atoll.optim.store import LogStore
+from atoll.optim.weights import WorkRefused
+from atoll.peer.reducer import FAR_BEHIND, NetworkReducer, Reset
+from atoll.peer.replica import Applied
+from atoll.peer.rounds.engine import Settled
+
+NUMEL = CELL + 100  # two cells
+LAYOUT = Layout(names=("w",), shapes=((NUMEL,),))
+ME = Elector(peer_id="me", incarnation="1")
+OTHER = Elector(peer_id="other", incarnation="1")
+SPEC = RunSpec.from_dict({"compression": {"codec": "fp32"}})
+
+
+def state(position):
+    return OuterState.genesis(LAYOUT, torch.full((NUMEL,), float(position))).at(position)
+
+
+def entry(position, *members):
+    """An update with these members, or NULL without any."""
+    part = Part(start_cell=0, stop_cell=2, owner=0, generation=0, wire_bytes=1, digest=sha256(b"x"))
+    return Entry(
+        run_id=bytes(32),
+        epoch=0,
+        position=position,
+        kind="update" if members else "null",
+        previous_chain=bytes(32),
+        fragment=0,
+        lr=1.0,
+        momentum=0.0,
+        members=tuple(
+            Member(
+                peer_id=m.peer_id,
+                incarnation=m.incarnation,
+                weight=10.0,
+                clip=1.0,
+                tokens=100,
+                steps=10,
+                loss=2.0,
+            )
+            for m in members
+        ),
+        parts=(part,) if members else (),
+        electorate=members or (OTHER,),
+    )
+
+
+def decided(position, *members, settles=None, included=None, credits=()):
+    applied = Applied(entry=entry(position, *members), state=state(position + 1), apply_s=0.0)
+    return Settled(applied=applied, included=included, settles=settles, credits=list(credits))
+
+
+def contribution(window=0, *, tokens=100, steps=10, loss=2.0, value=1.0):
+    return Contribution(
+        window=window,
+        delta_N=torch.full((NUMEL,), value),
+        tokens=tokens,
+        steps=steps,
+        loss=loss,
+    )
+
+
+class Bench:
+    """A reducer, its loop, and what it told both sides."""
+
+    def __init__(self, folder, *, position=0, patience_s=30.0, spec=SPEC):
+        self.store = LogStore(folder, run_id=bytes(32), genesis_chain=bytes(32))
+        self.replica = types.SimpleNamespace(layout=LAYOUT, state=state(position), store=self.store)
+        self.offers, self.commits, self.said = [], [], []
+        self.offered = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.reducer = NetworkReducer(
+            loop=self.loop,
+            rounds=types.SimpleNamespace(offer=self.take),
+            replica=self.replica,
+            me=ME,
+            spec=spec,
+            patience_s=patience_s,
+            on_event=lambda level, text: self.said.append(text),
+        )
+
+    def take(self, window):
+        self.offers.append(window)
+        self.offered.set()
+
+    def start(self):
+        return self.reducer.start(LAYOUT, torch.zeros(NUMEL), self.commits.append)
+
+    def submit(self, *arguments, **changes):
+        self.offered.clear()
+        self.reducer.submit(contribution(*arguments, **changes))
+        assert self.offered.wait(10)
+        return self.offers[-1]
+
+    def residual(self):
+        return self.reducer.state_dict()["feedback"]["mass_N"]
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+        self.store.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = []
+
+    def make(**changes):
+        made.append(Bench(tmp_path / f"log-{len(made)}", **changes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_the_parameters_come_from_the_run(bench):
+    assert bench(position=3).start().unique().tolist() == [3.0]
+
+
+def test_another_model_is_refused(bench):
+    other = Layout(names=("w",), shapes=((3,),))
+    with pytest.raises(LayoutError, match="expected the run's model"):
+        bench().reducer.start(other, torch.zeros(3), lambda commit: None)
+
+
+def test_a_contribution_is_offered_with_its_weight(bench):
+    each = bench()
+    each.start()
+    window = each.submit(tokens=100, steps=10, loss=2.5)
+    assert (window.number, window.tokens, window.steps, window.loss) == (1, 100, 10, 2.5)
+    assert window.offer.weight == 10.0
+    assert each.submit(1).number == 2
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_an_unknown_loss_is_none_not_zero(bench, loss):
+    each = bench()
+    each.start()
+    assert each.submit(loss=loss).loss is None
+
+
+def test_absurd_work_is_refused(bench):
+    each = bench()
+    each.start()
+    with pytest.raises(WorkRefused):
+        each.reducer.submit(contribution(tokens=-1))
+    assert each.offers == []
+
+
+def test_the_first_window_of_a_joiner_weighs_nothing(bench):
+    each = bench(position=5)
+    each.start()
+    assert [each.submit(i).offer.weight for i in range(2)] == [0.0, 10.0]
+    assert sum("weight 0" in text for text in each.said) == 1
+
+
+def test_an_entry_with_my_contribution_settles_it(bench):
+    each = bench()
+    each.start()
+    window = each.submit()
+    each.reducer.deliver(decided(0, ME, OTHER, settles=window.number, included=[True, False]))
+    each.reducer.wait()
+    (commit,) = each.commits
+    assert (commit.position, commit.members, commit.settles) == (1, 2, True)
+    assert commit.included.tolist() == [True, False]
+    assert commit.params_N.unique().tolist() == [1.0]
+
+
+def test_an_entry_without_my_contribution_settles_it_too(bench):
+    each = bench()
+    each.start()
+    window = each.submit()
+    each.reducer.deliver(decided(0, OTHER, settles=window.number))
+    each.reducer.wait()
+    assert each.commits[0].included is None
+    assert each.commits[0].settles
+
+
+def test_an_earlier_entry_settles_nothing(bench):
+    each = bench(patience_s=0.3)
+    each.start()
+    each.submit()
+    each.reducer.deliver(decided(0, OTHER, settles=None))
+    each.reducer.wait()  # returns for its deadline, not for this entry
+    assert [(c.position, c.settles) for c in each.commits] == [(1, False)]
+    each.reducer.deliver(decided(1, ME, settles=1, included=[True, True]))
+    each.reducer.wait()
+    assert [(c.position, c.settles) for c in each.commits] == [(1, False), (2, True)]
+
+
+def test_entries_are_settled_in_order_on_the_callers_thread(bench):
+    each = bench()
+    threads = []
+    each.reducer.start(LAYOUT, torch.zeros(NUMEL), lambda c: threads.append(threading.get_ident()))
+    each.submit()
+    for position, settles in enumerate([None, None, 1]):
+        each.loop.call_soon_threadsafe(each.reducer.deliver, decided(position, settles=settles))
+    each.reducer.wait()
+    assert threads == [threading.get_ident()] * 3
+
+
+def test_a_wait_ends_when_the_peer_stops(bench):
+    each = bench()
+    each.start()
+    each.submit()
+    threading.Timer(0.1, each.reducer.stopping.set).start()
+    each.reducer.wait()
+    assert each.commits == []
+
+
+def test_what_the_codec_lost_stays_with_the_peer_once_it_counts(bench):
+    spec = RunSpec.from_dict({"compression": {"codec": "bf16"}})
+    each = bench(spec=spec)
+    each.start()
+    lossy = 1.0 + 2.0**-10  # bf16 has 8 bits
+    window = each.submit(value=lossy)
+    assert each.residual().abs().max() == 0
+    each.reducer.deliver(decided(0, ME, settles=window.number, included=[True, False]))
+    each.reducer.wait()
+    mass_N = each.residual()
+    assert mass_N[:CELL].unique().tolist() == [10.0 * 2.0**-10]
+    assert mass_N[CELL:].abs().max() == 0
+
+
+def test_an_owner_keeps_what_its_encoding_lost(bench):
+    each = bench()
+    each.start()
+    credit = (slice(0, 3), torch.ones(3))
+    each.reducer.deliver(decided(0, OTHER, credits=[credit]))
+    each.reducer.wait()
+    assert each.residual()[:4].tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_a_peer_far_behind_drops_its_work_once(bench):
+    each = bench()
+    each.start()
+    for position in range(FAR_BEHIND + 1):
+        each.reducer.deliver(decided(position, OTHER))
+    each.reducer.wait()
+    (commit,) = each.commits
+    assert (commit.reset, commit.position) == (True, FAR_BEHIND + 1)
+    assert each.said == [f"dropped this peer's open work: {FAR_BEHIND + 1} windows behind"]
+    assert each.submit().offer.weight == 0.0
+
+
+def test_as_many_as_that_are_settled_one_by_one(bench):
+    each = bench()
+    each.start()
+    for position in range(FAR_BEHIND):
+        each.reducer.deliver(decided(position, OTHER))
+    each.reducer.wait()
+    assert [commit.reset for commit in each.commits] == [False] * FAR_BEHIND
+
+
+def test_a_reset_frees_who_waits_and_forgets_the_residual(bench):
+    each = bench()
+    each.start()
+    each.reducer.deliver(decided(0, OTHER, credits=[(slice(0, 3), torch.ones(3))]))
+    each.reducer.wait()
+    each.submit()
+    each.reducer.deliver(Reset(state=state(9), why="recovered to position 9"))
+    each.reducer.wait()
+    assert (each.commits[-1].reset, each.commits[-1].position) == (True, 9)
+    assert each.residual().abs().max() == 0
+
+
+def keep_entries(store, entries):
+    for each in entries:
+        store.append(
+            epoch=0,
+            position=each.position,
+            entry=each.encode(),
+            certificate=b"",
+            body=b"",
+            chain=each.chain,
+        )
+
+
+@pytest.mark.parametrize(
+    ("members", "goes_on"), [((OTHER,), True), ((OTHER, ME), False)], ids=["left out", "member"]
+)
+def test_a_restart_goes_on_if_the_log_says_that_nothing_of_it_counted(bench, members, goes_on):
+    before = bench(position=1)
+    before.start()
+    before.reducer.deliver(decided(1, OTHER, credits=[(slice(0, 3), torch.ones(3))]))
+    before.reducer.wait()
+    saved = before.reducer.state_dict()
+    assert saved["position"] == 2
+
+    after = bench(position=4)
+    keep_entries(after.store, [entry(position, *members) for position in range(4)])
+    after.start()
+    after.reducer.load_state_dict(saved)
+    assert after.commits[-1].reset is not goes_on
+    assert bool(after.residual().abs().max() > 0) is goes_on
+    assert (after.submit().offer.weight > 0) is goes_on
+
+
+@pytest.mark.parametrize("now", [1, 2 + FAR_BEHIND + 1])
+def test_a_restart_far_from_where_it_was_saved_begins_anew(bench, now):
+    before = bench(position=2)
+    before.start()
+    saved = before.reducer.state_dict()
+    after = bench(position=now)
+    keep_entries(after.store, [entry(position, OTHER) for position in range(now)])
+    after.start()
+    after.reducer.load_state_dict(saved)
+    assert after.commits[-1].reset
+    assert f"saved at position 2, the run is at {now}" in after.said[0]
+
+
+def test_a_log_that_does_not_reach_back_is_no_proof(bench):
+    before = bench(position=2)
+    before.start()
+    after = bench(position=4)  # nothing is stored before position 4
+    after.start()
+    after.reducer.load_state_dict(before.reducer.state_dict())
+    assert after.commits[-1].reset
+
+
+def test_progress_of_a_loop_of_ones_own(bench):
+    each = bench()
+    assert each.reducer.progress() is None  # nobody waits for a peer that has not begun
+    each.start()
+    assert each.reducer.progress().ready_in_s == 0.0
+    each.submit(tokens=100)
+    each.reducer.deliver(decided(0, OTHER, settles=1))
+    each.reducer.wait()
+    told = each.reducer.progress()
+    assert told.tokens == 100
+    assert told.inner_steps == SPEC.outer.inner_steps
+
+
+def test_it_must_be_started_first(bench):
+    each = bench()
+    with pytest.raises(RuntimeError, match="start"):
+        each.reducer.submit(contribution())

@@ -12,6 +12,7 @@ from atoll.optim.methods.demo import DeMo, DeMoMethod
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.dlion import DLion, DLionMethod
 from atoll.optim.methods.eager import Eager, EagerMethod
+from atoll.optim.methods.muloco import MuLoCoMethod
 from atoll.optim.methods.noloco import NoLoCoMethod
 from atoll.optim.methods.registry import names, parse, register
 from atoll.optim.methods.sparseloco import SparseLoCo, SparseLoCoMethod
@@ -31,6 +32,7 @@ __all__ = [
     "EagerMethod",
     "Method",
     "MethodError",
+    "MuLoCoMethod",
     "NoLoCoMethod",
     "SparseLoCo",
     "SparseLoCoMethod",

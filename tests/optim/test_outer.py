@@ -1,11 +1,13 @@
 import hashlib
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from atoll.optim import Layout, OuterState, StateError, nesterov
-from atoll.optim.outer import to_fp32
+from atoll.optim.fragments import strided
+from atoll.optim.outer import descend, gossip, heavy_ball, to_fp32
 
 N = 150_001  # three cells, the last one short; an odd number for the vector kernels' tails
 EXPECTED = "e0698b2e26fc70bcaac2e5c74196892bbdc2b43e298d7f3b2f253b4219ae0c6d"
@@ -95,3 +97,59 @@ def test_an_update_of_another_shape_or_dtype_is_refused(update):
     state = OuterState.genesis(Layout(names=("w",), shapes=((4,),)), torch.zeros(4))
     with pytest.raises(StateError):
         nesterov(state, update, lr=0.7, momentum=0.9)
+
+
+def moved(rule, positions: int = 20, values: int = N) -> str:
+    """Digest of the roots after each of several steps of a rule."""
+    digest = hashlib.sha256()
+    state = OuterState.genesis(Layout(names=("w",), shapes=((N,),)), hashed(N, 1_000))
+    for position in range(positions):
+        state = rule(state, hashed(values, position))
+        digest.update(state.root())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "values", "expected"),
+    [
+        (
+            "co2",
+            partial(heavy_ball, lr=0.9, momentum=0.5, scale=0.3, clip=1.5),
+            N,
+            "cde3ee10eb73aeb68d4804a5d74d91161e028a92b7f75f9fb1d052c9c6f631ce",
+        ),
+        (
+            "sparseloco",
+            partial(descend, lr=0.65),
+            N,
+            "d17b28f57950e6b0c9138bca9b925bf7b222c45d36c7fa66265a45c2828ad35f",
+        ),
+        (
+            "demo",
+            partial(descend, lr=1e-3, decay=0.1, signed=True),
+            N,
+            "c7f4219da107cda49e679af75b139802d08ce0a012ede0469f329aac145ed119",
+        ),
+        (
+            "noloco",
+            partial(gossip, lr=0.7, momentum=0.5, pull=0.7),
+            2 * N,
+            "16113038ca2f4162d5b8e403ad10ce8f18f4b8cde8d6fd6567bc9138566f5076",
+        ),
+    ],
+)
+def test_every_rule_has_its_checked_in_digest(name, rule, values, expected):
+    assert moved(rule, values=values) == expected
+
+
+def test_a_fragment_moves_alone_and_in_the_bits_of_the_whole():
+    layout = Layout(names=("blocks.0.w", "blocks.1.w"), shapes=((N // 2,), (N - N // 2,)))
+    state = OuterState.genesis(layout, hashed(N, 1_000))
+    whole = nesterov(state, hashed(N, 1), lr=0.7, momentum=0.9)
+    first, second = strided(layout, 2)
+    half = nesterov(state, first.take(hashed(N, 1)), lr=0.7, momentum=0.9, fragment=first)
+    assert torch.equal(first.take(half.params_N), first.take(whole.params_N))
+    assert torch.equal(second.take(half.params_N), second.take(state.params_N))
+    both = nesterov(half, second.take(hashed(N, 1)), lr=0.7, momentum=0.9, fragment=second)
+    assert both.root() == whole.root()
+    assert both.position == 2

@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from atoll.compression import parse
+from atoll.optim import fragments
+from atoll.optim.fragments import FragmentError
+from atoll.optim.layout import CELL, Layout
+
+LAYOUT = Layout(
+    names=("embedding.w", "blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.2.a", "norm.w"),
+    shapes=((4, 3), (5,), (2, 2), (6,), (7,), (3,)),
+)
+
+
+def covered(cut) -> torch.Tensor:
+    """How often each value is in a fragment."""
+    counts = torch.zeros(LAYOUT.numel)
+    for fragment in cut:
+        mine = torch.zeros(LAYOUT.numel)
+        fragment.put_(mine, torch.ones(fragment.numel))
+        counts += mine
+    return counts
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("cut", [fragments.sequential, fragments.strided])
+def test_every_value_is_in_one_fragment(cut, count):
+    made = cut(LAYOUT, count)
+    assert len(made) == count
+    assert torch.equal(covered(made), torch.ones(LAYOUT.numel))
+
+
+def test_blocks_are_taken_in_order_or_in_turns():
+    first, second = fragments.sequential(LAYOUT, 2)
+    assert first.spans == ((0, 27),)  # embedding, blocks 0 and 1
+    assert second.spans == ((27, 37),)  # block 2 and what follows it
+    even, odd = fragments.strided(LAYOUT, 2)
+    assert even.spans == ((0, 21), (27, 37))
+    assert odd.spans == ((21, 27),)
+
+
+def test_model_without_blocks_is_one_fragment():
+    layout = Layout(names=("w",), shapes=((5,),))
+    assert fragments.strided(layout, 1)[0].spans == ((0, 5),)
+    with pytest.raises(FragmentError, match="1 to 1"):
+        fragments.strided(layout, 2)
+
+
+def test_take_and_put_are_inverse():
+    vector = torch.arange(LAYOUT.numel, dtype=torch.float32)
+    for fragment in (*fragments.strided(LAYOUT, 2), fragments.tiled(LAYOUT)):
+        back = torch.full_like(vector, -1.0)
+        fragment.put_(back, fragment.take(vector))
+        inside = back >= 0
+        assert torch.equal(back[inside], vector[inside])
+        assert int(inside.sum()) == fragment.numel
+
+
+def test_pieces_of_the_whole_are_the_cells_of_the_grid():
+    layout = Layout(names=("w",), shapes=((CELL + 10,),))
+    assert fragments.whole(layout).pieces == ((CELL,), (10,))
+    assert fragments.whole(layout).is_whole(layout.numel)
+    assert fragments.by_tensor(LAYOUT).pieces == LAYOUT.shapes
+
+
+def test_frames_that_do_not_fit_are_refused():
+    codec = parse("int8")
+    values = torch.randn(20)
+    frames = fragments.encode_pieces(codec, values, ((5,), (15,)))
+    torch.testing.assert_close(
+        fragments.decode_pieces(codec, frames, ((5,), (15,))), values, rtol=0.0, atol=0.02
+    )
+    with pytest.raises(FragmentError, match="2 frames"):
+        fragments.decode_pieces(codec, frames[:1], ((5,), (15,)))
+    with pytest.raises(FragmentError, match="piece 0"):
+        fragments.decode_pieces(codec, frames, ((6,), (14,)))

@@ -1,0 +1,161 @@
+"""What holds for every method: names, options, complete state, equal replicas, counted bytes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.compression import CodecError
+from atoll.optim import GossipGroup, GroupError, InProcessGroup, methods
+from atoll.optim.methods import MethodError, parse
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toys import Team, backward, flat, net, sgd
+
+SETTINGS = {
+    "diloco": (3, {}),
+    "muloco": (3, {}),
+    "ddp": (1, {}),
+    "ddp(codec=powersgd(rank=1))": (1, {}),
+    "ddp(codec=int8, feedback=1.0)": (1, {}),
+    "streaming(count=2, tau=2)": (4, {}),
+    "streaming(count=3, pattern=sequential, tau=4, codec=int4)": (4, {"blocks": 3}),
+    "eager(peers=3)": (3, {}),
+    "co2": (3, {}),
+    "co2(stale=False, clip=0.01)": (3, {}),
+    "sparseloco": (3, {}),
+    "demo": (1, {}),
+    "demo(delay=1, decay=0.1)": (1, {}),
+    "dlion": (1, {}),
+    "dlion(vote=average)": (1, {}),
+    "noloco": (3, {}),
+}
+
+
+def team(spec: str, size: int = 3) -> Team:
+    inner_steps, model = SETTINGS[spec]
+    inner = sgd if parse(spec).inner != "adamw" else None
+    kinds = {} if inner is None else {"inner": inner}
+    return Team(size, spec, inner_steps, make=lambda: net(**model), **kinds)
+
+
+def test_every_method_is_trained_here():
+    assert {parse(spec).name for spec in SETTINGS} == set(methods.names())
+
+
+@pytest.mark.parametrize("spec", SETTINGS)
+def test_spec_names_a_method_completely(spec):
+    assert parse(parse(spec).spec) == parse(spec)
+
+
+@pytest.mark.parametrize("spec", SETTINGS)
+@pytest.mark.parametrize(("stop", "ahead"), [(4, 0), (5, 2)])
+def test_resume_gives_the_bits_of_not_stopping(spec, stop, ahead):
+    """At any step of a window, and with a reduction that lacks one worker's contribution."""
+    whole = team(spec)
+    whole.run(range(stop))
+    for index in range(ahead):
+        whole.turn(index, stop)
+    saved = whole.save()
+    resumed = team(spec)
+    resumed.load(saved)
+    for each in (whole, resumed):
+        for index in range(ahead, 3):
+            each.turn(index, stop)
+        each.run(range(stop + 1, 12))
+    assert resumed.states() == whole.states()
+    assert resumed.group.statistics() == whole.group.statistics()
+    for index in range(3):
+        assert torch.equal(resumed.local(index), whole.local(index))
+        assert resumed.workers[index].statistics().tokens == 12 * 48
+
+
+@pytest.mark.parametrize("spec", [s for s in SETTINGS if parse(s).reduction != "pairs"])
+def test_replicas_stand_at_the_same_bits(spec):
+    trained = team(spec)
+    trained.run(range(12))
+    first, *others = trained.workers
+    assert all(torch.equal(first.synced_N, other.synced_N) for other in others)
+    assert not torch.equal(first.synced_N, flat(net(**SETTINGS[spec][1])))
+
+
+@pytest.mark.parametrize("spec", SETTINGS)
+def test_state_is_not_changed_by_training_on(spec):
+    trained = team(spec)
+    trained.run(range(5))
+    state = trained.workers[0].state_dict()
+    kept = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+    trained.run(range(5, 10))
+    for key, value in kept.items():
+        assert torch.equal(state[key], value), key
+
+
+@pytest.mark.parametrize("spec", SETTINGS)
+def test_gradient_that_is_not_finite_never_reaches_the_others(spec):
+    trained = team(spec)
+    trained.run(range(4))
+    poisoned = trained.workers[0]
+    backward(poisoned.model, 400)
+    next(poisoned.model.parameters()).grad.fill_(float("nan"))
+    poisoned.step(tokens=48)
+    for index in (1, 2):
+        trained.turn(index, 4)
+    trained.run(range(5, 12))
+    assert poisoned.statistics().discarded >= 1
+    assert all(bool(torch.isfinite(trained.local(index)).all()) for index in range(3))
+
+
+def test_one_worker_sends_nothing():
+    for spec in SETTINGS:
+        alone = team(spec, size=1)
+        alone.run(range(4))
+        assert alone.group.statistics().wire_bytes == 0
+
+
+def test_bytes_are_those_of_the_frames():
+    pair = Team(2, "diloco", 1, codec="fp32")
+    pair.run(range(1))
+    values = flat(net()).numel()
+    frame = 4 * values + 8
+    statistics = pair.group.statistics()
+    assert statistics.body_bytes == frame
+    assert statistics.wire_bytes == 2 * frame  # to the owner, and back
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("dilco", "expected one of the methods"),
+        ("diloco(rate=1)", "expected options among"),
+        ("diloco(lr)", "key=value"),
+        ("diloco(lr=1, lr=2)", "once"),
+        ("diloco(lr=fast)", "number"),
+        ("diloco(weights=speed)", "one of rate, tokens, equal"),
+        ("streaming(alpha=2)", "between 0 and 1"),
+        ("streaming(count=2", "name or name"),
+        ("diloco(codec=int8(block=2)", "brackets"),
+        ("x" * 2_000, "1000 characters"),
+    ],
+)
+def test_spec_that_is_wrong_says_what_is_right(spec, expected):
+    with pytest.raises(MethodError, match=expected):
+        parse(spec)
+
+
+def test_unknown_codec_is_refused():
+    with pytest.raises(CodecError):
+        parse("diloco(codec=int9)")
+
+
+def test_options_change_a_spec_and_a_method():
+    assert parse("diloco(lr=0.5)", momentum=0.25) == parse("diloco(lr=0.5, momentum=0.25)")
+    group = InProcessGroup(2, parse("diloco(lr=0.5)"), codec="int4")
+    assert group.method == parse("diloco(lr=0.5, codec=int4)")
+
+
+def test_a_group_refuses_methods_of_the_other_kind():
+    with pytest.raises(GroupError, match="common state"):
+        InProcessGroup(2, "noloco")
+    with pytest.raises(GroupError, match="gossip"):
+        GossipGroup(2, "diloco")

@@ -1,9 +1,6 @@
 """The run's first DHT node, which lives with the coordinator and lets peers find each other.
 
-Exceptions:
-
-    ValueError
-      PortInUse     coordinator.dht_listen cannot be used on this machine
+Raises `atoll.peer.ports.PortInUse` where coordinator.dht_listen cannot be used on this machine.
 """
 
 from __future__ import annotations
@@ -11,19 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.coordinator.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
+from atoll.peer.ports import free_port
 
+REMEDY = "set coordinator.dht_listen to another address, or to port 0 for any that is free"
 RENEWALS = 3  # in the life of an admission, so that two may be late
-
-
-class PortInUse(ValueError):  # noqa: N818
-    """An address that cannot be listened on."""
 
 
 class BootstrapNode:
@@ -92,24 +86,9 @@ def choose_port(host: str, wanted: int, remembered: Path) -> int:
         PortInUse: the wanted port is taken, or the host is not this machine's.
     """
     if wanted:
-        return _free_port(host, wanted)
+        return free_port(host, wanted, remedy=REMEDY)
     with contextlib.suppress(OSError, ValueError):
-        return _free_port(host, int(remembered.read_text(encoding="ascii")))
-    port = _free_port(host, 0)
+        return free_port(host, int(remembered.read_text(encoding="ascii")), remedy=REMEDY)
+    port = free_port(host, 0, remedy=REMEDY)
     remembered.write_text(str(port), encoding="ascii")
     return port
-
-
-def _free_port(host: str, port: int) -> int:
-    """Try to listen. p2pd itself would only say that it did not start."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family) as server:
-            bound: int = server.getsockname()[1]
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no such port"
-        raise PortInUse(
-            f"cannot listen on {host}:{port} ({reason}); set coordinator.dht_listen to another "
-            "address, or to port 0 for any that is free"
-        ) from None
-    return bound

@@ -43,6 +43,7 @@ from atoll.optim.store import LogStore
 from atoll.peer.contact import Contact
 from atoll.peer.electors import QuorumWatch
 from atoll.peer.membership import Membership, StateDirectory, addresses_to_keep
+from atoll.peer.ports import expect_free
 from atoll.peer.recovery import Recovered, Recovery, RecoveryError
 from atoll.peer.reducer import NetworkReducer, Reset
 from atoll.peer.replica import Replica
@@ -126,8 +127,10 @@ class Session:
 
         Raises:
             CoordinatorError: the coordinator refuses this peer.
+            PortInUse: it cannot listen where it was told to.
         """
         self._starting = asyncio.current_task()
+        expect_free(self.options.listen, remedy="name another with --listen, or port 0 for any")
         joined = await self._join()
         await self._start_node()
         self._build(joined)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 import types
@@ -106,22 +107,41 @@ def test_an_option_without_sense_is_refused_at_once(peer, paths, option, value):
     assert not paths.root.exists()
 
 
-def stop_once(condition):
-    """SIGTERM to this process, in which the command runs, once something is so."""
+def test_a_port_in_use_is_refused_at_once(peer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = peer(NOBODY, "--listen", f"/ip4/127.0.0.1/tcp/{port}")
+    assert (result.code, result.out) == (2, "")
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in result.err
+    assert "--listen" in result.err
+
+
+def test_an_address_of_another_machine_is_refused_at_once(peer):
+    result = peer(NOBODY, "--listen", "/ip4/203.0.113.7/tcp/4001")
+    assert result.code == 2
+    assert "cannot listen on 203.0.113.7:4001" in result.err
+
+
+def stop_once(condition, number=signal.SIGTERM):
+    """A signal to this process, in which the command runs, once something is so."""
 
     def wait():
         deadline = time.monotonic() + 30
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=wait).start()
 
 
-def test_nobody_at_the_address_is_said_with_a_remedy_and_tried_again(peer, paths):
-    stop_once(lambda: paths.messages.exists() and "trying again" in paths.messages.read_text())
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_nobody_at_the_address_is_said_with_a_remedy_and_tried_again(peer, paths, number, code):
+    def is_waiting():
+        return paths.messages.exists() and "trying again" in paths.messages.read_text()
+
+    stop_once(is_waiting, number)
     result = peer(NOBODY)
-    assert (result.code, result.out) == (0, "")  # told to stop, it did
+    assert (result.code, result.out) == (code, "")
     assert "127.0.0.1:9: expected the coordinator, got connection refused" in result.err
     assert "ask the organiser" in result.err
     assert "trying again in 0.5 s" in result.err

@@ -461,6 +461,8 @@ class MemoryTransport:
     def _accept(self, stream: MemoryStream, admission: bytes) -> None:
         self._streams.add(stream)
         self._spawn(self._serve_stream(stream, admission))
+        if not stream.far_end_lives:  # it died while the question was on its way
+            stream.lose(PeerUnreachable(f"peer {stream.remote} is gone", peer=stream.remote))
 
     async def _serve_stream(self, stream: MemoryStream, admission: bytes) -> None:
         try:
@@ -508,6 +510,11 @@ class MemoryStream(StreamEnd):
         self._out = out
         self._far: MemoryStream
         self._unread_bytes = 0  # sent by this end and not yet taken by the other
+
+    @property
+    def far_end_lives(self) -> bool:
+        """Whether the process at the other end still runs."""
+        return self._far._transport.alive
 
     async def _within(self, work: Coroutine[None, None, T], timeout_s: float, what: str) -> T:
         return await self._transport._bounded(

@@ -39,6 +39,7 @@ from atoll.peer.rounds.messages import Decided, Head
 from atoll.peer.sources import FETCH_ERRORS, PeerSource, Source
 
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
+KEEP_WORK = 4  # entries that are replayed whatever they weigh: a snapshot would cost open work
 MAX_PASSES = 64  # of catching up with a head that moves on meanwhile
 
 
@@ -246,10 +247,12 @@ class Recovery:
         return bool(headers)
 
     def _replay_is_cheaper(self, head: Head) -> bool:
-        """Whether the missing entries are fewer bytes than the newest snapshot and its entries."""
+        """Whether the missing entries are few, or fewer bytes than the newest snapshot's way."""
         replica = self._ctx.replica
         body_bytes = cells_bytes(self._ctx.codec, self._ctx.layout.numel)
         missing = head.position - replica.position
+        if missing <= KEEP_WORK:
+            return True
         newest = max(head.snapshots, default=0)
         by_snapshot = snapshot_bytes(self._ctx.layout) + (head.position - newest) * body_bytes
         return newest <= replica.position or missing * body_bytes <= by_snapshot

@@ -17,7 +17,7 @@ from atoll.dht.wirecount import WireCounter
 from atoll.optim.log import Elector
 from atoll.peer.meter import Meter
 from atoll.peer.replica import Replica
-from atoll.peer.rounds import engine
+from atoll.peer.rounds import trace as rounds_trace
 from atoll.peer.rounds.engine import Rounds, Settled
 
 MAX_KEPT = 128  # events and traces that wait for the coordinator to be back
@@ -177,7 +177,7 @@ class Reporter:
             self._digest = (state.position, await self._compute(state.root))
         return self._digest
 
-    def _phases(self, trace: engine.RoundTrace) -> dict[str, float]:
+    def _phases(self, trace: rounds_trace.RoundTrace) -> dict[str, float]:
         return {
             "wait": trace.wait_s,
             "encode": self._encode_s(),

@@ -14,6 +14,7 @@ from atoll.dht.transport import Transport, TransportError
 from atoll.optim.layout import Layout
 from atoll.optim.log import Elector, Verify, sha256
 from atoll.peer.replica import Replica
+from atoll.peer.rounds.conduct import Conduct
 
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
 
@@ -69,6 +70,8 @@ class Context:
     """seconds until this peer's own contribution is expected; None where none will come"""
     held: dict[bytes, bytes] = field(default_factory=dict)
     """reduced parts of the position in progress, by digest"""
+    conduct: Conduct = field(default_factory=Conduct)
+    """who broke the rules lately, as this peer saw it"""
     _seen: dict[str, PeerRecord] = field(default_factory=dict)
 
     async def roster_peers(self) -> dict[str, PeerRecord]:
@@ -93,6 +96,12 @@ class Context:
     def now() -> float:
         """The clock of deadlines: the event loop's."""
         return asyncio.get_running_loop().time()
+
+    def fault(self, peer: str, why: str) -> None:
+        """Note that a peer broke a rule; say so where it is left out from now on."""
+        barred = self.conduct.fault(peer, why, self.now())
+        if barred is not None:
+            self.on_event("error", f"{short(peer)} is {barred}")
 
     def hold(self, body: bytes) -> None:
         """Keep the bytes of a part until its position is decided."""

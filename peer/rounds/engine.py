@@ -37,6 +37,7 @@ from atoll.peer.rounds.messages import (
     Reduce,
 )
 from atoll.peer.rounds.serving import Archive
+from atoll.peer.rounds.trace import RoundTrace, round_trace
 from atoll.peer.rounds.voter import Voter
 
 T = TypeVar("T")
@@ -54,18 +55,6 @@ class OfferedWindow:
     tokens: int
     steps: int
     loss: float | None
-
-
-@dataclass(kw_only=True)
-class RoundTrace:
-    """What one position took, as this peer saw it.  Seconds."""
-
-    position: int
-    wait_s: float = 0.0
-    send_s: float = 0.0
-    reduce_s: float = 0.0
-    vote_s: float = 0.0
-    apply_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -143,13 +132,13 @@ class Rounds:
 
     def serve(self) -> None:
         """Answer the others from now on."""
-        transport = self._ctx.transport
+        transport, fault = self._ctx.transport, self._ctx.fault
         transport.serve("head", self._serve_head)
         for method in ("prepare", "propose"):
             transport.serve(method, self._serve_vote(method))
-        transport.serve("commit", guarded_call(self._serve_commit))
-        transport.serve_stream("round", guarded_stream(self._serve_round))
-        transport.serve_stream("reduce", guarded_stream(self._serve_reduce))
+        transport.serve("commit", guarded_call(self._serve_commit, fault))
+        transport.serve_stream("round", guarded_stream(self._serve_round, fault))
+        transport.serve_stream("reduce", guarded_stream(self._serve_reduce, fault))
         self._archive.serve()
 
     def offer(self, window: OfferedWindow) -> None:
@@ -280,7 +269,7 @@ class Rounds:
 
     async def _refused(self, error: Refused, leader: str, position: int) -> bool:
         """Whether to wait for the decision rather than to go to the next leader."""
-        if error.code == "closed":
+        if error.code in ("closed", "barred"):
             self._phase("late")
             self._ctx.on_event("info", f"position {position}: {error.message}")
             with suppress(TimeoutError):
@@ -376,6 +365,7 @@ class Rounds:
         if pending is not None:
             self._stats.included += included is not None
             self._stats.left_out += included is None
+            self._tell_left_out(entry, included)
             settled.credits = self._credits(entry, pending.exchange)
             settled.trace = self._trace(applied, pending)
             self._stats.last = settled.trace
@@ -398,18 +388,22 @@ class Rounds:
 
     def _trace(self, applied: Applied, pending: Pending) -> RoundTrace:
         now = self._ctx.now()
-        trace = RoundTrace(position=applied.entry.position, apply_s=applied.apply_s)
-        if pending.exchange is None:
-            trace.wait_s = now - pending.since
-            return trace
-        times = pending.exchange.times
-        sent = times.sent if times.sent is not None else now
-        reduced = times.reduced if times.reduced is not None else now
-        trace.wait_s = times.started - pending.since
-        trace.send_s = sent - times.started
-        trace.reduce_s = max(0.0, reduced - sent)
-        trace.vote_s = max(0.0, now - applied.apply_s - reduced)
+        trace = round_trace(applied, pending.exchange, since=pending.since, now=now)
+        entry = applied.entry
+        for (epoch, position, _), leadership in self._leaderships.items():
+            if (epoch, position) == (entry.epoch, entry.position):
+                trace.left_out = leadership.left_out | trace.left_out
         return trace
+
+    def _tell_left_out(self, entry: Entry, included: list[bool] | None) -> None:
+        """Who is left out is told so, and that it loses nothing."""
+        if entry.kind == "update" and not (included and all(included)):
+            counted = sum(included) if included else 0
+            self._ctx.on_event(
+                "warning",
+                f"position {entry.position}: {counted} of {self._ctx.layout.num_cells} cells of "
+                "this peer count; the rest stays in its next contribution",
+            )
 
     # answering
 
@@ -473,18 +467,22 @@ class Rounds:
         if message is None or message[:1] != READY:
             raise Refused("bad-ready", "expected a Ready record first")
         ready = Ready.decode(message[1:])
-        await self._check_ready(ready)
+        await self._check_ready(remote, ready)
         place = Place(ready.epoch, ready.position)
         self._leads.check(place, ready.attempt, self._ctx.replica.electorate)
         if ready.attempt < self.voter.promised:
             raise Refused("superseded", f"attempt {self.voter.promised} is under way")
         await self._lead(ready.position, ready.attempt).serve(remote, ready, stream)
 
-    async def _check_ready(self, ready: Ready) -> None:
+    async def _check_ready(self, remote: str, ready: Ready) -> None:
+        barred = self._ctx.conduct.barred(remote, self._ctx.now())
+        if barred is not None:
+            raise Refused("barred", str(barred))
         if ready.protocol != PROTOCOL:
             raise Refused("protocol", f"expected protocol {PROTOCOL}, got {ready.protocol}")
         due = work_weight(ready.tokens, ready.steps)
         if ready.weight not in (0.0, due):
+            self._ctx.fault(remote, "bad-weight")
             raise Refused(
                 "bad-weight",
                 f"expected a weight of 0 or {due:g} for {ready.tokens} tokens in {ready.steps} "

@@ -40,7 +40,10 @@ from atoll.peer.rounds.reduction import (
     split_frames,
 )
 
-CONNECT_STALLS = 3  # a first contact may have to dial; after that a stall is a stall
+# A first contact may have to dial; together with a stall's slack a pair that is cut off from each
+# other then costs a round less than 3 s at the default stall of 1.5 s.
+CONNECT_STALLS = 1.5
+DIAL_PAUSE_STALLS = 0.1  # between tries of a first contact
 
 
 class PartLost(Exception):  # noqa: N818
@@ -54,6 +57,8 @@ class OwnedPart:
     reducer: PartReducer
     waiting: set[int]
     """members whose stream has not come yet"""
+    came: set[int] = field(default_factory=set)
+    """members whose stream came: cells are taken from one stream only"""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -82,6 +87,8 @@ class Exchange:
         self.on_part: Callable[[], None] = lambda: None
         """called whenever a part is complete here, so that a leader goes on at once"""
         self.reports: asyncio.Queue[PartDone] = asyncio.Queue()
+        self.left_out: dict[int, str] = {}
+        """members that this peer went on without, and why"""
         self.times = ExchangeTimes(started=ctx.now())
         self._owned: dict[tuple[int, int], OwnedPart] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -123,6 +130,9 @@ class Exchange:
         """Answer a member's stream for a part that this peer owns."""
         member = self._member(remote)
         owned = await self._await_owned(head)
+        if member in owned.came:
+            raise Refused("replayed", f"part {head.part}.{head.generation} has a stream of yours")
+        owned.came.add(member)
         owned.waiting.discard(member)
         receiving = asyncio.create_task(self._receive(owned, member, stream))
         try:
@@ -155,9 +165,20 @@ class Exchange:
             if member.weight > 0
         }
         reducer = PartReducer(codec=self._ctx.codec, part=self.range_of(part), shares=shares)
-        for index in set(shares) - set(senders):
+        expected = (set(shares) & set(senders)) - self._barred()
+        for index in set(shares) - expected:
             reducer.drop(index)
-        return OwnedPart(reducer=reducer, waiting=(set(shares) & set(senders)) - {self.me})
+        return OwnedPart(reducer=reducer, waiting=expected - {self.me})
+
+    def _barred(self) -> set[int]:
+        """Members of whom this owner takes nothing for now."""
+        barred = set()
+        for index, member in enumerate(self.group.members):
+            bar = self._ctx.conduct.barred(member.peer_id, self._ctx.now())
+            if bar is not None and index != self.me:
+                barred.add(index)
+                self.left_out.setdefault(index, "barred")
+        return barred
 
     def _member(self, remote: str) -> int:
         for index, member in enumerate(self.group.members):
@@ -220,7 +241,8 @@ class Exchange:
         except TransportError as error:
             await self._drop(owned, member, reason=str(error))
         except (CodecError, CellRefused) as error:
-            await self._drop(owned, member, reason=str(error), level="error")
+            await self._drop(owned, member, reason=f"bad-cell: {error}", level="error")
+            self._ctx.fault(self.group.members[member].peer_id, "bad-cell")
             raise Refused("bad-cell", str(error)) from None
 
     async def _take(self, owned: OwnedPart, member: int, message: bytes) -> None:
@@ -251,6 +273,7 @@ class Exchange:
         for member in members:
             owned.waiting.discard(member)
             owned.reducer.drop(member)
+            self.left_out.setdefault(member, reason)
             name = short(self.group.members[member].peer_id)
             self._ctx.on_event(level, f"position {self.group.position}: left out {name}: {reason}")
         async with owned.lock:
@@ -294,8 +317,7 @@ class Exchange:
     async def _exchange_with(
         self, owner: str, part: int, generation: int
     ) -> tuple[bytes, PartDone]:
-        connect_s = CONNECT_STALLS * self.group.stall_s
-        stream = await self._ctx.transport.open(owner, "reduce", timeout_s=connect_s)
+        stream = await self._open(owner)
         sending = asyncio.create_task(self._send_codes(stream, part, generation))
         try:
             return await self._collect(stream, part, generation)
@@ -303,6 +325,18 @@ class Exchange:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
             await stream.close()
+
+    async def _open(self, owner: str) -> Stream:
+        """A stream to an owner; a dial that fails at once is tried again while there is time."""
+        deadline = self._ctx.now() + CONNECT_STALLS * self.group.stall_s
+        while True:
+            try:
+                left_s = max(deadline - self._ctx.now(), self._ctx.alive_s)
+                return await self._ctx.transport.open(owner, "reduce", timeout_s=left_s)
+            except PeerUnreachable:
+                if self._ctx.now() >= deadline:
+                    raise
+            await asyncio.sleep(DIAL_PAUSE_STALLS * self.group.stall_s)
 
     async def _send_codes(self, stream: Stream, part: int, generation: int) -> None:
         head = Reduce(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from atoll.compression import CodecError
 from atoll.dht.transport import BAD_MESSAGE, CallHandler, Refused, Stream, StreamHandler
 from atoll.optim.log import LogError
@@ -11,25 +13,31 @@ from atoll.optim.weights import WorkRefused
 BAD_INPUT = (LogError, UpdateError, CodecError, WorkRefused)
 
 
-def guarded_call(handler: CallHandler) -> CallHandler:
+OnFault = Callable[[str, str], None]
+"""(peer, reason): told of every message that breaks the rules."""
+
+
+def guarded_call(handler: CallHandler, on_fault: OnFault) -> CallHandler:
     """``handler``, answering bad input with ``Refused``."""
 
     async def handle(remote: str, body: bytes) -> bytes:
         try:
             return await handler(remote, body)
         except BAD_INPUT as error:
+            on_fault(remote, BAD_MESSAGE)
             raise Refused(BAD_MESSAGE, str(error)) from error
 
     return handle
 
 
-def guarded_stream(handler: StreamHandler) -> StreamHandler:
+def guarded_stream(handler: StreamHandler, on_fault: OnFault) -> StreamHandler:
     """``handler``, ending a stream of bad input with ``Refused``."""
 
     async def handle(remote: str, stream: Stream) -> None:
         try:
             await handler(remote, stream)
         except BAD_INPUT as error:
+            on_fault(remote, BAD_MESSAGE)
             raise Refused(BAD_MESSAGE, str(error)) from error
 
     return handle

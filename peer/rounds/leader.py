@@ -107,6 +107,8 @@ class Leadership:
     parts: list[PartState] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expected: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """peers that the group was closed without, and why"""
 
     def __post_init__(self) -> None:
         """Start the clock, and fix what the attempt is about."""
@@ -138,6 +140,7 @@ class Leadership:
             Refused: the group is closed.
         """
         if self.group is not None:
+            self.left_out.setdefault(remote, "came after the group was closed")
             raise Refused(
                 "closed",
                 f"the group of position {self.position} is closed; "
@@ -366,6 +369,8 @@ class Leadership:
             deadline_s=round_deadline_s(body_bytes, min(uplinks), stall_s),
         )
         self.parts = [PartState(plan=plan, owner=plan.owner) for plan in plans]
+        here = {s.remote for s in live}
+        self.left_out = {p: "not ready in time" for p in self.expected if p not in here}
         await self._broadcast(GROUP, self.group)
 
     # the reduction

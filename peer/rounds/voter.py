@@ -56,6 +56,7 @@ class Voter:
                 return self._prepare(remote, Prepare.decode(body)).encode()
             return (await self._propose(remote, Propose.decode(body))).encode()
         except (LogError, UpdateError) as error:
+            self._ctx.fault(remote, "bad-proposal")
             raise Refused("bad-proposal", str(error)) from error
 
     def _turn(self) -> None:

@@ -9,36 +9,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from atoll.compression import parse
 from atoll.dht.identity import Identity, verify
 from atoll.dht.memory import MemoryNetwork
 from atoll.dht.roster import MemoryBoard, PeerRecord
-from atoll.optim.feedback import Feedback
-from atoll.optim.layout import Layout
-from atoll.optim.log import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain
+from atoll.optim.feedback import Feedback, Offer
+from atoll.optim.layout import CELL, Layout, cell_slices
+from atoll.optim.log import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain, sha256
 from atoll.optim.state import OuterState
 from atoll.optim.store import LogStore
-from atoll.peer.recovery import Recovered, Recovery
+from atoll.peer.recovery import Recovered, Recovery, RecoveryError
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.context import Context, RoundSettings, inline
 from atoll.peer.rounds.engine import OfferedWindow, Rounds, Settled
 
 RUN_ID = b"r" * 32
-NUMEL = 3 * 65_536 + 1_000
-LAYOUT = Layout(names=("w",), shapes=((NUMEL,),))
-CODEC = parse("int8")
+LAYOUT = Layout(names=("w",), shapes=((3 * CELL + 1_000,),))
+SMALL = Layout(names=("w",), shapes=((2 * CELL + 1_000,),))  # one cell a peer for three peers
 SETTINGS = RoundSettings(stall_s=1.5, grace_s=3.0)
 ORGANISER = Identity.ephemeral()
 
 
-def genesis() -> OuterState:
-    return OuterState.genesis(LAYOUT, torch.linspace(-1.0, 1.0, NUMEL))
+def genesis(layout: Layout = LAYOUT) -> OuterState:
+    return OuterState.genesis(layout, torch.linspace(-1.0, 1.0, layout.numel))
 
 
-async def _genesis() -> OuterState:
-    return genesis()
+def identity_of(number: int) -> Identity:
+    """The same key in every run, so that the same peers lead."""
+    return Identity(Ed25519PrivateKey.from_private_bytes(sha256(b"%d" % number)), None)
 
 
 def signed_epoch(number: int, position: int, chain: bytes, electorate: list[Elector]) -> bytes:
@@ -58,7 +59,7 @@ def verify_run(data: bytes, signature: bytes) -> bool:
 
 @dataclass(eq=False)
 class SwarmPeer:
-    """One peer, with a trainer that draws its pseudo-gradients from a seed."""
+    """One peer, whose windows add noise from a seed to its drift, which is what it contributes."""
 
     swarm: Swarm
     identity: Identity
@@ -68,8 +69,14 @@ class SwarmPeer:
     events: list[str] = field(default_factory=list)
     recovered: Recovered | None = None
     windows: int = 0
+    resets: int = 0
+    fresh: bool = False
+    offers: dict[int, Tensor] = field(default_factory=dict)
+    """what was on offer when a position was decided"""
 
     def __post_init__(self) -> None:
+        numel, codec = self.swarm.layout.numel, self.swarm.codec
+        self.drift_N, self.work_N, self.counted_N = (torch.zeros(numel) for _ in range(3))
         self.rng = torch.Generator().manual_seed(int(self.incarnation, 16))
         store = LogStore(
             self.swarm.folder / f"{self.identity.peer_id}-{self.incarnation}",
@@ -82,8 +89,8 @@ class SwarmPeer:
         self.roster = self.swarm.board.roster(self.identity.peer_id)
         self.replica = Replica(
             run_id=RUN_ID,
-            layout=LAYOUT,
-            codec=CODEC,
+            layout=self.swarm.layout,
+            codec=codec,
             store=store,
             verify=verify,
             verify_run=verify_run,
@@ -97,8 +104,8 @@ class SwarmPeer:
             transport=self.transport,
             roster=self.roster,
             replica=self.replica,
-            codec=CODEC,
-            layout=LAYOUT,
+            codec=codec,
+            layout=self.swarm.layout,
             scalars=lambda position: (0.5, 0.5),
             settings=SETTINGS,
             compute=inline,
@@ -106,8 +113,9 @@ class SwarmPeer:
             ready_in_s=lambda: max(0.0, self.ready_at - self.swarm.now()),
         )
         self.ready_at = 0.0
-        self.feedback = Feedback(NUMEL, CODEC)
-        self.offer = None
+        self.feedback = Feedback(numel, codec)
+        self.offer: Offer | None = None
+        self.delta_N = torch.zeros(numel)
         self.decided = asyncio.Event()
         self.rounds = Rounds(
             self.ctx,
@@ -118,12 +126,34 @@ class SwarmPeer:
             uplink_mbit_s=lambda: 100.0,
         )
         self.recovery = Recovery(
-            self.ctx, run_id=RUN_ID, genesis=_genesis, on_progress=lambda what, at: None
+            self.ctx, run_id=RUN_ID, genesis=self.genesis, on_progress=lambda what, at: None
         )
         self.tasks: list[asyncio.Task[None]] = []
 
+    async def genesis(self) -> OuterState:
+        return genesis(self.swarm.layout)
+
     async def catch_up(self) -> None:
-        self.recovered = await self.recovery.run() or self.recovered
+        before = self.replica.position if self.replica.ready else None
+        try:
+            recovered = await self.recovery.run()
+        except RecoveryError as error:
+            self.events.append(f"warning: {error}")
+            return
+        self.recovered = recovered or self.recovered
+        jumped = recovered is not None and recovered.snapshot_position is not None
+        if before is not None and (jumped or self.replica.position < before):
+            self._reset()
+
+    def _reset(self) -> None:
+        """What the session and the trainer do where the replica was put somewhere else."""
+        self.resets += 1
+        self.rounds.withdraw()
+        self.work_N -= self.drift_N
+        self.drift_N.zero_()
+        self.feedback.reset()
+        self.offer, self.fresh = None, True
+        self.decided.set()
 
     async def start(self, record: bytes | None = None) -> None:
         self.rounds.serve()
@@ -144,7 +174,7 @@ class SwarmPeer:
             ttl_s=3600.0,
         )
         if record is not None:
-            await self.replica.install(genesis(), self.swarm.chain, ())
+            await self.replica.install(await self.genesis(), self.swarm.chain, ())
             await self.replica.adopt(record)
         else:
             await self.catch_up()
@@ -153,18 +183,23 @@ class SwarmPeer:
             asyncio.create_task(self._train()),
         ]
 
-    def delta(self) -> Tensor:
-        return torch.randn(NUMEL, generator=self.rng) * 0.01
+    def train(self) -> Tensor:
+        """One window; the pseudo-gradient is all that is not counted yet."""
+        work_N = torch.randn(self.swarm.layout.numel, generator=self.rng) * 0.01
+        self.work_N += work_N
+        self.drift_N += work_N
+        return self.drift_N.clone()
 
     async def _train(self) -> None:
-        fresh = self.recovered is not None
+        self.fresh = self.recovered is not None
         while True:
             self.ready_at = self.swarm.now() + self.window_s
             await asyncio.sleep(self.window_s)
-            offer = self.feedback.offer(self.delta(), 0.0 if fresh else 128.0)
+            self.delta_N = self.train()
+            offer = self.feedback.offer(self.delta_N, 0.0 if self.fresh else 128.0)
             self.decided.clear()
             self.offer = offer
-            fresh = False
+            self.fresh = False
             self.windows += 1
             self.rounds.offer(
                 OfferedWindow(number=self.windows, offer=offer, tokens=1280, steps=10, loss=2.0)
@@ -173,13 +208,21 @@ class SwarmPeer:
 
     def _on_settled(self, settled: Settled) -> None:
         self.settled.append(settled)
-        if settled.settles is not None and settled.included is not None and self.offer is not None:
-            mask = torch.tensor(settled.included)
-            self.feedback.settle(self.offer, mask, weight=self.offer.weight)
+        if settled.settles is not None and self.offer is not None:
+            self.offers[settled.applied.entry.position] = self.delta_N
+            if settled.included is not None:
+                self._count(self.offer, torch.tensor(settled.included))
         for part, lost_N in settled.credits:
             self.feedback.owner_credit(part, lost_N)
         if settled.settles is not None:
             self.decided.set()
+
+    def _count(self, offer: Offer, included: Tensor) -> None:
+        self.feedback.settle(offer, included, weight=offer.weight)
+        for cell, counted in zip(cell_slices(self.drift_N.numel()), included, strict=True):
+            if counted:
+                self.drift_N[cell] -= self.delta_N[cell]
+                self.counted_N[cell] += self.delta_N[cell]
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -198,12 +241,20 @@ class SwarmPeer:
 class Swarm:
     """Several peers and the organiser's key."""
 
-    def __init__(self, folder: Path, *, body_budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        body_budget_bytes: int | None = None,
+        codec: str = "int8",
+        layout: Layout = LAYOUT,
+    ) -> None:
         self.folder = folder
+        self.codec, self.layout = parse(codec), layout
         self.body_budget_bytes = body_budget_bytes
         self.network = MemoryNetwork(random.Random(7), latency_s=0.025)
         self.board = MemoryBoard()
-        self.chain = genesis_chain(RUN_ID, genesis().root())
+        self.chain = genesis_chain(RUN_ID, genesis(layout).root())
         self.peers: list[SwarmPeer] = []
         self.on_phase: Callable[[SwarmPeer, str, int], None] = lambda peer, phase, position: None
 
@@ -211,7 +262,7 @@ class Swarm:
         return asyncio.get_running_loop().time()
 
     def add(self, identity: Identity | None = None) -> SwarmPeer:
-        identity = identity or Identity.ephemeral()
+        identity = identity or identity_of(len(self.peers))
         incarnation = f"{len(self.peers):032x}"
         peer = SwarmPeer(swarm=self, identity=identity, incarnation=incarnation)
         self.peers.append(peer)

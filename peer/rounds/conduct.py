@@ -1,0 +1,70 @@
+"""Who broke the rules lately, and who is left out for a while because of it.
+
+Every peer judges by what it saw itself: as an owner the cells, as a leader the reports.
+Accusations are not passed on, so nobody can have another one barred.  Being slow, dying or being
+cut off is no fault: it is dealt with in its round.  Nothing here waits or sends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+MAX_FAULTS = 3  # one may be a flipped bit, two a bad hour; the third is a habit
+MEMORY_S = 600.0  # faults further apart than this do not add up
+FIRST_BAR_S = 60.0  # a few rounds
+MAX_BAR_S = 3600.0
+MAX_PEERS = 4096  # as many as a group may have; the longest silent are forgotten first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Barred:
+    """A peer that is left out."""
+
+    left_s: float
+    why: str
+
+    def __str__(self) -> str:
+        """For the peer itself."""
+        return f"left out for another {self.left_s:.0f} s after repeated faults: {self.why}"
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What is held against one peer."""
+
+    faults: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_FAULTS))
+    """when the last ones were"""
+    bars: int = 0
+    until: float = float("-inf")
+    why: str = ""
+
+
+class Conduct:
+    """A score for every peer that broke a rule.  Times are seconds on one clock."""
+
+    def __init__(self) -> None:
+        """Nobody has."""
+        self._records: dict[str, Record] = {}
+
+    def fault(self, peer: str, why: str, now: float) -> Barred | None:
+        """Note a fault; the bar that it earns, if it is one too many."""
+        record = self._records.pop(peer, None) or Record()
+        self._records[peer] = record
+        if len(self._records) > MAX_PEERS:
+            del self._records[next(iter(self._records))]
+        record.faults.append(now)
+        if len(record.faults) < MAX_FAULTS or now - record.faults[0] > MEMORY_S:
+            return None
+        record.faults.clear()
+        record.until = now + min(FIRST_BAR_S * 2**record.bars, MAX_BAR_S)
+        record.bars += 1
+        record.why = why
+        return self.barred(peer, now)
+
+    def barred(self, peer: str, now: float) -> Barred | None:
+        """The bar under which a peer is, if any."""
+        record = self._records.get(peer)
+        if record is None or now >= record.until:
+            return None
+        return Barred(left_s=record.until - now, why=record.why)

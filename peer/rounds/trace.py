@@ -1,0 +1,49 @@
+"""A peer's account of one round: how long each phase took, and who was left out and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from atoll.peer.replica import Applied
+from atoll.peer.rounds.exchange import Exchange
+
+
+@dataclass(kw_only=True)
+class RoundTrace:
+    """What one position took, as this peer saw it.  Seconds."""
+
+    position: int
+    wait_s: float = 0.0
+    send_s: float = 0.0
+    reduce_s: float = 0.0
+    vote_s: float = 0.0
+    apply_s: float = 0.0
+    left_out: dict[str, str] = field(default_factory=dict)
+    """PeerIDs that this peer went on without, and why: as an owner of parts, and as the leader"""
+
+
+def round_trace(
+    applied: Applied, exchange: Exchange | None, *, since: float, now: float
+) -> RoundTrace:
+    """The account of a peer whose contribution was on offer.
+
+    Args:
+        applied: the decided position.
+        exchange: this peer's part in the reduction, None where it came to none.
+        since: when the contribution was offered.
+        now: when the position was decided and applied.
+    """
+    trace = RoundTrace(position=applied.entry.position, apply_s=applied.apply_s)
+    if exchange is None:
+        trace.wait_s = now - since
+        return trace
+    times = exchange.times
+    sent = times.sent if times.sent is not None else now
+    reduced = times.reduced if times.reduced is not None else now
+    trace.wait_s = times.started - since
+    trace.send_s = sent - times.started
+    trace.reduce_s = max(0.0, reduced - sent)
+    trace.vote_s = max(0.0, now - applied.apply_s - reduced)
+    members = exchange.group.members
+    trace.left_out = {members[index].peer_id: why for index, why in exchange.left_out.items()}
+    return trace

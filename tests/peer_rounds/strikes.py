@@ -1,0 +1,167 @@
+"""One fault at one message of a round, and what must hold after it, whichever message it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from swarm import Swarm, SwarmPeer
+
+from atoll.optim.layout import cell_slices
+from atoll.optim.log import Entry
+from atoll.optim.update import decode_update
+
+COMMIT_S = {"kill": 1.0, "freeze": 3.0, "cut": 3.0}  # at a round trip of 50 ms
+OUTAGE_S = 12.0  # how long a freeze or a cut lasts: two or three rounds
+
+
+@dataclass
+class Strike:
+    """Kill, freeze or cut at the n-th message from the start of a round."""
+
+    swarm: Swarm
+    kind: str
+    """kill, freeze: of the message's sender (``end`` 0) or receiver (1); cut: between the two"""
+    message: int
+    end: int = 0
+    at_s: float | None = None
+    position: int = 0
+    victims: list[SwarmPeer] = field(default_factory=list)
+
+    def arm(self) -> None:
+        """Count messages from here."""
+        self.position = max(p.replica.position for p in self.swarm.peers)
+        self.before, self.first = self.swarm.network.on_message, self.swarm.network.num_messages
+        self.swarm.network.on_message = self.on_message
+
+    def on_message(self, src: str, dst: str, method: str, n: int) -> None:
+        if self.before is not None:
+            self.before(src, dst, method, n)
+        if n < self.first + self.message or self.at_s is not None:
+            return
+        self.at_s = self.swarm.now()
+        pair = [p for name in (src, dst) for p in self.swarm.peers if p.identity.peer_id == name]
+        if self.kind == "cut":
+            self.swarm.network.cut(src, dst)
+            self.victims = pair
+        else:
+            self.victims = [pair[self.end]]
+            self._strike(self.victims[0])
+
+    def _strike(self, victim: SwarmPeer) -> None:
+        if self.kind == "kill":
+            victim.kill()
+        else:
+            self.swarm.network.freeze(victim.identity.peer_id)
+
+    def undo(self) -> None:
+        """The frozen go on, the cut is healed; the dead stay dead."""
+        for victim in self.victims:
+            self.swarm.network.thaw(victim.identity.peer_id)
+        self.swarm.network.heal()
+
+    @property
+    def killed(self) -> list[SwarmPeer]:
+        return self.victims if self.kind == "kill" else []
+
+
+async def check_strike(swarm: Swarm, strike: Strike) -> float | None:
+    """Run on after a strike; seconds until the position was decided, None if nothing was struck.
+
+    Raises:
+        AssertionError: something does not hold.
+    """
+    strike.arm()
+    await swarm.until(lambda: strike.at_s is not None or passed(swarm.peers, strike.position))
+    if strike.at_s is None:
+        return None
+    took_s = await decided_after(swarm, strike)
+    limit_s = COMMIT_S[strike.kind]
+    assert took_s <= limit_s + 1e-9, f"decided {took_s:.2f} s after it, expected {limit_s} s"
+    await asyncio.sleep(OUTAGE_S)
+    strike.undo()
+    alive = [p for p in swarm.peers if p not in strike.killed]
+    most = max(p.replica.position for p in alive)
+    await swarm.until(lambda: passed(alive, most + 2))
+    await swarm.until(lambda: settled_down(alive))
+    assert swarm.same_bits(alive)
+    assert swarm.network.errors == []
+    for peer in alive:
+        assert peer.resets == 0
+        expect_no_work_lost(peer)
+    expect_sums(swarm, alive[0])
+    return took_s
+
+
+async def decided_after(swarm: Swarm, strike: Strike) -> float:
+    """Seconds until a majority of those who were not struck hold the position's entry."""
+    others = [p for p in swarm.peers if p not in strike.victims]
+    if strike.kind == "cut":
+        await swarm.until(lambda: most_passed(swarm.peers, strike.position))
+    else:
+        await swarm.until(lambda: passed(others, strike.position))
+    return swarm.now() - (strike.at_s or 0.0)
+
+
+def passed(peers: list[SwarmPeer], position: int) -> bool:
+    return all(p.replica.position > position for p in peers)
+
+
+def most_passed(peers: list[SwarmPeer], position: int) -> bool:
+    return 2 * sum(p.replica.position > position for p in peers) > len(peers)
+
+
+def settled_down(peers: list[SwarmPeer]) -> bool:
+    """Everyone trains, at the same position."""
+    phases = {p.rounds.statistics().phase for p in peers}
+    return phases <= {"train", "idle"} and len({p.replica.position for p in peers}) == 1
+
+
+def expect_no_work_lost(peer: SwarmPeer) -> None:
+    """All that it ever learned is in the log, once, or still in its drift."""
+    assert torch.allclose(peer.work_N, peer.counted_N + peer.drift_N, atol=1e-5)
+
+
+def expect_sums(swarm: Swarm, witness: SwarmPeer) -> None:
+    """What was applied is the weighted mean of what the log says is in it, cell by cell."""
+    store = witness.replica.store
+    for record in store.headers(0, witness.replica.position):
+        entry = Entry.decode(record.entry)
+        if entry.kind == "null":
+            continue
+        update_N = decode_update([store.body(entry.position)], swarm.codec, swarm.layout.numel)
+        expect_mean(swarm, entry, update_N)
+
+
+def expect_mean(swarm: Swarm, entry: Entry, update_N: torch.Tensor) -> None:
+    offers = {p.ctx.me: p.offers.get(entry.position, p.delta_N) for p in swarm.peers}
+    for index, cell in enumerate(cell_slices(swarm.layout.numel)):
+        sum_N, weight = torch.zeros(cell.stop - cell.start), 0.0
+        for member in entry.members:
+            included = entry.included_cells(member.peer_id, member.incarnation)
+            if member.weight and included is not None and included[index]:
+                sum_N += offers[member.elector][cell] * (member.weight * member.clip)
+                weight += member.weight
+        mean_N = sum_N / weight if weight else sum_N
+        assert torch.allclose(update_N[cell], mean_N, atol=1e-6), f"position {entry.position}"
+
+
+def run_strike(folder: object, peers: int, make: Callable[[Swarm], Strike]) -> float | None:
+    """A fresh swarm, a strike in its second round."""
+    from pathlib import Path
+
+    from swarm import SMALL
+
+    from atoll.dht.memory import run_virtual
+
+    async def main() -> float | None:
+        swarm = Swarm(Path(str(folder)), codec="fp32", layout=SMALL)
+        try:
+            await swarm.start(peers)
+            return await check_strike(swarm, make(swarm))
+        finally:
+            await swarm.stop()
+
+    return run_virtual(main())

@@ -1,0 +1,57 @@
+"""A fault at every message of a round: the others commit in time, and nobody's work is lost.
+
+What must hold is in ``strikes.check_strike``.  With three peers a round has some 66 messages.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from strikes import Strike, run_strike
+
+LONGER_THAN_A_ROUND = 100
+KINDS = [("kill", 0), ("kill", 1), ("freeze", 0), ("freeze", 1), ("cut", 0)]
+"""at a message: its sender or its receiver is killed or frozen, or the two are cut off"""
+
+
+def strike_at(folder, message, kind, end, peers=3):
+    return run_strike(folder, peers, lambda swarm: Strike(swarm, kind, message, end))
+
+
+@pytest.mark.parametrize("message", range(2, 66, 3))
+def test_a_fault_at_one_of_three_messages(tmp_path, message):
+    kind, end = KINDS[message % len(KINDS)]
+    assert strike_at(tmp_path, message, kind, end) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "end"), KINDS)
+def test_a_fault_at_every_message(tmp_path, kind, end):
+    struck = 0
+    for message in range(1, LONGER_THAN_A_ROUND):
+        if strike_at(tmp_path / str(message), message, kind, end) is None:
+            break
+        struck += 1
+    assert 60 < struck < LONGER_THAN_A_ROUND - 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_fault_among_eight(tmp_path, seed):
+    strike_random(tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_random_faults_among_eight(tmp_path):
+    for seed in range(4, 40):
+        strike_random(tmp_path / str(seed), seed)
+
+
+def strike_random(folder, seed):
+    rng = random.Random(seed)
+    kind, end = rng.choice(KINDS)
+    assert strike_at(folder, rng.randrange(1, 250), kind, end, peers=8) is not None

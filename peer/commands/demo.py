@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atoll.peer.demo import Demo, DemoRun, Feed, Show
     from atoll.peer.summary import Compared
 
-INNER_STEPS = 10
+INNER_STEPS = 30
 BYTES = 256  # tokens
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LINGER_S = 3.0  # the finished dashboard stays this long before the summary
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         spec=spec, peers=args.peers, out=out, device=args.device, chaos=args.chaos
     )
     plain = args.plain or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
-    _say(f"{args.peers} peers, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
     demo = Demo(options, say=_say)
+    _say(f"{args.peers} peers, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
     finished, stopped_by = asyncio.run(carry_out(demo, _lines if plain else _dashboard))
     if finished is None:
         _say("stopped")
@@ -189,19 +189,10 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
             "run": {"name": "demo", "rounds": args.rounds},
             "model": {"preset": args.preset},
             "data": {"source": source},
-            # So short a run wants short windows and little momentum: at 12 rounds of 10 steps four
-            # peers end 5% behind data parallel training with 0.8/0.3 and 7% with 0.8/0.5, at 12
-            # rounds of 30 steps 12% (docs/benchmarks/outer.md).
-            "outer": {
-                "method": args.method,
-                "inner_steps": args.inner_steps,
-                "lr": 0.8,
-                "momentum": 0.3,
-            },
+            "outer": {"method": args.method, "inner_steps": args.inner_steps},
             "inner": {
-                "lr": 1e-3,
                 "batch_size": 16,
-                "warmup_steps": min(100, args.rounds * args.inner_steps // 8),
+                "warmup_steps": min(100, args.rounds * args.inner_steps // 6),
             },
             "compression": {"codec": args.codec, "feedback": _feedback(args.codec)},
             "round": {

@@ -90,8 +90,7 @@ def test_the_template_is_the_default_and_documents_every_field() -> None:
 
 def test_every_commented_line_of_the_template_can_be_used() -> None:
     lines = [line.removeprefix("# ") if " = " in line else line for line in template().splitlines()]
-    kept = [line for line in lines if not line.startswith("With ")]
-    spec = RunSpec.from_toml("\n".join(kept))
+    spec = RunSpec.from_toml("\n".join(lines))
     assert spec.model.custom and spec.model.overrides and spec.coordinator.advertise
 
 

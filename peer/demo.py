@@ -12,7 +12,7 @@ Errors, besides those of ``atoll.peer.children``::
 
     DemoError (RuntimeError)
      +-- DemoStuck       nothing moved for too long; says what
-    OutNotEmpty (ValueError)    the folder for the results holds something already
+    OutError (ValueError)       the folder for the results holds something, or cannot be made
     ChaosError (ValueError)     too few peers or rounds for a peer to die and to come back
 """
 
@@ -58,8 +58,8 @@ class DemoStuck(DemoError):  # noqa: N818
     """Nothing moved for too long."""
 
 
-class OutNotEmpty(ValueError):  # noqa: N818
-    """The folder for the results is in use."""
+class OutError(ValueError):
+    """The folder for the results cannot be used."""
 
 
 class ChaosError(ValueError):
@@ -79,14 +79,26 @@ class DemoOptions:
     """what the children are started with"""
 
     def __post_init__(self) -> None:
-        """Raises OutNotEmpty or ChaosError."""
-        if self.out.exists() and any(self.out.iterdir()):
-            raise OutNotEmpty(
-                f"{self.out}: expected a new or empty folder, got one with files in it; "
-                "choose another with --out"
-            )
+        """Raises ChaosError."""
         if self.chaos:
             expect_room_for_chaos(self.peers, self.spec.run.rounds)
+
+
+def make_out(folder: Path) -> None:
+    """Make the folder for the results.
+
+    Raises:
+        OutError: it holds something already, or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = "one with files in it" if any(folder.iterdir()) else ""
+    except OSError as error:
+        found = error.strerror or repr(error)
+    if found:
+        raise OutError(
+            f"{folder}: expected a new or empty folder, got {found}; choose another with --out"
+        )
 
 
 def strike_at(rounds: int) -> int:
@@ -159,7 +171,8 @@ class Demo:
     """Starts the children, watches them, and stops them."""
 
     def __init__(self, options: DemoOptions, *, say: Callable[[str], None]) -> None:
-        """``say`` takes lines for a person."""
+        """``say`` takes lines for a person.  Makes the folder, or raises OutError."""
+        make_out(options.out)
         self.options = options
         self._say = say
         self._coordinator_dir = options.out / "coordinator"
@@ -221,7 +234,6 @@ class Demo:
     async def _start_coordinator(self) -> str:
         """Start it, and give its invite."""
         out = self.options.out
-        out.mkdir(parents=True, exist_ok=True)
         spec, invite = out / "RUN.toml", out / "invite.txt"
         spec.write_text(template(self.options.spec), encoding="utf-8")
         self._coordinator = await self._start(

@@ -284,6 +284,12 @@ def test_an_invite_that_is_none_is_refused(atoll, command, invite, expected):
     assert expected in refused(atoll(command, invite))
 
 
+def test_an_invite_file_that_cannot_be_written_is_refused(atoll, spec_file, tmp_path):
+    result = atoll("coordinator", spec_file(), "--invite-file", "nowhere/invite")
+    assert "nowhere/invite: expected an existing folder" in refused(result)
+    assert not (tmp_path / "state-home").exists()
+
+
 def test_an_invite_may_stand_in_a_file(tmp_path):
     (tmp_path / "invite").write_text(INVITE[:40] + "\n" + INVITE[40:] + "\n")
     assert read_invite(str(tmp_path / "invite")).encode() == INVITE
@@ -344,6 +350,13 @@ def test_a_demo_that_cannot_be_is_refused_before_anything_starts(
     (tmp_path / "empty").mkdir()
     assert expected in refused(atoll("demo", "--out", "out", *arguments.split()))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("out", ["file", "file/deeper"])
+def test_a_demo_with_a_file_in_its_way_is_refused(atoll, tmp_path, out):
+    (tmp_path / "file").write_text("mine")
+    assert "choose another with --out" in refused(atoll("demo", "--out", out))
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_demo_overwrites_nothing(atoll, tmp_path):

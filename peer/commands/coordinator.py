@@ -24,7 +24,7 @@ FOLLOW_S = 0.5  # between two looks at our own state; a round takes seconds
 
 
 class InviteFileError(ValueError):
-    """A file that holds something else than an invite, and is left alone."""
+    """A file that cannot be written, or holds something else than an invite and is left alone."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -191,6 +191,8 @@ def announce(up: Running, *, as_json: bool) -> None:
 
 
 def _expect_own_file(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise InviteFileError(f"{path}: expected an existing folder to write it in, got none")
     if not path.exists():
         return
     with path.open("rb") as file:

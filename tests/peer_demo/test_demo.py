@@ -14,7 +14,7 @@ from atoll.peer import demo as demo_module
 from atoll.peer.children import ChildFailed, ChildRefused
 from atoll.peer.cli import exit_code
 from atoll.peer.commands.demo import carry_out
-from atoll.peer.demo import ChaosError, DemoStuck, OutNotEmpty, Watch, expect_room_for_chaos
+from atoll.peer.demo import ChaosError, DemoStuck, OutError, Watch, expect_room_for_chaos
 
 SOON_S = 10.0  # processes start within a second; a busy machine takes longer
 
@@ -170,7 +170,7 @@ def test_chaos_has_room_in_all_longer_runs():
 def test_a_folder_with_something_in_it_is_left_alone(stage):
     (stage.folder / "out").mkdir()
     (stage.folder / "out" / "thesis.tex").write_text("mine")
-    with pytest.raises(OutNotEmpty, match="--out"):
+    with pytest.raises(OutError, match="--out"):
         stage.demo()
     assert [path.name for path in (stage.folder / "out").iterdir()] == ["thesis.tex"]
 

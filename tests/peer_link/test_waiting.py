@@ -1,0 +1,46 @@
+"""What a peer says while nothing can be decided."""
+
+import threading
+
+from atoll.peer.daemon import DaemonOptions, PeerDaemon
+from atoll.peer.session import LinkOptions
+
+
+class Running:
+    """A daemon in a thread, and what it said."""
+
+    def __init__(self, invite, folder):
+        link = LinkOptions(
+            invite=invite, state_dir=folder, name=folder.name, listen=("/ip4/127.0.0.1/tcp/0",)
+        )
+        self.said = []
+        self._daemon = PeerDaemon(
+            DaemonOptions(link=link, device="cpu"), on_event=lambda e: self.said.append(e.text)
+        )
+        self._thread = threading.Thread(target=self._daemon.run, daemon=True)
+        self._thread.start()
+
+    def stop(self):
+        self._daemon.stop()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def test_peers_that_were_all_started_again_say_what_they_wait_for(organise, kit, tmp_path):
+    organiser = organise(kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 2}))
+    names = ("ann", "ben")
+    crew = [Running(organiser.invite, tmp_path / name) for name in names]
+    kit.until(lambda: organiser.status().position >= 1, "a round")
+    for peer in crew:
+        peer.stop()
+    again = [Running(organiser.invite, tmp_path / name) for name in names]
+    try:
+        for peer in again:
+            kit.until(
+                lambda said=peer.said: any("has no quorum: 0 of its" in text for text in said),
+                "it to say what is missing",
+            )
+            assert any("the coordinator opens after 60 s" in text for text in peer.said)
+    finally:
+        for peer in again:
+            peer.stop()

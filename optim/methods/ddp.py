@@ -9,6 +9,7 @@ hook; with any other codec its error feedback is the one of all methods.
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,6 +35,9 @@ class DDPMethod(Method):
     feedback: float = 0.0
     clip_at: float = 0.0
 
+    clip_norm: float = 0.0
+    """L2 norm that the mean gradient is clipped to; 0 for no clipping."""
+
     @property
     def reduction(self) -> Shape:
         """By factors for PowerSGD, else a mean."""
@@ -49,11 +53,18 @@ class DDPMethod(Method):
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
         """As `Method.worker`; a window is one step."""
-        return DDP(model, inner, reducer)
+        return DDP(model, inner, reducer, clip_norm=self.clip_norm)
 
 
 class DDP(GradientWorker):
     """Steps the inner optimizer on the mean gradient."""
+
+    def __init__(
+        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, clip_norm: float = 0.0
+    ) -> None:
+        """Join the reducer; as `Worker`."""
+        super().__init__(model, inner, reducer)
+        self._clip_norm = clip_norm
 
     def _message(self, grad_N: Tensor) -> Tensor:
         return grad_N
@@ -68,6 +79,8 @@ class DDP(GradientWorker):
         if commit.update_N is None:
             raise MethodError("ddp: expected a reducer that hands out updates, got none")
         self.layout.load_gradient_(self.model, commit.update_N)
+        if self._clip_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
         self.inner.step()
 
     def _moved(self, commit: Commit) -> Tensor:

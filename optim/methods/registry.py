@@ -45,6 +45,20 @@ def parse(spec: str, **options: object) -> Method:
             ones.
         CodecError: a codec that does not exist.
     """
+    method, items = _read(spec)
+    return _construct(method, items | options)
+
+
+def given(spec: str) -> frozenset[str]:
+    """Names of the options that a spec sets.
+
+    Raises:
+        MethodError: an unknown name, or no spec.
+    """
+    return frozenset(_read(spec)[1])
+
+
+def _read(spec: str) -> tuple[type[Method], dict[str, object]]:
     if len(spec) > MAX_SPEC_CHARS:
         raise MethodError(f"expected a spec of at most {MAX_SPEC_CHARS} characters, got more")
     match = _SPEC.fullmatch(spec)
@@ -53,7 +67,7 @@ def parse(spec: str, **options: object) -> Method:
     if match[1] not in _METHODS:
         raise MethodError(f"expected one of the methods {', '.join(names())}; got {match[1]!r}")
     method = _METHODS[match[1]]
-    return _construct(method, _items(method, match[2] or "") | options)
+    return method, _items(method, match[2] or "")
 
 
 def _items(method: type[Method], text: str) -> dict[str, object]:

@@ -24,6 +24,7 @@ SUMMARIES = {
     "status": "say how a run is, once",
     "rounds": "list the rounds that were committed",
     "sample": "continue a text with a checkpoint",
+    "simulate": "compare methods in one process: loss, bytes and time",
 }
 
 Subparsers = Any

@@ -8,7 +8,7 @@ import torch
 from atoll.compression.powersgd_reference import PowerSGDReference, orthogonalize_
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toys import Team, adamw, backward, flat, net
+from toys import Team, adamw, backward, flat, net, sgd
 
 
 def mean_gradients(model, seeds):
@@ -33,6 +33,16 @@ def test_replicas_are_one_model_trained_on_all_batches():
         inner.step()
     torch.testing.assert_close(team.local(), flat(plain), rtol=1e-5, atol=1e-6)
     assert all(torch.equal(team.local(), team.local(i)) for i in (1, 2))
+
+
+def test_mean_gradient_is_clipped_not_each_workers():
+    team = Team(2, "ddp(codec=fp32, clip_norm=0.5)", inner=sgd)
+    start = team.local()
+    team.run(range(1))
+    grads = torch.cat([g.flatten() for g in mean_gradients(net(), [0, 1])])
+    step = 1e-2 * grads * (0.5 / grads.norm()).clamp(max=1.0)
+    torch.testing.assert_close(start - team.local(), step, rtol=1e-3, atol=1e-6)
+    assert grads.norm() > 0.5
 
 
 def test_powersgd_is_that_of_pytorchs_hook():

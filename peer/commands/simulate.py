@@ -1,0 +1,132 @@
+"""`atoll simulate`: what methods cost in loss, in bytes and in time, in one process."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.peer.commands import Subparsers, new_parser, print_json
+
+if TYPE_CHECKING:
+    from atoll.peer.simulate import Settings
+
+DEFAULT_METHODS = "ddp,diloco,streaming"
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll simulate`."""
+    parser = new_parser(
+        subparsers,
+        "simulate",
+        description="Train several workers in this process by each of several methods, on real\n"
+        "text, and compare loss, bytes and time. Results are kept in a folder: a simulation that\n"
+        "was interrupted goes on, and one that is finished is only shown.",
+        examples="atoll simulate --methods ddp,diloco,sparseloco --workers 8 --tokens 2000000\n"
+        "atoll simulate --methods 'diloco(codec=int4),streaming(tau=2)' --seeds 3 --plot loss.png",
+    )
+    parser.add_argument(
+        "--methods",
+        default=DEFAULT_METHODS,
+        metavar="LIST",
+        help=f"specs, separated by commas (default: {DEFAULT_METHODS})",
+    )
+    parser.add_argument("--workers", type=int, default=4, metavar="W", help="(default: 4)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="of all workers together (default: 1000000)",
+    )
+    parser.add_argument("--seeds", type=int, default=1, metavar="S", help="(default: 1)")
+    parser.add_argument(
+        "--inner-steps", type=int, default=30, metavar="H", help="of a window (default: 30)"
+    )
+    parser.add_argument("--model", default="nano", help="a preset of RUN.toml (default: nano)")
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="FIELD=N",
+        help="whole numbers in the model's configuration, as num_layers=4",
+    )
+    parser.add_argument("--source", default="stdlib", help="text, as in RUN.toml")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="B", help="sequences of a worker and step"
+    )
+    parser.add_argument("--seq-len", type=int, default=128, metavar="T", help="(default: 128)")
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="AdamW's peak rate")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=50.0,
+        metavar="MS",
+        help="what an inner step takes, for the simulated time (default: 50)",
+    )
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda, mps (default: cpu)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("simulation"), help="of the results (./simulation)"
+    )
+    parser.add_argument("--rerun", action="store_true", help="train again what is there already")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves")
+    parser.add_argument("--json", action="store_true", help="one line of JSON when done")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, then print the table."""
+    from atoll.peer import simulation_report
+    from atoll.peer.errors import SetupError
+    from atoll.peer.simulate import Bench, Folder, parse_methods, rows, simulate
+
+    settings = _settings(args)
+    if args.seeds < 1 or not args.step_ms > 0:
+        raise SetupError("expected at least one seed and a step time above 0")
+    chosen = parse_methods(args.methods, settings)
+    bench = Bench(settings, args.device)
+    folder = Folder(args.folder, settings)
+    results = [
+        simulate(bench, method, seed=seed, folder=folder, rerun=args.rerun, say=_say)
+        for method in chosen
+        for seed in range(args.seeds)
+    ]
+    step_s = args.step_ms / 1000
+    if args.plot is not None:
+        simulation_report.draw(results, settings, args.plot, step_s=step_s)
+    if args.json:
+        print_json([vars(row) for row in rows(results, settings)])
+        return 0
+    for line in simulation_report.table(results, settings, step_s=step_s):
+        print(line)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> "Settings":
+    from atoll.peer.simulate import Settings
+
+    return Settings(
+        workers=args.workers,
+        tokens=args.tokens,
+        inner_steps=args.inner_steps,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        model=args.model,
+        overrides=_overrides(args.set),
+        source=args.source,
+        lr=args.lr,
+    )
+
+
+def _overrides(items: list[str]) -> dict[str, Any]:
+    from atoll.peer.errors import SetupError
+
+    overrides: dict[str, Any] = {}
+    for item in items:
+        name, _, value = item.partition("=")
+        if not value.isdecimal():
+            raise SetupError(f"expected FIELD=N in --set, got {item!r}")
+        overrides[name] = int(value)
+    return overrides
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

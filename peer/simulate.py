@@ -1,0 +1,522 @@
+"""Many workers in one process: what a method costs in loss, in bytes and in time.
+
+The workers are those of a real run: the same methods, codecs, weights and outer steps, on real
+text, in lockstep. Bytes are the lengths of the frames that they exchange. Time is computed from
+them: every inner step takes a given time, and each worker has one link that carries its bytes, in
+both directions at once, one reduction after the other. A method that overlaps goes on training
+until its reduction is due.
+
+# T steps, W workers
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.compression.registry import split_top
+from atoll.coordinator.spec import InnerSection
+from atoll.optim import Worker, in_process, inner, methods, outer_defaults
+from atoll.peer import data, models, saved
+from atoll.peer.devices import Device
+from atoll.peer.errors import SavedStateError, SetupError
+from atoll.peer.learner import Evaluator, learning_rate
+
+VALID_BATCH = 16  # sequences
+SAVE_EVERY_S = 120.0  # what an interrupted simulation computes again
+RATE_SHARES = {"adamw": 1.0, "muon": 1.0, "lion": 0.1, "sgd": 0.3}
+"""Inner rates as shares of AdamW's: Lion's authors advise a tenth; DeMo steps by signs too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all methods of one simulation share."""
+
+    workers: int = 4
+    tokens: int = 1_000_000
+    """Of all workers together."""
+    inner_steps: int = 30
+    batch_size: int = 8
+    """Sequences of a worker and step."""
+    seq_len: int = 128
+    model: str = "nano"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model's configuration."""
+    source: str = "stdlib"
+    lr: float = 1.5e-3
+    """AdamW's peak rate; other inner optimizers take a share of it."""
+    warmup: float = 0.1
+    """Share of the steps."""
+    min_lr_ratio: float = 0.1
+    clip_norm: float = 1.0
+    points: int = 8
+    """Measurements on held-out text."""
+    valid_batches: int = 16
+
+    def __post_init__(self) -> None:
+        """Check that there is something to train.
+
+        Raises:
+            SetupError: when a number is too small.
+        """
+        small = [
+            name
+            for name in ("workers", "inner_steps", "batch_size", "seq_len", "points", "tokens")
+            if getattr(self, name) < 1
+        ]
+        if small:
+            raise SetupError(f"expected at least 1 for {', '.join(small)}")
+        if self.steps < 1:
+            raise SetupError(
+                f"expected tokens for one step of all workers, {self.tokens_per_step}, "
+                f"got {self.tokens}"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all workers together."""
+        return self.workers * self.batch_size * self.seq_len
+
+    @property
+    def steps(self) -> int:
+        """T, inner steps of each worker."""
+        return self.tokens // self.tokens_per_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Where a method stood at one measurement."""
+
+    step: int
+    tokens: int
+    """Of all workers together."""
+    sent_bytes: int
+    """Payload that a worker has sent, on average."""
+    valid_loss: float
+    """Of the synced parameters on held-out text, nats a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one method came to with one seed."""
+
+    method: str
+    """Its name."""
+    spec: str
+    """Its full spec, as it was trained."""
+    seed: int
+    params: int
+    points: list[Point]
+    sent: list[tuple[int, int]]
+    """Step and payload of a worker, for each step after which something was sent."""
+    delay: int
+    """Steps that a reduction may travel."""
+    seconds: float
+    """Of this machine, to compute it."""
+
+    @property
+    def valid_loss(self) -> float:
+        """At the end."""
+        return self.points[-1].valid_loss
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload of a worker over the whole run."""
+        return self.points[-1].sent_bytes
+
+    @classmethod
+    def from_json(cls, fields_: Mapping[str, Any]) -> "Result":
+        """Read what `dataclasses.asdict` and JSON made."""
+        points = [Point(**point) for point in fields_["points"]]
+        sent = [(int(step), int(size)) for step, size in fields_["sent"]]
+        return cls(**{**fields_, "points": points, "sent": sent})
+
+
+Say = Callable[[str], None]
+
+
+def parse_methods(text: str, settings: Settings) -> list[methods.Method]:
+    """Methods of a list such as `ddp,diloco(codec=int4),streaming`.
+
+    What a spec leaves open follows the run: outer rate and momentum its length, `peers` the number
+    of workers, and `ddp` clips the mean gradient as one model with one batch would.
+
+    Raises:
+        MethodError: an unknown method or option.
+        CodecError: an unknown codec.
+    """
+    specs = [item.strip() for item in split_top(text, ",") if item.strip()]
+    if not specs:
+        raise SetupError(f"expected at least one method among {', '.join(methods.names())}")
+    return [_with_defaults(spec, settings) for spec in specs]
+
+
+def _with_defaults(spec: str, settings: Settings) -> methods.Method:
+    method, given = methods.parse(spec), methods.given(spec)
+    rounds = max(1, settings.steps // settings.inner_steps)
+    lr, momentum = outer_defaults(rounds, settings.inner_steps, settings.workers)
+    follows: dict[str, object] = {"peers": settings.workers, "clip_norm": settings.clip_norm}
+    if isinstance(method, methods.DiLoCoMethod) and method.name != "muloco":
+        follows |= {"lr": lr, "momentum": momentum}
+    known = {option.name for option in fields(method)}
+    open_ = {key: value for key, value in follows.items() if key in known - given}
+    return methods.parse(spec, **open_)
+
+
+class Bench:
+    """Text and held-out batches that all methods of a simulation share."""
+
+    def __init__(self, settings: Settings, device: str = "cpu") -> None:
+        """Open the text.
+
+        Raises:
+            DataError: it cannot be read or is too short.
+            SetupError: the device cannot be used.
+        """
+        self.settings = settings
+        self.device = Device.choose(device)
+        self.corpus = data.open_corpus(settings.source, seq_len=settings.seq_len)
+        self.valid = self.corpus.validation(
+            batches=settings.valid_batches, batch_size=VALID_BATCH, seq_len=settings.seq_len
+        )
+
+    def model(self, seed: int) -> nn.Module:
+        """A new model; all workers of a seed begin with the same weights."""
+        settings = self.settings
+        return models.build(
+            settings.model,
+            overrides=settings.overrides,
+            vocab_size=self.corpus.tokenizer.vocab_size,
+            seq_len=settings.seq_len,
+            seed=seed,
+        ).to(self.device.device)
+
+    def stream(self, seed: int, worker: int) -> data.TokenStream:
+        """A worker's own text."""
+        return self.corpus.stream(
+            seed=seed,
+            peer_id=f"worker {worker}",
+            batch_size=self.settings.batch_size,
+            seq_len=self.settings.seq_len,
+        )
+
+
+class Simulation:
+    """One method, one seed: its workers, step by step."""
+
+    def __init__(self, bench: Bench, method: methods.Method, seed: int) -> None:
+        """Build the workers."""
+        settings = bench.settings
+        self.bench, self.method, self.seed = bench, method, seed
+        self.group = in_process(settings.workers, method)
+        self._schedule = InnerSection(
+            lr=settings.lr * RATE_SHARES[method.inner],
+            warmup_steps=int(settings.warmup * settings.steps),
+            min_lr_ratio=settings.min_lr_ratio,
+        )
+        self.workers = [self._worker(index) for index in range(settings.workers)]
+        self._streams = [bench.stream(seed, index) for index in range(settings.workers)]
+        self._evaluator = Evaluator(bench.model(seed), bench.valid, bench.device)
+        self.step = 0
+        self.seconds = 0.0
+        self.points: list[Point] = []
+        self.sent: list[tuple[int, int]] = []
+
+    def _worker(self, index: int) -> Worker:
+        model = self.bench.model(self.seed)
+        optimizer = inner.build(self.method.inner, model, lr=self._schedule.lr)
+        return self.method.worker(
+            model,
+            optimizer,
+            self.group.member(index),
+            inner_steps=self.bench.settings.inner_steps,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.bench.settings.steps
+
+    def advance(self) -> None:
+        """One step of every worker, and a measurement where one is due."""
+        began_s, before = time.perf_counter(), self.sent_bytes
+        settings = self.bench.settings
+        rate = learning_rate(self.step, inner=self._schedule, total_steps=settings.steps)
+        for worker in self.workers:
+            for group in worker.inner.param_groups:
+                group["lr"] = rate
+        for worker, stream in zip(self.workers, self._streams, strict=True):
+            self._train(worker, stream.next_batch())
+        self.step += 1
+        if self.sent_bytes > before:
+            self.sent.append((self.step, self.sent_bytes - before))
+        if self.step * settings.points // settings.steps > len(self.points):
+            self.points.append(self._measure())
+        self.seconds += time.perf_counter() - began_s
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload that a worker has sent, on average."""
+        return round(self.group.statistics().wire_bytes / self.group.size)
+
+    def _train(self, worker: Worker, batch_BT: Tensor) -> None:
+        tokens_BT = batch_BT.to(self.bench.device.device)
+        worker.inner.zero_grad()
+        with self.bench.device.autocast():
+            loss = models.loss_of(worker.model, tokens_BT[:, :-1], tokens_BT[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not isinstance(self.method, methods.DDPMethod):  # which clips the mean
+            limit = self.bench.settings.clip_norm
+            torch.nn.utils.clip_grad_norm_(worker.model.parameters(), limit)
+        worker.step(tokens=tokens_BT[:, 1:].numel(), loss=loss)
+
+    def _measure(self) -> Point:
+        return Point(
+            step=self.step,
+            tokens=self.step * self.bench.settings.tokens_per_step,
+            sent_bytes=self.sent_bytes,
+            valid_loss=self._evaluator.loss(self.workers[0].synced_N),
+        )
+
+    def result(self) -> Result:
+        """What it came to."""
+        worker = self.workers[0]
+        return Result(
+            method=self.method.name,
+            spec=self.method.spec,
+            seed=self.seed,
+            params=worker.layout.numel,
+            points=self.points,
+            sent=self.sent,
+            delay=worker.delay,
+            seconds=round(self.seconds, 1),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, between two steps."""
+        return {
+            "workers": [worker.state_dict() for worker in self.workers],
+            "streams": [stream.state_dict() for stream in self._streams],
+            "step": self.step,
+            "seconds": self.seconds,
+            "points": [asdict(point) for point in self.points],
+            "sent": [list(pair) for pair in self.sent],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, in the same bits."""
+        for worker, kept in zip(self.workers, state["workers"], strict=True):
+            worker.load_state_dict(kept)
+        for stream, kept in zip(self._streams, state["streams"], strict=True):
+            stream.load_state_dict(kept)
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.points = [Point(**point) for point in state["points"]]
+        self.sent = [(step, size) for step, size in state["sent"]]
+
+
+class Folder:
+    """Where results and unfinished simulations are kept, by everything that they depend on."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        """Use a folder; it is made when first written to."""
+        self.path, self._settings = path, settings
+
+    def result(self, method: methods.Method, seed: int) -> Result | None:
+        """A result that is there already.
+
+        Raises:
+            SavedStateError: the file is damaged.
+        """
+        file = self._file(method, seed, "json")
+        try:
+            return Result.from_json(json.loads(file.read_text())["result"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise SavedStateError(f"{file} is damaged ({error}); move it away") from error
+
+    def keep(self, result: Result, method: methods.Method) -> None:
+        """Write a result, and drop what was unfinished of it."""
+        file = self._file(method, result.seed, "json")
+        text = json.dumps({"settings": asdict(self._settings), "result": asdict(result)})
+        partial = file.with_suffix(".partial")
+        partial.write_text(text + "\n")
+        partial.replace(file)
+        self._file(method, result.seed, "safetensors").unlink(missing_ok=True)
+
+    def resume(self, simulation: Simulation) -> bool:
+        """Go on with an unfinished simulation; False where there is none."""
+        file = self._file(simulation.method, simulation.seed, "safetensors")
+        if not file.exists():
+            return False
+        run = self._key(simulation.method, simulation.seed)
+        simulation.load_state_dict(saved.load(file, kind="simulation", run=run))
+        return True
+
+    def save(self, simulation: Simulation) -> None:
+        """Keep an unfinished simulation."""
+        file = self._file(simulation.method, simulation.seed, "safetensors")
+        run = self._key(simulation.method, simulation.seed)
+        saved.save(file, simulation.state_dict(), kind="simulation", run=run)
+
+    def _key(self, method: methods.Method, seed: int) -> str:
+        text = json.dumps([asdict(self._settings), method.spec, seed], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _file(self, method: methods.Method, seed: int, suffix: str) -> Path:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return self.path / f"{method.name}-{self._key(method, seed)}.{suffix}"
+
+
+def simulate(
+    bench: Bench, method: methods.Method, *, seed: int, folder: Folder, rerun: bool, say: Say
+) -> Result:
+    """Train one method with one seed, or take its result from the folder.
+
+    Args:
+        bench: text and settings.
+        method: with all its options.
+        seed: of weights and data.
+        folder: results are read from it and kept in it.
+        rerun: train again although there is a result.
+        say: takes a line about progress.
+    """
+    known = None if rerun else folder.result(method, seed)
+    if known is not None:
+        return known
+    simulation = Simulation(bench, method, seed)
+    if not rerun and folder.resume(simulation):
+        say(f"{method.name}, seed {seed}: goes on at step {simulation.step}")
+    saved_s = time.monotonic()
+    while not simulation.finished:
+        measured = len(simulation.points)
+        simulation.advance()
+        if len(simulation.points) > measured:
+            say(_line(simulation))
+        if time.monotonic() - saved_s > SAVE_EVERY_S:
+            folder.save(simulation)
+            saved_s = time.monotonic()
+    result = simulation.result()
+    folder.keep(result, method)
+    return result
+
+
+def _line(simulation: Simulation) -> str:
+    point, steps = simulation.points[-1], simulation.bench.settings.steps
+    left_s = simulation.seconds / simulation.step * (steps - simulation.step)
+    return (
+        f"{simulation.method.name}, seed {simulation.seed}: step {point.step} of {steps}, "
+        f"loss {point.valid_loss:.3f}, {point.sent_bytes / 1e6:.1f} MB a worker, "
+        f"{left_s:.0f} s to go"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A worker's link and its speed of training."""
+
+    mbit_s: float
+    """Of its link, in each direction."""
+    step_s: float
+    """Seconds of an inner step."""
+    latency_s: float = 0.05
+    """Seconds that a reduction takes beyond its bytes."""
+
+
+def wall_s(
+    sent: Sequence[tuple[int, int]], steps: int, delay: int, network: Network
+) -> list[float]:
+    """Seconds after which each step's results are there.
+
+    A worker computes, and its link carries one reduction after the other. At the step at which a
+    reduction is due it waits for it.
+
+    Args:
+        sent: step and bytes of each reduction, in order.
+        steps: T.
+        delay: steps that a reduction may travel; 0 waits at once.
+        network: link and speed.
+
+    Returns:
+        T times.
+    """
+    sizes = dict(sent)
+    due: list[tuple[int, float]] = []
+    now_s = free_s = 0.0
+    times = []
+    for step in range(1, steps + 1):
+        now_s += network.step_s
+        while due and due[0][0] <= step:
+            now_s = max(now_s, due.pop(0)[1])
+        if step in sizes:
+            transfer_s = sizes[step] * 8 / (network.mbit_s * 1e6)
+            free_s = max(now_s, free_s) + network.latency_s + transfer_s
+            due.append((step + delay, free_s))
+        if delay == 0 and due:
+            now_s = due.pop()[1]
+        times.append(now_s)
+    return times
+
+
+def utilisation(result: Result, steps: int, network: Network) -> float:
+    """Share of the time in which a worker computes."""
+    return steps * network.step_s / wall_s(result.sent, steps, result.delay, network)[-1]
+
+
+def ddp_bytes(params: int, workers: int, steps: int) -> int:
+    """What a worker sends in bf16 data parallel: a ring's 2 (W - 1) / W of the gradient a step."""
+    return 4 * params * (workers - 1) * steps // workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method over its seeds."""
+
+    method: str
+    workers: int
+    seeds: int
+    valid_loss: float
+    """Mean over the seeds."""
+    gap_to_ddp: float | None
+    """Share by which it is above `ddp`; None where that was not simulated."""
+    bytes_per_token: float
+    """Payload of all workers for each token."""
+    traffic_ratio_vs_bf16_ddp: float | None
+    """How many times less than bf16 data parallel; None where nothing was sent."""
+    settings: dict[str, Any]
+
+
+def rows(results: Sequence[Result], settings: Settings) -> list[Row]:
+    """Results by method, in the order in which they come first."""
+    by_spec: dict[str, list[Result]] = {}
+    for result in results:
+        by_spec.setdefault(result.spec, []).append(result)
+    ddp = next((each for each in by_spec.values() if each[0].method == "ddp"), None)
+    base = None if ddp is None else _mean_loss(ddp)
+    return [_row(each, settings, base) for each in by_spec.values()]
+
+
+def _mean_loss(results: Sequence[Result]) -> float:
+    return sum(result.valid_loss for result in results) / len(results)
+
+
+def _row(results: Sequence[Result], settings: Settings, base: float | None) -> Row:
+    first, loss = results[0], _mean_loss(results)
+    tokens = settings.steps * settings.tokens_per_step
+    reference = ddp_bytes(first.params, settings.workers, settings.steps)
+    return Row(
+        method=first.method,
+        workers=settings.workers,
+        seeds=len(results),
+        valid_loss=loss,
+        gap_to_ddp=None if base is None else loss / base - 1.0,
+        bytes_per_token=first.sent_bytes * settings.workers / tokens,
+        traffic_ratio_vs_bf16_ddp=reference / first.sent_bytes if first.sent_bytes else None,
+        settings=asdict(settings) | {"spec": first.spec, "params": first.params},
+    )

@@ -25,7 +25,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -55,11 +57,25 @@ def sh(*args: str) -> None:
     subprocess.run(args, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
+def allow_congestion_control(name: str) -> None:
+    """Let network namespaces choose it, which the kernel may keep to the first one."""
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    if name not in (names := allowed.read_text().split()):
+        allowed.write_text(" ".join([*names, name]))
+
+
 class WanLab:
     """Context manager.  Host i (from 0) has the address ip(i) and the namespace ns(i)."""
 
-    def __init__(self, links: Sequence[Link], mtu: int = 9000, name: str | None = None) -> None:
-        self.links, self.mtu = list(links), mtu
+    def __init__(
+        self,
+        links: Sequence[Link],
+        mtu: int = 9000,
+        name: str | None = None,
+        congestion: str = "",
+    ) -> None:
+        """`congestion`: TCP's congestion control on the hosts; this machine's if empty."""
+        self.links, self.mtu, self.congestion = list(links), mtu, congestion
         self.name = name or f"wl{os.getpid() % 100000}"
         self.up_ = [True] * len(links)
         self.sent = [0] * len(links)  # bytes accepted from each host
@@ -82,6 +98,8 @@ class WanLab:
         return f"{self.name}-{i}"
 
     def __enter__(self) -> WanLab:
+        if self.congestion:
+            allow_congestion_control(self.congestion)
         try:
             for i in range(len(self.links)):
                 self._make_host(i)
@@ -119,6 +137,9 @@ class WanLab:
         sh(*inside, "addr", "add", f"{self.ip(i)}/16", "dev", device)
         sh(*inside, "link", "set", device, "mtu", str(self.mtu), "up")
         sh(*inside, "link", "set", device, "txqueuelen", "1000")
+        if self.congestion:
+            setting = f"net.ipv4.tcp_congestion_control={self.congestion}"
+            sh("ip", "netns", "exec", self.ns(i), "sysctl", "-w", setting)
 
     def _remove_hosts(self) -> None:
         for i, fd in enumerate(self._fds):
@@ -126,6 +147,8 @@ class WanLab:
             subprocess.run(["ip", "netns", "del", self.ns(i)], stderr=subprocess.DEVNULL)
 
     def _switch(self) -> None:
+        with suppress(OSError):  # a network does not wait for the hosts' programs
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         with selectors.DefaultSelector() as selector:
             for i, fd in enumerate(self._fds):
                 selector.register(fd, selectors.EVENT_READ, i)

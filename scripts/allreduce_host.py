@@ -1,0 +1,332 @@
+#!/usr/bin/env python3
+"""One host of `scripts/bench_allreduce.py`: takes part in all-reduces when it is told to.
+
+    allreduce_host.py NAME '{"host": 0, "ips": ["10.77.0.1", ...], "params": 10000000, ...}'
+
+Commands come as lines of JSON on stdin, answers go as lines of JSON to stdout:
+
+    (start)                                -> {"hello": what the others must know}
+    {"meet": [hello of every host], ...}   -> {"met": true}
+    {"round": k}                           -> {"started_s": t, "ended_s": t, ...}
+    {"count": true}                        -> {"wire_sent": bytes, ...}
+    {"result": true}                       -> {"error": e, "digest": hex, ...}
+
+Times are on CLOCK_MONOTONIC, which all processes of one machine share.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which host this is, and what is reduced."""
+
+    host: int
+    ips: list[str]
+    params: int
+    codec: str
+    mbit_s: list[float]
+    """uplink of each host: known to what paces by a setting, not to us"""
+
+    @property
+    def ip(self) -> str:
+        return self.ips[self.host]
+
+    @property
+    def hosts(self) -> int:
+        return len(self.ips)
+
+
+class Host(Protocol):
+    """One way to reduce."""
+
+    async def hello(self) -> Facts: ...
+
+    async def meet(self, everyone: Sequence[Facts], told: Facts) -> None: ...
+
+    async def round(self, number: int) -> Facts: ...
+
+    def mean_N(self) -> Tensor: ...  # noqa: N802
+
+    def facts(self) -> Facts: ...
+
+    async def close(self) -> None: ...
+
+
+def vector(host: int, numel: int) -> Tensor:
+    """What a host brings: a pseudo-gradient's bulk and tails."""
+    generator = torch.Generator().manual_seed(host)
+    x_N = torch.randn(numel, generator=generator)
+    return x_N.mul_(torch.rand(numel, generator=generator).add_(0.1)).mul_(0.01)
+
+
+def relative_error(mean_N: Tensor, hosts: int) -> float:
+    """Euclidean distance to the exact mean, as a share of the mean's length."""
+    exact_N = torch.zeros_like(mean_N)
+    for host in range(hosts):
+        exact_N += vector(host, mean_N.numel())
+    exact_N /= hosts
+    return float((mean_N - exact_N).norm() / exact_N.norm())
+
+
+class RoundsHost:
+    """A peer as in a run: p2pd, log, and the rounds engine; only the trainer is missing."""
+
+    def __init__(self, place: Place) -> None:
+        from atoll.compression import parse
+        from atoll.optim.feedback import Feedback
+        from atoll.optim.layout import Layout
+
+        self.place = place
+        self.codec = parse(place.codec)
+        self.layout = Layout(names=("w",), shapes=((place.params,),))
+        self.feedback = Feedback(place.params, self.codec, beta=0.0)
+        self.delta_N = vector(place.host, place.params)
+        self.folder = tempfile.TemporaryDirectory(prefix="atoll-bench-")
+        self.work = ThreadPoolExecutor(2, thread_name_prefix="atoll-work")
+        self.settled: asyncio.Queue[Facts] = asyncio.Queue()
+        self.started_s = 0.0
+        self.rounds_done = 0
+
+    async def compute(self, function: Any, /, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.work, function, *args)
+
+    async def hello(self) -> Facts:
+        from atoll.dht.node import Node
+
+        self.node = await Node.start(
+            None, run_id="bench", listen_maddrs=(f"/ip4/{self.place.ip}/tcp/4001",)
+        )
+        self.incarnation = f"{random.SystemRandom().getrandbits(128):032x}"
+        return {
+            "peer_id": self.node.peer_id,
+            "incarnation": self.incarnation,
+            "addresses": self.node.addresses,
+        }
+
+    async def meet(self, everyone: Sequence[Facts], told: Facts) -> None:
+        from atoll.dht.identity import verify
+        from atoll.optim.log import genesis_chain
+        from atoll.optim.state import OuterState
+        from atoll.optim.store import LogStore
+        from atoll.peer.replica import Replica
+
+        run_id = bytes.fromhex(told["run_id"])
+        genesis = OuterState.genesis(self.layout, torch.zeros(self.place.params))
+        chain = genesis_chain(run_id, bytes.fromhex(told["root"]))
+        self.replica = Replica(
+            run_id=run_id,
+            layout=self.layout,
+            codec=self.codec,
+            store=LogStore(
+                Path(self.folder.name),
+                run_id=run_id,
+                genesis_chain=chain,
+                body_budget_bytes=10**9,
+                keep_snapshots=3,
+            ),
+            verify=verify,
+            verify_run=lambda data, signature: verify(told["organiser"], data, signature),
+            snapshot_every=10**6,
+            compute=self.compute,
+        )
+        self._build(everyone)
+        await self.replica.install(genesis, chain, ())
+        await self.replica.adopt(bytes.fromhex(told["epoch"]))
+        others = [peer for peer in everyone if peer["peer_id"] != self.node.peer_id]
+        for peer in others:
+            self.node.transport.learn(peer["peer_id"], peer["addresses"])
+        await asyncio.gather(
+            *(
+                self.node.transport.connect(p["peer_id"], p["addresses"], timeout_s=20.0)
+                for p in others
+            )
+        )
+        self.task = asyncio.create_task(self.rounds.run())
+
+    def _build(self, everyone: Sequence[Facts]) -> None:
+        from atoll.dht.identity import verify
+        from atoll.optim.log import Elector
+        from atoll.peer.rounds.context import Context, RoundSettings
+        from atoll.peer.rounds.engine import Rounds
+
+        async def catch_up() -> None:
+            return None
+
+        self.ctx = Context(
+            me=Elector(peer_id=self.node.peer_id, incarnation=self.incarnation),
+            sign=self.node.identity.sign,
+            verify=verify,
+            transport=self.node.transport,
+            roster=Neighbours(everyone),
+            replica=self.replica,
+            codec=self.codec,
+            layout=self.layout,
+            scalars=lambda position: (1.0, 0.0),
+            settings=RoundSettings(stall_s=1.5, grace_s=5.0),
+            compute=self.compute,
+            on_event=lambda level, text: print(f"{level}: {text}", file=sys.stderr),
+            ready_in_s=lambda: 0.0,
+        )
+        self.rounds = Rounds(
+            self.ctx,
+            catch_up=catch_up,
+            on_settled=self._on_settled,
+            on_phase=self._on_phase,
+            on_led=lambda entry, certificate, body: None,
+            uplink_mbit_s=lambda: self.place.mbit_s[self.place.host],
+        )
+        self.rounds.serve()
+
+    def _on_phase(self, phase: str, position: int) -> None:
+        if phase == "reduce":
+            self.started_s = time.monotonic()
+
+    def _on_settled(self, settled: Any) -> None:
+        now_s = time.monotonic()
+        applied = settled.applied
+        self.settled.put_nowait(
+            {
+                "kind": applied.entry.kind,
+                "started_s": self.started_s,
+                "ended_s": now_s - applied.apply_s,
+                "applied_s": now_s,
+                "members": len(applied.entry.members),
+                "trace": asdict(settled.trace) if settled.trace else {},
+            }
+        )
+
+    async def round(self, number: int) -> Facts:
+        from atoll.peer.rounds.engine import OfferedWindow
+
+        began_s = time.monotonic()
+        offer = await self.compute(self.feedback.offer, self.delta_N, 1000.0)
+        encode_s = time.monotonic() - began_s
+        self.rounds.offer(
+            OfferedWindow(number=number, offer=offer, tokens=10_000, steps=10, loss=2.0)
+        )
+        facts = await self.settled.get()
+        link = self.ctx.link
+        return facts | {
+            "encode_s": encode_s,
+            "pace": link.pacer.rate_mbit_s,
+            "up": link.uplink_mbit_s,
+        }
+
+    def mean_N(self) -> Tensor:  # noqa: N802
+        from atoll.optim.update import decode_update
+
+        body = self.replica.store.body(self.replica.position - 1)
+        return decode_update([body], self.codec, self.place.params)
+
+    def facts(self) -> Facts:
+        wire = self.node.wire_totals()
+        return {
+            **({"wire_sent": wire.packet_sent} if wire else {}),
+            "chain": self.replica.chain.hex(),
+            "root": self.replica.state.root().hex(),
+        }
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.rounds.close()
+        await self.node.close()
+        self.replica.store.close()
+        self.work.shutdown(wait=False, cancel_futures=True)
+        self.folder.cleanup()
+
+
+class Neighbours:
+    """A roster that is known from the start."""
+
+    def __init__(self, everyone: Sequence[Facts]) -> None:
+        from atoll.dht.roster import PeerRecord
+
+        self._records = {
+            peer["peer_id"]: PeerRecord(
+                peer_id=peer["peer_id"],
+                addresses=tuple(peer["addresses"]),
+                incarnation=peer["incarnation"],
+                role="trainer",
+                epoch=1,
+                position=0,
+                tokens_per_s=0.0,
+                uplink_mbit_s=0.0,
+                downlink_mbit_s=0.0,
+                ready_in_s=0.0,
+                protocol=1,
+            )
+            for peer in everyone
+        }
+
+    async def publish(self, record: Any, ttl_s: float) -> None: ...
+
+    async def peers(self) -> dict[str, Any]:
+        return self._records
+
+    async def leave(self) -> None: ...
+
+
+async def serve(host: Host, place: Place) -> None:
+    """Do what stdin says until it ends."""
+    loop = asyncio.get_running_loop()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+
+    def tell(answer: Facts) -> None:
+        answers.write(json.dumps(answer) + "\n")
+
+    tell({"hello": await host.hello()})
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        ask = json.loads(line)
+        if "meet" in ask:
+            await host.meet(ask["meet"], ask)
+            tell({"met": True})
+        elif "round" in ask:
+            tell(await host.round(ask["round"]))
+        elif "count" in ask:
+            tell(host.facts())
+        else:
+            mean_N = host.mean_N()
+            digest = hashlib.sha256(mean_N.numpy().tobytes()).hexdigest()
+            error = relative_error(mean_N, place.hosts)
+            tell({"error": error, "digest": digest, **host.facts()})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(5):
+            await host.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    name, place = sys.argv[1], Place(**json.loads(sys.argv[2]))
+    if name == "atoll":
+        host: Host = RoundsHost(place)
+    else:
+        import allreduce_rivals
+
+        host = allreduce_rivals.RIVALS[name](place)
+    asyncio.run(serve(host, place))
+    os._exit(0)  # libraries that keep threads for ever must not keep the host
+
+
+if __name__ == "__main__":
+    main()

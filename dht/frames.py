@@ -204,8 +204,7 @@ class Connection(asyncio.BufferedProtocol):
             if len(payload) < SCRATCH_BYTES:
                 self._transport.write(header + payload)
             else:
-                self._transport.write(header)
-                self._transport.write(payload)
+                self._transport.writelines((header, payload))  # p2pd sends what it reads at once
 
     def pause_reading(self, pause: bool) -> None:
         """Stops or resumes taking bytes from p2pd."""

@@ -46,6 +46,7 @@ from atoll.dht.transport import (
     checked_method,
     checked_size,
 )
+from atoll.dht.wirecount import WireTotals
 
 logger = logging.getLogger(__name__)
 
@@ -238,9 +239,9 @@ class LibP2PTransport:
         admission: bytes = b"",
         check: Check = admit_everyone,
         rng: random.Random | None = None,
-        count_wire: Callable[[], tuple[int, int] | None] = lambda: None,
+        count_wire: Callable[[], WireTotals | None] = lambda: None,
     ) -> None:
-        """Call `start` next. `count_wire`: (sent, received) as the kernel counts, or None."""
+        """Call `start` next. `count_wire`: what the kernel counts, or None."""
         self.admission = admission
         self.handlers = Handlers(check, log_failure)
         self.restarts = 0
@@ -315,11 +316,11 @@ class LibP2PTransport:
     def statistics(self) -> TransportStatistics:
         """See `Transport`."""
         wire = self._count_wire()
-        messages, num_bytes = self._totals()
-        sent, received = wire or num_bytes
+        messages, (sent, received) = self._totals()
         return TransportStatistics(
-            wire_bytes_sent=sent,
-            wire_bytes_received=received,
+            wire_bytes_sent=wire.sent if wire else sent,
+            wire_bytes_received=wire.received if wire else received,
+            wire_bytes_delivered=wire.acked if wire else sent,
             source="tcp" if wire else "application",
             messages_sent=messages[0],
             messages_received=messages[1],

@@ -369,6 +369,7 @@ class MemoryTransport:
         return TransportStatistics(
             wire_bytes_sent=c.sent,
             wire_bytes_received=c.received,
+            wire_bytes_delivered=c.sent,
             source="memory",
             messages_sent=c.messages_sent,
             messages_received=c.messages_received,

@@ -147,7 +147,7 @@ class Node:
             run_id=self.run_id,
             admission=admission,
             check=self._check,
-            count_wire=self._count_wire,
+            count_wire=self.wire_totals,
         )
         await self.transport.start()
         self.dht = await self._start_dht(None)
@@ -159,10 +159,6 @@ class Node:
             check=self._check,
         )
         self._watcher = asyncio.create_task(self._watch())
-
-    def _count_wire(self) -> tuple[int, int] | None:
-        totals = self.wire.totals()
-        return (totals.sent, totals.received) if totals else None
 
     async def _start_dht(self, old: DHTNode | None) -> DHTNode:
         self._p2p = await P2P.replicate(self.daemon.control_maddr)

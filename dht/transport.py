@@ -67,6 +67,8 @@ class TransportStatistics:
 
     wire_bytes_sent: int
     wire_bytes_received: int
+    wire_bytes_delivered: int
+    """Of those sent, what the other sides' systems have confirmed; all where that is not known."""
     source: Literal["tcp", "application", "memory"]
     """tcp: counted by the kernel; application: frames given to the daemon; memory: in-process."""
     messages_sent: int = 0

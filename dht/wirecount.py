@@ -48,6 +48,8 @@ class WireTotals:
     """TCP payload that left, retransmissions included."""
     received: int = 0
     """TCP payload that came."""
+    acked: int = 0
+    """TCP payload that the other side has confirmed."""
     packet_sent: int = 0
     """The same with IP and TCP headers, and with pure acknowledgements."""
     packet_received: int = 0
@@ -57,6 +59,7 @@ class WireTotals:
         return WireTotals(
             sent=self.sent + other.sent,
             received=self.received + other.received,
+            acked=self.acked + other.acked,
             packet_sent=self.packet_sent + other.packet_sent,
             packet_received=self.packet_received + other.packet_received,
         )
@@ -66,6 +69,7 @@ class WireTotals:
         return WireTotals(
             sent=self.sent - other.sent,
             received=self.received - other.received,
+            acked=self.acked - other.acked,
             packet_sent=self.packet_sent - other.packet_sent,
             packet_received=self.packet_received - other.packet_received,
         )
@@ -208,6 +212,7 @@ def _totals(family: int, info: bytes) -> WireTotals:
     return WireTotals(
         sent=sent,
         received=received,
+        acked=acked,
         packet_sent=sent + segments_out * header,
         packet_received=received + segments_in * header,
     )

@@ -11,6 +11,7 @@ from atoll.peer.plotting import COMPARED, FAINT, GRID, INK, PEERS, RUN, VALID
 from atoll.peer.simulate import Network, Result, Row, Settings, rows, utilisation, wall_s
 
 RATES_MBIT_S = (50, 200, 1_000)
+SPEC_CHARS = 32
 COLORS = (INK, RUN, VALID, *COMPARED, *PEERS)
 Curve = Sequence[tuple[float, float]]
 
@@ -43,11 +44,10 @@ def _line(row: Row, result: Result, settings: Settings, step_s: float) -> str:
         utilisation(result, settings.steps, Network(mbit_s=rate, step_s=step_s))
         for rate in RATES_MBIT_S
     ]
-    spec = row.settings["spec"]
-    name = spec if len(spec) <= 32 else spec[:31] + "…"
     return (
-        f"{name:<34}{row.valid_loss:7.3f}{row.seeds:7}{gap:>8}{result.sent_bytes / 1e6:10.2f}"
-        f"{less:>9}" + "".join(f"{100 * share:12.1f}%" for share in shares)
+        f"{_short(row.settings['spec']):<34}{row.valid_loss:7.3f}{row.seeds:7}{gap:>8}"
+        f"{result.sent_bytes / 1e6:10.2f}{less:>9}"
+        + "".join(f"{100 * share:12.1f}%" for share in shares)
     )
 
 
@@ -61,21 +61,35 @@ def draw(results: Sequence[Result], settings: Settings, path: Path, *, step_s: f
     FigureCanvasAgg(figure)  # no pyplot: it keeps global state and wants the main thread
     panels = figure.subplots(1, 1 + len(RATES_MBIT_S), sharey=True)
     firsts = list({result.spec: result for result in reversed(results)}.values())[::-1]
-    for number, result in enumerate(firsts):
+    for number, (result, label) in enumerate(zip(firsts, _labels(firsts), strict=True)):
         color = COLORS[number % len(COLORS)]
-        _plot(panels[0], _against_bytes(result), color, result.method)
+        _plot(panels[0], _against_bytes(result), color, label)
         for axes, rate in zip(panels[1:], RATES_MBIT_S, strict=True):
             network = Network(mbit_s=rate, step_s=step_s)
-            _plot(axes, _against_time(result, settings, network), color, result.method)
+            _plot(axes, _against_time(result, settings, network), color, label)
     titles = ["MB sent by a worker", *(f"seconds at {rate} Mbit/s" for rate in RATES_MBIT_S)]
     for axes, title in zip(panels, titles, strict=True):
         _dress(axes, title)
     panels[0].set_xscale("log")
     panels[0].set_ylabel("held-out loss, nats a token", color=INK, size=10)
-    panels[-1].legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    lines, labels = panels[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="center right", frameon=False, fontsize=8.5, labelcolor=INK)
     figure.suptitle(_title(firsts, settings, step_s), size=11, color=INK)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0.0, 0.0, 0.87, 1.0))
     figure.savefig(path, format="png")
+
+
+def _labels(results: Sequence[Result]) -> list[str]:
+    """The name of each method, or its spec where another has the same name."""
+    names = [result.method for result in results]
+    return [
+        _short(result.spec) if names.count(result.method) > 1 else result.method
+        for result in results
+    ]
+
+
+def _short(spec: str) -> str:
+    return spec if len(spec) <= SPEC_CHARS else spec[: SPEC_CHARS - 1] + "…"
 
 
 def _title(results: Sequence[Result], settings: Settings, step_s: float) -> str:

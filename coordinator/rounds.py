@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.coordinator.history import History
-from atoll.coordinator.status import HISTORY, RoundSummary, RoundTrace
+from atoll.coordinator.status import HISTORY, NAMED_PEERS, RoundSummary, RoundTrace
 from atoll.optim.log import Entry
 from atoll.optim.store import LogStore
 
@@ -98,8 +100,9 @@ class Rounds:
 
 
 def with_traces(summary: RoundSummary, traces: Mapping[str, RoundTrace]) -> RoundSummary:
-    """The summary with mean phase times and summed bytes of its epoch's traces."""
-    ours = [t for t in traces.values() if t.epoch == summary.epoch]
+    """The summary with what its epoch's traces say: mean phase times, bytes, and reasons."""
+    told = {peer: t for peer, t in traces.items() if t.epoch == summary.epoch}
+    ours = list(told.values())
     return RoundSummary(
         epoch=summary.epoch,
         position=summary.position,
@@ -109,10 +112,27 @@ def with_traces(summary: RoundSummary, traces: Mapping[str, RoundTrace]) -> Roun
         tokens=summary.tokens,
         members=summary.members,
         left_out=summary.left_out,
+        rejected=min(math.hypot(*(t.rejected for t in ours)), sys.float_info.max),
+        reasons=_reasons(ours),
         seconds=_mean_phases([t.seconds for t in ours if t.included] or [t.seconds for t in ours]),
         wire_bytes=min(sum(t.wire_bytes_sent for t in ours), 2**63 - 1),
+        peer_bytes=_most({peer: t.wire_bytes_sent for peer, t in told.items()}),
         chain=summary.chain,
     )
+
+
+def _reasons(traces: Sequence[RoundTrace]) -> dict[str, str]:
+    """The first reason that anyone gives for each peer."""
+    reasons: dict[str, str] = {}
+    for trace in traces:
+        for peer, why in trace.reasons.items():
+            reasons.setdefault(peer, why)
+    return dict(list(reasons.items())[:NAMED_PEERS])
+
+
+def _most(sent: Mapping[str, int]) -> dict[str, int]:
+    most = sorted(sent.items(), key=lambda item: (-item[1], item[0]))
+    return dict(most[:NAMED_PEERS])
 
 
 def _mean_phases(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from atoll.compression import parse
 from atoll.coordinator.addresses import split_address
+from atoll.optim.robust import ReducerName
 
 METHODS = ("diloco",)
 """Outer methods this version can run; a new method adds its name here."""
@@ -257,6 +258,11 @@ class RoundSection(_Section):
         ge=1,
         le=1024,
         description="Positions between two state roots: snapshots that joiners can fetch.",
+    )
+    reducer: ReducerName = Field(
+        default="mean",
+        description="How the owner of a part reduces it: 'mean' (weighted), or, where peers are "
+        "not trusted, 'trimmed-mean', 'median' or 'centered-clip'; these count all members alike.",
     )
     log_mb: int = Field(
         default=512,

@@ -37,6 +37,10 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0)]
 Seconds = Annotated[dict[Name, Amount], Field(max_length=32)]
+Reason = Annotated[str, Field(max_length=200)]
+NAMED_PEERS = 64  # peers that a round names one by one; 64 of 512 rounds are about 4 MB
+Reasons = Annotated[dict[Name, Reason], Field(max_length=NAMED_PEERS)]
+PeerBytes = Annotated[dict[Name, Count], Field(max_length=NAMED_PEERS)]
 
 _CONFIG = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always"
@@ -123,6 +127,10 @@ class RoundTrace(_Record):
     wire_bytes_received: Count = 0
     left_out: Annotated[list[Name], Field(max_length=4096)] = field(default_factory=list)
     """Peers that this round went on without, as the sender saw it."""
+    rejected: Amount = 0.0
+    """L2 norm of what a robust reducer took out of the parts that this peer reduced."""
+    reasons: Reasons = field(default_factory=dict)
+    """Why, by PeerID; not every one of a large number has a reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +202,14 @@ class RoundSummary(_Record):
     left_out: Annotated[list[Name], Field(max_length=4096)] = field(default_factory=list)
     seconds: Seconds = field(default_factory=dict)
     """Mean over the members' traces, by phase."""
+    rejected: Amount = 0.0
+    """L2 norm of what a robust reducer took out of the update: it is in nobody's drift."""
+    reasons: Reasons = field(default_factory=dict)
+    """Why peers were left out, wholly or from some cell on, as those who did so say."""
     wire_bytes: Count = 0
     """Sent by all members together, as counted on the wire."""
+    peer_bytes: PeerBytes = field(default_factory=dict)
+    """Of these, by PeerID; those that sent most, if there are many."""
     chain: Hex = ""
 
 

@@ -40,6 +40,7 @@ from atoll.peer.sources import FETCH_ERRORS, PeerSource, Source
 
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 KEEP_WORK = 4  # entries that are replayed whatever they weigh: a snapshot would cost open work
+SLOW_STALLS = 0.5  # how long the next answer may take after one has come
 MAX_PASSES = 64  # of catching up with a head that moves on meanwhile
 
 
@@ -186,12 +187,21 @@ class Recovery:
         return ahead
 
     async def _ask_all(self, sources: Sequence[Source]) -> list[Donor]:
-        heads = await asyncio.gather(*(self._ask(source) for source in sources))
-        donors = [
-            Donor(source=source, head=head)
-            for source, head in zip(sources, heads, strict=True)
-            if head is not None
-        ]
+        """Those who answer; a frozen peer is not waited for once another has answered."""
+        asking = {asyncio.create_task(self._ask(source)): source for source in sources}
+        pending = set(asking)
+        timeout_s: float | None = None
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                break
+            if any(task.result() is not None for task in done):
+                timeout_s = SLOW_STALLS * self._ctx.settings.stall_s
+        await _cancel(pending)
+        heads = {asking[task]: task.result() for task in asking if task not in pending}
+        donors = [Donor(source=s, head=head) for s, head in heads.items() if head is not None]
         for donor in donors:
             await self._learn_epoch(donor.head)
         return donors
@@ -469,3 +479,9 @@ def _ranges(indices: Sequence[int]) -> list[list[int]]:
     """Runs of consecutive leaves; the last comes first off the list."""
     step = LEAVES_A_REQUEST
     return [list(indices[i : i + step]) for i in range(0, len(indices), step)][::-1]
+
+
+async def _cancel(tasks: set[asyncio.Task[Head | None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

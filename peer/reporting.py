@@ -6,12 +6,12 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from atoll.coordinator.status import Event, Level, PeerState, PeerStatus, RoundTrace
+from atoll.coordinator.status import NAMED_PEERS, Event, Level, PeerState, PeerStatus, RoundTrace
 from atoll.dht.node import Node
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log import Elector
@@ -22,6 +22,7 @@ from atoll.peer.rounds.engine import Rounds, Settled
 
 MAX_KEPT = 128  # events and traces that wait for the coordinator to be back
 MAX_TEXT = 1000
+MAX_REASON = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,9 @@ class Reporter:
                 seconds=self._phases(settled.trace),
                 wire_bytes_sent=sent - before[0],
                 wire_bytes_received=received - before[1],
+                rejected=settled.trace.rejected,
+                left_out=sorted(settled.trace.left_out),
+                reasons=reasons(settled.trace.left_out),
             )
         )
 
@@ -186,6 +190,12 @@ class Reporter:
             "vote": trace.vote_s,
             "apply": trace.apply_s,
         }
+
+
+def reasons(left_out: Mapping[str, str]) -> dict[str, str]:
+    """As many and as long as a trace may hold."""
+    shown = sorted(left_out.items())[:NAMED_PEERS]
+    return {peer: why[:MAX_REASON] for peer, why in shown}
 
 
 def _amount(value: float) -> float:

@@ -38,6 +38,7 @@ from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.transport import TransportError
 from atoll.optim.defaults import outer_defaults
 from atoll.optim.log import Elector, LogError, fp32, genesis_chain
+from atoll.optim.robust import rule_of
 from atoll.optim.state import Assembly, OuterState, StateError
 from atoll.optim.store import LogStore
 from atoll.peer.contact import Contact
@@ -284,6 +285,7 @@ class Session:
             compute=self._compute,
             on_event=self._say,
             ready_in_s=self._ready_in_s,
+            rule=rule_of(spec.round.reducer),
         )
 
     def _make_reducer(self) -> NetworkReducer:

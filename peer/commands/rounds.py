@@ -20,30 +20,46 @@ def add_parser(subparsers: Subparsers) -> None:
         description="List the newest committed rounds, oldest first: loss, traffic, members, who\n"
         "was left out, and the hash chain that names the history up to there.",
         examples="atoll rounds INVITE\natoll rounds INVITE --last 5\n"
+        "atoll rounds INVITE --round 12\n"
         "atoll rounds INVITE --json | jq '.rounds[].loss'",
     )
     add_invite(parser)
     parser.add_argument(
         "--last", type=int, metavar="N", help="only the N newest (default: all that are told)"
     )
+    parser.add_argument(
+        "--round", type=int, metavar="N", help="the trace of one round: phases, bytes, who and why"
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON")
 
 
-class LastError(ValueError):
-    """A number of rounds below one."""
+class RoundsError(ValueError):
+    """A number of rounds below one, or a round that is not told."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the rounds."""
     if args.last is not None and args.last < 1:
-        raise LastError(f"expected --last of at least 1, got {args.last}")
+        raise RoundsError(f"expected --last of at least 1, got {args.last}")
     status = look(read_invite(args.invite))
     shown = len(status.history) if args.last is None else args.last
     if args.json:
         told = json.loads(status.to_json())
         print_json({"run_id": status.run_id, "rounds": told["history"][-shown:]})
         return 0
+    if args.round is not None:
+        return _print_trace(status.history, args.round)
     for line in table(status.history[-shown:]):
+        print(line)
+    return 0
+
+
+def _print_trace(history: Sequence["RoundSummary"], position: int) -> int:
+    row = next((row for row in history if row.position == position), None)
+    if row is None:
+        told = f"{history[0].position} to {history[-1].position}" if history else "none yet"
+        raise RoundsError(f"expected one of the rounds that are told ({told}), got {position}")
+    for line in trace(row):
         print(line)
     return 0
 
@@ -57,11 +73,39 @@ def table(history: Sequence["RoundSummary"]) -> list[str]:
     return [head, *map(_line, history, before)]
 
 
+def trace(row: "RoundSummary") -> list[str]:
+    """Everything that is known of one round: its phases, what each peer sent, who was left out."""
+    from atoll.coordinator.dashboard import text
+
+    total_s = sum(row.seconds.values())
+    phases = [f"  {text.clean(name):<8} {s:8.3f} s" for name, s in row.seconds.items()]
+    sent = [
+        f"  {text.short_id(peer):<8} {wire_bytes / 1e6:8.3f} MB sent"
+        for peer, wire_bytes in sorted(row.peer_bytes.items(), key=lambda item: -item[1])
+    ]
+    missing = dict.fromkeys([*row.left_out, *row.reasons])
+    without = [f"  {text.short_id(peer)}: {_why(row, peer)}" for peer in missing]
+    return [
+        f"round {row.position}, epoch {row.epoch}: {row.members} members, {row.tokens} tokens",
+        *([f"phases, mean over members ({total_s:.3f} s)", *phases] if phases else []),
+        *([f"taken out by the reducer: norm {row.rejected:.4g}"] if row.rejected else []),
+        *(["bytes on the wire", *sent] if sent else []),
+        *(["left out, or from some cell on", *without] if without else []),
+    ]
+
+
+def _why(row: "RoundSummary", peer: str) -> str:
+    from atoll.coordinator.dashboard import text
+
+    return text.clean(row.reasons.get(peer, "")) or "not in the group"
+
+
 def _line(row: "RoundSummary", before: "RoundSummary | None") -> str:
     from atoll.coordinator.dashboard import text
 
     seconds = f"{row.at - before.at:7.1f}" if before is not None else f"{'-':>7}"
-    left_out = ", ".join(text.short_id(peer_id) for peer_id in row.left_out)
+    missing = dict.fromkeys([*row.left_out, *row.reasons])
+    left_out = ", ".join(text.short_id(peer_id) for peer_id in missing)
     fields = (
         f"{row.position:>5}",
         f"{text.clock_time(row.at):<8}",

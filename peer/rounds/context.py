@@ -13,6 +13,7 @@ from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Transport, TransportError
 from atoll.optim.layout import Layout
 from atoll.optim.log import Elector, Verify, sha256
+from atoll.optim.robust import Rule
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.conduct import Conduct
 
@@ -70,6 +71,8 @@ class Context:
     """seconds until this peer's own contribution is expected; None where none will come"""
     held: dict[bytes, bytes] = field(default_factory=dict)
     """reduced parts of the position in progress, by digest"""
+    rule: Rule | None = None
+    """how owners reduce a cell; None: the weighted mean"""
     conduct: Conduct = field(default_factory=Conduct)
     """who broke the rules lately, as this peer saw it"""
     _seen: dict[str, PeerRecord] = field(default_factory=dict)

@@ -43,6 +43,7 @@ from atoll.peer.rounds.reduction import (
 # A first contact may have to dial; together with a stall's slack a pair that is cut off from each
 # other then costs a round less than 3 s at the default stall of 1.5 s.
 CONNECT_STALLS = 1.5
+SENDERS_SHARE = 0.5  # of the deadline: a slow sender costs itself, not the part or the round
 DIAL_PAUSE_STALLS = 0.1  # between tries of a first contact
 
 
@@ -84,6 +85,8 @@ class Exchange:
         self.generation = dict.fromkeys(range(len(group.parts)), 0)
         self.parts: dict[int, PartDone] = {}
         self.credits: dict[int, Tensor] = {}
+        self.rejected: dict[int, float] = {}
+        """norm of what a robust rule took out of each part that this peer reduced"""
         self.on_part: Callable[[], None] = lambda: None
         """called whenever a part is complete here, so that a leader goes on at once"""
         self.reports: asyncio.Queue[PartDone] = asyncio.Queue()
@@ -164,7 +167,9 @@ class Exchange:
             for index, member in enumerate(self.group.members)
             if member.weight > 0
         }
-        reducer = PartReducer(codec=self._ctx.codec, part=self.range_of(part), shares=shares)
+        reducer = PartReducer(
+            codec=self._ctx.codec, part=self.range_of(part), shares=shares, rule=self._ctx.rule
+        )
         expected = (set(shares) & set(senders)) - self._barred()
         for index in set(shares) - expected:
             reducer.drop(index)
@@ -207,22 +212,28 @@ class Exchange:
         owned = self._owned[part, generation]
         self._unsent.discard(part)
         self._note_sent()
-        await self._add(owned, self.me, [memoryview(code) for code in self._my_codes(part)])
+        try:
+            await self._add(owned, self.me, [memoryview(code) for code in self._my_codes(part)])
+        except (CodecError, CellRefused) as error:  # of one's own: the part is due all the same
+            await self._drop(owned, self.me, reason=f"bad-cell: {error}", level="error")
         await self._finish(owned)
         body, done = owned.reducer.done(part, generation)
         self.credits[part] = owned.reducer.credit_N
+        self.rejected[part] = owned.reducer.rejected
         self._complete(part, body, done)
         self.reports.put_nowait(done)
 
     async def _finish(self, owned: OwnedPart) -> None:
-        connect_by = self._ctx.now() + CONNECT_STALLS * self.group.stall_s
+        started, limit_s = self._ctx.now(), self.group.deadline_s
+        connect_by = started + CONNECT_STALLS * self.group.stall_s
+        complete_by = min(started + SENDERS_SHARE * limit_s, self.times.started + limit_s)
         while not owned.reducer.finished:
             now = self._ctx.now()
             silent = owned.waiting if now >= connect_by else owned.waiting & self._gone
             if silent:
                 await self._drop(owned, *silent, reason="sent nothing")
                 continue
-            if now >= self.times.started + self.group.deadline_s:
+            if now >= complete_by:
                 await self._drop(owned, *owned.reducer.waiting_for, reason="was past the deadline")
                 continue
             async with owned.changed:

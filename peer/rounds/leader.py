@@ -58,6 +58,7 @@ from atoll.peer.rounds.voter import Voter
 from atoll.peer.rounds.votes import Outcome, Votes, ask_head
 
 PROBE_S = 1.0  # how often the leader looks for peers that it still waits for
+OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
 ALONE_GRACES = 3  # graces after which a group without a quorum of electors closes all the same
 
 
@@ -87,6 +88,8 @@ class PartState:
 
     plan: PartPlan
     owner: int
+    due: float
+    """when an owner that lives but has not finished loses the part; on the context's clock"""
     generation: int = 0
     done: PartDone | None = None
     fetching: asyncio.Task[None] | None = None
@@ -368,7 +371,8 @@ class Leadership:
             stall_s=stall_s,
             deadline_s=round_deadline_s(body_bytes, min(uplinks), stall_s),
         )
-        self.parts = [PartState(plan=plan, owner=plan.owner) for plan in plans]
+        due = self._next_due()
+        self.parts = [PartState(plan=plan, owner=plan.owner, due=due) for plan in plans]
         here = {s.remote for s in live}
         self.left_out = {p: "not ready in time" for p in self.expected if p not in here}
         await self._broadcast(GROUP, self.group)
@@ -412,8 +416,12 @@ class Leadership:
         await self._repair(index, part)
 
     def _owner_lives(self, part: PartState) -> bool:
+        """Whether its owner may still finish a part: it is there, and not overdue."""
         owner = self._closed_group().members[part.owner].peer_id
-        return self.sessions[owner].alive
+        return self.sessions[owner].alive and (part.done is not None or self.ctx.now() < part.due)
+
+    def _next_due(self) -> float:
+        return self.ctx.now() + OWNERS_SHARE * self._closed_group().deadline_s
 
     async def _fetch(self, done: PartDone) -> None:
         for session in self._live():
@@ -436,6 +444,7 @@ class Leadership:
         if owner is None:
             return
         part.owner, part.done, part.fetching = owner, None, None
+        part.due = self._next_due()
         part.generation += 1
         name = short(self._closed_group().members[owner].peer_id)
         self.ctx.on_event("warning", f"position {self.position}: part {index} goes to {name}")

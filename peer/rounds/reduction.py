@@ -3,6 +3,9 @@
 Cells of a member arrive in order, so what a part holds of a member is always a prefix: the cells
 that came before the member stalled.  The mean of a cell is taken over the members whose cell
 arrived, sum(w c d) / sum(w), with weight w, clip factor c and decoded contribution d.
+
+A robust rule (``atoll.optim.robust``) takes the place of that mean where the run has chosen one:
+then the encoded cells are held until all are there or late, and what the rule took out is counted.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from atoll.compression import Codec
 from atoll.optim.layout import CELL
+from atoll.optim.robust import Rule
 from atoll.peer.rounds.messages import PartDone, Prefix
 
 NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have
@@ -73,9 +77,19 @@ class PartRange:
 class PartReducer:
     """Accumulates one part.  Not thread safe: its owner calls it from one task at a time."""
 
-    def __init__(self, *, codec: Codec, part: PartRange, shares: Mapping[int, Share]) -> None:
-        """Expect cells of every member in ``shares``."""
+    def __init__(
+        self,
+        *,
+        codec: Codec,
+        part: PartRange,
+        shares: Mapping[int, Share],
+        rule: Rule | None = None,
+    ) -> None:
+        """Expect cells of every member in ``shares``; without a rule they are averaged."""
         self._codec = codec
+        self._rule = rule
+        self._held: dict[int, dict[int, bytes]] = {}
+        self._rejected_squares = 0.0
         self.part = part
         self._shares = dict(shares)
         self._arrived = dict.fromkeys(shares, 0)
@@ -117,6 +131,8 @@ class PartReducer:
         self._check_norm(member, cell_N)
         share = self._shares[member]
         self._values(self._sum_N, index).add_(cell_N, alpha=share.weight * share.clip)
+        if self._rule is not None and share.weight > 0:
+            self._held.setdefault(index, {})[member] = bytes(frame)
         self._weight[index] += share.weight
         self._arrived[member] += 1
 
@@ -148,6 +164,11 @@ class PartReducer:
         )
 
     @property
+    def rejected(self) -> float:
+        """L2 norm of what the rule took away from the weighted mean of this part, or put there."""
+        return math.sqrt(self._rejected_squares)
+
+    @property
     def credit_N(self) -> Tensor:  # noqa: N802
         """What encoding the mean lost, times the weight behind it: W (a - u) on this part."""
         return self._credit_N
@@ -161,10 +182,24 @@ class PartReducer:
         mean_N = self._values(self._sum_N, index)
         if weight > 0:
             mean_N.div_(weight)
+        self._reject(index, mean_N)
         frame = self._codec.encode(mean_N)
         sent_N = self._codec.decode(frame, self.part.cell_numel(index))
         self._values(self._credit_N, index).copy_(mean_N).sub_(sent_N).mul_(weight)
         return frame
+
+    def _reject(self, index: int, mean_N: Tensor) -> None:
+        """Put what the rule makes of the held cells in the place of their mean."""
+        held = self._held.pop(index, {})
+        if self._rule is None or not held:
+            return
+        numel = self.part.cell_numel(index)
+        rows_MN = torch.stack(
+            [self._codec.decode(frame, numel) * self._shares[m].clip for m, frame in held.items()]
+        )
+        kept_N = self._rule(rows_MN)
+        self._rejected_squares += float((mean_N - kept_N).square().sum())
+        mean_N.copy_(kept_N)
 
     def _values(self, vector_N: Tensor, index: int) -> Tensor:
         return vector_N[index * CELL : index * CELL + self.part.cell_numel(index)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from atoll.peer.replica import Applied
@@ -18,6 +19,8 @@ class RoundTrace:
     reduce_s: float = 0.0
     vote_s: float = 0.0
     apply_s: float = 0.0
+    rejected: float = 0.0
+    """L2 norm of what a robust rule took out of the parts that this peer reduced"""
     left_out: dict[str, str] = field(default_factory=dict)
     """PeerIDs that this peer went on without, and why: as an owner of parts, and as the leader"""
 
@@ -44,6 +47,7 @@ def round_trace(
     trace.send_s = sent - times.started
     trace.reduce_s = max(0.0, reduced - sent)
     trace.vote_s = max(0.0, now - applied.apply_s - reduced)
+    trace.rejected = math.hypot(*exchange.rejected.values())
     members = exchange.group.members
     trace.left_out = {members[index].peer_id: why for index, why in exchange.left_out.items()}
     return trace

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -71,6 +72,10 @@ class SwarmPeer:
     windows: int = 0
     resets: int = 0
     fresh: bool = False
+    tamper: Callable[[Offer], Offer] = lambda offer: offer
+    declared_mbit_s: float = 100.0
+    link_mbit_s: float = 0.0
+    """0: unlimited"""
     offers: dict[int, Tensor] = field(default_factory=dict)
     """what was on offer when a position was decided"""
 
@@ -85,7 +90,10 @@ class SwarmPeer:
             body_budget_bytes=self.swarm.body_budget_bytes,
             keep_snapshots=3,
         )
-        self.transport = self.swarm.network.transport(self.identity.peer_id)
+        rate = self.link_mbit_s * 1e6 / 8
+        self.transport = self.swarm.network.transport(
+            self.identity.peer_id, uplink_bytes_s=rate, downlink_bytes_s=rate
+        )
         self.roster = self.swarm.board.roster(self.identity.peer_id)
         self.replica = Replica(
             run_id=RUN_ID,
@@ -123,7 +131,7 @@ class SwarmPeer:
             on_settled=self._on_settled,
             on_phase=lambda phase, position: self.swarm.on_phase(self, phase, position),
             on_led=lambda entry, certificate, body: None,
-            uplink_mbit_s=lambda: 100.0,
+            uplink_mbit_s=lambda: self.declared_mbit_s,
         )
         self.recovery = Recovery(
             self.ctx, run_id=RUN_ID, genesis=self.genesis, on_progress=lambda what, at: None
@@ -198,9 +206,10 @@ class SwarmPeer:
             self.delta_N = self.train()
             offer = self.feedback.offer(self.delta_N, 0.0 if self.fresh else 128.0)
             self.decided.clear()
-            self.offer = offer
+            self.offer = offer = self.tamper(offer)
             self.fresh = False
             self.windows += 1
+            self.offers[self.replica.position] = self.delta_N
             self.rounds.offer(
                 OfferedWindow(number=self.windows, offer=offer, tokens=1280, steps=10, loss=2.0)
             )
@@ -261,15 +270,17 @@ class Swarm:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def add(self, identity: Identity | None = None) -> SwarmPeer:
+    def add(self, identity: Identity | None = None, **options: Any) -> SwarmPeer:
         identity = identity or identity_of(len(self.peers))
         incarnation = f"{len(self.peers):032x}"
-        peer = SwarmPeer(swarm=self, identity=identity, incarnation=incarnation)
+        peer = SwarmPeer(swarm=self, identity=identity, incarnation=incarnation, **options)
         self.peers.append(peer)
         return peer
 
-    async def start(self, count: int) -> list[SwarmPeer]:
-        peers = [self.add() for _ in range(count)]
+    async def start(self, count: int, **options: Any) -> list[SwarmPeer]:
+        return await self.begin([self.add(**options) for _ in range(count)])
+
+    async def begin(self, peers: list[SwarmPeer]) -> list[SwarmPeer]:
         record = signed_epoch(1, 0, self.chain, [peer.ctx.me for peer in peers])
         for peer in peers:
             await peer.start(record)

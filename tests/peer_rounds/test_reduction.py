@@ -5,6 +5,7 @@ import torch
 
 from atoll.compression import CodecError, parse
 from atoll.optim.layout import CELL
+from atoll.optim.robust import REDUCERS, rule_of
 from atoll.peer.rounds.reduction import (
     CellRefused,
     PartRange,
@@ -136,3 +137,38 @@ def test_a_message_with_more_cells_than_the_part_is_refused():
     message = b"".join(frames_of(vector(0)))
     with pytest.raises(CellRefused, match="got more"):
         split_frames(memoryview(message), codec=CODEC, part=PART, first=1)
+
+
+def liars_among_eight(rule):
+    """A part of eight members of which two send ten times the opposite; and the honest mean."""
+    honest_MN = [vector(0) + vector(seed, 0.3) for seed in range(1, 7)]
+    rows_MN = [*honest_MN, -10 * honest_MN[0], -10 * honest_MN[1]]
+    shares = dict.fromkeys(range(8), share())
+    owner = PartReducer(codec=CODEC, part=PART, shares=shares, rule=rule)
+    for member, row_N in enumerate(rows_MN):
+        for frame in frames_of(row_N):
+            owner.add(member, frame)
+    assert owner.advance()
+    return owner, torch.stack(honest_MN).mean(dim=0)[PART.values]
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_an_owner_with_a_robust_rule_keeps_liars_out(name):
+    owner, honest_N = liars_among_eight(rule_of(name))
+    error = float((decoded(owner.frames) - honest_N).norm() / honest_N.norm())
+    assert (error < 0.5) == (name != "mean")
+    assert (owner.rejected > 1.0) == (name != "mean")
+    assert not owner._held
+
+
+def test_a_robust_rule_takes_the_members_that_came():
+    shares = dict.fromkeys(range(3), share())
+    owner = PartReducer(codec=CODEC, part=PART, shares=shares, rule=rule_of("median"))
+    frames = frames_of(vector(1))
+    for member, count in ((0, 3), (1, 3), (2, 1)):
+        for frame in frames[:count]:
+            owner.add(member, frame)
+    owner.drop(2)
+    assert owner.advance()
+    assert owner.finished
+    assert torch.allclose(decoded(owner.frames), vector(1)[PART.values], atol=0.05)

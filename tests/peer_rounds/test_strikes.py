@@ -54,4 +54,4 @@ def test_many_random_faults_among_eight(tmp_path):
 def strike_random(folder, seed):
     rng = random.Random(seed)
     kind, end = rng.choice(KINDS)
-    assert strike_at(folder, rng.randrange(1, 250), kind, end, peers=8) is not None
+    assert strike_at(folder, rng.randrange(1, 200), kind, end, peers=8) is not None

@@ -20,6 +20,7 @@ from atoll.dht.roster import MemoryBoard, PeerRecord
 from atoll.optim.feedback import Feedback, Offer
 from atoll.optim.layout import CELL, Layout, cell_slices
 from atoll.optim.log import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain, sha256
+from atoll.optim.robust import Rule
 from atoll.optim.state import OuterState
 from atoll.optim.store import LogStore
 from atoll.peer.recovery import Recovered, Recovery, RecoveryError
@@ -117,6 +118,7 @@ class SwarmPeer:
             scalars=lambda position: (0.5, 0.5),
             settings=SETTINGS,
             compute=inline,
+            rule=self.swarm.rule,
             on_event=lambda level, text: self.events.append(f"{level}: {text}"),
             ready_in_s=lambda: max(0.0, self.ready_at - self.swarm.now()),
         )
@@ -257,9 +259,10 @@ class Swarm:
         body_budget_bytes: int | None = None,
         codec: str = "int8",
         layout: Layout = LAYOUT,
+        rule: Rule | None = None,
     ) -> None:
         self.folder = folder
-        self.codec, self.layout = parse(codec), layout
+        self.codec, self.layout, self.rule = parse(codec), layout, rule
         self.body_budget_bytes = body_budget_bytes
         self.network = MemoryNetwork(random.Random(7), latency_s=0.025)
         self.board = MemoryBoard()

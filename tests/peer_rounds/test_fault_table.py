@@ -18,7 +18,10 @@ from atoll.compression.base import HEADER_BYTES
 from atoll.dht.memory import run_virtual
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Entry
+from atoll.optim.robust import median
+from atoll.optim.update import decode_update
 from atoll.peer.rounds.conduct import FIRST_BAR_S
+from atoll.peer.rounds.exchange import Exchange
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strikes import expect_no_work_lost, expect_sums, passed, settled_down
@@ -28,9 +31,9 @@ WIDE = Layout(names=("w",), shapes=((7 * CELL + 1_000,),))
 FP32 = parse("fp32")
 
 
-def run(folder, scenario, *, codec="fp32", layout=SMALL):
+def run(folder, scenario, *, codec="fp32", layout=SMALL, rule=None):
     async def main():
-        swarm = Swarm(folder, codec=codec, layout=layout)
+        swarm = Swarm(folder, codec=codec, layout=layout, rule=rule)
         try:
             await scenario(swarm)
             assert swarm.network.errors == []
@@ -202,6 +205,58 @@ def test_bad_cells_end_the_share_of_their_sender_by_name_and_then_it_is_barred(t
 
 def told(peers):
     return [s.trace for p in peers for s in p.settled if s.trace is not None]
+
+
+def test_an_owner_that_lives_but_never_finishes_loses_its_part(tmp_path, monkeypatch):
+    finish = Exchange._finish
+
+    async def never(exchange, owned):
+        if exchange._ctx.me == lazy and exchange.group.position == 0:
+            await asyncio.Event().wait()
+        await finish(exchange, owned)
+
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: passed(peers, 0))
+        entry = entries(peers[0])[0]
+        assert entry.kind == "update"
+        assert any(part.generation > 0 for part in entry.parts)
+        assert all(entry.members[part.owner].elector != lazy for part in entry.parts)
+        assert len(entry.complete_members()) == 3
+        await end_equal(swarm, peers)
+
+    lazy = Swarm(tmp_path / "names").add().ctx.me
+    monkeypatch.setattr(Exchange, "_finish", never)
+    run(tmp_path, scenario)
+
+
+def teach(peer, work_N):
+    """Let every window of a peer learn the same."""
+
+    def train():
+        peer.work_N += work_N
+        peer.drift_N += work_N
+        return peer.drift_N.clone()
+
+    peer.train = train
+
+
+def test_a_robust_reducer_keeps_a_liar_out_and_counts_what_it_took(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        common_N = torch.randn(SMALL.numel, generator=torch.Generator().manual_seed(9))
+        for peer in peers:
+            teach(peer, -common_N if peer is peers[0] else common_N)
+        await swarm.until(lambda: passed(peers, 0))
+        store, entry = peers[1].replica.store, entries(peers[1])[0]
+        update_N = decode_update([store.body(0)], swarm.codec, SMALL.numel)
+        assert len(entry.complete_members()) == 4
+        assert torch.allclose(update_N, common_N, atol=1e-5)
+        owners = {entry.members[part.owner].peer_id for part in entry.parts}
+        for peer in peers:
+            assert (peer.settled[0].trace.rejected > 0) == (peer.identity.peer_id in owners)
+
+    run(tmp_path, scenario, rule=median)
 
 
 def test_a_lone_survivor_gives_its_state_to_joiners(tmp_path):

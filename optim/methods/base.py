@@ -81,6 +81,11 @@ class Method(ABC):
         """
         return "mean"
 
+    @property
+    def divides_by(self) -> Literal["all", "senders"]:
+        """Whose weights the mean of gathered contributions divides by, value by value."""
+        return "all"
+
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
         """What syncs together; one fragment by default."""
         return (whole(layout),)

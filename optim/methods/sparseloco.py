@@ -5,7 +5,8 @@
 
 Everyone decodes everyone's frames, so the mean keeps the union of the senders' indices. There is
 no outer momentum, and lr is applied once (older published code multiplies by it twice). The mean
-divides by all peers, as the paper writes.
+divides by all peers, as the paper writes, or with `average=senders` by those that sent a value, as
+the published code does.
 
 Departures: matrices are tiled from their first value, and what does not fill a tile is chunked
 in runs; the bin means are bf16; norms are clipped by the rule of all methods, and weights are
@@ -13,7 +14,7 @@ those of all methods.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +43,14 @@ class SparseLoCoMethod(Method):
 
     lr: float = 1.0
     """Outer learning rate."""
+
+    average: Literal["all", "senders"] = "all"
+    """Whom the mean of a value divides by."""
+
+    @property
+    def divides_by(self) -> Literal["all", "senders"]:
+        """As `average` says."""
+        return self.average
 
     @property
     def reduction(self) -> Shape:

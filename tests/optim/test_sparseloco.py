@@ -3,11 +3,12 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from atoll.optim import fragments
 from atoll.optim.layout import Layout
-from atoll.optim.methods import parse
+from atoll.optim.methods import MethodError, parse
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toys import Team, flat, net
@@ -66,6 +67,28 @@ def test_mean_keeps_the_union_of_the_senders_indices():
     step = fragment.take(before - team.group.state.params_N)
     torch.testing.assert_close(step[5:7], torch.tensor([0.5, 1.0]), rtol=1e-4, atol=1e-5)
     assert int((step.abs() > 1e-5).sum()) == 2
+
+
+def test_mean_over_senders_counts_what_one_sent_in_full():
+    spec = "sparseloco(codec=topk(k=64)+fp32, average=senders)"
+    team = Team(2, spec, 1, make=lambda: net(1, 128), clip_at=0)
+    numel = Layout.of(net(1, 128)).numel
+    fragment = team.workers[0].fragments[0]
+    before = team.group.state.params_N.clone()
+    chunk = torch.zeros(numel)
+    chunk[:64] = torch.linspace(1.0, 2.0, 64)
+    other = chunk.clone()
+    other[0], other[64] = 0.0, 3.0
+    hand_in(team, [chunk, other])
+    step = fragment.take(before - team.group.state.params_N)
+    torch.testing.assert_close(step[0], torch.tensor(1.0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step[64], torch.tensor(3.0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step[1:64], chunk[1:64], rtol=1e-4, atol=1e-5)
+
+
+def test_who_sent_what_is_told_by_topk_only():
+    with pytest.raises(MethodError, match="topk"):
+        Team(2, "sparseloco(codec=int8, average=senders)", 1).run(range(1))
 
 
 def test_a_tile_of_a_matrix_is_one_chunk():

@@ -14,8 +14,14 @@ Wire format (little endian), the same for all codecs::
     0       1     codec number (``Codec.code``)
     1       1     format version of the codec (``Codec.version``)
     2       2     low half of CRC-32("spec|count"): which parameters, which shape
-    4       4     CRC-32 over bytes 0..3 and the payload
+    4       4     checksum over bytes 0..3 and the payload
     8       ...   payload, laid out by the codec
+
+The checksum is the CRC-32 of bytes 0..3, then for each whole segment of 32 KiB of the payload,
+read as 64 rows of 64 signed 64-bit words, the 64 sums of its rows and the 64 sums of its columns
+(64 bits, carry dropped), then the rest of the payload as it is.  Sums are three times as fast as
+a CRC.  What changes one word changes a row and a column; only four words or more, in a
+rectangle and by equal amounts, could keep all sums.
 
 A receiver MUST check the length against `Codec.wire_bytes` before it allocates
 anything, and the checksum before it reads the payload.
@@ -26,6 +32,7 @@ empty payload.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from abc import ABC, abstractmethod
@@ -46,6 +53,9 @@ Frame = bytes | bytearray | memoryview
 Dims = tuple[int, ...]
 
 HEADER_BYTES = 8
+SEGMENT_SIDE = 64
+SEGMENT_BYTES = SEGMENT_SIDE * SEGMENT_SIDE * 8
+SEGMENTS_AT_ONCE = 8  # 256 KiB are in the L2 cache when they are summed the second time
 FLOAT_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
 TINY = torch.tensor(1e-37)  # 1 / TINY is finite; far below any gradient that matters
@@ -110,18 +120,22 @@ def part(x: Tensor, start: int, stop: int, *, dim: int = 0) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
-def tile_step(x_N: Tensor) -> int:
-    """Return how many values to process at once, a multiple of `TILE`.
+def step_sizes(x_N: Tensor, tiles: int = 2) -> list[int]:
+    """Return how many values to process at once, one step after the other.
 
-    A tile on a CPU; on an accelerator all whole tiles, and then the rest.
+    All but the last are multiples of `TILE`: on a CPU at most `tiles` tiles, on an accelerator all
+    whole tiles; the last is what is left, less than a tile.
     """
-    return TILE if x_N.device.type == "cpu" else max(x_N.numel() // TILE, 1) * TILE
+    whole, rest = divmod(x_N.numel(), TILE)
+    tiles = tiles if x_N.device.type == "cpu" else max(whole, 1)
+    counts = [tiles] * (whole // tiles) + [whole % tiles]
+    return [size for size in (*(count * TILE for count in counts), rest) if size]
 
 
 def spans(x_N: Tensor) -> list[tuple[int, int]]:
     """Return what to process at once, as (start, stop)."""
-    numel, step = x_N.numel(), tile_step(x_N)
-    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+    ends = list(itertools.accumulate(step_sizes(x_N), initial=0))
+    return list(itertools.pairwise(ends))
 
 
 def _aligned(data: Frame) -> Tensor:
@@ -134,6 +148,18 @@ def _aligned(data: Frame) -> Tensor:
     with memoryview(buffer) as view:
         view[: len(data)] = data
     return torch.frombuffer(buffer, dtype=torch.uint8)[: len(data)]
+
+
+def checksum(head: bytes, payload: Tensor) -> int:
+    """Return the checksum of the start of a header and of a payload (uint8, aligned to 8)."""
+    whole = payload.numel() // SEGMENT_BYTES * SEGMENT_BYTES
+    crc = zlib.crc32(head)
+    if whole:
+        words = payload[:whole].view(torch.int64).view(-1, SEGMENT_SIDE, SEGMENT_SIDE)
+        for segments in words.split(SEGMENTS_AT_ONCE):
+            sums = torch.stack([segments.sum(2), segments.sum(1)], 1)
+            crc = zlib.crc32(sums.numpy(), crc)
+    return zlib.crc32(payload[whole:].numpy(), crc)
 
 
 def _result(dims: Dims, device: Device, out: Tensor | None) -> Tensor:
@@ -255,10 +281,11 @@ class Codec(ABC):
         return bytes((self.code, self.version)) + tag.to_bytes(2, "little")
 
     def _header(self, dims: Dims, frame: Frame, length: int) -> bytes:
+        return self._sealed(dims, _aligned(frame)[HEADER_BYTES:length])
+
+    def _sealed(self, dims: Dims, payload: Tensor) -> bytes:
         head = self._head(dims)
-        with memoryview(frame) as view:
-            crc = zlib.crc32(view[HEADER_BYTES:length], zlib.crc32(head))
-        return head + crc.to_bytes(4, "little")
+        return head + checksum(head, payload).to_bytes(4, "little")
 
     def _fill(self, x_N: Tensor, dims: Dims, payload: Tensor) -> int:
         """Write `payload`, on the CPU, from `x_N` on any device; return the length used."""
@@ -288,12 +315,13 @@ class Codec(ABC):
     def _open(self, data: Frame, dims: Dims) -> Tensor:
         """Check all of a frame but its payload's meaning; return the payload (uint8, CPU)."""
         self._check_length(len(data), dims)
-        expected, got = self._header(dims, data, len(data)), bytes(data[:HEADER_BYTES])
+        payload = _aligned(data)[HEADER_BYTES:]
+        expected, got = self._sealed(dims, payload), bytes(data[:HEADER_BYTES])
         if got[:4] != expected[:4]:
             raise CodecError(self._wrong_head(got, dims))
         if got != expected:
             raise CodecError(f"expected an intact {self.spec} frame, got a wrong checksum")
-        return _aligned(data)[HEADER_BYTES:]
+        return payload
 
     def _wrong_head(self, got: bytes, dims: Dims) -> str:
         if got[0] != self.code:

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from atoll.compression.base import BF16_MAX
 from atoll.compression.raw import RawCodec
 from atoll.compression.registry import register
-from atoll.compression.scratch import scratch
 
 
 @register
@@ -25,8 +22,3 @@ class Bf16(RawCodec):
     name: ClassVar[str] = "bf16"
     code: ClassVar[int] = 3
     dtype: ClassVar[torch.dtype] = torch.bfloat16
-
-    def _fit(self, tile: Tensor, largest: Tensor) -> Tensor:
-        if tile.device.type == "cpu" and float(largest) <= BF16_MAX:
-            return tile
-        return torch.clamp(tile, -BF16_MAX, BF16_MAX, out=scratch("fit", tile))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,13 +26,10 @@ from atoll.compression.base import (
     Dims,
     carve,
     part,
-    peak,
     require_finite,
-    tile_step,
+    step_sizes,
 )
 from atoll.compression.scratch import TILE, scratch
-
-Tiles = list[tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,8 @@ class BlockCodec(Codec):
     code_limit: ClassVar[float] = 128.0  # a power of two; no code stands for more
 
     scales_per_block: ClassVar[int] = 1
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
+    tiles_at_once: ClassVar[int] = 2  # on a CPU: few stay in cache, many cost fewer calls
 
     def __post_init__(self) -> None:
         """Refuse blocks that do not divide a tile."""
@@ -53,54 +53,68 @@ class BlockCodec(Codec):
         """Return the bytes of the codes of `numel` <= `TILE` values."""
 
     @abstractmethod
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
-        """Encode `numel` values in blocks; return the witness.  The last block may hold more."""
+    def _write_tile(
+        self,
+        x_BK: Tensor,
+        size_BK: Tensor,
+        peaks_B1: Tensor,
+        scales_BS: Tensor,
+        codes: Tensor,
+        numel: int,
+    ) -> None:
+        """Encode `numel` values, given magnitudes (scratch, may be overwritten) and peaks.
+
+        The last block may hold more values than are to be encoded.
+        """
 
     @abstractmethod
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         """Decode to `out_M`; its last block may be short."""
 
     def _payload_bytes(self, dims: Dims) -> int:
         numel = math.prod(dims)
+        return 2 * self._num_blocks(numel) * self.scales_per_block + self._all_code_bytes(numel)
+
+    def _all_code_bytes(self, numel: int) -> int:
         whole, rest = divmod(numel, TILE)
-        codes = whole * self._code_bytes(TILE) + (self._code_bytes(rest) if rest else 0)
-        return 2 * self._num_scales(numel) + codes
+        return whole * self._code_bytes(TILE) + (self._code_bytes(rest) if rest else 0)
 
-    def _num_scales(self, numel: int) -> int:
-        return -(-numel // self.block) * self.scales_per_block
+    def _num_blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
 
-    def _sections(self, payload: Tensor, numel: int) -> list[Tensor]:
-        num_scales = self._num_scales(numel)
+    def _sections(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return scales [blocks, scales of a block] and codes."""
+        num_scales = self._num_blocks(numel) * self.scales_per_block
         code_bytes = payload.numel() - 2 * num_scales
-        return carve(payload, (torch.bfloat16, num_scales), (torch.uint8, code_bytes))
+        scales, codes = carve(payload, (torch.bfloat16, num_scales), (torch.uint8, code_bytes))
+        return scales.view(-1, self.scales_per_block), codes.view(self.code_dtype)
 
     def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
         scales, codes = self._sections(payload, x_N.numel())
-        witnesses = [
-            self._write_tile(self._in_blocks(x_M), scales_B, codes_M, x_M.numel())
-            for x_M, scales_B, codes_M in self._tiles(x_N, scales, codes)
-        ]
-        return witnesses[0] if len(witnesses) == 1 else peak(torch.stack(witnesses))
+        peaks = x_N.new_empty((len(scales), 1))
+        for x_M, peaks_B1, scales_BS, codes_M in self._tiles(x_N, peaks, scales, codes):
+            x_BK = self._in_blocks(x_M)
+            size_BK = block_peaks(x_BK, peaks_B1)
+            self._write_tile(x_BK, size_BK, peaks_B1, scales_BS, codes_M, x_M.numel())
+        return peaks.amax()
 
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
-        scales, codes = self._sections(payload, out_N.numel())
-        scales = scales.to(torch.float32)
+        scales_bf16, codes = self._sections(payload, out_N.numel())
+        scales = scales_bf16.to(torch.float32)
         require_finite(scales, "scales", limit=FLOAT_MAX / self.code_limit)
-        for out_M, scales_B, codes_M in self._tiles(out_N, scales, codes):
-            self._read_tile(codes_M, scales_B, out_M)
+        for out_M, scales_BS, codes_M in self._tiles(out_N, scales, codes):
+            self._read_tile(codes_M, scales_BS, out_M)
 
-    def _tiles(self, x_N: Tensor, scales: Tensor, codes: Tensor) -> Tiles:
-        """Return values, scales and codes of what is processed at once."""
-        step = tile_step(x_N)
-        if x_N.numel() <= step:
-            return [(x_N, scales, codes)]
-        per_step = step // self.block * self.scales_per_block, step // TILE * self._code_bytes(TILE)
-        pieces = (
-            torch.split(x_N, step),
-            torch.split(scales, per_step[0]),
-            torch.split(codes, per_step[1]),
-        )
-        return list(zip(*pieces, strict=True))
+    def _tiles(self, x_N: Tensor, *rest: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Return what is processed at once: values, what there is for each block, and codes."""
+        sizes = step_sizes(x_N, self.tiles_at_once)
+        if len(sizes) == 1:
+            return [(x_N, *rest)]
+        *of_blocks, codes = rest
+        num_blocks = [self._num_blocks(size) for size in sizes]
+        num_codes = [self._all_code_bytes(size) // self.code_dtype.itemsize for size in sizes]
+        pieces = [each.split(num_blocks) for each in of_blocks]
+        return zip(x_N.split(sizes), *pieces, codes.split(num_codes), strict=True)
 
     def _in_blocks(self, x_M: Tensor) -> Tensor:
         """Return `x_M` as [B, K]; a short last block is filled up with repetitions of itself."""
@@ -114,35 +128,45 @@ class BlockCodec(Codec):
         return x_M.view(-1, self.block)
 
 
-def scale_blocks_(out_M: Tensor, scales_B: Tensor, block: int) -> None:
+def scale_blocks_(out_M: Tensor, scales_B1: Tensor, block: int) -> None:
     """Multiply each block of `out_M` by its scale, in place; the last block may be short."""
     whole = out_M.numel() // block
     if whole:
         blocks = part(out_M, 0, whole * block).view(whole, block)
-        blocks.mul_(part(scales_B, 0, whole).unsqueeze(1))
+        blocks.mul_(part(scales_B1, 0, whole))
     if whole * block < out_M.numel():
-        out_M[whole * block :].mul_(scales_B[whole])
+        out_M[whole * block :].mul_(scales_B1[whole])
 
 
-def block_peaks(x_BK: Tensor) -> Tensor:
-    """Return the largest magnitude of each block, [B]; NaN where a block has one."""
-    return torch.abs(x_BK, out=scratch("work", x_BK)).amax(1)
+def block_peaks(x_BK: Tensor, peaks_B1: Tensor) -> Tensor:
+    """Store the largest magnitude of each block, NaN where it has one; return magnitudes.
+
+    Reused scratch.
+    """
+    size_BK = torch.abs(x_BK, out=scratch("work", x_BK))
+    torch.amax(size_BK, 1, keepdim=True, out=peaks_B1)
+    return size_BK
 
 
 def absmax_scales(
-    amax_B: Tensor,
+    peaks_B1: Tensor,
     steps: float,
-    scales_B: Tensor,
+    scales_B1: Tensor,
     *,
     code_limit: float = 128.0,
     headroom: float = 1 + 2**-8,
 ) -> Tensor:
-    """Store amax / steps of each block as bf16; return the factor from values to steps, [B, 1].
+    """Store peak / steps of each block as bf16; return the factor from values to steps, [B, 1].
 
-    With the default headroom scales lie up to 2^-7 above amax / steps, so that no code exceeds
-    `steps` although bf16 rounds to nearest.  They are never below `TINY`, so that the factor
-    is finite.
+    With the default headroom scales lie up to 2^-7 above peak / steps, so that no code exceeds
+    `steps` although bf16 rounds to nearest, or a bound clamps the scale.  They are never below
+    `TINY`, so that the factor is finite.  Without headroom codes may exceed `steps`.  Reused
+    scratch.
     """
-    exact_B = torch.add(TINY, amax_B, alpha=headroom / steps)
-    scales_B.copy_(exact_B.clamp_(max=BF16_MAX / code_limit))
-    return scales_B.to(torch.float32).reciprocal_().unsqueeze(1)
+    inverse_B1 = scratch("inverse", peaks_B1)
+    torch.add(TINY, peaks_B1, alpha=headroom / steps, out=inverse_B1)
+    scales_B1.copy_(inverse_B1.clamp_(max=BF16_MAX / code_limit))
+    inverse_B1.copy_(scales_B1).reciprocal_()
+    if headroom > 1:
+        torch.minimum(inverse_B1, steps / peaks_B1, out=inverse_B1)
+    return inverse_B1

@@ -2,54 +2,62 @@
 
 Payload::
 
-    scale    bf16 power of two, one for the frame; the largest value / scale is in [2^14, 2^15)
-    values   fp16, one each; value = code * scale
+    scales   bf16 power of two for each block of `block` values; the largest of a block's values
+             over its scale is in [2^14, 2^15)
+    codes    fp16, one each; value = code * scale
 
 Pseudo-gradients of 1e-7 would be denormal in plain fp16 and 70,000 infinite; scaling by a
-power of two costs no precision.
+power of two costs no precision.  A decoder refuses values that are NaN or infinite.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from atoll.compression.base import Codec, Dims, carve, peak, spans
+from atoll.compression.base import part
+from atoll.compression.blocks import BlockCodec, scale_blocks_
 from atoll.compression.raw import require_all_finite
 from atoll.compression.registry import register
-from atoll.compression.scratch import scratch
+from atoll.compression.scratch import TILE
 
 EXPONENT = 0x7F800000  # of an fp32
 
 
 @register
 @dataclass(frozen=True)
-class Fp16(Codec):
-    """16 bits a value, 11 of precision; contractive."""
+class Fp16(BlockCodec):
+    """16 bits a value, 11 of precision, and 16 a block; contractive."""
 
     name: ClassVar[str] = "fp16"
     code: ClassVar[int] = 2
+    version: ClassVar[int] = 2
+    block: int = TILE
+    code_limit: ClassVar[float] = 2.0**14
+    code_dtype: ClassVar[torch.dtype] = torch.float16
 
-    def _payload_bytes(self, dims: Dims) -> int:
-        return 2 + 2 * math.prod(dims)
+    def _code_bytes(self, numel: int) -> int:
+        return 2 * numel
 
-    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
-        scale, codes = carve(payload, (torch.bfloat16, 1), (torch.float16, x_N.numel()))
-        largest = torch.stack([peak(x_N[start:stop]) for start, stop in spans(x_N)]).amax()
-        power = (largest.view(torch.int32) & EXPONENT).view(torch.float32) * 2.0**-14
-        scale.copy_(power.clamp_(min=2.0**-126))
-        inverse = scale.to(torch.float32).reciprocal_()
-        for start, stop in spans(x_N):
-            tile = x_N[start:stop]
-            codes[start:stop].copy_(torch.mul(tile, inverse, out=scratch("fit", tile)))
-        return largest
+    def _write_tile(
+        self,
+        x_BK: Tensor,
+        size_BK: Tensor,
+        peaks_B1: Tensor,
+        scales_BS: Tensor,
+        codes: Tensor,
+        numel: int,
+    ) -> None:
+        exponents_B1 = (peaks_B1.view(torch.int32) & EXPONENT).view(torch.float32)
+        scales_B1 = exponents_B1.mul_(2.0**-14).clamp_(min=2.0**-126)
+        scales_BS.copy_(scales_B1)
+        scaled_M = torch.mul(x_BK, scales_B1.reciprocal_(), out=size_BK).view(-1)
+        codes.copy_(part(scaled_M, 0, numel))
 
-    def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
-        scale_bf16, codes = carve(payload, (torch.bfloat16, 1), (torch.float16, out_N.numel()))
-        scale = scale_bf16.to(torch.float32)
-        for start, stop in spans(out_N):
-            require_all_finite(out_N[start:stop].copy_(codes[start:stop]).mul_(scale))
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
+        out_M.copy_(codes)
+        scale_blocks_(out_M, scales_BS, self.block)
+        require_all_finite(out_M)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from atoll.compression.raw import RawCodec
 from atoll.compression.registry import register
@@ -23,6 +22,3 @@ class Fp32(RawCodec):
     name: ClassVar[str] = "fp32"
     code: ClassVar[int] = 1
     dtype: ClassVar[torch.dtype] = torch.float32
-
-    def _fit(self, tile: Tensor, largest: Tensor) -> Tensor:
-        return tile

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
+from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.planes import pack, plane_bytes, repeated, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
@@ -38,27 +38,32 @@ class Fp4(BlockCodec):
     name: ClassVar[str] = "fp4"
     code: ClassVar[int] = 8
     block: int = 64
+    tiles_at_once: ClassVar[int] = 4
     code_limit: ClassVar[float] = 1.0
 
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 2)
 
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
-        amax_B = block_peaks(x_BK)
-        inverse_B1 = absmax_scales(amax_B, LARGEST, scales_B, code_limit=self.code_limit)
-        inverse_B1 = torch.minimum(inverse_B1, (LARGEST / amax_B).unsqueeze(1))
-        scaled_BK = scratch("work", x_BK)
-        torch.mul(x_BK, inverse_B1, out=scaled_BK)
+    def _write_tile(
+        self,
+        x_BK: Tensor,
+        size_BK: Tensor,
+        peaks_B1: Tensor,
+        scales_BS: Tensor,
+        codes: Tensor,
+        numel: int,
+    ) -> None:
+        inverse_B1 = absmax_scales(peaks_B1, LARGEST, scales_BS, code_limit=self.code_limit)
+        scaled_BK = torch.mul(x_BK, inverse_B1, out=size_BK)
         half_BK = scratch("half", x_BK, torch.float16).copy_(scaled_BK).view(torch.int16)
         signed_BK = half_BK.add_(HALF_MANTISSA).bitwise_right_shift_(10)
         pack(_sign_and_exponent(signed_BK), 4, codes, numel)
-        return amax_B.amax()
 
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         code_M = unpack(codes, 4, out_M.numel(), high=False)
         half_M = scratch("half", out_M, torch.int16).copy_(_upper_half(code_M))
         out_M.copy_(half_M.bitwise_left_shift_(8).view(torch.float16))
-        scale_blocks_(out_M, scales_B, self.block)
+        scale_blocks_(out_M, scales_BS, self.block)
 
 
 def _sign_and_exponent(signed_M: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
+from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.planes import pack, plane_bytes, unpack
 from atoll.compression.registry import register
-from atoll.compression.scratch import scratch
 
 
 @register
@@ -34,18 +33,24 @@ class Int4(BlockCodec):
     name: ClassVar[str] = "int4"
     code: ClassVar[int] = 7
     block: int = 64
+    tiles_at_once: ClassVar[int] = 4
 
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 2)
 
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
-        amax_B = block_peaks(x_BK)
-        inverse_B1 = absmax_scales(amax_B, 112.0, scales_B).mul_(1 / 16)
-        steps_BK = scratch("work", x_BK)
-        torch.mul(x_BK, inverse_B1, out=steps_BK)
+    def _write_tile(
+        self,
+        x_BK: Tensor,
+        size_BK: Tensor,
+        peaks_B1: Tensor,
+        scales_BS: Tensor,
+        codes: Tensor,
+        numel: int,
+    ) -> None:
+        inverse_B1 = absmax_scales(peaks_B1, 112.0, scales_BS).mul_(1 / 16)
+        steps_BK = torch.mul(x_BK, inverse_B1, out=size_BK)
         pack(steps_BK.round_(), 4, codes, numel)
-        return amax_B.amax()
 
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         out_M.copy_(unpack(codes, 4, out_M.numel(), high=True).view(torch.int8))
-        scale_blocks_(out_M, scales_B, self.block)
+        scale_blocks_(out_M, scales_BS, self.block)

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import part
-from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
+from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.registry import register
-from atoll.compression.scratch import scratch
 
 
 @register
@@ -34,19 +33,25 @@ class Int8(BlockCodec):
 
     name: ClassVar[str] = "int8"
     code: ClassVar[int] = 4
+    code_dtype: ClassVar[torch.dtype] = torch.int8
     block: int = 128
 
     def _code_bytes(self, numel: int) -> int:
         return numel
 
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
-        amax_B = block_peaks(x_BK)
-        inverse_B1 = absmax_scales(amax_B, 127.0, scales_B)
-        steps_BK = scratch("work", x_BK)
-        torch.mul(x_BK, inverse_B1, out=steps_BK)
-        codes.view(torch.int8).copy_(part(steps_BK.round_().view(-1), 0, numel))
-        return amax_B.amax()
+    def _write_tile(
+        self,
+        x_BK: Tensor,
+        size_BK: Tensor,
+        peaks_B1: Tensor,
+        scales_BS: Tensor,
+        codes: Tensor,
+        numel: int,
+    ) -> None:
+        inverse_B1 = absmax_scales(peaks_B1, 127.0, scales_BS)
+        steps_M = torch.mul(x_BK, inverse_B1, out=size_BK).round_().view(-1)
+        codes.copy_(part(steps_M, 0, numel))
 
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
-        out_M.copy_(codes.view(torch.int8))
-        scale_blocks_(out_M, scales_B, self.block)
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
+        out_M.copy_(codes)
+        scale_blocks_(out_M, scales_BS, self.block)

@@ -17,11 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.blocks import BlockCodec, absmax_scales, block_peaks, scale_blocks_
+from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.lookup import look_up, nearest_codes
 from atoll.compression.planes import pack, plane_bytes, unpack
 from atoll.compression.registry import register
-from atoll.compression.scratch import scratch
 
 LEVELS = (
     -1.0,
@@ -51,18 +50,25 @@ class Nf4(BlockCodec):
     name: ClassVar[str] = "nf4"
     code: ClassVar[int] = 21
     block: int = 64
+    tiles_at_once: ClassVar[int] = 4
     code_limit: ClassVar[float] = 1.0
 
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 2)
 
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
-        amax_B = block_peaks(x_BK)
-        inverse_B1 = absmax_scales(amax_B, 1.0, scales_B, code_limit=1.0, headroom=1.0)
-        unit_BK = torch.mul(x_BK, inverse_B1, out=scratch("work", x_BK))
+    def _write_tile(
+        self,
+        x_BK: Tensor,
+        size_BK: Tensor,
+        peaks_B1: Tensor,
+        scales_BS: Tensor,
+        codes: Tensor,
+        numel: int,
+    ) -> None:
+        inverse_B1 = absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=1.0, headroom=1.0)
+        unit_BK = torch.mul(x_BK, inverse_B1, out=size_BK)
         pack(nearest_codes(unit_BK, LEVELS), 4, codes, numel)
-        return amax_B.amax()
 
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         look_up(unpack(codes, 4, out_M.numel(), high=False), LEVELS, out_M)
-        scale_blocks_(out_M, scales_B, self.block)
+        scale_blocks_(out_M, scales_BS, self.block)

@@ -37,11 +37,14 @@ def run_length(numel: int) -> int:
 def planes_of(codes_M: Tensor, numel: int, planes: int) -> Tensor:
     """Store the first `numel` codes as bytes, in words [runs, planes, L / 8].
 
-    `codes_M` has any shape and any type whose values fit int8 (fractions are cut off).
+    `codes_M` has any shape and any type whose values fit int8 (fractions are cut off); bytes
+    that fill the planes are used where they are.
     """
     length = run_length(numel)
     width = planes * plane_bytes(length, planes)
     runs = numel // length
+    if width == length and codes_M.dtype.itemsize == 1 and codes_M.numel() == numel:
+        return codes_M.view(-1).view(torch.int64).view(runs, planes, -1)
     rows = room("codes", (runs, width), codes_M.device, torch.int8)
     if width > length:
         rows[:, length:].zero_()
@@ -51,13 +54,36 @@ def planes_of(codes_M: Tensor, numel: int, planes: int) -> Tensor:
 
 
 def pack(codes_M: Tensor, bits: int, out: Tensor, numel: int) -> None:
-    """Pack the low `bits` (1, 2 or 4) bits of the first `numel` codes into the bytes `out`.
+    """Pack the low `bits` (1, 2 or 4) bits of the first `numel` codes into the bytes `out`."""
+    first, *others = planes_of(codes_M, numel, 8 // bits).unbind(1)
+    joined = scratch("joined", first, torch.int64)
+    shifted = scratch("shifted", first, torch.int64)
+    torch.bitwise_and(first, repeated((1 << bits) - 1), out=joined)
+    for j, plane in enumerate(others, start=1):
+        torch.bitwise_left_shift(plane, j * bits, out=shifted)
+        joined.bitwise_or_(shifted.bitwise_and_(repeated(((1 << bits) - 1) << (j * bits))))
+    out.copy_(joined.view(torch.uint8).view(-1))
 
-    Shifted planes have no bit in common, so their sum joins them.
+
+def pack_weighted(digits_M: Tensor, weights: tuple[int, ...], out: Tensor, numel: int) -> None:
+    """Store the sum over planes of weight x digit as int8: `numel` fp32 digits, small integers.
+
+    A matrix product reads them once; with integers it is exact.
     """
-    words = planes_of(codes_M, numel, 8 // bits).bitwise_and_(repeated((1 << bits) - 1))
-    words.bitwise_left_shift_(_shifts(bits, 0, words.device))
-    out.copy_(words.sum(1).view(torch.uint8).view(-1))
+    length, planes = run_length(numel), len(weights)
+    runs, width = numel // length, planes * plane_bytes(length, planes)
+    rows = digits_M.view(-1)
+    if width != length or rows.numel() != numel:
+        rows = room("rows", (runs, width), digits_M.device, torch.float32)
+        part(rows, 0, length, dim=1).copy_(part(digits_M.view(-1), 0, numel).view(runs, length))
+        rows[:, length:].zero_()
+    total = torch.matmul(_row(weights, rows.device), rows.view(runs, planes, -1))
+    out.view(torch.int8).copy_(total.view(-1))
+
+
+@cache
+def _row(weights: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([weights], dtype=torch.float32, device=device)
 
 
 def unpack(packed: Tensor, bits: int, numel: int, *, high: bool) -> Tensor:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 TILE = 65_536  # values; 256 KiB of fp32 and its codes stay in a 1 MiB L2 cache
-CAPACITY = TILE + 64  # planes of a tile are rounded up to whole words
+MAX_VIEWS = 1_000  # kept for each thread; shapes are few, but a caller's choice
+MAX_TILES = 4  # at once
+CAPACITY = MAX_TILES * TILE + 64  # planes of a tile are rounded up to whole words
 FRAME_BYTES = 512 * 1024  # longer frames get a buffer of their own
 
 
@@ -52,8 +54,9 @@ def _prepare(slot: str, shape: Sequence[int], device: torch.device, dtype: torch
     if kept is None:
         kept = _pool.tensors[slot, dtype] = torch.empty(CAPACITY, dtype=dtype)
     view = kept[:numel].view(shape)
-    if numel >= TILE:  # a view of the buffer, for whole tiles only, so that there are few
-        _pool.tiles[slot, dtype, shape] = view
+    if len(_pool.tiles) >= MAX_VIEWS:
+        _pool.tiles.clear()
+    _pool.tiles[slot, dtype, shape] = view
     return view
 
 

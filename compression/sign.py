@@ -21,9 +21,10 @@ from torch import Tensor
 
 from atoll.compression.base import BF16_MAX
 from atoll.compression.blocks import BlockCodec, scale_blocks_
-from atoll.compression.planes import pack, plane_bytes, unpack
+from atoll.compression.planes import pack_weighted, plane_bytes, unpack
 from atoll.compression.registry import register
-from atoll.compression.scratch import scratch
+
+WEIGHTS = (1, 2, 4, 8, 16, 32, 64, -128)  # of the bits of an int8
 
 
 @register
@@ -34,21 +35,26 @@ class Sign(BlockCodec):
     name: ClassVar[str] = "sign"
     code: ClassVar[int] = 11
     block: int = 1024
+    tiles_at_once: ClassVar[int] = 4
     code_limit: ClassVar[float] = 64.0
 
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 8)
 
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
-        size_BK = torch.abs(x_BK, out=scratch("work", x_BK))
-        largest = size_BK.amax()
-        mean_B = size_BK.mean(1).mul_(1 / 64)
-        scales_B.copy_(mean_B.clamp_(max=BF16_MAX / self.code_limit))
-        negative = torch.signbit(x_BK, out=scratch("negative", x_BK, torch.bool))
-        pack(negative.view(torch.uint8), 1, codes, numel)
-        return largest
+    def _write_tile(
+        self,
+        x_BK: Tensor,
+        size_BK: Tensor,
+        peaks_B1: Tensor,
+        scales_BS: Tensor,
+        codes: Tensor,
+        numel: int,
+    ) -> None:
+        mean_B1 = size_BK.mean(1, keepdim=True).mul_(1 / 64)
+        scales_BS.copy_(mean_B1.clamp_(max=BF16_MAX / self.code_limit))
+        pack_weighted(torch.lt(x_BK, 0, out=size_BK), WEIGHTS, codes, numel)
 
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         negative = unpack(codes, 1, out_M.numel(), high=True)
         out_M.copy_(negative.bitwise_or_(0x40).view(torch.int8))  # 0x40 is 64, 0xC0 is -64
-        scale_blocks_(out_M, scales_B, self.block)
+        scale_blocks_(out_M, scales_BS, self.block)

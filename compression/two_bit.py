@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atoll.compression.base import BF16_MAX, TINY, CodecError
 from atoll.compression.bins import bin_means
-from atoll.compression.blocks import BlockCodec, block_peaks
+from atoll.compression.blocks import BlockCodec
 from atoll.compression.planes import pack, plane_bytes, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
@@ -37,6 +37,7 @@ class TwoBit(BlockCodec):
     name: ClassVar[str] = "2bit"
     code: ClassVar[int] = 9
     block: int = 4096
+    tiles_at_once: ClassVar[int] = 4
     width: float = 1.5
     code_limit: ClassVar[float] = 1.0
     scales_per_block: ClassVar[int] = 4
@@ -50,18 +51,24 @@ class TwoBit(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 4)
 
-    def _write_tile(self, x_BK: Tensor, scales_B: Tensor, codes: Tensor, numel: int) -> Tensor:
-        amax_B1 = block_peaks(x_BK).unsqueeze_(1)
-        t_BK, step_B1, offset_B1 = self._to_bins(x_BK, amax_B1)
+    def _write_tile(
+        self,
+        x_BK: Tensor,
+        size_BK: Tensor,
+        peaks_B1: Tensor,
+        scales_BS: Tensor,
+        codes: Tensor,
+        numel: int,
+    ) -> None:
+        t_BK, step_B1, offset_B1 = self._to_bins(x_BK, peaks_B1)
         means_B4 = (bin_means(t_BK, 4) - 2).mul_(step_B1).add_(offset_B1)
-        scales_B.view(-1, 4).copy_((means_B4 * amax_B1).clamp_(-BF16_MAX, BF16_MAX))
+        scales_BS.copy_((means_B4 * peaks_B1).clamp_(-BF16_MAX, BF16_MAX))
         pack(t_BK, 2, codes, numel)
-        return amax_B1.amax()
 
-    def _to_bins(self, x_BK: Tensor, amax_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _to_bins(self, x_BK: Tensor, peaks_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return t in [0, 4) with x / amax = (t - 2) step + offset, where not clipped."""
         t_BK = scratch("bins", x_BK)
-        torch.mul(x_BK, torch.add(amax_B1, TINY).reciprocal_(), out=t_BK)
+        torch.mul(x_BK, torch.add(peaks_B1, TINY).reciprocal_(), out=t_BK)
         offset_B1 = t_BK.mean(1, keepdim=True)
         t_BK.sub_(offset_B1)
         square_BK = torch.mul(t_BK, t_BK, out=scratch("clipped", x_BK))
@@ -69,11 +76,11 @@ class TwoBit(BlockCodec):
         t_BK.mul_(step_B1.reciprocal()).add_(2.0).clamp_(0.0, BELOW_4)
         return t_BK, step_B1, offset_B1
 
-    def _read_tile(self, codes: Tensor, scales_B: Tensor, out_M: Tensor) -> None:
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         code_M = unpack(codes, 2, out_M.numel(), high=False)
         index_M = scratch("index", out_M, torch.int32).copy_(code_M)
         add_block_offsets_(index_M, self.block, 4)
-        torch.index_select(scales_B, 0, index_M, out=out_M)
+        torch.index_select(scales_BS.reshape(-1), 0, index_M, out=out_M)
 
 
 def add_block_offsets_(index_M: Tensor, block: int, step: int) -> None:

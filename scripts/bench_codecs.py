@@ -5,8 +5,8 @@
     ./scripts/bench codecs --save        the table, the records and the plot of docs/benchmarks
 
 One thread, in CPU time, which a busy machine disturbs less than the clock. Every round measures
-memcpy, hivemind's uniform 8-bit (where it is installed) and one codec one after the other, and
-ratios are medians of the rounds' ratios. Bits count whole frames of a cell of 65,536 values;
+memcpy, hivemind's uniform 8-bit (where it is installed) and one codec, on the same values, one
+after the other; speeds and ratios are of the fastest of the rounds each. Bits count whole frames of a cell of 65,536 values;
 errors are relative norms. `real` is a pseudo-gradient: 30 AdamW steps of the demo's model on the
 standard library's source, made once and kept in build/bench_codecs.
 """
@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 import warnings
@@ -197,17 +196,15 @@ def speed(codec, x, yardstick, rounds):
         memcpy, _ = seconds(lambda: copy.copy_(x))
         encode, message = seconds(lambda: codec.encode(x))
         decode, _ = seconds(lambda message=message: codec.decode(message))
-        theirs = hivemind_speed(yardstick, x) if yardstick else (float("nan"),) * 2
+        theirs = hivemind_speed(yardstick, x.cpu()) if yardstick else (float("nan"),) * 2
         rows.append((memcpy, encode, decode, *theirs))
     return rows[1:]
 
 
 def hivemind_speed(yardstick, x):
-    part = x[: 1 << 21].cpu()
-    encode, message = seconds(lambda: yardstick.encode(part))
+    encode, message = seconds(lambda: yardstick.encode(x))
     decode, _ = seconds(lambda: yardstick.decode(message))
-    scale = x.numel() / part.numel()
-    return encode * scale, decode * scale
+    return encode, decode
 
 
 def measure(codec, inputs, yardstick, *, rounds, device):
@@ -218,31 +215,25 @@ def measure(codec, inputs, yardstick, *, rounds, device):
     rows = speed(codec, x, yardstick, rounds)
     if "hook" in codec.name:  # does all its work in one call
         rows = [(memcpy, encode, encode, *theirs) for memcpy, encode, _, *theirs in rows]
+    memcpy, encode, decode, their_encode, their_decode = (min(column) for column in zip(*rows, strict=True))
     gigabytes = 4 * x.numel() / 1e9
 
-    def median(ratio):
-        return statistics.median(ratio(*row) for row in rows)
+    def times(theirs, ours):
+        return round(theirs / ours, 2) if yardstick else None
 
-    has_yardstick = yardstick is not None
     return Record(
         codec=codec.name,
         bits_per_number=round(bits, 4),
         error={name: round(value, 5) for name, value in errors.items()},
-        encode_gbps=round(median(lambda m, e, d, he, hd: gigabytes / e), 3),
-        decode_gbps=round(median(lambda m, e, d, he, hd: gigabytes / d), 3),
+        encode_gbps=round(gigabytes / encode, 3),
+        decode_gbps=round(gigabytes / decode, 3),
         device=device,
-        ratio_to_memcpy=round(median(lambda m, e, d, he, hd: 2 * m / (e + d)), 3),
-        ratio_to_hivemind=(
-            round(median(lambda m, e, d, he, hd: (he + hd) / (e + d)), 2) if has_yardstick else None
-        ),
-        encode_to_memcpy=round(median(lambda m, e, d, he, hd: m / e), 3),
-        decode_to_memcpy=round(median(lambda m, e, d, he, hd: m / d), 3),
-        encode_to_hivemind=(
-            round(median(lambda m, e, d, he, hd: he / e), 2) if has_yardstick else None
-        ),
-        decode_to_hivemind=(
-            round(median(lambda m, e, d, he, hd: hd / d), 2) if has_yardstick else None
-        ),
+        ratio_to_memcpy=round(2 * memcpy / (encode + decode), 3),
+        ratio_to_hivemind=times(their_encode + their_decode, encode + decode),
+        encode_to_memcpy=round(memcpy / encode, 3),
+        decode_to_memcpy=round(memcpy / decode, 3),
+        encode_to_hivemind=times(their_encode, encode),
+        decode_to_hivemind=times(their_decode, decode),
         values=x.numel(),
     )
 
@@ -363,7 +354,7 @@ def save(records):
         f"{platform.machine()}, torch {torch.__version__}, "
         f"{time.strftime('%Y-%m-%d', time.gmtime())}.  Up to 16M fp32 values; bits count "
         "headers, checksums, scales and codebooks; errors are relative norms; ratios (encode / "
-        "decode) are medians of rounds in which both were measured.\n\n"
+        "decode) are of the fastest rounds, on the same values.\n\n"
         "![rate and distortion](codecs.png)\n\n" + markdown(records) + "\n"
     )
     (SAVED / "codecs.md").write_text(page)

@@ -171,7 +171,7 @@ def demo_reference(k=32):
         encode=encode,
         decode=decode,
         wire_bytes=lambda message: 12 * message[0].numel(),
-        max_values=1 << 22,
+        max_values=10_485_760,
     )
 
 

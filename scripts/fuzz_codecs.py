@@ -13,11 +13,11 @@ import random
 import resource
 import sys
 import time
-import zlib
 
 import torch
 
 from atoll.compression import CodecError, parse
+from atoll.compression.base import checksum
 
 SPECS = [
     "fp32",
@@ -80,7 +80,9 @@ def mutate(rng, frame):
 def reseal(data):
     """Make the checksum of a damaged frame right."""
     if len(data) >= 8:
-        data[4:8] = zlib.crc32(data[8:], zlib.crc32(data[:4])).to_bytes(4, "little")
+        payload = torch.frombuffer(bytearray(data[8:]) or bytearray(1), dtype=torch.uint8)
+        seal = checksum(bytes(data[:4]), payload[: len(data) - 8])
+        data[4:8] = seal.to_bytes(4, "little")
     return data
 
 

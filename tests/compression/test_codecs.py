@@ -1,6 +1,7 @@
 """What every codec promises: exact sizes, self-checking frames, all inputs, both modes."""
 
 import concurrent.futures
+import struct
 import zlib
 
 import hypothesis
@@ -160,6 +161,58 @@ def test_any_bit_flip_is_refused(spec):
         broken[position] ^= 1 << (position % 8)
         with pytest.raises(CodecError):
             codec.decode(broken, 300)
+
+
+def by_definition(head, payload):
+    """Return the checksum of the wire format, computed the slow way."""
+    side, words = 64, 64 * 64
+    whole = len(payload) // (8 * words) * 8 * words
+    crc = zlib.crc32(head)
+    for start in range(0, whole, 8 * words):
+        segment = struct.unpack(f"<{words}q", payload[start : start + 8 * words])
+        rows = [sum(segment[i * side : (i + 1) * side]) for i in range(side)]
+        columns = [sum(segment[i::side]) for i in range(side)]
+        wrapped = [total % 2**64 for total in rows + columns]
+        crc = zlib.crc32(struct.pack(f"<{2 * side}Q", *wrapped), crc)
+    return zlib.crc32(payload[whole:], crc)
+
+
+@pytest.mark.parametrize("numel", [20_000, 33_000, 70_000])
+def test_the_checksum_is_that_of_the_wire_format(numel):
+    frame = parse("int8").encode(torch.randn(numel))
+    expected = by_definition(frame[:4], frame[HEADER_BYTES:])
+    assert frame[4:HEADER_BYTES] == expected.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("spec", ["fp32", "bf16", "int8", "int4"])
+def test_damage_anywhere_in_a_large_frame_is_refused(spec):
+    codec = parse(spec)
+    frame = codec.encode(torch.randn(70_000))
+    for position in torch.randint(HEADER_BYTES, len(frame), (40,)).tolist():
+        broken = bytearray(frame)
+        broken[position] ^= 1 << (position % 8)
+        with pytest.raises(CodecError, match="checksum"):
+            codec.decode(broken, 70_000)
+
+
+def test_exchanged_words_of_a_large_frame_are_refused():
+    codec = parse("fp32")
+    frame = codec.encode(torch.randn(70_000))
+    for first, second in [(0, 8), (0, 512), (8, 4_096), (0, 32_768), (40, 99_000)]:
+        broken = bytearray(frame)
+        a, b = HEADER_BYTES + first, HEADER_BYTES + second
+        broken[a : a + 8], broken[b : b + 8] = frame[b : b + 8], frame[a : a + 8]
+        with pytest.raises(CodecError, match="checksum"):
+            codec.decode(broken, 70_000)
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "nf4", "int8-dynamic", "fp4", "2bit"])
+def test_the_largest_floats_keep_their_sign(spec):
+    codec = parse(spec)
+    limit = torch.finfo(torch.float32).max
+    x = torch.tensor([limit, -limit] * 64)
+    decoded = codec.decode(codec.encode(x), x.shape)
+    assert torch.equal(decoded.sign(), x.sign())
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -4,9 +4,17 @@ import pytest
 import torch
 
 from atoll.compression import CodecError, TopK, merge, parse
-from atoll.compression.planes import pack, pack_runs, packed_bytes, plane_bytes, unpack, unpack_runs
+from atoll.compression.planes import (
+    pack,
+    pack_runs,
+    pack_weighted,
+    packed_bytes,
+    plane_bytes,
+    unpack,
+    unpack_runs,
+)
 from atoll.compression.randk import draw
-from atoll.compression.ternary import pack_digits, unpack_digits
+from atoll.compression.ternary import WEIGHTS, unpack_digits
 
 
 @pytest.mark.parametrize("k", [1, 8, 64, 128, 129, 500, 4_096])
@@ -116,14 +124,18 @@ def test_planes_in_the_high_half(numel):
 
 
 def test_all_values_of_five_digits_round_trip():
-    digits = torch.cartesian_prod(*[torch.arange(3, dtype=torch.uint8)] * 5).flip(1)
-    planes = torch.nn.functional.pad(digits.T.contiguous(), (0, 5))  # 243 columns to 248
-    out = torch.empty(248, dtype=torch.uint8)
-    pack_digits(planes.reshape(-1), out, 5 * 248)
-    assert torch.equal(unpack_digits(out, 5 * 248), planes.reshape(-1).to(torch.int8) - 1)
+    digits = torch.cartesian_prod(*[torch.arange(-1.0, 2.0)] * 5).flip(1)
+    planes = torch.nn.functional.pad(digits.T.contiguous(), (0, 5)).view(-1)  # 243 columns to 248
+    out, decoded = torch.empty(248, dtype=torch.uint8), torch.empty(5 * 248)
+    pack_weighted(planes, WEIGHTS, out, 5 * 248)
+    unpack_digits(out, decoded)
+    assert torch.equal(decoded, planes)
 
 
 def test_every_byte_is_five_digits():
-    digits = unpack_digits(torch.arange(256, dtype=torch.uint8), 5 * 256)
-    assert int(digits.min()) == -1
-    assert int(digits.max()) == 1
+    decoded = torch.empty(5 * 256)
+    unpack_digits(torch.arange(256, dtype=torch.uint8), decoded)
+    values = (decoded.view(5, 256) * torch.tensor(WEIGHTS).unsqueeze(1)).sum(0)
+    assert torch.equal(values, torch.arange(256, dtype=torch.uint8).view(torch.int8).float())
+    assert int(decoded.abs().max()) == 2
+    assert int(decoded.view(5, 256)[:, torch.arange(-121, 122)].abs().max()) == 1

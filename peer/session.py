@@ -61,7 +61,6 @@ CONNECT_EVERY_S = 2.0
 CONNECT_S = 10.0  # libp2p does not dial again for 5 s after a failure
 JOIN_PAUSE_S = (0.5, 15.0)
 OFFLINE_S = 10.0  # how long a peer that has joined before tries the coordinator at start
-UNKNOWN_MBIT_S = 100.0  # what a link is taken for where its owner does not say
 PATIENCE_STALLS = 20  # a round with one repair and one change of leader takes about ten
 KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
 HAND_OVER_S = 3.0  # a heartbeat tells the coordinator what it lacks, another tells that it has it
@@ -232,7 +231,7 @@ class Session:
             on_settled=self._on_settled,
             on_phase=self._on_phase,
             on_led=lambda entry, certificate, body: self.contact.on_led(entry, certificate, body),
-            uplink_mbit_s=lambda: self.options.rates.uplink_mbit_s or UNKNOWN_MBIT_S,
+            uplink_mbit_s=self.options.rates.uplink_mbit_s,
         )
         self.reducer = self._make_reducer()
         self.reporter = self._make_reporter()

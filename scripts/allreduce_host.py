@@ -192,7 +192,6 @@ class RoundsHost:
             on_settled=self._on_settled,
             on_phase=self._on_phase,
             on_led=lambda entry, certificate, body: None,
-            uplink_mbit_s=lambda: self.place.mbit_s[self.place.host],
         )
         self.rounds.serve()
 

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from atoll.compression import Codec
 from atoll.coordinator.status import Level
 from atoll.dht.roster import PeerRecord, Roster, RosterError
@@ -16,6 +18,7 @@ from atoll.optim.log import Elector, Verify, sha256
 from atoll.optim.robust import Rule
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.conduct import Conduct
+from atoll.peer.rounds.pacing import Link
 
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
 
@@ -51,6 +54,14 @@ OnEvent = Callable[[Level, str], None]
 """(level, text) of something worth telling a person."""
 
 
+class Arriving(Protocol):
+    """A reduction under way."""
+
+    async def arrival(self, start_cell: int, stop_cell: int) -> None:
+        """Return once a part is complete here, or no more of it comes."""
+        ...
+
+
 @dataclass(kw_only=True)
 class Context:
     """One peer's view, shared by leader, member and voter."""
@@ -75,6 +86,11 @@ class Context:
     """how owners reduce a cell; None: the weighted mean"""
     conduct: Conduct = field(default_factory=Conduct)
     """who broke the rules lately, as this peer saw it"""
+    decoded: dict[bytes, Tensor] = field(default_factory=dict)
+    """values of such parts, where they were decoded as they came"""
+    arriving: Arriving | None = None
+    """what may still bring parts of the position in progress"""
+    link: Link = field(default_factory=Link)
     _seen: dict[str, PeerRecord] = field(default_factory=dict)
 
     async def roster_peers(self) -> dict[str, PeerRecord]:
@@ -94,6 +110,11 @@ class Context:
     def alive_s(self) -> float:
         """Seconds between signs of life."""
         return self.settings.stall_s / ALIVE_PER_STALL
+
+    def forget(self) -> None:
+        """Drop the parts in hand: their position is decided."""
+        self.held.clear()
+        self.decoded.clear()
 
     @staticmethod
     def now() -> float:

@@ -102,9 +102,11 @@ class Rounds:
         on_settled: Callable[[Settled], None],
         on_phase: Callable[[str, int], None],
         on_led: Callable[[Entry, Certificate, bytes], None],
-        uplink_mbit_s: Callable[[], float],
+        uplink_mbit_s: float = 0.0,
     ) -> None:
         """Callbacks run on the event loop and must return at once.
+
+        ``uplink_mbit_s`` is what the owner declares; at 0 the rounds measure it.
 
         ``on_led`` is told of entries that this peer led to their certificate.
         """
@@ -113,7 +115,7 @@ class Rounds:
         self._on_settled = on_settled
         self._on_phase = on_phase
         self._on_led = on_led
-        self._uplink_mbit_s = uplink_mbit_s
+        ctx.link.declare(uplink_mbit_s)
         self.voter = Voter(ctx)
         self._archive = Archive(ctx)
         self._pending: Pending | None = None
@@ -264,7 +266,7 @@ class Rounds:
             steps=window.steps,
             loss=window.loss,
             norm=window.offer.norm,
-            uplink_mbit_s=self._uplink_mbit_s(),
+            uplink_mbit_s=self._ctx.link.uplink_mbit_s,
         )
 
     async def _refused(self, error: Refused, leader: str, position: int) -> bool:
@@ -313,9 +315,10 @@ class Rounds:
             if outcome is None:
                 return
             body = await self.voter.gather(outcome.entry, self._ctx.me.peer_id)
+            announced = self._spawn(self._announce(leadership, outcome.entry, outcome.certificate))
             await self._commit(outcome.entry, outcome.certificate, body)
             self._on_led(outcome.entry, outcome.certificate, body)
-            await self._announce(leadership, outcome.entry, outcome.certificate)
+            await announced
         except (AttemptFailed, TransportError, ValueError) as error:
             self._ctx.on_event(
                 "warning", f"position {key[1]}, attempt {key[2]} led here failed: {error}"
@@ -351,7 +354,7 @@ class Rounds:
             await self._ctx.transport.call(peer, "commit", decided, timeout_s=timeout_s)
 
     async def _commit(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
-        _, update_N = self.voter.verified.get(entry.digest, (b"", None))
+        update_N = await self.voter.update(entry)
         await self._ctx.replica.append(entry, certificate, body, update_N)
 
     # what a decided entry means for this peer

@@ -17,13 +17,13 @@ from torch import Tensor
 from atoll.compression import CodecError
 from atoll.coordinator.status import Level
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
-from atoll.optim.log import MalformedRecord, sha256
+from atoll.optim.log import MalformedRecord
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,
+    PACED_BYTES,
     PART_DONE,
-    PIECE_BYTES,
     REDUCE,
     Group,
     PartDone,
@@ -31,13 +31,14 @@ from atoll.peer.rounds.messages import (
     Repair,
     tagged,
 )
+from atoll.peer.rounds.pacing import Sample
 from atoll.peer.rounds.reduction import (
     CellRefused,
     PartRange,
+    PartReceiver,
     PartReducer,
     Share,
     batches,
-    split_frames,
 )
 
 # A first contact may have to dial; together with a stall's slack a pair that is cut off from each
@@ -45,10 +46,23 @@ from atoll.peer.rounds.reduction import (
 CONNECT_STALLS = 1.5
 SENDERS_SHARE = 0.5  # of the deadline: a slow sender costs itself, not the part or the round
 DIAL_PAUSE_STALLS = 0.1  # between tries of a first contact
+SAMPLE_S = 0.1  # between readings of what the link carried
+QUIET_S = 0.5  # after which a part that was coming is better fetched from somebody who has it
+CODES, RESULTS = 0, 1  # what goes first
 
 
 class PartLost(Exception):  # noqa: N818
     """The owner of a part is gone or does not go on."""
+
+
+@dataclass(kw_only=True)
+class Arrival:
+    """Cells of a member on their way into the reduction."""
+
+    member: int
+    cells: memoryview | Sequence[bytes]
+    """a message, or frames"""
+    error: CodecError | CellRefused | None = None
 
 
 @dataclass(kw_only=True)
@@ -62,6 +76,8 @@ class OwnedPart:
     """members whose stream came: cells are taken from one stream only"""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    arrived: list[Arrival] = field(default_factory=list)
+    """what no job has taken up yet"""
 
 
 @dataclass(kw_only=True)
@@ -97,6 +113,11 @@ class Exchange:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._unsent = set(range(len(group.parts)))
         self._gone: set[int] = set()
+        self._came_at: dict[int, float] = {}
+        self._samples: list[Sample] = []
+        self._sampling = asyncio.create_task(self._sample())
+        ctx.arriving = self
+        ctx.link.pacer.restart()
         everyone = range(len(group.members))
         for index, plan in enumerate(group.parts):
             self._start(index, plan.owner, everyone)
@@ -123,11 +144,66 @@ class Exchange:
         """Whether the bytes of a part may still come by themselves."""
         return not self._tasks[part].done()
 
+    async def arrival(self, start_cell: int, stop_cell: int) -> None:
+        """See `Arriving`: waits while the part's bytes keep coming."""
+        for part, plan in enumerate(self.group.parts):
+            if (plan.start_cell, plan.stop_cell) != (start_cell, stop_cell):
+                continue
+            task = self._tasks[part]
+            while not task.done() and self._ctx.now() < self._came_at.get(part, 0.0) + QUIET_S:
+                await asyncio.wait({task}, timeout=QUIET_S / 4)
+
     async def close(self) -> None:
         """End all streams."""
-        for task in self._tasks.values():
+        if self._ctx.arriving is self:
+            self._ctx.arriving = None
+        tasks = [self._sampling, *self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._ctx.link.learn(self._samples)
+        self._samples.clear()
+
+    async def _sample(self) -> None:
+        """Read what the link carries until the end."""
+        while True:
+            counted = self._ctx.transport.statistics()
+            sample = Sample(
+                at_s=self._ctx.now(),
+                delivered=counted.wire_bytes_delivered,
+                received=counted.wire_bytes_received,
+                busy=self._ctx.link.pacer.was_busy(),
+            )
+            if self._samples:
+                self._ctx.link.note(self._samples[-1], sample)
+            self._samples.append(sample)
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _send_paced(
+        self, stream: Stream, messages: Collection[bytes], first: int, leg: int
+    ) -> None:
+        """Send bulk messages in their turns, with signs of life while they wait.
+
+        Args:
+            stream: to whom.
+            messages: what.
+            first: number of the first message on this stream: receivers get theirs in turn.
+            leg: codes or results.
+        """
+        to = self._member(stream.remote)
+        turn_of = (to - self.me) % len(self.group.members)
+        timeout_s = self.group.deadline_s if leg == CODES else self.group.stall_s
+        for number, message in enumerate(messages, first):
+            order = (self.group.position, leg, number, turn_of)
+            turn = self._ctx.link.pacer.turn(len(message), order)
+            try:
+                while not turn.done():
+                    await asyncio.wait({turn}, timeout=self._ctx.alive_s)
+                    if not turn.done():
+                        await stream.send(ALIVE, timeout_s=self.group.stall_s)
+            finally:
+                turn.cancel()
+            await stream.send(CELL + message, timeout_s=timeout_s)
 
     async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
         """Answer a member's stream for a part that this peer owns."""
@@ -213,14 +289,14 @@ class Exchange:
         self._unsent.discard(part)
         self._note_sent()
         try:
-            await self._add(owned, self.me, [memoryview(code) for code in self._my_codes(part)])
+            await self._add(owned, self.me, self._my_codes(part))
         except (CodecError, CellRefused) as error:  # of one's own: the part is due all the same
             await self._drop(owned, self.me, reason=f"bad-cell: {error}", level="error")
         await self._finish(owned)
-        body, done = owned.reducer.done(part, generation)
+        body, done = await self._ctx.compute(owned.reducer.done, part, generation)
         self.credits[part] = owned.reducer.credit_N
         self.rejected[part] = owned.reducer.rejected
-        self._complete(part, body, done)
+        self._complete(part, body, done, owned.reducer.decoded_N)
         self.reports.put_nowait(done)
 
     async def _finish(self, owned: OwnedPart) -> None:
@@ -259,24 +335,21 @@ class Exchange:
     async def _take(self, owned: OwnedPart, member: int, message: bytes) -> None:
         if message[:1] != CELL:
             raise CellRefused(f"expected cells, got a message of kind {message[:1]!r}")
-        reducer = owned.reducer
-        frames = split_frames(
-            memoryview(message)[1:],
-            codec=self._ctx.codec,
-            part=reducer.part,
-            first=reducer.arrived(member),
-        )
-        await self._add(owned, member, frames)
+        await self._add(owned, member, memoryview(message)[1:])
 
-    async def _add(self, owned: OwnedPart, member: int, frames: Sequence[memoryview]) -> None:
-        def accumulate() -> None:
-            for frame in frames:
-                owned.reducer.add(member, frame)
-            owned.reducer.advance()
-
+    async def _add(
+        self, owned: OwnedPart, member: int, cells: memoryview | Sequence[bytes]
+    ) -> None:
+        """Take in a message or frames; one job takes all that came while the one before ran."""
+        arrival = Arrival(member=member, cells=cells)
+        owned.arrived.append(arrival)
         async with owned.lock:
-            await self._ctx.compute(accumulate)
-        await _notify(owned)
+            batch, owned.arrived = owned.arrived, []
+            if batch:
+                await self._ctx.compute(accumulate, owned.reducer, batch)
+                await _notify(owned)
+        if arrival.error is not None:
+            raise arrival.error
 
     async def _drop(
         self, owned: OwnedPart, *members: int, reason: str, level: Level = "warning"
@@ -292,15 +365,15 @@ class Exchange:
         await _notify(owned)
 
     async def _send_results(self, owned: OwnedPart, head: Reduce, stream: Stream) -> None:
-        sent = 0
+        sent = num_messages = 0
         while sent < owned.reducer.part.num_cells:
             frames = owned.reducer.frames[sent:]
-            for piece in batches(frames, PIECE_BYTES):
-                await stream.send(CELL + piece, timeout_s=self.group.stall_s)
-            sent += len(frames)
+            messages = batches(frames, PACED_BYTES)
+            await self._send_paced(stream, messages, num_messages, RESULTS)
+            sent, num_messages = sent + len(frames), num_messages + len(messages)
             if not frames:
                 await self._await_frames(owned, sent, stream)
-        _, done = owned.reducer.done(head.part, head.generation)
+        _, done = await self._ctx.compute(owned.reducer.done, head.part, head.generation)
         await stream.send(tagged(PART_DONE, done), timeout_s=self.group.stall_s)
 
     async def _await_frames(self, owned: OwnedPart, sent: int, stream: Stream) -> None:
@@ -318,20 +391,16 @@ class Exchange:
     async def _fetch_reduced(self, part: int, generation: int, owner: int) -> None:
         name = self.group.members[owner].peer_id
         try:
-            body, done = await self._exchange_with(name, part, generation)
+            await self._exchange_with(name, part, generation)
         except (TransportError, CodecError, MalformedRecord, CellRefused, PartLost) as error:
             text = f"position {self.group.position}: lost part {part} of {short(name)}: {error}"
             self._ctx.on_event("warning", text)
-            return
-        self._complete(part, body, done)
 
-    async def _exchange_with(
-        self, owner: str, part: int, generation: int
-    ) -> tuple[bytes, PartDone]:
+    async def _exchange_with(self, owner: str, part: int, generation: int) -> None:
         stream = await self._open(owner)
         sending = asyncio.create_task(self._send_codes(stream, part, generation))
         try:
-            return await self._collect(stream, part, generation)
+            await self._collect(stream, part, generation)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -359,40 +428,33 @@ class Exchange:
         )
         await stream.send(tagged(REDUCE, head), timeout_s=self.group.stall_s)
         if self.group.members[self.me].weight > 0:
-            for piece in batches(self._my_codes(part), PIECE_BYTES):
-                await stream.send(CELL + piece, timeout_s=self.group.deadline_s)
+            await self._send_paced(stream, batches(self._my_codes(part), PACED_BYTES), 0, CODES)
         self._unsent.discard(part)
         self._note_sent()
 
-    async def _collect(self, stream: Stream, part: int, generation: int) -> tuple[bytes, PartDone]:
-        span = self.range_of(part)
-        frames: list[bytes] = []
+    async def _collect(self, stream: Stream, part: int, generation: int) -> None:
+        receiver = PartReceiver(codec=self._ctx.codec, part=self.range_of(part))
         deadline = self.times.started + self.group.deadline_s + self.group.stall_s
-        first_s = CONNECT_STALLS * self.group.stall_s
+        timeout_s = CONNECT_STALLS * self.group.stall_s
         while self._ctx.now() < deadline:
-            message = await stream.recv(timeout_s=first_s if not frames else self.group.stall_s)
+            message = await stream.recv(timeout_s=timeout_s)
             if message is None:
                 raise PartLost("the stream ended before the part was complete")
             if message[:1] == CELL:
-                view = memoryview(message)[1:]
-                pieces = split_frames(view, codec=self._ctx.codec, part=span, first=len(frames))
-                frames += map(bytes, pieces)
+                self._came_at[part] = self._ctx.now()
+                await self._ctx.compute(receiver.take, memoryview(message)[1:])
+                timeout_s = self.group.stall_s
             elif message[:1] == PART_DONE:
-                return self._checked(part, generation, frames, PartDone.decode(message[1:]))
+                done = PartDone.decode(message[1:])
+                if (done.part, done.generation) != (part, generation):
+                    raise PartLost("the owner names another part")
+                body = await self._ctx.compute(receiver.finish, done)
+                return self._complete(part, body, done, receiver.decoded_N)
         raise DeadlineExceeded(f"expected the part within {self.group.deadline_s:.1f} s")
 
-    def _checked(
-        self, part: int, generation: int, frames: Sequence[bytes], done: PartDone
-    ) -> tuple[bytes, PartDone]:
-        body = b"".join(frames)
-        if len(frames) != self.range_of(part).num_cells or sha256(body) != done.digest:
-            raise PartLost("the bytes that came are not those that the owner names")
-        if (done.part, done.generation) != (part, generation):
-            raise PartLost("the owner names another part")
-        return body, done
-
-    def _complete(self, part: int, body: bytes, done: PartDone) -> None:
-        self._ctx.hold(body)
+    def _complete(self, part: int, body: bytes, done: PartDone, decoded_N: Tensor) -> None:
+        self._ctx.held[done.digest] = body
+        self._ctx.decoded[done.digest] = decoded_N
         self.parts[part] = done
         self.on_part()
         if len(self.parts) == len(self.group.parts):
@@ -401,6 +463,16 @@ class Exchange:
     def _note_sent(self) -> None:
         if not self._unsent and self.times.sent is None:
             self.times.sent = self._ctx.now()
+
+
+def accumulate(reducer: PartReducer, batch: Sequence[Arrival]) -> None:
+    """Add what arrived, each member's up to its first error, and encode what is complete."""
+    for arrival in batch:
+        try:
+            reducer.add_all(arrival.member, arrival.cells)
+        except (CodecError, CellRefused) as error:
+            arrival.error = error
+    reducer.advance()
 
 
 async def _notify(owned: OwnedPart) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,11 @@ class PartRange:
         """The part within the whole vector."""
         return slice(self.start_cell * CELL, min(self.stop_cell * CELL, self.numel))
 
+    @property
+    def count(self) -> int:
+        """Values of the part."""
+        return min(self.stop_cell * CELL, self.numel) - self.start_cell * CELL
+
     def cell_numel(self, index: int) -> int:
         """Values of the part's cell ``index``."""
         start = (self.start_cell + index) * CELL
@@ -95,11 +100,11 @@ class PartReducer:
         self._arrived = dict.fromkeys(shares, 0)
         self._squares = dict.fromkeys(shares, 0.0)
         self._live = set(shares)
-        count = part.values.stop - part.values.start
-        self._sum_N = torch.zeros(count)
+        self._sum_N = torch.zeros(part.count)
         self._weight = [0.0] * part.num_cells
-        self._credit_N = torch.zeros(count)
+        self._credit_N = torch.zeros(part.count)
         self.frames: list[bytes] = []
+        self._hash = hashlib.sha256()
 
     @property
     def finished(self) -> bool:
@@ -136,6 +141,21 @@ class PartReducer:
         self._weight[index] += share.weight
         self._arrived[member] += 1
 
+    def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
+        """Take the next cells of ``member``, as frames or as the message that holds them.
+
+        Raises:
+            CodecError, CellRefused: as ``add``, or the message does not end where a cell ends.
+        """
+        frames: Sequence[bytes | memoryview]
+        if isinstance(cells, memoryview):
+            first = self.arrived(member)
+            frames = split_frames(cells, codec=self._codec, part=self.part, first=first)
+        else:
+            frames = cells
+        for frame in frames:
+            self.add(member, frame)
+
     def drop(self, member: int) -> None:
         """Expect nothing more of ``member``; what arrived stays."""
         self._live.discard(member)
@@ -144,7 +164,9 @@ class PartReducer:
         """Encode the cells that are complete; whether there was one."""
         ready = self._ready_cells()
         for index in range(len(self.frames), ready):
-            self.frames.append(self._encode(index))
+            frame = self._encode(index)
+            self._hash.update(frame)
+            self.frames.append(frame)
         return ready > 0
 
     def done(self, part: int, generation: int) -> tuple[bytes, PartDone]:
@@ -159,7 +181,7 @@ class PartReducer:
             part=part,
             generation=generation,
             wire_bytes=len(body),
-            digest=hashlib.sha256(body).digest(),
+            digest=self._hash.digest(),
             partial=partial,
         )
 
@@ -167,6 +189,11 @@ class PartReducer:
     def rejected(self) -> float:
         """L2 norm of what the rule took away from the weighted mean of this part, or put there."""
         return math.sqrt(self._rejected_squares)
+
+    @property
+    def decoded_N(self) -> Tensor:  # noqa: N802
+        """What the frames decode to, once all cells are encoded."""
+        return self._sum_N
 
     @property
     def credit_N(self) -> Tensor:  # noqa: N802
@@ -186,6 +213,7 @@ class PartReducer:
         frame = self._codec.encode(mean_N)
         sent_N = self._codec.decode(frame, self.part.cell_numel(index))
         self._values(self._credit_N, index).copy_(mean_N).sub_(sent_N).mul_(weight)
+        mean_N.copy_(sent_N)
         return frame
 
     def _reject(self, index: int, mean_N: Tensor) -> None:
@@ -210,6 +238,43 @@ class PartReducer:
         declared = self._shares[member].norm
         if not norm <= declared * NORM_SLACK + 1e-12:
             raise CellRefused(f"expected a norm of at most {declared:.3g}, got {norm:.3g} so far")
+
+
+class PartReceiver:
+    """The other members' side: reduced cells are checked, decoded and hashed as they come."""
+
+    def __init__(self, *, codec: Codec, part: PartRange) -> None:
+        """Expect all cells of a part."""
+        self._codec = codec
+        self._part = part
+        self._frames: list[bytes] = []
+        self._hash = hashlib.sha256()
+        self.decoded_N = torch.empty(part.count)
+
+    def take(self, data: memoryview) -> None:
+        """Take a message of whole frames.
+
+        Raises:
+            CellRefused: it holds more than the part, or does not end where a cell ends.
+            CodecError: a frame is no cell of the codec.
+        """
+        part, first = self._part, len(self._frames)
+        frames = split_frames(data, codec=self._codec, part=part, first=first)
+        for index, frame in enumerate(frames, first):
+            cell_N = self._codec.decode(frame, part.cell_numel(index))
+            self.decoded_N[index * CELL : index * CELL + part.cell_numel(index)] = cell_N
+            self._frames.append(bytes(frame))
+        self._hash.update(data)
+
+    def finish(self, done: PartDone) -> bytes:
+        """The part's bytes.
+
+        Raises:
+            CellRefused: they are not those that the owner names.
+        """
+        if len(self._frames) != self._part.num_cells or self._hash.digest() != done.digest:
+            raise CellRefused("the bytes that came are not those that the owner names")
+        return b"".join(self._frames)
 
 
 def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:

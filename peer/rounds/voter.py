@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import torch
 from torch import Tensor
 
 from atoll.dht.transport import PeerUnreachable, Refused, TransportError
@@ -36,7 +37,7 @@ class Voter:
         """No position yet."""
         self._ctx = ctx
         self._booth = Booth(ctx.me)
-        self.verified: dict[bytes, tuple[bytes, Tensor | None]] = {}
+        self._verified: dict[bytes, Tensor | None] = {}
 
     @property
     def promised(self) -> int:
@@ -62,8 +63,8 @@ class Voter:
     def _turn(self) -> None:
         replica = self._ctx.replica
         if self._booth.turn(Place(replica.epoch, replica.position), replica.electorate):
-            self.verified.clear()
-            self._ctx.held.clear()
+            self._verified.clear()
+            self._ctx.forget()
 
     def _prepare(self, remote: str, ask: Prepare) -> Promise:
         accepted = self._booth.prepare(remote, Place(ask.epoch, ask.position), ask.attempt)
@@ -88,6 +89,8 @@ class Voter:
         """The body of an entry, from the parts in hand and from ``source`` for the rest."""
         pieces: list[bytes] = []
         for part in entry.parts:
+            if part.digest not in self._ctx.held and self._ctx.arriving is not None:
+                await self._ctx.arriving.arrival(part.start_cell, part.stop_cell)
             body = self._ctx.held.get(part.digest)
             if body is None:
                 body = await self._fetch(entry, part, source)
@@ -106,15 +109,35 @@ class Voter:
                 return await fetch_part(self._ctx, peer, part.digest, part.wire_bytes)
         raise PeerUnreachable(f"nobody gave the part {part.digest.hex()[:12]}")
 
+    async def update(self, entry: Entry) -> Tensor | None:
+        """The update of an entry as it was decoded for the vote; None where it was not."""
+        came = self._decoded(entry)
+        return (
+            await self._ctx.compute(torch.cat, came) if came else self._verified.get(entry.digest)
+        )
+
     async def _verify(self, entry: Entry, body: bytes) -> None:
-        if entry.digest in self.verified:
+        """Everything decodes; parts that were decoded as they came are not decoded again."""
+        if entry.digest in self._verified:
             return
         update_N = None
-        if entry.kind == "update":
+        if entry.kind == "update" and not self._decoded(entry):
             split_body(entry, body)
             numel = self._ctx.layout.numel
             update_N = await self._ctx.compute(decode_update, [body], self._ctx.codec, numel)
-        self.verified[entry.digest] = (body, update_N)
+        self._verified[entry.digest] = update_N
+
+    def _decoded(self, entry: Entry) -> list[Tensor]:
+        """All parts of an entry, if all were decoded as they came."""
+        numel = self._ctx.layout.numel
+        came: list[Tensor] = []
+        for part in entry.parts:
+            span = PartRange(start_cell=part.start_cell, stop_cell=part.stop_cell, numel=numel)
+            part_N = self._ctx.decoded.get(part.digest)
+            if part_N is None or part_N.numel() != span.count:
+                return []
+            came.append(part_N)
+        return came
 
     def _check_rules(self, entry: Entry) -> None:
         replica = self._ctx.replica

@@ -133,7 +133,7 @@ class SwarmPeer:
             on_settled=self._on_settled,
             on_phase=lambda phase, position: self.swarm.on_phase(self, phase, position),
             on_led=lambda entry, certificate, body: None,
-            uplink_mbit_s=lambda: self.declared_mbit_s,
+            uplink_mbit_s=self.declared_mbit_s,
         )
         self.recovery = Recovery(
             self.ctx, run_id=RUN_ID, genesis=self.genesis, on_progress=lambda what, at: None

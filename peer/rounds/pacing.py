@@ -1,0 +1,224 @@
+"""How fast this peer sends in a round, and in which order.
+
+Without pacing, TCP fills the queue in front of the uplink until it overflows: bytes are sent twice,
+and votes wait behind cells.  So bulk messages of a round leave one after the other at the uplink's
+rate: those of the older position first, own codes before reduced cells (results can only be
+complete once codes have come), and then receivers in turn, each peer beginning with its successor.
+
+The rate is what the owner declared, else what transfers showed: the highest rate at which others
+acknowledged bytes over some tenths of a second while more waited to leave, a little raised so that
+a link that became faster is found (as in BBR, arXiv:2212.01853, with a round for its round trips).
+A peer that knows nothing yet is not paced; the first round then measures.  Nor may more than
+``QUEUE_S`` of it be under way and unconfirmed, however wrong the rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+
+UNKNOWN_MBIT_S = 100.0  # what a link is taken for of which nothing is known
+GAIN = 1.03  # over what was measured: finds a link that became faster, and queues 3% of a round
+SEARCH_GAIN = 1.25  # once the link has kept up with GAIN for SEARCH_ROUNDS
+SEARCH_ROUNDS = 2
+KEPT_UP = 0.99  # of the pace; a link that is slower than the pace gives 1 / GAIN of it
+DECLARED_SHARE = 0.94  # of a declared rate: headers and encryption at packets of 1500 bytes
+BURST_S = 0.1  # what a busy machine may catch up, so that the link never idles for it
+WINDOW_S = 0.3  # a shorter rate says more about buffers than about the link
+KEPT_ROUNDS = 3  # of which the median counts, against a round in which the machine was busy
+QUEUE_S = 0.3  # of unconfirmed bytes at most: signs of life travel behind them
+MIN_IN_FLIGHT_BYTES = 1 << 18
+LOST_SHARE = 0.02  # of what is unconfirmed, a reading: what was sent to the dead never is
+BITS = 8e-6  # Mbit in a byte
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A reading of the counters during a round."""
+
+    at_s: float
+    delivered: int
+    """bytes that others have acknowledged"""
+    received: int
+    busy: bool
+    """whether bulk data waited for the link since the reading before"""
+
+
+def peak_mbit_s(points: Sequence[tuple[float, int]], window_s: float = WINDOW_S) -> float:
+    """Highest rate of a counter over little more than ``window_s``; 0 where nothing lasts so long.
+
+    Args:
+        points: (seconds, bytes so far), in order.
+        window_s: shortest stretch that counts.
+    """
+    peak, start = 0.0, 0
+    for at_s, num_bytes in points:
+        while start + 1 < len(points) and at_s - points[start + 1][0] >= window_s:
+            start += 1
+        began_s, before = points[start]
+        if at_s - began_s >= window_s:
+            peak = max(peak, (num_bytes - before) * BITS / (at_s - began_s))
+    return peak
+
+
+def saturated_mbit_s(samples: Sequence[Sample], window_s: float = WINDOW_S) -> float:
+    """Rate of the better half of the longest time for which the link was busy.
+
+    Confirmations come in bursts, so that shorter stretches show more than there is; the first half
+    may be TCP's slow start.  0 where the link was not busy for ``window_s``.
+    """
+    runs = [list(run) for busy, run in groupby(samples, lambda sample: sample.busy) if busy]
+    run = max(runs, key=lambda run: run[-1].at_s - run[0].at_s, default=[])
+    if not run:
+        return 0.0
+    half_s = (run[-1].at_s - run[0].at_s) / 2
+    return peak_mbit_s([(s.at_s, s.delivered) for s in run], max(window_s, half_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateEstimate:
+    """What rounds have shown of one direction of a link."""
+
+    mbit_s: float | None = None
+    """None where nothing is known"""
+    recent: tuple[float, ...] = ()
+    """saturated rates of the last rounds"""
+    kept_up: int = 0
+    """rounds in a row in which the link carried all that the pace gave it"""
+
+    @property
+    def pace_mbit_s(self) -> float | None:
+        """How fast to send; None for as fast as it goes."""
+        if self.mbit_s is None:
+            return None
+        return self.mbit_s * (SEARCH_GAIN if self.kept_up >= SEARCH_ROUNDS else GAIN)
+
+    def after(self, saturated_mbit_s: float) -> RateEstimate:
+        """The estimate after a round in which the busy link showed this rate, 0 for none."""
+        if not saturated_mbit_s:
+            return self
+        pace = self.pace_mbit_s
+        kept_up = self.kept_up + 1 if pace and saturated_mbit_s >= KEPT_UP * pace else 0
+        recent = (*self.recent, saturated_mbit_s)[-KEPT_ROUNDS:]
+        likely = saturated_mbit_s if kept_up else statistics.median_high(recent)
+        return RateEstimate(mbit_s=likely, recent=recent, kept_up=kept_up)
+
+
+Order = tuple[int, ...]
+"""What goes first: the smaller tuple."""
+
+
+@dataclass(order=True)
+class _Turn:
+    order: Order
+    number: int
+    num_bytes: int = field(compare=False)
+    granted: asyncio.Future[None] = field(compare=False)
+
+
+class Pacer:
+    """Grants turns to send, at most so many bytes a second.  Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        """Not paced until ``rate_mbit_s`` is set."""
+        self.rate_mbit_s: float | None = None
+        self._turns: list[_Turn] = []
+        self._numbers = count()
+        self._free_at_s = 0.0
+        self._granted = False
+        self._in_flight = 0.0
+        self._limit = float(MIN_IN_FLIGHT_BYTES)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def restart(self) -> None:
+        """A round begins: whatever was not confirmed before does not count."""
+        self._in_flight = 0.0
+
+    def confirm(self, num_bytes: int, seconds: float) -> None:
+        """So much was delivered in the last ``seconds``."""
+        self._in_flight = max(0.0, self._in_flight - num_bytes) * (1 - LOST_SHARE)
+        bytes_s = max((self.rate_mbit_s or 0.0) / BITS, num_bytes / max(seconds, 1e-3))
+        self._limit = max(MIN_IN_FLIGHT_BYTES, QUEUE_S * bytes_s)
+        self._grant()
+
+    def was_busy(self) -> bool:
+        """Whether anybody waits for a turn or, where nothing is paced, had one since last asked."""
+        granted, self._granted = self._granted, False
+        return bool(self._turns) or (granted and self.rate_mbit_s is None)
+
+    def turn(self, num_bytes: int, order: Order) -> asyncio.Future[None]:
+        """Done when so many bytes may be sent; cancel it to give it up."""
+        granted = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._turns, _Turn(order, next(self._numbers), num_bytes, granted))
+        self._grant()
+        return granted
+
+    def _grant(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        while self._turns and self._free_at_s <= now_s and self._in_flight < self._limit:
+            turn = heapq.heappop(self._turns)
+            if not turn.granted.done():
+                turn.granted.set_result(None)
+                self._granted = True
+                self._in_flight += turn.num_bytes
+                self._free_at_s = self._next_s(now_s, turn.num_bytes)
+        if self._turns and self._timer is None and self._free_at_s > now_s:
+            self._timer = loop.call_at(self._free_at_s, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._grant()
+
+    def _next_s(self, now_s: float, num_bytes: int) -> float:
+        if self.rate_mbit_s is None:
+            return now_s
+        return max(self._free_at_s, now_s - BURST_S) + num_bytes * BITS / self.rate_mbit_s
+
+
+class Link:
+    """This peer's access link: what is known of it, and the pacer of what goes up."""
+
+    def __init__(self) -> None:
+        """Nothing declared, nothing known."""
+        self.pacer = Pacer()
+        self._declared_mbit_s = 0.0
+        self._up = RateEstimate()
+        self._down_mbit_s = 0.0
+
+    def declare(self, uplink_mbit_s: float) -> None:
+        """Take the owner's word; 0 where there is none."""
+        self._declared_mbit_s = uplink_mbit_s
+        self._set_pace()
+
+    @property
+    def uplink_mbit_s(self) -> float:
+        """Declared, else measured, else a guess."""
+        return self._declared_mbit_s or self._up.mbit_s or UNKNOWN_MBIT_S
+
+    @property
+    def downlink_mbit_s(self) -> float:
+        """The highest rate seen, and no less than up.
+
+        Rounds seldom fill a downlink, so that is a lower bound; few links are slower down than up.
+        """
+        return max(self._down_mbit_s, self.uplink_mbit_s)
+
+    def note(self, before: Sample, sample: Sample) -> None:
+        """Take in a reading while a round goes on."""
+        self.pacer.confirm(sample.delivered - before.delivered, sample.at_s - before.at_s)
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Take in the readings of a round."""
+        self._up = self._up.after(saturated_mbit_s(samples))
+        received = peak_mbit_s([(sample.at_s, sample.received) for sample in samples])
+        self._down_mbit_s = max(self._down_mbit_s, received)
+        self._set_pace()
+
+    def _set_pace(self) -> None:
+        declared = self._declared_mbit_s
+        self.pacer.rate_mbit_s = DECLARED_SHARE * declared if declared else self._up.pace_mbit_s

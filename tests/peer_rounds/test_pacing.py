@@ -1,0 +1,225 @@
+"""Turns at the uplink, and what a round's readings say of a link."""
+
+import asyncio
+
+import pytest
+
+from atoll.dht.virtualtime import run_virtual as run
+from atoll.peer.rounds.pacing import (
+    BURST_S,
+    GAIN,
+    MIN_IN_FLIGHT_BYTES,
+    QUEUE_S,
+    SEARCH_GAIN,
+    UNKNOWN_MBIT_S,
+    Link,
+    Pacer,
+    RateEstimate,
+    Sample,
+    peak_mbit_s,
+    saturated_mbit_s,
+)
+
+PIECE = 125_000  # 1 Mbit
+
+
+def paced(rate_mbit_s):
+    pacer = Pacer()
+    pacer.rate_mbit_s = rate_mbit_s
+    return pacer
+
+
+def samples(*rates_mbit_s, busy=True, step_s=0.1):
+    """A counter that grows at these rates, one a step."""
+    out, sent = [Sample(at_s=0.0, delivered=0, received=0, busy=busy)], 0
+    for number, rate in enumerate(rates_mbit_s, 1):
+        sent += int(rate * step_s / 8e-6)
+        out.append(Sample(at_s=number * step_s, delivered=sent, received=sent, busy=busy))
+    return out
+
+
+def test_turns_are_granted_at_the_pace():
+    async def main():
+        pacer, loop = paced(10.0), asyncio.get_running_loop()
+        began_s = loop.time()
+        for number in range(21):
+            await pacer.turn(PIECE, (0, 0, number))
+            pacer.confirm(PIECE, 0.1)
+        return loop.time() - began_s
+
+    assert run(main()) == pytest.approx(2.0, abs=BURST_S)
+
+
+def test_a_link_of_unknown_speed_is_not_paced():
+    async def main():
+        pacer = Pacer()
+        assert all(pacer.turn(PIECE, (n,)).done() for n in range(2))
+
+    run(main())
+
+
+def test_no_more_is_under_way_than_was_confirmed_lately():
+    async def main():
+        pacer = Pacer()
+        turns = [pacer.turn(PIECE, (n,)) for n in range(100)]
+        granted = [sum(turn.done() for turn in turns)]
+        pacer.confirm(4 * PIECE, 0.1)
+        granted.append(sum(turn.done() for turn in turns))
+        return granted
+
+    first, second = run(main())
+    assert first == -(-MIN_IN_FLIGHT_BYTES // PIECE)
+    assert second == pytest.approx(first + 4 + (QUEUE_S * 40 - first), abs=2)
+
+
+def test_what_is_never_confirmed_blocks_nobody_for_ever():
+    async def main():
+        pacer = Pacer()
+        turns = [pacer.turn(PIECE, (n,)) for n in range(12)]
+        for _ in range(1000):
+            pacer.confirm(0, 0.1)
+        return all(turn.done() for turn in turns)
+
+    assert run(main())
+
+
+def test_a_round_does_not_pay_for_the_one_before():
+    async def main():
+        pacer = Pacer()
+        assert not all(pacer.turn(PIECE, (n,)).done() for n in range(20))
+        pacer.restart()
+        pacer.confirm(0, 0.1)
+        return pacer.turn(PIECE, (0,)).done()
+
+    assert run(main())
+
+
+def test_codes_go_before_results_and_receivers_take_turns():
+    async def main():
+        pacer, granted = paced(10.0), []
+
+        async def flow(name, leg, receiver):
+            for number in range(3):
+                await pacer.turn(PIECE, (7, leg, number, receiver))
+                pacer.confirm(PIECE, 0.1)
+                granted.append((name, number))
+
+        await pacer.turn(PIECE, (0,))
+        flows = [("r2", 1, 2), ("c2", 0, 2), ("r1", 1, 1), ("c1", 0, 1)]
+        await asyncio.gather(*(flow(*f) for f in flows))
+        return granted
+
+    granted = run(main())
+    codes = [g for g in granted if g[0].startswith("c")]
+    assert codes == [("c1", 0), ("c2", 0), ("c1", 1), ("c2", 1), ("c1", 2), ("c2", 2)]
+    assert granted[:6] == codes
+
+
+def test_the_older_position_goes_first():
+    async def main():
+        pacer, order = paced(10.0), []
+        await pacer.turn(PIECE, (0,))
+        for position in (9, 8):
+            turn = pacer.turn(PIECE, (position, 0, 0, 1))
+            turn.add_done_callback(lambda _, p=position: order.append(p))
+        await asyncio.sleep(1)
+        return order
+
+    assert run(main()) == [8, 9]
+
+
+def test_a_turn_that_was_given_up_costs_nothing():
+    async def main():
+        pacer, loop = paced(10.0), asyncio.get_running_loop()
+        await pacer.turn(PIECE, (0,))
+        for number in range(50):
+            pacer.turn(PIECE, (1, number)).cancel()
+        began_s = loop.time()
+        await pacer.turn(PIECE, (2,))
+        return loop.time() - began_s
+
+    assert run(main()) <= 0.1
+
+
+def test_after_a_pause_no_more_than_a_burst_is_caught_up():
+    async def main():
+        pacer, loop = paced(10.0), asyncio.get_running_loop()
+        await pacer.turn(PIECE, (0,))
+        await asyncio.sleep(60)
+        began_s = loop.time()
+        for number in range(20):
+            await pacer.turn(PIECE, (1, number))
+            pacer.confirm(PIECE, 0.1)
+        return loop.time() - began_s
+
+    assert run(main()) >= 19 * 0.1 - BURST_S
+
+
+def test_the_peak_is_over_a_whole_window():
+    burst = [(0.0, 0), (0.05, 10_000_000), (0.4, 10_000_000)]
+    assert peak_mbit_s(burst, 0.4) == pytest.approx(200.0)
+    assert peak_mbit_s([(0.0, 0), (0.1, 10**9)], 0.3) == 0.0
+
+
+def test_only_stretches_in_which_the_link_was_busy_count():
+    idle = samples(100, 100, 100, 100, busy=False)
+    assert saturated_mbit_s(idle) == 0.0
+    assert saturated_mbit_s(samples(100, 100, 100, 100)) == pytest.approx(100.0)
+    broken = samples(100, 100, 100, 100)
+    broken[2] = Sample(at_s=0.2, delivered=0, received=0, busy=False)
+    assert saturated_mbit_s(broken) == 0.0
+
+
+def simulate(capacity_mbit_s, rounds, estimate=None):
+    """Rounds on a link that carries what the pace gives it, up to its capacity."""
+    estimate = estimate or RateEstimate()
+    for _ in range(rounds):
+        estimate = estimate.after(min(estimate.pace_mbit_s or capacity_mbit_s, capacity_mbit_s))
+    return estimate
+
+
+def test_the_first_round_measures_and_the_pace_stays_just_above():
+    estimate = simulate(100.0, 20)
+    assert estimate.mbit_s == pytest.approx(100.0)
+    assert estimate.pace_mbit_s == pytest.approx(100.0 * GAIN)
+
+
+def test_a_link_that_became_ten_times_faster_is_found():
+    assert simulate(1000.0, 16, simulate(100.0, 5)).mbit_s == pytest.approx(1000.0)
+
+
+def test_a_link_that_became_slower_is_found():
+    assert simulate(20.0, 6, simulate(100.0, 5)).mbit_s == pytest.approx(20.0)
+
+
+def test_one_round_on_a_busy_machine_changes_little():
+    estimate = simulate(100.0, 5).after(60.0)
+    assert estimate.mbit_s == pytest.approx(100.0)
+
+
+def test_a_round_that_sent_little_says_nothing():
+    estimate = simulate(100.0, 5)
+    assert estimate.after(0.0) == estimate
+    assert RateEstimate().after(0.0).pace_mbit_s is None
+
+
+def test_search_ends_where_the_link_does():
+    kept_up = RateEstimate(mbit_s=50.0, recent=(50.0,), kept_up=2)
+    assert kept_up.pace_mbit_s == pytest.approx(50.0 * SEARCH_GAIN)
+    assert kept_up.after(55.0).kept_up == 0
+
+
+def test_what_the_owner_declares_is_not_measured_away():
+    link = Link()
+    link.declare(20.0)
+    link.learn(samples(100, 100, 100, 100))
+    assert link.uplink_mbit_s == 20.0
+    assert link.pacer.rate_mbit_s is not None and link.pacer.rate_mbit_s < 20.0
+
+
+def test_a_link_learns_from_a_round():
+    link = Link()
+    assert (link.uplink_mbit_s, link.pacer.rate_mbit_s) == (UNKNOWN_MBIT_S, None)
+    link.learn(samples(40, 40, 40, 40))
+    assert link.uplink_mbit_s == pytest.approx(40.0)
+    assert link.downlink_mbit_s == pytest.approx(40.0)

@@ -16,6 +16,7 @@ import torch
 from atoll.compression import parse
 from atoll.compression.base import HEADER_BYTES
 from atoll.dht.memory import run_virtual
+from atoll.dht.transport import PeerUnreachable
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Entry
 from atoll.optim.robust import median
@@ -25,7 +26,7 @@ from atoll.peer.rounds.exchange import Exchange
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strikes import expect_no_work_lost, expect_sums, passed, settled_down
-from swarm import SMALL, Swarm
+from swarm import SETTINGS, SMALL, Swarm
 
 WIDE = Layout(names=("w",), shapes=((7 * CELL + 1_000,),))
 FP32 = parse("fp32")
@@ -227,6 +228,28 @@ def test_an_owner_that_lives_but_never_finishes_loses_its_part(tmp_path, monkeyp
 
     lazy = Swarm(tmp_path / "names").add().ctx.me
     monkeypatch.setattr(Exchange, "_finish", never)
+    run(tmp_path, scenario)
+
+
+def test_a_dial_that_fails_at_once_is_tried_again(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(2)
+        dial, failures = peers[0].transport.open, [PeerUnreachable("no dial within 5 s")] * 3
+
+        async def flaky(peer, method, *, timeout_s):
+            if method == "reduce" and failures:
+                raise failures.pop()
+            return await dial(peer, method, timeout_s=timeout_s)
+
+        peers[0].transport.open = flaky
+        await swarm.until(lambda: peers[0].windows == 1)
+        began_s = swarm.now()
+        await swarm.until(lambda: passed(peers, 0))
+        assert not failures
+        assert swarm.now() - began_s < SETTINGS.stall_s
+        assert len(entries(peers[0])[0].complete_members()) == 2
+        assert not any("left out" in e or "goes to" in e for p in peers for e in p.events)
+
     run(tmp_path, scenario)
 
 

@@ -156,10 +156,10 @@ def checksum(head: bytes, payload: Tensor) -> int:
     crc = zlib.crc32(head)
     if whole:
         words = payload[:whole].view(torch.int64).view(-1, SEGMENT_SIDE, SEGMENT_SIDE)
-        for segments in words.split(SEGMENTS_AT_ONCE):
+        for segments in torch.split(words, SEGMENTS_AT_ONCE):
             sums = torch.stack([segments.sum(2), segments.sum(1)], 1)
-            crc = zlib.crc32(sums.numpy(), crc)
-    return zlib.crc32(payload[whole:].numpy(), crc)
+            crc = zlib.crc32(sums.numpy().data, crc)
+    return zlib.crc32(payload[whole:].numpy().data, crc)
 
 
 def _result(dims: Dims, device: Device, out: Tensor | None) -> Tensor:

@@ -113,8 +113,9 @@ class BlockCodec(Codec):
         *of_blocks, codes = rest
         num_blocks = [self._num_blocks(size) for size in sizes]
         num_codes = [self._all_code_bytes(size) // self.code_dtype.itemsize for size in sizes]
-        pieces = [each.split(num_blocks) for each in of_blocks]
-        return zip(x_N.split(sizes), *pieces, codes.split(num_codes), strict=True)
+        pieces = [torch.split(each, num_blocks) for each in of_blocks]
+        values, packed = torch.split(x_N, sizes), torch.split(codes, num_codes)
+        return zip(values, *pieces, packed, strict=True)
 
     def _in_blocks(self, x_M: Tensor) -> Tensor:
         """Return `x_M` as [B, K]; a short last block is filled up with repetitions of itself."""

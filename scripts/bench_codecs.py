@@ -6,9 +6,9 @@
 
 One thread, in CPU time, which a busy machine disturbs less than the clock. Every round measures
 memcpy, hivemind's uniform 8-bit (where it is installed) and one codec, on the same values, one
-after the other; speeds and ratios are of the fastest of the rounds each. Bits count whole frames of a cell of 65,536 values;
-errors are relative norms. `real` is a pseudo-gradient: 30 AdamW steps of the demo's model on the
-standard library's source, made once and kept in build/bench_codecs.
+after the other; speeds and ratios are of the fastest of the rounds each. Bits count whole frames
+of a cell of 65,536 values; errors are relative norms. `real` is a pseudo-gradient: 30 AdamW steps
+of the demo's model on the standard library's source, made once and kept in build/bench_codecs.
 """
 
 import argparse
@@ -215,7 +215,8 @@ def measure(codec, inputs, yardstick, *, rounds, device):
     rows = speed(codec, x, yardstick, rounds)
     if "hook" in codec.name:  # does all its work in one call
         rows = [(memcpy, encode, encode, *theirs) for memcpy, encode, _, *theirs in rows]
-    memcpy, encode, decode, their_encode, their_decode = (min(column) for column in zip(*rows, strict=True))
+    fastest = [min(column) for column in zip(*rows, strict=True)]
+    memcpy, encode, decode, their_encode, their_decode = fastest
     gigabytes = 4 * x.numel() / 1e9
 
     def times(theirs, ours):

@@ -45,14 +45,14 @@ SAVE_EVERY = 100  # steps, then at the next end of a window: a minute or two
 class Trial:
     method: str = "diloco"  # or adamw
     workers: int = 4
-    steps: int = 360
-    batch_size: int = 8  # sequences a worker and step
-    lr: float = 1.5e-3
-    warmup_steps: int = 30
-    min_lr_ratio: float = 0.1
-    inner_steps: int = 30
+    steps: int = 300
+    batch_size: int = 16  # sequences a worker and step
+    lr: float = 1e-3
+    warmup_steps: int = 50
+    min_lr_ratio: float = 0.5
+    inner_steps: int = 25
     outer_lr: float = 0.8
-    outer_momentum: float = 0.5
+    outer_momentum: float = 0.3
     codec: str = "int8"
     seed: int = 0
     beta1: float = 0.9
@@ -87,6 +87,7 @@ class Trial:
 
 
 def short_table() -> list[Trial]:
+    """The length and the settings of the default demo."""
     base = Trial()
     return [
         replace(base, method="adamw"),
@@ -96,9 +97,9 @@ def short_table() -> list[Trial]:
 
 
 def long_table() -> list[Trial]:
-    base = Trial(steps=1600, batch_size=16, warmup_steps=100)
+    base = Trial(steps=1600, lr=1.5e-3, warmup_steps=100, min_lr_ratio=0.1)
     return [replace(base, method="adamw")] + [
-        replace(base, inner_steps=inner_steps) for inner_steps in (25, 50, 100, 10)
+        replace(base, inner_steps=inner_steps) for inner_steps in (10, 25, 50, 100)
     ]
 
 
@@ -330,7 +331,8 @@ def markdown(name: str, rows: list[dict]) -> str:
     first = rows[0]["settings"]
     lines = [
         f"\n**{name}**: {first['steps']} steps, {first['batch_size']} x {SEQ_LEN} tokens a worker "
-        f"and step, lr {first['lr']}, warm-up {first['warmup_steps']} steps\n",
+        f"and step, lr {first['lr']}, warm-up {first['warmup_steps']} steps, "
+        f"cosine to {first['min_lr_ratio']:g} of it\n",
         "| | tokens | valid loss | gap | update, MB a worker | date, commit |",
         "|---|---|---|---|---|---|",
     ]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atoll.peer.demo import Demo, DemoRun, Feed, Show
     from atoll.peer.summary import Compared
 
-INNER_STEPS = 30
+INNER_STEPS = 25
 BYTES = 256  # tokens
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LINGER_S = 3.0  # the finished dashboard stays this long before the summary
@@ -191,6 +191,7 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
             "data": {"source": source},
             "outer": {"method": args.method, "inner_steps": args.inner_steps},
             "inner": {
+                "lr": 1e-3,
                 "batch_size": 16,
                 "warmup_steps": min(100, args.rounds * args.inner_steps // 6),
             },

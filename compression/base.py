@@ -19,7 +19,7 @@ Wire format (little endian), the same for all codecs::
 
 The checksum is the CRC-32 of bytes 0..3, then for each whole segment of 32 KiB of the payload,
 read as 64 rows of 64 signed 64-bit words, the 64 sums of its rows and the 64 sums of its columns
-(64 bits, carry dropped), then the rest of the payload as it is.  Sums are three times as fast as
+(64 bits, carry dropped), then the rest of the payload as it is.  Sums are twice as fast as
 a CRC.  What changes one word changes a row and a column; only four words or more, in a
 rectangle and by equal amounts, could keep all sums.
 

@@ -52,7 +52,6 @@ class Ternary(BlockCodec):
     code: ClassVar[int] = 10
     version: ClassVar[int] = 2
     block: int = TILE
-    tiles_at_once: ClassVar[int] = 4
     stochastic: bool = True
     clip: float = 0.0
     seed: int = -1

@@ -37,7 +37,6 @@ class TwoBit(BlockCodec):
     name: ClassVar[str] = "2bit"
     code: ClassVar[int] = 9
     block: int = 4096
-    tiles_at_once: ClassVar[int] = 4
     width: float = 1.5
     code_limit: ClassVar[float] = 1.0
     scales_per_block: ClassVar[int] = 4

@@ -150,7 +150,7 @@ class PartReducer:
         frames: Sequence[bytes | memoryview]
         if isinstance(cells, memoryview):
             first = self.arrived(member)
-            frames = split_frames(cells, codec=self._codec, part=self.part, first=first)
+            frames = split_frames(memoryview(cells), codec=self._codec, part=self.part, first=first)
         else:
             frames = cells
         for frame in frames:

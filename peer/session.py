@@ -429,11 +429,11 @@ class Session:
         if rounds and replica.position >= rounds:
             return
         known = self.ctx.seen.values()
-        here = {Elector(peer_id=r.peer_id, incarnation=r.incarnation) for r in known}
+        here = [Elector(peer_id=r.peer_id, incarnation=r.incarnation) for r in known]
         told = self._quorum.look(
             replica.position,
             replica.electorate,
-            {*here, self.ctx.me},
+            [*here, self.ctx.me],
             in_touch=self.contact.in_touch,
         )
         if told is not None:

@@ -157,7 +157,7 @@ def test_only_matrices_decay(corpus):
 
 
 def rates(steps, **inner):
-    section = make_spec(inner={"warmup_steps": 4, "lr": 1.0} | inner).inner
+    section = make_spec(inner={"warmup_steps": 4, "lr": 1.0, "min_lr_ratio": 0.1} | inner).inner
     return [learner.learning_rate(i, inner=section, total_steps=steps) for i in range(20)]
 
 

@@ -5,11 +5,11 @@ and votes wait behind cells.  So bulk messages of a round leave one after the ot
 rate: those of the older position first, own codes before reduced cells (results can only be
 complete once codes have come), and then receivers in turn, each peer beginning with its successor.
 
-The rate is what the owner declared, else what transfers showed: the highest rate at which others
-acknowledged bytes over some tenths of a second while more waited to leave, a little raised so that
-a link that became faster is found (as in BBR, arXiv:2212.01853, with a round for its round trips).
-A peer that knows nothing yet is not paced; the first round then measures.  Nor may more than
-``QUEUE_S`` of it be under way and unconfirmed, however wrong the rate.
+The rate is what the owner declared, else what transfers showed: how fast others acknowledged bytes
+in the better half of the longest time in which more waited to leave, the median of three rounds, a
+little raised so that a link that became faster is found (the idea of BBR, ACM Queue 14(5), 2016,
+with a round for its round trips).  A peer that knows nothing yet is not paced; the first round then
+measures.  Nor may more than ``QUEUE_S`` of it be under way and unconfirmed, however wrong the rate.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from atoll.coordinator.members import (
     Publisher,
     common_position,
     electable,
+    window_s,
 )
 from atoll.coordinator.rounds import Rounds
 from atoll.coordinator.rpc import HEARTBEAT_S, NONCE_TTL_S, PROTOCOL, join_payload
@@ -377,12 +378,19 @@ class Coordinator:
             peers = electable(self.members.alive(now_s), epoch=self.follower.head.epoch)
             if not peers:
                 self._progress.pause(now_s)
-            elif self._progress.is_stalled(now_s, self.rounds.interval_s()):
+            elif self._progress.is_stalled(now_s, self._round_s(now_s)):
                 await self.reopen()
             return
         ready = electable(self.members.alive(now_s), epoch=None)
         if len(ready) >= self.spec.round.min_peers:
             await self.reopen()
+
+    def _round_s(self, now_s: float) -> float:
+        inner = self.spec.inner
+        step_tokens = inner.batch_size * inner.grad_accumulation * self.spec.data.seq_len
+        tokens = step_tokens * self.spec.outer.inner_steps
+        window = window_s(self.members.alive(now_s), tokens=tokens)
+        return max(self.rounds.interval_s(), window)
 
     def _furthest(self, now_s: float) -> int:
         head = self.follower.head
@@ -397,7 +405,7 @@ class Coordinator:
             return "finished"
         if not self.follower.is_open:
             return "waiting"
-        stalled = self._progress.is_stalled(now_s, self.rounds.interval_s())
+        stalled = self._progress.is_stalled(now_s, self._round_s(now_s))
         return "stalled" if stalled or self._progress.reopened or not alive else "training"
 
     def _note_finished(self) -> None:

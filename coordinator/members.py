@@ -128,9 +128,21 @@ class Progress:
         self.since_s = now_s
 
     def is_stalled(self, now_s: float, round_s: float) -> bool:
-        """Whether a new epoch is due; `round_s` is what a round took lately, 0 if unknown."""
+        """Whether a new epoch is due; `round_s` is what a round takes, 0 if unknown."""
         patience_s = max(STALL_S, 3 * round_s) * 2.0 ** min(self.reopened, 10)
         return now_s - self.since_s > min(patience_s, max(MAX_STALL_S, 3 * round_s))
+
+
+def window_s(alive: Iterable[Member], *, tokens: int) -> float:
+    """Median seconds of a window, as the trainers tell their speed; 0 where none does.
+
+    Args:
+        alive: who is in touch.
+        tokens: of a window.
+    """
+    speeds = (m.status.tokens_per_s for m in alive if m.status.role == "trainer")
+    times = sorted(tokens / speed for speed in speeds if speed > 0)
+    return times[(len(times) - 1) // 2] if times else 0.0
 
 
 @dataclass

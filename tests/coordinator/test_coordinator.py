@@ -152,6 +152,28 @@ def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> N
     kit.run(main())
 
 
+def test_long_windows_are_no_stall(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            coordinator, clock = net.up.coordinator, Clock()
+            coordinator._steady = clock
+            one, *_ = await net.started()
+            inner, spec = coordinator.spec.inner, coordinator.spec
+            tokens = inner.batch_size * inner.grad_accumulation * spec.data.seq_len
+            speed = tokens * spec.outer.inner_steps / 100.0  # a window takes 100 s
+            status = net.swarm.status(0, state="training", tokens_per_s=speed)
+            began_s = clock.now_s
+            for after_s, epoch in ((295.0, 0), (310.0, 1)):
+                while clock.now_s < began_s + after_s:
+                    clock.now_s += 5.0
+                    await one.heartbeat(status)
+                    await coordinator.tick()
+                assert coordinator.head().epoch == epoch
+                assert coordinator.status().state == ("stalled" if epoch else "training")
+
+    kit.run(main())
+
+
 def test_a_restarted_peer_and_an_organiser_who_does_not_wait(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:

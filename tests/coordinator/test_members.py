@@ -1,4 +1,12 @@
-from atoll.coordinator.members import Members, Pace, Progress, Publisher, common_position, electable
+from atoll.coordinator.members import (
+    Members,
+    Pace,
+    Progress,
+    Publisher,
+    common_position,
+    electable,
+    window_s,
+)
 from atoll.coordinator.status import PeerStatus
 
 
@@ -59,6 +67,15 @@ def test_a_stall_is_60_s_and_new_epochs_come_ever_more_slowly() -> None:
     assert progress.is_stalled(200.0 + 3601, 1.0)
     progress.note(6, 300.0)
     assert progress.is_stalled(361.0, 1.0)
+
+
+def test_a_window_takes_what_the_median_trainer_says() -> None:
+    members = Members()
+    assert window_s(members.alive(0.0), tokens=1000) == 0.0
+    for peer_id, speed in (("a", 10.0), ("b", 1e-6), ("c", 5.0), ("unknown", 0.0)):
+        members.update(peer(peer_id, tokens_per_s=speed), 0.0)
+    members.update(peer("follower", tokens_per_s=1e-6, role="follower"), 0.0)
+    assert window_s(members.alive(0.0), tokens=1000) == 200.0
 
 
 def test_time_without_anybody_does_not_count() -> None:

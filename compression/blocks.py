@@ -52,17 +52,22 @@ class BlockCodec(Codec):
     def _code_bytes(self, numel: int) -> int:
         """Return the bytes of the codes of `numel` <= `TILE` values."""
 
+    def _measure(self, x_BK: Tensor, peaks_B1: Tensor, scales_BS: Tensor) -> None:
+        """Store the largest magnitude of each block of some tiles, NaN where it has one."""
+        block_peaks(x_BK, peaks_B1)
+
+    def _factors(self, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
+        """Return what `_write_tile` needs for each block of the frame, [B, 1]: the peaks.
+
+        A codec whose scales follow from the peaks stores them here, all in one go.
+        """
+        return peaks_B1
+
     @abstractmethod
     def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
-        """Encode `numel` values, given magnitudes (scratch, may be overwritten) and peaks.
+        """Encode `numel` values, given the factors of their blocks.
 
         The last block may hold more values than are to be encoded.
         """
@@ -92,10 +97,16 @@ class BlockCodec(Codec):
     def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
         scales, codes = self._sections(payload, x_N.numel())
         peaks = x_N.new_empty((len(scales), 1))
-        for x_M, peaks_B1, scales_BS, codes_M in self._tiles(x_N, peaks, scales, codes):
-            x_BK = self._in_blocks(x_M)
-            size_BK = block_peaks(x_BK, peaks_B1)
-            self._write_tile(x_BK, size_BK, peaks_B1, scales_BS, codes_M, x_M.numel())
+        tiles = list(self._tiles(x_N, peaks, scales, codes))
+        tiles_BK = [self._in_blocks(x_M) for x_M, *_ in tiles]
+        for x_BK, (_, peaks_B1, scales_BS, _) in zip(tiles_BK, tiles, strict=True):
+            self._measure(x_BK, peaks_B1, scales_BS)
+        factors = self._factors(peaks, scales)
+        of_tiles = torch.split(factors, [len(scales_BS) for _, _, scales_BS, _ in tiles])
+        for x_BK, factors_B1, (x_M, _, scales_BS, codes_M) in zip(
+            tiles_BK, of_tiles, tiles, strict=True
+        ):
+            self._write_tile(x_BK, factors_B1, scales_BS, codes_M, x_M.numel())
         return peaks.amax()
 
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:

@@ -22,7 +22,7 @@ from atoll.compression.base import part
 from atoll.compression.blocks import BlockCodec, scale_blocks_
 from atoll.compression.raw import require_all_finite
 from atoll.compression.registry import register
-from atoll.compression.scratch import TILE
+from atoll.compression.scratch import TILE, scratch
 
 EXPONENT = 0x7F800000  # of an fp32
 
@@ -42,19 +42,16 @@ class Fp16(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return 2 * numel
 
-    def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
-    ) -> None:
+    def _factors(self, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
         exponents_B1 = (peaks_B1.view(torch.int32) & EXPONENT).view(torch.float32)
         scales_B1 = exponents_B1.mul_(2.0**-14).clamp_(min=2.0**-126)
         scales_BS.copy_(scales_B1)
-        scaled_M = torch.mul(x_BK, scales_B1.reciprocal_(), out=size_BK).view(-1)
+        return scales_B1.reciprocal_()
+
+    def _write_tile(
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
+    ) -> None:
+        scaled_M = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK)).view(-1)
         codes.copy_(part(scaled_M, 0, numel))
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:

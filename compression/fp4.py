@@ -44,17 +44,13 @@ class Fp4(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 2)
 
+    def _factors(self, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
+        return absmax_scales(peaks_B1, LARGEST, scales_BS, code_limit=self.code_limit)
+
     def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
-        inverse_B1 = absmax_scales(peaks_B1, LARGEST, scales_BS, code_limit=self.code_limit)
-        scaled_BK = torch.mul(x_BK, inverse_B1, out=size_BK)
+        scaled_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
         half_BK = scratch("half", x_BK, torch.float16).copy_(scaled_BK).view(torch.int16)
         signed_BK = half_BK.add_(HALF_MANTISSA).bitwise_right_shift_(10)
         pack(_sign_and_exponent(signed_BK), 4, codes, numel)

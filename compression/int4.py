@@ -23,6 +23,7 @@ from torch import Tensor
 from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.planes import pack, plane_bytes, unpack
 from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
 
 
 @register
@@ -38,17 +39,13 @@ class Int4(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 2)
 
+    def _factors(self, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
+        return absmax_scales(peaks_B1, 112.0, scales_BS).mul_(1 / 16)
+
     def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
-        inverse_B1 = absmax_scales(peaks_B1, 112.0, scales_BS).mul_(1 / 16)
-        steps_BK = torch.mul(x_BK, inverse_B1, out=size_BK)
+        steps_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
         pack(steps_BK.round_(), 4, codes, numel)
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from atoll.compression.base import part
 from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
 
 
 @register
@@ -39,17 +40,14 @@ class Int8(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return numel
 
+    def _factors(self, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
+        return absmax_scales(peaks_B1, 127.0, scales_BS)
+
     def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
-        inverse_B1 = absmax_scales(peaks_B1, 127.0, scales_BS)
-        steps_M = torch.mul(x_BK, inverse_B1, out=size_BK).round_().view(-1)
+        steps_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
+        steps_M = steps_BK.round_().view(-1)
         codes.copy_(part(steps_M, 0, numel))
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:

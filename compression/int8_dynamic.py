@@ -24,6 +24,7 @@ from atoll.compression.base import part
 from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.lookup import Levels, look_up, nearest_codes
 from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
 
 EXPONENTS = 7
 
@@ -40,17 +41,13 @@ class Int8Dynamic(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return numel
 
+    def _factors(self, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
+        return absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=1.0, headroom=1.0)
+
     def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
-        inverse_B1 = absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=1.0, headroom=1.0)
-        unit_BK = torch.mul(x_BK, inverse_B1, out=size_BK)
+        unit_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
         codes.copy_(part(nearest_codes(unit_BK, code_table()), 0, numel))
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:

@@ -21,6 +21,7 @@ from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.lookup import look_up, nearest_codes
 from atoll.compression.planes import pack, plane_bytes, unpack
 from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
 
 LEVELS = (
     -1.0,
@@ -56,17 +57,13 @@ class Nf4(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 2)
 
+    def _factors(self, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
+        return absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=1.0, headroom=1.0)
+
     def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
-        inverse_B1 = absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=1.0, headroom=1.0)
-        unit_BK = torch.mul(x_BK, inverse_B1, out=size_BK)
+        unit_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
         pack(nearest_codes(unit_BK, LEVELS), 4, codes, numel)
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import BF16_MAX
-from atoll.compression.blocks import BlockCodec, scale_blocks_
+from atoll.compression.blocks import BlockCodec, block_peaks, scale_blocks_
 from atoll.compression.planes import pack_weighted, plane_bytes, unpack
 from atoll.compression.registry import register
+from atoll.compression.scratch import scratch
 
 WEIGHTS = (1, 2, 4, 8, 16, 32, 64, -128)  # of the bits of an int8
 
@@ -41,18 +42,15 @@ class Sign(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 8)
 
-    def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
-    ) -> None:
-        mean_B1 = size_BK.mean(1, keepdim=True).mul_(1 / 64)
+    def _measure(self, x_BK: Tensor, peaks_B1: Tensor, scales_BS: Tensor) -> None:
+        mean_B1 = block_peaks(x_BK, peaks_B1).mean(1, keepdim=True).mul_(1 / 64)
         scales_BS.copy_(mean_B1.clamp_(max=BF16_MAX / self.code_limit))
-        pack_weighted(torch.lt(x_BK, 0, out=size_BK), WEIGHTS, codes, numel)
+
+    def _write_tile(
+        self, x_BK: Tensor, peaks_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
+    ) -> None:
+        negative_BK = torch.lt(x_BK, 0, out=scratch("work", x_BK))
+        pack_weighted(negative_BK, WEIGHTS, codes, numel)
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         negative = unpack(codes, 1, out_M.numel(), high=True)

@@ -74,26 +74,25 @@ class Ternary(BlockCodec):
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, DIGITS)
 
+    def _factors(self, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
+        if self.stochastic and not self.clip:
+            return absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=self.code_limit)
+        return peaks_B1
+
     def _write_tile(
-        self,
-        x_BK: Tensor,
-        size_BK: Tensor,
-        peaks_B1: Tensor,
-        scales_BS: Tensor,
-        codes: Tensor,
-        numel: int,
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
         if self.stochastic:
-            digits = self._draw(x_BK, size_BK, peaks_B1, scales_BS)
+            digits = self._draw(x_BK, factors_B1, scales_BS)
         else:
-            digits = _nearest(x_BK, peaks_B1, scales_BS)
+            digits = _nearest(x_BK, factors_B1, scales_BS)
         pack_weighted(digits, WEIGHTS, codes, numel)
 
-    def _draw(self, x_BK: Tensor, size_BK: Tensor, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
+    def _draw(self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor) -> Tensor:
         if self.clip:
-            peaks_B1 = torch.minimum(peaks_B1, self.clip * _sigma(x_BK, peaks_B1))
-        inverse_B1 = absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=self.code_limit)
-        unit_BK = torch.mul(x_BK, inverse_B1, out=size_BK)
+            peaks_B1 = torch.minimum(factors_B1, self.clip * _sigma(x_BK, factors_B1))
+            factors_B1 = absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=self.code_limit)
+        unit_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
         if self.clip:
             unit_BK.clamp_(-1 + MARGIN, 1 - MARGIN)
         return add_noise_(unit_BK, self._next_seed()).round_()

@@ -27,7 +27,7 @@ def test_a_fault_at_one_of_three_messages(tmp_path, message):
     assert strike_at(tmp_path, message, kind, end) is not None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "end"), KINDS)
 def test_a_fault_at_every_message(tmp_path, kind, end):
@@ -44,7 +44,7 @@ def test_a_random_fault_among_eight(tmp_path, seed):
     strike_random(tmp_path, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_many_random_faults_among_eight(tmp_path):
     for seed in range(4, 40):

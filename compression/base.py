@@ -156,9 +156,12 @@ def checksum(head: bytes, payload: Tensor) -> int:
     crc = zlib.crc32(head)
     if whole:
         words = payload[:whole].view(torch.int64).view(-1, SEGMENT_SIDE, SEGMENT_SIDE)
-        for segments in torch.split(words, SEGMENTS_AT_ONCE):
-            sums = torch.stack([segments.sum(2), segments.sum(1)], 1)
-            crc = zlib.crc32(sums.numpy().data, crc)
+        sums = torch.empty((len(words), 2, SEGMENT_SIDE), dtype=torch.int64)
+        pieces = (torch.split(each, SEGMENTS_AT_ONCE) for each in (words, *sums.unbind(1)))
+        for segments, rows, columns in zip(*pieces, strict=True):
+            torch.sum(segments, 2, out=rows)
+            torch.sum(segments, 1, out=columns)
+        crc = zlib.crc32(sums.numpy().data, crc)
     return zlib.crc32(payload[whole:].numpy().data, crc)
 
 

@@ -48,7 +48,7 @@ class Int8Dynamic(BlockCodec):
         self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
         unit_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
-        codes.copy_(part(nearest_codes(unit_BK, code_table()), 0, numel))
+        nearest_codes(part(unit_BK.view(-1), 0, numel), code_table(), codes)
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         look_up(codes, code_table(), out_M)

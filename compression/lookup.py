@@ -18,13 +18,11 @@ from atoll.compression.scratch import scratch
 Levels = tuple[float, ...]  # rising
 
 
-def nearest_codes(unit: Tensor, levels: Levels) -> Tensor:
-    """Return the index of the nearest level of each value, uint8; reused scratch."""
-    unit_M = unit.view(-1)
+def nearest_codes(unit_M: Tensor, levels: Levels, found_M: Tensor) -> Tensor:
+    """Store the index of the nearest level of each value as uint8; return `found_M`."""
     half_M = scratch("half", unit_M, torch.float16).copy_(unit_M).view(torch.int16)
     index_M = scratch("index", unit_M, torch.int32).copy_(half_M).bitwise_and_(0xFFFF)
-    found_M = scratch("found", unit_M, torch.uint8)
-    return torch.index_select(_nearest(levels, unit.device), 0, index_M, out=found_M)
+    return torch.index_select(_nearest(levels, unit_M.device), 0, index_M, out=found_M)
 
 
 def look_up(codes: Tensor, levels: Levels, out_M: Tensor) -> None:

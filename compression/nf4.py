@@ -64,7 +64,8 @@ class Nf4(BlockCodec):
         self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
         unit_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
-        pack(nearest_codes(unit_BK, LEVELS), 4, codes, numel)
+        found_BK = scratch("found", x_BK, torch.uint8)
+        pack(nearest_codes(unit_BK.view(-1), LEVELS, found_BK.view(-1)), 4, codes, numel)
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         look_up(unpack(codes, 4, out_M.numel(), high=False), LEVELS, out_M)

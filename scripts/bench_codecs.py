@@ -62,6 +62,16 @@ SPECS = {  # codec: most values of a speed measurement
     "zstd(topk+2bit)": 1 << 22,
 }
 
+MEMCPY_TARGETS = {"int8": 0.4, "fp16": 0.4, "bf16": 0.4}  # least share of memcpy, one thread
+HIVEMIND_TARGETS = {  # least multiple of hivemind's uniform 8-bit
+    "int4": 10.0,
+    "fp4": 10.0,
+    "sign": 10.0,
+    "ternary": 4.0,
+    "2bit": 4.0,
+    "int8-dynamic": 4.0,
+}
+
 
 @dataclass(kw_only=True)
 class Record:
@@ -306,6 +316,33 @@ def markdown(records):
     return "\n".join(rows)
 
 
+def verdicts(records):
+    """Return a line for each target of speed: met or not, and the numbers."""
+    return [
+        *(
+            verdict(r, MEMCPY_TARGETS[r.codec], "memcpy")
+            for r in records
+            if r.codec in MEMCPY_TARGETS
+        ),
+        *(
+            verdict(r, HIVEMIND_TARGETS[r.codec], "hivemind")
+            for r in records
+            if r.codec in HIVEMIND_TARGETS and r.ratio_to_hivemind
+        ),
+    ]
+
+
+def verdict(r, target, yardstick):
+    ratios = [getattr(r, f"{way}_to_{yardstick}") for way in ("encode", "decode")]
+    words = ["met" if ratio >= target else "NOT MET" for ratio in ratios]
+    digits = 2 if target < 1 else 1
+    ways = ", ".join(
+        f"{way} {ratio:.{digits}f} {word}"
+        for way, ratio, word in zip(("encode", "decode"), ratios, words, strict=True)
+    )
+    return f"* `{r.codec}`, at least {target:g} times {yardstick}: {ways}"
+
+
 def plot(records, path):
     """Draw error over bits for two distributions, ours and theirs."""
     import matplotlib
@@ -356,7 +393,8 @@ def save(records):
         f"{time.strftime('%Y-%m-%d', time.gmtime())}.  Up to 16M fp32 values; bits count "
         "headers, checksums, scales and codebooks; errors are relative norms; ratios (encode / "
         "decode) are of the fastest rounds, on the same values.\n\n"
-        "![rate and distortion](codecs.png)\n\n" + markdown(records) + "\n"
+        "![rate and distortion](codecs.png)\n\n" + markdown(records) + "\n\n"
+        "## Targets of speed\n\n" + "\n".join(verdicts(records)) + "\n"
     )
     (SAVED / "codecs.md").write_text(page)
     plot(records, SAVED / "codecs.png")

@@ -47,7 +47,7 @@ class Sign(BlockCodec):
         scales_BS.copy_(mean_B1.clamp_(max=BF16_MAX / self.code_limit))
 
     def _write_tile(
-        self, x_BK: Tensor, peaks_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
         negative_BK = torch.lt(x_BK, 0, out=scratch("work", x_BK))
         pack_weighted(negative_BK, WEIGHTS, codes, numel)

@@ -51,8 +51,9 @@ class TwoBit(BlockCodec):
         return plane_bytes(numel, 4)
 
     def _write_tile(
-        self, x_BK: Tensor, peaks_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
+        self, x_BK: Tensor, factors_B1: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
+        peaks_B1 = factors_B1
         t_BK, step_B1, offset_B1 = self._to_bins(x_BK, peaks_B1)
         means_B4 = (bin_means(t_BK, 4) - 2).mul_(step_B1).add_(offset_B1)
         scales_BS.copy_((means_B4 * peaks_B1).clamp_(-BF16_MAX, BF16_MAX))

@@ -57,7 +57,7 @@ class Conduct:
         if len(record.faults) < MAX_FAULTS or now - record.faults[0] > MEMORY_S:
             return None
         record.faults.clear()
-        record.until = now + min(FIRST_BAR_S * 2**record.bars, MAX_BAR_S)
+        record.until = now + min(FIRST_BAR_S * 2.0 ** min(record.bars, 10), MAX_BAR_S)
         record.bars += 1
         record.why = why
         return self.barred(peer, now)

@@ -1,6 +1,7 @@
 """What all tests share: one thread for arithmetic, and state that stays in the test's folder."""
 
 import os
+import signal
 
 # Before torch is imported, and for every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
 
 def pytest_addoption(parser):

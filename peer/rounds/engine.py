@@ -180,10 +180,7 @@ class Rounds:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        async def run() -> None:
-            await work
-
-        task = asyncio.create_task(run())
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

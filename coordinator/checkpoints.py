@@ -27,7 +27,8 @@ import safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.coordinator.spec import RunSpec, SpecError
+from atoll.coordinator.spec import RunSpec
+from atoll.coordinator.spec_problems import SpecError
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.state import OuterState, StateError
 

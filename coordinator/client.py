@@ -33,7 +33,8 @@ from atoll.coordinator.rpc import (
     PROTOCOL,
     join_payload,
 )
-from atoll.coordinator.spec import RunSpec, SpecError, run_id
+from atoll.coordinator.spec import RunSpec, run_id
+from atoll.coordinator.spec_problems import SpecError
 from atoll.coordinator.status import Event, PeerStatus, RoundTrace
 from atoll.dht import Identity
 from atoll.optim.layout import Layout, LayoutError

@@ -48,7 +48,8 @@ from atoll.coordinator.keys import RunKeys, write_private
 from atoll.coordinator.metrics import Metrics
 from atoll.coordinator.rpc import SERVER_OPTIONS
 from atoll.coordinator.service import Service
-from atoll.coordinator.spec import RunSpec, SpecError, run_id
+from atoll.coordinator.spec import RunSpec, run_id
+from atoll.coordinator.spec_problems import SpecError
 from atoll.dht import verify
 from atoll.optim.log import genesis_chain
 from atoll.optim.state import OuterState

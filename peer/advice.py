@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from atoll.coordinator.spec import RunSpec, SpecError
+from atoll.coordinator.spec import RunSpec
+from atoll.coordinator.spec_problems import SpecError
 from atoll.optim import methods
 from atoll.optim.fragments import FragmentError
 from atoll.optim.layout import Layout

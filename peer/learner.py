@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from atoll.coordinator.spec import InnerSection
+from atoll.coordinator.sections import InnerSection
 from atoll.optim.inner import build
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import InnerName

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.compression.registry import split_top
-from atoll.coordinator.spec import InnerSection
+from atoll.coordinator.sections import InnerSection
 from atoll.optim import Worker, in_process, inner, methods
 from atoll.optim.group import at_random
 from atoll.optim.methods.base import InnerName

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from atoll.coordinator.invite import Invite
-from atoll.coordinator.spec import RunSpec, SpecError, template
+from atoll.coordinator.spec import RunSpec, template
+from atoll.coordinator.spec_problems import SpecError
 from atoll.dht.transport import TransportError
 from atoll.optim import store
 from atoll.peer import cli

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.coordinator.addresses import split_address
-from atoll.coordinator.spec import RunSpec, SpecError, run_id, template
+from atoll.coordinator.spec import RunSpec, run_id, template
+from atoll.coordinator.spec_problems import SpecError
 
 BAD = """\
 [run]

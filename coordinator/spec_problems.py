@@ -1,0 +1,125 @@
+"""What is wrong with a RUN.toml, said with line, key and remedy.
+
+Exceptions:
+
+    ValueError
+      SpecError     .problems: one (line, path, message) for each thing wrong
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+_Known = Mapping[str, list[str]]  # the keys of each section
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecProblem:
+    """One thing wrong with a spec: where, and what was expected."""
+
+    line: int | None
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        """Return 'line 3: section.key: message', as far as known."""
+        where = f"line {self.line}: " if self.line else ""
+        return where + (f"{self.path}: " if self.path else "") + self.message
+
+
+class SpecError(ValueError):
+    """A run spec that cannot be used; `problems` lists everything that is wrong with it."""
+
+    def __init__(self, problems: list[SpecProblem], *, source: str = "run spec") -> None:
+        """Keep the problems; the text has one line for each."""
+        self.problems = problems
+        self.source = source
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n  ".join([f"{source}: {count}", *map(str, problems)]))
+
+
+def toml_problem(error: tomllib.TOMLDecodeError) -> SpecProblem:
+    """Return where a text stops being TOML, and why."""
+    found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+    message = f"not valid TOML: {str(error).split(' (at ')[0]}"
+    return SpecProblem(line=int(found[1]) if found else None, path="", message=message)
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """Map 'section' and 'section.key' to line numbers, as far as a plain reading finds them."""
+    lines: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*([\w.\"-]+)\s*\]", line):
+            section = header[1]
+            lines.setdefault(section, number)
+        elif key := re.match(r"\s*([\w.\"-]+)\s*=", line):
+            lines.setdefault(f"{section}.{key[1]}" if section else key[1], number)
+    return lines
+
+
+def problems_of(
+    error: ValidationError, schema: type[BaseModel], lines: Mapping[str, int]
+) -> list[SpecProblem]:
+    """Say what pydantic found, in our words, with the line of each key as far as it is known."""
+    known = {name: _keys(info.annotation) for name, info in schema.model_fields.items()}
+    found: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False):
+        path = ".".join(str(part) for part in item["loc"][:2])
+        message = _message(item, known)
+        if message not in found.setdefault(path, []):
+            found[path].append(message)
+    return [
+        SpecProblem(line=_line(path, lines), path=path, message=" or ".join(messages))
+        for path, messages in found.items()
+    ]
+
+
+def _line(path: str, lines: Mapping[str, int]) -> int | None:
+    return lines.get(path) or lines.get(path.split(".")[0])
+
+
+def _keys(annotation: object) -> list[str]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return list(annotation.model_fields)
+    return []
+
+
+def _message(item: ErrorDetails, known: _Known) -> str:
+    loc, value = item["loc"], item["input"]
+    if item["type"] == "extra_forbidden":
+        return _unknown_key(loc, known)
+    if item["type"] == "model_type":
+        return f"expected a section, as [{'.'.join(map(str, loc))}], got {value!r:.40}"
+    text = item["msg"].removeprefix("Value error, ")
+    text = text.replace("Input should be", "expected", 1)
+    if len(loc) == 0 or "got " in text:
+        return text
+    shown = repr(value)
+    return f"{text}, got {shown if len(shown) <= 80 else shown[:77] + '...'}"
+
+
+def _unknown_key(loc: tuple[int | str, ...], known: _Known) -> str:
+    name = str(loc[-1])
+    if len(loc) == 1:
+        return f"unknown section{_hint(name, known)}"
+    return f"unknown key{_hint(name, known[str(loc[0])]) or _elsewhere(name, known)}"
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _elsewhere(key: str, known: _Known) -> str:
+    for section, keys in known.items():
+        if key in keys:
+            return f"; it belongs to [{section}]"
+    return ""

@@ -10,6 +10,7 @@ Each commit moves local, and counts a contribution once:
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from atoll.optim.fragments import Fragment
@@ -25,30 +26,41 @@ class DiLoCo(Worker):
     """
 
     def _delta(self, fragment: Fragment, local_N: Tensor) -> Tensor:
-        return fragment.take(self._synced_N) - fragment.take(local_N)
+        return fragment.ordered(fragment.cut(self._synced_N) - fragment.cut(local_N))
 
     def _follow(self, commit: Commit, window: Window) -> None:
-        """Move local by the two rules at the top of this module."""
+        """Move local by the two rules at the top of this module, parameter by parameter."""
         fragment, pending = self.fragments[commit.fragment], window.pending
-        mine = [False] * len(fragment.pieces)
-        if commit.included is not None and pending is not None:
-            mine = commit.included.tolist()
-        local_N = self.layout.flatten(self.model)
-        local_F = fragment.take(local_N)
-        new_F, old_F = fragment.take(commit.params_N), fragment.take(self._synced_N)
-        pending_F = None if pending is None else pending.local_N.clone()
-        for piece, included in zip(fragment.slices, mine, strict=True):
-            if included and pending_F is not None:
-                local_F[piece] = self._merged(new_F[piece], local_F[piece], pending_F[piece])
-                continue
-            local_F[piece] += new_F[piece] - old_F[piece]
-            if pending_F is not None:
-                pending_F[piece] += new_F[piece] - old_F[piece]
-        fragment.put_(local_N, local_F)
-        self.layout.load_(self.model, local_N)
-        if pending is not None and pending_F is not None:
-            window.pending = replace(pending, local_N=pending_F)
+        new_F, old_F = fragment.cut(commit.params_N), fragment.cut(self._synced_N)
+        vectors = [new_F, old_F]
+        if pending is not None and commit.included is not None:
+            vectors += [pending.local_N, fragment.mask(commit.included)]
+        with torch.no_grad():
+            for param, place in self.layout.parameters_in(self.model, fragment.spans):
+                self._move_(param, *(v[place].view(param.shape).to(param.device) for v in vectors))
+        if pending is not None and not commit.settles:
+            window.pending = replace(pending, local_N=pending.local_N + (new_F - old_F))
 
-    def _merged(self, new: Tensor, local: Tensor, submitted: Tensor) -> Tensor:
+    def _move_(
+        self,
+        param: Tensor,
+        new: Tensor,
+        old: Tensor,
+        submitted: Tensor | None = None,
+        mine: Tensor | None = None,
+    ) -> None:
+        local = param.to(torch.float32)
+        if submitted is None or mine is None:
+            local.add_(new - old)
+        elif bool(mine.all()):
+            self._merge_(local, new, submitted)
+        else:
+            others = local + (new - old)
+            self._merge_(local, new, submitted)
+            local.copy_(torch.where(mine, local, others))
+        if local is not param:
+            param.copy_(local)
+
+    def _merge_(self, local: Tensor, new: Tensor, submitted: Tensor) -> None:
         """Local where my contribution is in: the new synced values and what was trained since."""
-        return new + (local - submitted)
+        local.sub_(submitted).add_(new)

@@ -15,7 +15,7 @@ codecs that look at shapes.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,8 +45,8 @@ class Fragment:
     pieces: tuple[Dims, ...]
     """Shapes of what is encoded one by one; together F values."""
 
-    order_F: Tensor | None = None  # noqa: N815
-    """Where each value lies among those of the spans (int64); None: in their order."""
+    tensors: tuple[Dims, ...] = ()
+    """Shapes of the tensors in the spans, if their tiles are put in a row; none: no reordering."""
 
     @cached_property
     def numel(self) -> int:
@@ -60,27 +60,63 @@ class Fragment:
 
     def is_whole(self, numel: int) -> bool:
         """Whether it is all of a vector of `numel` values, in order."""
-        return self.spans == ((0, numel),) and self.order_F is None
+        return self.spans == ((0, numel),) and not self.tensors
 
     def take(self, vector_N: Tensor) -> Tensor:
         """The fragment's values, in its order; a view where it is the whole vector."""
-        if len(self.spans) == 1:
-            start, stop = self.spans[0]
-            values_F = vector_N[start:stop]
-        else:
-            values_F = torch.cat([vector_N[start:stop] for start, stop in self.spans])
-        return values_F if self.order_F is None else values_F[self.order_F]
+        return self.ordered(self.cut(vector_N))
 
     def put_(self, vector_N: Tensor, values_F: Tensor) -> None:
         """Write the fragment's values back to where they belong."""
-        if self.order_F is not None:
-            ordered_F = torch.empty_like(values_F)
-            ordered_F[self.order_F] = values_F
-            values_F = ordered_F
-        at = 0
+        values_F, at = self.unordered(values_F), 0
         for start, stop in self.spans:
             vector_N[start:stop] = values_F[at : at + stop - start]
             at += stop - start
+
+    def cut(self, vector_N: Tensor) -> Tensor:
+        """The fragment's values in the order of the vector; a view where it is one span."""
+        if len(self.spans) == 1:
+            start, stop = self.spans[0]
+            return vector_N[start:stop]
+        return torch.cat([vector_N[start:stop] for start, stop in self.spans])
+
+    def ordered(self, cut_F: Tensor) -> Tensor:
+        """Values in the fragment's order, given those in the order of the vector."""
+        if not self.tensors:
+            return cut_F
+        values_F = torch.empty_like(cut_F)
+        for tiles, places in self._tiles(values_F, cut_F):
+            tiles.copy_(places)
+        return values_F
+
+    def unordered(self, values_F: Tensor) -> Tensor:
+        """What `ordered` was given."""
+        if not self.tensors:
+            return values_F
+        cut_F = torch.empty_like(values_F)
+        for tiles, places in self._tiles(values_F, cut_F):
+            places.copy_(tiles)
+        return cut_F
+
+    def mask(self, included: Tensor) -> Tensor:
+        """Which values lie in some pieces, in the order of the vector.
+
+        Args:
+            included: bool a piece.
+        """
+        sizes = torch.tensor([math.prod(dims) for dims in self.pieces])
+        return self.unordered(torch.repeat_interleave(included, sizes))
+
+    def _tiles(self, values_F: Tensor, cut_F: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs of the fragment's values, each with its places in the tensors; views."""
+        start = 0
+        for shape in self.tensors:
+            stop = start + math.prod(shape)
+            at = start
+            for places in _tiled_places(cut_F[start:stop], shape):
+                yield values_F[at : at + places.numel()].view(places.shape), places
+                at += places.numel()
+            start = stop
 
 
 def whole(layout: Layout) -> Fragment:
@@ -100,12 +136,8 @@ def tiled(layout: Layout) -> Fragment:
     Whole tiles come first, row by row; what is left at the right and at the bottom follows.
     Tensors of more dimensions are the matrix [dims[0], rest]; vectors keep their order.
     """
-    orders, start = [], 0
-    for shape, size in zip(layout.shapes, layout.sizes, strict=True):
-        orders.append(_tile_order(shape) + start)
-        start += size
     pieces = tuple(piece for size in layout.sizes for piece in grid(size))
-    return Fragment(spans=((0, layout.numel),), pieces=pieces, order_F=torch.cat(orders))
+    return Fragment(spans=((0, layout.numel),), pieces=pieces, tensors=layout.shapes)
 
 
 def sequential(layout: Layout, count: int) -> tuple[Fragment, ...]:
@@ -189,17 +221,15 @@ def _by_rows(shape: Dims) -> list[Dims]:
     return [(min(step, rows - start), *rest) for start in range(0, rows, step)]
 
 
-def _tile_order(shape: Dims) -> Tensor:
-    """Flat positions of a tensor's values, whole tiles first; int64."""
-    numel = math.prod(shape)
+def _tiled_places(values: Tensor, shape: Dims) -> list[Tensor]:
+    """Views of a tensor's values: its whole tiles, the columns right of them, the rows below."""
     if len(shape) < 2:
-        return torch.arange(numel)
-    rows, columns = shape[0], numel // shape[0]
-    at_RC = torch.arange(numel).view(rows, columns)
-    down, across = rows // TILE * TILE, columns // TILE * TILE
-    tiles = at_RC[:down, :across].reshape(down // TILE, TILE, across // TILE, TILE)
-    edges = (tiles.transpose(1, 2), at_RC[:down, across:], at_RC[down:])
-    return torch.cat([part.reshape(-1) for part in edges])
+        return [values]
+    matrix_RC = values.view(shape[0], -1)
+    down, across = (size // TILE for size in matrix_RC.shape)
+    tiled_RC = matrix_RC[: down * TILE, : across * TILE]
+    tiles = tiled_RC.unflatten(1, (across, TILE)).unflatten(0, (down, TILE)).transpose(1, 2)
+    return [tiles, matrix_RC[: down * TILE, across * TILE :], matrix_RC[down * TILE :]]
 
 
 def _blocks(layout: Layout) -> list[list[int]]:

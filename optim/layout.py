@@ -116,6 +116,28 @@ class Layout:
             for piece, param in self._pairs(params_N, module):
                 param.copy_(piece)
 
+    def parameters_in(
+        self, module: nn.Module, spans: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[nn.Parameter, slice]]:
+        """The parameters that lie in some runs of the vector, which cut none of them.
+
+        Args:
+            module: of this layout.
+            spans: start and stop of each run, rising.
+
+        Yields:
+            Each parameter, and its values among those of the runs, one run after another.
+
+        Raises:
+            LayoutError: when the module is not of this layout.
+        """
+        start = done = 0
+        for size, param in zip(self.sizes, self._parameters(module), strict=True):
+            if any(first <= start < last for first, last in spans):
+                yield param, slice(done, done + size)
+                done += size
+            start += size
+
     def gradient(self, module: nn.Module) -> Tensor:
         """Copy a module's gradients to a new vector; zeros where there is none.
 

@@ -73,7 +73,8 @@ class Pending:
     """My contribution under way: where local stood, and the work that it stands for."""
 
     local_N: Tensor  # noqa: N815
-    """Local at submission, of the fragment, moved along with the commits since."""
+    """Local at submission, of the fragment in the order of the vector, moved along with the
+    commits since."""
 
     tokens: int
     steps: int
@@ -336,7 +337,7 @@ class Worker(ABC):
         number = self._statistics.windows
         self._statistics = replace(self._statistics, windows=number + 1, loss=loss)
         window.pending = Pending(
-            local_N=fragment.take(local_N), tokens=window.tokens, steps=window.steps
+            local_N=fragment.cut(local_N), tokens=window.tokens, steps=window.steps
         )
         window.step_in_window = 0
         window.losses = []

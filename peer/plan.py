@@ -260,7 +260,6 @@ def memory_bytes(method: Method, model: nn.Module, peers: int) -> int:
     if _is_a_window_late(method):  # where the window began, what was sent, what is owed
         vectors += 3 + (3 if isinstance(method, EagerMethod) else 0)
     fragments = fragments_of(method, layout)
-    vectors += 8 * sum(f.order_F is not None for f in fragments)  # int64, of worker and reducer
     body = sum(body_bytes(method, fragment) for fragment in fragments)
     frames = peers if method.reduction == "gather" else 2
     return round(4 * layout.numel * vectors) + frames * body

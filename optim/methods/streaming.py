@@ -93,5 +93,5 @@ class Streaming(DiLoCo):
             delay=method.tau,
         )
 
-    def _merged(self, new: Tensor, local: Tensor, submitted: Tensor) -> Tensor:
-        return local * self._alpha + new * (1.0 - self._alpha)
+    def _merge_(self, local: Tensor, new: Tensor, submitted: Tensor) -> None:
+        local.mul_(self._alpha).add_(new * (1.0 - self._alpha))

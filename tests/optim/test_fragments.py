@@ -98,6 +98,31 @@ def test_tiles_lie_in_cells_that_begin_with_each_tensor():
     assert tiled.pieces == ((CELL,), (300 * 256 - CELL,), (5,))
 
 
+def test_tiles_are_put_in_a_row_as_by_a_table_of_places():
+    shapes = ((128, 130), (5,), (70, 9, 100), (64, 64), (3, 3), (300, 256))
+    layout = Layout(names=tuple("abcdef"), shapes=shapes)
+    vector = torch.randn(layout.numel)
+    expected = []
+    for values, shape in zip(layout.split(vector), shapes, strict=True):
+        matrix = values.reshape(shape[0], -1).tolist() if len(shape) > 1 else [values.tolist()]
+        down, across = len(matrix) // 64 * 64, len(matrix[0]) // 64 * 64
+        for row in range(0, down, 64):
+            for column in range(0, across, 64):
+                expected += [x for line in matrix[row : row + 64] for x in line[column : column + 64]]
+        expected += [x for line in matrix[:down] for x in line[across:]]
+        expected += [x for line in matrix[down:] for x in line]
+    assert fragments.tiled(layout).take(vector).tolist() == expected
+
+
+def test_a_mask_says_which_values_lie_in_some_pieces():
+    layout = Layout(names=("w", "v"), shapes=((300, 256), (5,)))
+    tiled = fragments.tiled(layout)
+    mask = tiled.mask(torch.tensor([True, False, False]))
+    inside = torch.zeros(layout.numel)
+    tiled.put_(inside, torch.cat([torch.ones(CELL), torch.zeros(layout.numel - CELL)]))
+    assert torch.equal(mask, inside.bool())
+
+
 def test_frames_that_do_not_fit_are_refused():
     codec = parse("int8")
     values = torch.randn(20)

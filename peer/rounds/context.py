@@ -7,16 +7,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from atoll.coordinator.status import Level
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Transport, TransportError
-from atoll.optim.log import Elector, Verify, sha256
+from atoll.optim.log import Elector, Verify
 from atoll.optim.replay import Replay
 from atoll.optim.robust import Rule
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.conduct import Conduct
+from atoll.peer.rounds.holdings import Holdings
 from atoll.peer.rounds.pacing import Link
 
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
@@ -53,14 +52,6 @@ OnEvent = Callable[[Level, str], None]
 """(level, text) of something worth telling a person."""
 
 
-class Arriving(Protocol):
-    """A reduction under way."""
-
-    async def arrival(self, start_cell: int, stop_cell: int) -> None:
-        """Return once a part is complete here, or no more of it comes."""
-        ...
-
-
 @dataclass(kw_only=True)
 class Context:
     """One peer's view, shared by leader, member and voter."""
@@ -78,16 +69,12 @@ class Context:
     on_event: OnEvent
     ready_in_s: Callable[[], float | None] = lambda: None
     """seconds until this peer's own contribution is expected; None where none will come"""
-    held: dict[bytes, bytes] = field(default_factory=dict)
-    """reduced parts of the position in progress, by digest"""
+    parts: Holdings = field(default_factory=Holdings)
+    """reduced parts of the positions in flight"""
     rule: Rule | None = None
     """how owners reduce a cell; None: the weighted mean"""
     conduct: Conduct = field(default_factory=Conduct)
     """who broke the rules lately, as this peer saw it"""
-    decoded: dict[bytes, Tensor] = field(default_factory=dict)
-    """values of such parts, where they were decoded as they came"""
-    arriving: Arriving | None = None
-    """what may still bring parts of the position in progress"""
     link: Link = field(default_factory=Link)
     _seen: dict[str, PeerRecord] = field(default_factory=dict)
 
@@ -109,11 +96,6 @@ class Context:
         """Seconds between signs of life."""
         return self.settings.stall_s / ALIVE_PER_STALL
 
-    def forget(self) -> None:
-        """Drop the parts in hand: their position is decided."""
-        self.held.clear()
-        self.decoded.clear()
-
     @staticmethod
     def now() -> float:
         """The clock of deadlines: the event loop's."""
@@ -124,10 +106,6 @@ class Context:
         barred = self.conduct.fault(peer, why, self.now())
         if barred is not None:
             self.on_event("error", f"{short(peer)} is {barred}")
-
-    def hold(self, body: bytes) -> None:
-        """Keep the bytes of a part until its position is decided."""
-        self.held[sha256(body)] = body
 
 
 def short(peer_id: str) -> str:

@@ -264,6 +264,7 @@ class Rounds:
             epoch=self._ctx.replica.epoch,
             position=position,
             attempt=attempt,
+            stands_at=self._ctx.replica.position,
             chain=self._ctx.replica.chain,
             incarnation=self._ctx.me.incarnation,
             weight=window.offer.weight,
@@ -522,14 +523,11 @@ class Rounds:
 
     async def _await_exchange(self, head: Reduce) -> Exchange:
         """The exchange that a stream belongs to; the group may reach us after the stream does."""
-        asked = (head.epoch, head.position, head.attempt)
         deadline = self._ctx.now() + CONNECT_STALLS * self._ctx.settings.stall_s
         while self._ctx.now() < deadline:
             pending = self._pending_at(head.position)
             exchange = pending.exchange if pending is not None else None
-            if exchange is not None:
-                group = exchange.group
-                if (group.epoch, group.position, group.attempt) == asked:
-                    return exchange
+            if exchange is not None and exchange.digest == head.group:
+                return exchange
             await asyncio.sleep(self._ctx.alive_s / 4)
-        raise Refused("no-such-round", f"no group (epoch, position, attempt) {asked} here")
+        raise Refused("no-such-round", f"this group of round {head.position + 1} is not here")

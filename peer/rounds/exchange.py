@@ -32,7 +32,6 @@ from atoll.peer.rounds.messages import (
     Repair,
     tagged,
 )
-from atoll.peer.rounds.pacing import Sample
 from atoll.peer.rounds.reduction import (
     CellRefused,
     PartRange,
@@ -47,7 +46,6 @@ from atoll.peer.rounds.reduction import (
 CONNECT_STALLS = 1.5
 SENDERS_SHARE = 0.5  # of the deadline: a slow sender costs itself, not the part or the round
 DIAL_PAUSE_STALLS = 0.1  # between tries of a first contact
-SAMPLE_S = 0.1  # between readings of what the link carried
 QUIET_S = 0.5  # after which a part that was coming is better fetched from somebody who has it
 CODES, RESULTS = 0, 1  # what goes first
 
@@ -97,6 +95,7 @@ class Exchange:
         """Codes are one frame a cell of the fragment; empty for a member of weight 0."""
         self._ctx = ctx
         self.group = group
+        self.digest = group.digest
         self.cells = ctx.replay.cells_at(group.position)
         self._codes = codes
         self.me = [m.peer_id for m in group.members].index(ctx.me.peer_id)
@@ -110,8 +109,6 @@ class Exchange:
         self.reports: asyncio.Queue[PartDone] = asyncio.Queue()
         self.left_out: dict[int, str] = {}
         """members that this peer went on without, and why"""
-        self.undisturbed = True
-        """whether nobody died, stalled or was left out: else the round says nothing of the link"""
         self.times = ExchangeTimes(started=ctx.now())
         self._owned: dict[tuple[int, int], OwnedPart] = {}
         self._squares: dict[int, dict[int, float]] = {}
@@ -120,10 +117,8 @@ class Exchange:
         self._unsent = set(range(len(group.parts)))
         self._gone: set[int] = set()
         self._came_at: dict[int, float] = {}
-        self._samples: list[Sample] = []
-        self._sampling = asyncio.create_task(self._sample())
-        ctx.arriving = self
-        ctx.link.pacer.restart()
+        self._watch = ctx.link.watch(ctx.transport)
+        ctx.parts.arriving[group.position] = self
         everyone = range(len(group.members))
         for index, plan in enumerate(group.parts):
             self._start(index, plan.owner, everyone)
@@ -145,7 +140,7 @@ class Exchange:
     def gone(self, member: int) -> None:
         """Wait no longer for streams that a member has not opened; open ones tell by themselves."""
         self._gone.add(member)
-        self.undisturbed = False
+        self._watch.disturbed = True
 
     def busy(self, part: int) -> bool:
         """Whether the bytes of a part may still come by themselves."""
@@ -162,30 +157,13 @@ class Exchange:
 
     async def close(self) -> None:
         """End all streams."""
-        if self._ctx.arriving is self:
-            self._ctx.arriving = None
-        tasks = [self._sampling, *self._tasks.values()]
-        for task in tasks:
+        arriving, position = self._ctx.parts.arriving, self.group.position
+        if arriving.get(position) is self:
+            del arriving[position]
+        self._watch.close()
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self.undisturbed:
-            self._ctx.link.learn(self._samples)
-        self._samples.clear()
-
-    async def _sample(self) -> None:
-        """Read what the link carries until the end."""
-        while True:
-            counted = self._ctx.transport.statistics()
-            sample = Sample(
-                at_s=self._ctx.now(),
-                delivered=counted.wire_bytes_delivered,
-                received=counted.wire_bytes_received,
-                busy=self._ctx.link.pacer.was_busy(),
-            )
-            if self._samples:
-                self._ctx.link.note(self._samples[-1], sample)
-            self._samples.append(sample)
-            await asyncio.sleep(SAMPLE_S)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _send_paced(
         self, stream: Stream, messages: Collection[bytes], first: int, leg: int
@@ -371,7 +349,7 @@ class Exchange:
         self, owned: OwnedPart, *members: int, reason: str, level: Level = "warning"
     ) -> None:
         for member in members:
-            self.undisturbed = False
+            self._watch.disturbed = True
             owned.waiting.discard(member)
             owned.reducer.drop(member)
             self.left_out.setdefault(member, reason)
@@ -410,7 +388,7 @@ class Exchange:
         try:
             await self._exchange_with(name, part, generation)
         except (TransportError, CodecError, MalformedRecord, CellRefused, PartLost) as error:
-            self.undisturbed = False
+            self._watch.disturbed = True
             text = f"round {self.group.position + 1}: lost part {part} of {short(name)}: {error}"
             self._ctx.on_event("warning", text)
 
@@ -438,9 +416,8 @@ class Exchange:
 
     async def _send_codes(self, stream: Stream, part: int, generation: int) -> None:
         head = Reduce(
-            epoch=self.group.epoch,
             position=self.group.position,
-            attempt=self.group.attempt,
+            group=self.digest,
             part=part,
             generation=generation,
         )
@@ -472,8 +449,7 @@ class Exchange:
         raise DeadlineExceeded(f"expected the part within {self.group.deadline_s:.1f} s")
 
     def _complete(self, part: int, body: bytes, done: PartDone, decoded_N: Tensor) -> None:
-        self._ctx.held[done.digest] = body
-        self._ctx.decoded[done.digest] = decoded_N
+        self._ctx.parts.put(self.group.position, done.digest, body, decoded_N)
         self.parts[part] = done
         self.on_part()
         if len(self.parts) == len(self.group.parts):

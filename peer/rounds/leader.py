@@ -412,7 +412,7 @@ class Leadership:
         return self.group
 
     def _held(self, part: PartState) -> bool:
-        return part.done is not None and part.done.digest in self.ctx.held
+        return part.done is not None and self.ctx.parts.body(part.done.digest) is not None
 
     async def _chase(self, index: int, part: PartState) -> None:
         """Fetch a part that is done, or give it to a new owner if its owner is gone."""
@@ -441,7 +441,7 @@ class Leadership:
             with suppress(TransportError, ValueError):
                 peer = session.remote
                 body = await fetch_part(self.ctx, peer, done.digest, done.wire_bytes)
-                self.ctx.hold(body)
+                self.ctx.parts.put(self.position, done.digest, body)
                 break
         self.changed.set()
 

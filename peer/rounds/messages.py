@@ -26,9 +26,18 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, FiniteFloat
 
-from atoll.optim.log import Count, Digest, Elector, Incarnation, PeerId, Record, Signature
+from atoll.optim.log import (
+    Count,
+    Digest,
+    Elector,
+    Incarnation,
+    PeerId,
+    Record,
+    Signature,
+    sha256,
+)
 
-PROTOCOL = 2
+PROTOCOL = 3
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
 
@@ -59,7 +68,10 @@ class Ready(Record):
     epoch: Count
     position: Count
     attempt: Count
+    stands_at: Count
+    """where the sender stands in the log: at ``position``, or before it, if it reduces early"""
     chain: Digest
+    """where it stands"""
     incarnation: Incarnation
     weight: Weight
     tokens: Count
@@ -106,6 +118,11 @@ class Group(Record):
     stall_s: Weight
     deadline_s: Weight
 
+    @property
+    def digest(self) -> bytes:
+        """What names the group."""
+        return sha256(self.encode())
+
 
 class Repair(Record):
     """A part is reduced again under a new owner, from the members that are left."""
@@ -142,9 +159,9 @@ class PartDone(Record):
 class Reduce(Record):
     """The head of a reduction stream: which part of which group it carries."""
 
-    epoch: Count
     position: Count
-    attempt: Count
+    group: Digest
+    """of the Group record: a position may have several groups, one after the other"""
     part: Count
     generation: Count
 

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
 
+from atoll.dht.transport import Transport
+
 UNKNOWN_MBIT_S = 100.0  # what a link is taken for of which nothing is known
 GAIN = 1.02  # over what was measured: an estimate that is too low corrects itself
 SEARCH_GAIN = 1.25  # well above the scatter of readings, about 8% for rounds of a second
@@ -30,6 +32,7 @@ FOUND_SHARE = 0.95  # of what a search offered; a link that is no faster gives 0
 SLOWER_SHARE = 0.75  # of the estimate, twice in a row: the link became slower, not the machine busy
 DECLARED_SHARE = 0.94  # of a declared rate: headers and encryption at packets of 1500 bytes
 BURST_S = 0.03  # what a busy machine may catch up; at 100% of the link such a queue never drains
+SAMPLE_S = 0.1  # between readings of what the link carried
 WINDOW_S = 0.3  # a shorter rate says more about buffers than about the link
 KEPT_ROUNDS = 8  # of which the median counts: confirmations queue behind what the others send
 QUEUE_S = 0.3  # of unconfirmed bytes at most: signs of life travel behind them
@@ -194,12 +197,32 @@ class Pacer:
         return max(self._free_at_s, now_s - BURST_S) + num_bytes * BITS / self.rate_mbit_s
 
 
+class Watch:
+    """One reduction's look at the link."""
+
+    def __init__(self, link: Link) -> None:
+        """Made by ``Link.watch``."""
+        self._link = link
+        self.disturbed = False
+        """whether somebody died, stalled or was left out: then readings say nothing of the link"""
+
+    def close(self) -> None:
+        """The reduction is over."""
+        self._link.unwatch(self)
+
+
 class Link:
-    """This peer's access link: what is known of it, and the pacer of what goes up."""
+    """This peer's access link: what is known of it, and the pacer of what goes up.
+
+    It is read while any reduction goes on, once however many do: their bytes share it.
+    """
 
     def __init__(self) -> None:
         """Nothing declared, nothing known."""
         self.pacer = Pacer()
+        self._watches: set[Watch] = set()
+        self._samples: list[Sample] = []
+        self._reading: asyncio.Task[None] | None = None
         self._declared_mbit_s = 0.0
         self._up = RateEstimate()
         self._down_mbit_s = 0.0
@@ -222,9 +245,41 @@ class Link:
         """
         return max(self._down_mbit_s, self.uplink_mbit_s)
 
-    def note(self, before: Sample, sample: Sample) -> None:
-        """Take in a reading while a round goes on."""
-        self.pacer.confirm(sample.delivered - before.delivered, sample.at_s - before.at_s)
+    def watch(self, transport: Transport) -> Watch:
+        """A reduction begins."""
+        if not self._watches:
+            self.pacer.restart()
+            self._reading = asyncio.create_task(self._read(transport))
+        watch = Watch(self)
+        self._watches.add(watch)
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """A reduction ends: learn from what was read since one ended last, where none stumbled."""
+        if watch not in self._watches:
+            return
+        samples, self._samples = self._samples, self._samples[-1:]
+        if not any(each.disturbed for each in self._watches):
+            self.learn(samples)
+        self._watches.remove(watch)
+        if not self._watches and self._reading is not None:
+            self._reading.cancel()
+            self._samples = []
+
+    async def _read(self, transport: Transport) -> None:
+        while True:
+            counted = transport.statistics()
+            sample = Sample(
+                at_s=asyncio.get_running_loop().time(),
+                delivered=counted.wire_bytes_delivered,
+                received=counted.wire_bytes_received,
+                busy=self.pacer.was_busy(),
+            )
+            if self._samples:
+                before = self._samples[-1]
+                self.pacer.confirm(sample.delivered - before.delivered, sample.at_s - before.at_s)
+            self._samples.append(sample)
+            await asyncio.sleep(SAMPLE_S)
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Take in the readings of a round."""

@@ -42,7 +42,7 @@ class Archive:
 
     async def _serve_part(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, PartRequest)
-        body = self._ctx.held.get(request.digest)
+        body = self._ctx.parts.body(request.digest)
         if body is None:
             raise refuse_missing(f"part {request.digest.hex()[:12]}")
         async with self._slots:

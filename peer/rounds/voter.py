@@ -60,9 +60,12 @@ class Voter:
 
     def _turn(self) -> None:
         replica = self._ctx.replica
-        if self._booth.turn(Place(replica.epoch, replica.position), replica.electorate):
+        place, before = Place(replica.epoch, replica.position), self._booth.here
+        if self._booth.turn(place, replica.electorate):
             self._verified.clear()
-            self._ctx.forget()
+            self._ctx.parts.decided_up_to(place.position)
+            if place.epoch != before.epoch:
+                self._ctx.parts.clear()
 
     def _prepare(self, remote: str, ask: Prepare) -> Promise:
         accepted = self._booth.prepare(remote, Place(ask.epoch, ask.position), ask.attempt)
@@ -87,12 +90,13 @@ class Voter:
         """The body of an entry, from the parts in hand and from ``source`` for the rest."""
         pieces: list[bytes] = []
         for part in entry.parts:
-            if part.digest not in self._ctx.held and self._ctx.arriving is not None:
-                await self._ctx.arriving.arrival(part.start_cell, part.stop_cell)
-            body = self._ctx.held.get(part.digest)
+            held, arriving = self._ctx.parts, self._ctx.parts.arriving.get(entry.position)
+            if held.body(part.digest) is None and arriving is not None:
+                await arriving.arrival(part.start_cell, part.stop_cell)
+            body = held.body(part.digest)
             if body is None:
                 body = await self._fetch(entry, part, source)
-                self._ctx.held[part.digest] = body
+                held.put(entry.position, part.digest, body)
             pieces.append(body)
         return b"".join(pieces)
 
@@ -129,7 +133,7 @@ class Voter:
         came: list[Tensor] = []
         for part in entry.parts:
             values = cells.values(part.start_cell, part.stop_cell)
-            part_N = self._ctx.decoded.get(part.digest)
+            part_N = self._ctx.parts.decoded(entry.position, part.digest)
             if part_N is None or part_N.numel() != values.stop - values.start:
                 return []
             came.append(part_N)

@@ -80,6 +80,7 @@ def ready(peer, **changes):
         "epoch": 1,
         "position": peer.replica.position,
         "attempt": 0,
+        "stands_at": peer.replica.position,
         "chain": peer.replica.chain,
         "incarnation": "f" * 32,
         "weight": 0.0,
@@ -131,7 +132,7 @@ def test_a_ready_that_is_not_true_is_refused_by_name(tmp_path, changes, code):
 
 def test_a_stream_for_a_part_of_no_group_is_refused(tmp_path):
     async def attack(stranger, peer):
-        head = Reduce(epoch=1, position=10**9, attempt=0, part=0, generation=0)
+        head = Reduce(position=10**9, group=b"g" * 32, part=0, generation=0)
         refusal = await send(stranger, peer, "reduce", tagged(REDUCE, head), b"C" + b"x" * 1000)
         assert refusal is not None
         assert refusal.code == "no-such-round"

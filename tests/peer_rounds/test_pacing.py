@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -253,3 +254,56 @@ def test_a_link_learns_from_a_round():
     link.learn(samples(40, 40, 40, 40))
     assert link.uplink_mbit_s == pytest.approx(40.0)
     assert link.downlink_mbit_s == pytest.approx(40.0)
+
+
+class Counting:
+    """A transport of which only the counters are looked at: a link at a steady rate."""
+
+    def __init__(self, mbit_s):
+        self.mbit_s = mbit_s
+
+    def statistics(self):
+        sent = int(asyncio.get_running_loop().time() * self.mbit_s / 8e-6)
+        return SimpleNamespace(wire_bytes_delivered=sent, wire_bytes_received=sent)
+
+
+async def watched(link, *spans):
+    """Reductions that begin and end at these times, always with more to send."""
+    transport, began_s = Counting(40.0), asyncio.get_running_loop().time()
+
+    async def reduction(begin_s, end_s, disturbed):
+        await asyncio.sleep(begin_s)
+        watch = link.watch(transport)
+        while asyncio.get_running_loop().time() < began_s + end_s:
+            link.pacer.turn(1, (0,))
+            await asyncio.sleep(0.01)
+        watch.disturbed = disturbed
+        watch.close()
+
+    await asyncio.gather(*(reduction(*span) for span in spans))
+
+
+def test_reductions_side_by_side_read_the_link_once():
+    async def main():
+        link, learned = Link(), []
+        learn, link.learn = link.learn, learned.append
+        await watched(link, (0.0, 2.0, False), (1.0, 3.0, False))
+        learn(learned[0])
+        return link.uplink_mbit_s, [(s[0].at_s, s[-1].at_s) for s in learned]
+
+    rate, spans = run(main())
+    assert rate == pytest.approx(40.0)
+    first, second = spans
+    assert first == pytest.approx((0.0, 2.0), abs=0.11)
+    assert second == pytest.approx((2.0, 3.0), abs=0.11)
+
+
+def test_a_reduction_that_stumbled_spoils_what_was_read_beside_it():
+    async def main():
+        link, learned = Link(), []
+        link.learn = learned.append
+        await watched(link, (0.0, 2.0, True), (1.0, 3.0, False))
+        return [(s[0].at_s, s[-1].at_s) for s in learned]
+
+    (after,) = run(main())
+    assert after == pytest.approx((2.0, 3.0), abs=0.11)

@@ -1,6 +1,7 @@
-"""Checkpoints: one safetensors file with parameters, outer momentum, spec and chain.
+"""Checkpoints: one safetensors file with parameters, outer memory, spec and chain.
 
-    tensors    "params/NAME" and "momentum/NAME", fp32, for every trainable parameter
+    tensors    "params/NAME" and "momentum/NAME", fp32, for every trainable parameter; "memory",
+               fp32, where the method keeps more than a momentum (`atoll.optim.state`)
     metadata   format "atoll checkpoint 1", spec (canonical JSON), layout (JSON: the order of the
                names), position, epoch, chain, run_id and root (hex)
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,6 +35,7 @@ from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.state import OuterState, StateError
 
 FORMAT = "atoll checkpoint 1"
+MEMORY = "memory"
 
 
 class CheckpointError(ValueError):
@@ -117,11 +120,17 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 def _tensors(state: OuterState) -> dict[str, Tensor]:
     parts = (("params", state.params_N), ("momentum", state.momentum_N))
-    return {
+    tensors = {
         f"{kind}/{name}": piece.clone()
         for kind, vector_N in parts
         for name, piece in zip(state.layout.names, state.layout.split(vector_N), strict=True)
     }
+    more = _beyond_momentum(state)
+    return tensors | ({MEMORY: more.clone()} if more.numel() else {})
+
+
+def _beyond_momentum(state: OuterState) -> Tensor:
+    return state.memory_M[state.layout.numel :]
 
 
 def _metadata(checkpoint: Checkpoint) -> dict[str, str]:
@@ -165,8 +174,11 @@ def _checked_format(path: Path, metadata: Mapping[str, str]) -> Mapping[str, str
 def _read_state(path: Path, metadata: Mapping[str, str], file: Any) -> OuterState:  # noqa: ANN401
     try:
         layout = Layout.from_json(metadata["layout"])
+        more = file.get_tensor(MEMORY) if MEMORY in file.keys() else torch.empty(0)
         _expect_tensors(path, layout, file)
-        state = OuterState.blank(layout, int(metadata["position"]))
+        memory_numel = layout.numel + more.numel()
+        state = OuterState.blank(layout, int(metadata["position"]), memory_numel)
+        _beyond_momentum(state).copy_(more)
         for kind, vector_N in (("params", state.params_N), ("momentum", state.momentum_N)):
             for name, piece in zip(layout.names, layout.split(vector_N), strict=True):
                 piece.copy_(file.get_tensor(f"{kind}/{name}"))
@@ -187,7 +199,7 @@ def _expect_tensors(path: Path, layout: Layout, file: Any) -> None:  # noqa: ANN
         for kind in ("params", "momentum")
         for name, shape in zip(layout.names, layout.shapes, strict=True)
     }
-    if set(file.keys()) != set(expected):
+    if set(file.keys()) - {MEMORY} != set(expected):
         raise CheckpointError(f"{path}: damaged: its tensors are not those of its layout")
     for name, shape in expected.items():
         piece = file.get_slice(name)

@@ -364,9 +364,12 @@ def _read_snapshot(info: pb.SnapshotInfo) -> FetchedSnapshot:
         layout = Layout.from_json(info.layout)
     except LayoutError as error:
         raise BadReply(str(error)) from None
-    leaves = -(-snapshot_bytes(layout) // LEAF_BYTES)
-    if len(info.leaf_digests) != 32 * leaves:
-        raise BadReply(f"expected {leaves} leaf digests, got {len(info.leaf_digests)} bytes")
+    least = -(-snapshot_bytes(layout, 0) // LEAF_BYTES)
+    if len(info.leaf_digests) % 32 or len(info.leaf_digests) < 32 * least:
+        raise BadReply(
+            f"expected at least {least} leaf digests of 32 bytes, "
+            f"got {len(info.leaf_digests)} bytes"
+        )
     raw = info.leaf_digests
     digests = tuple(raw[i : i + 32] for i in range(0, len(raw), 32))
     if merkle_root(digests) != info.root:

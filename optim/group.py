@@ -275,7 +275,7 @@ class InProcessMember:
         return {
             "position": state.position,
             "params_N": state.params_N,
-            "momentum_N": state.momentum_N,
+            "memory_M": state.memory_M,
             "statistics": vars(group.statistics()).copy(),
             "joining": sorted(self._joining),
             **first,
@@ -289,9 +289,8 @@ class InProcessMember:
             StateError: when the parameters are of another length.
         """
         group = self._group
-        restored = OuterState.genesis(group.state_of(self.index).layout, state["params_N"])
-        restored.momentum_N.copy_(state["momentum_N"])
-        restored.require_finite()
+        layout = group.state_of(self.index).layout
+        restored = OuterState.genesis(layout, state["params_N"], state["memory_M"])
         group._set_state(self.index, restored.at(state["position"]))
         group._statistics = GroupStatistics(**state.get("statistics", {}))
         self._joining = set(state.get("joining", ()))

@@ -61,7 +61,7 @@ class InProcessGroup(Group):
         return self.state
 
     def _begin(self, layout: Layout, params_N: Tensor) -> None:
-        self._state = OuterState.genesis(layout, params_N)
+        self._state = self.method.genesis(layout, params_N)
 
     def _seat(self, index: int) -> None:
         self._share_out()
@@ -101,7 +101,6 @@ class InProcessGroup(Group):
             params_N=self.state.params_N,
             included=everywhere if counted else None,
             members=len(contributions) - len(missing) if counted else 0,
-            update_N=update_F,
         )
         left_out = replace(commit, included=None)
         self._settle(

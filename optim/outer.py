@@ -1,10 +1,12 @@
 """Outer steps: state(e+1) = apply(state(e), update(e)), to the bit on every device.
 
-Only fp32 add, sub and mul, sign and clamp, each rounded once, in a fixed order; nothing fused, no
-division by a scalar, no reduction. Scalars are fp32 and travel as fp32 bits.
+Only fp32 add, sub, mul and sqrt, division of a tensor by a tensor, sign and clamp, each rounded
+once, in a fixed order; nothing fused, no division by a scalar, no sum of fp32 values. Scalars are
+fp32 and travel as fp32 bits.
 `tests/optim/test_outer.py` holds each rule to a checked-in digest.
 """
 
+import math
 import struct
 from collections.abc import Callable
 
@@ -12,7 +14,11 @@ import torch
 from torch import Tensor
 
 from atoll.optim.fragments import Fragment
+from atoll.optim.layout import CELL
 from atoll.optim.state import OuterState, StateError
+
+NORM_BITS = 23  # of a value in a norm: 65,536 squares of 46 bits add up to less than 2^63
+ADAMW_SUMS = 2  # what AdamW's averages of ones have come to, kept after both moments
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Reads params, momentum and update, and writes new params and new momentum; F values each."""
@@ -127,6 +133,86 @@ def descend(
     return _stepped(state, update_F, rule, fragment)
 
 
+def adamw(
+    state: OuterState,
+    update_N: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> OuterState:
+    """One step of AdamW (arXiv:1711.05101) on the mean gradient; vectors do not decay.
+
+        m' = beta1 m + (1 - beta1) u            a' = beta1 a + (1 - beta1)
+        v' = beta2 v + (1 - beta2) u u          b' = beta2 b + (1 - beta2)
+        theta' = (1 - lr decay) theta - (lr / a') m' / (sqrt(v') (1 / sqrt(b')) + eps)
+
+    a and b are the averages of ones, 1 - beta^t after t updates: the bias corrections, without
+    a power and without a count of the positions that brought none. This is torch.optim.AdamW in
+    unfused operations.
+
+    Args:
+        state: parameters theta, N, and a memory of m, v, N each, then a and b; left as it is.
+        update_N: u, the decoded mean gradient.
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second one.
+        eps: added to the denominator.
+        decay: decoupled weight decay of matrices; 1 - lr decay is rounded to fp32 once.
+
+    Raises:
+        StateError: as `nesterov`.
+    """
+    _require(update_N, state.layout.numel)
+    new = state.next_blank()
+    m_N, v_N, sums = _moments(new)
+    old_m_N, old_v_N, old_sums = _moments(state)
+    _average(old_m_N, update_N, beta1, m_N)
+    _average(old_v_N, torch.mul(update_N, update_N), beta2, v_N)
+    one = torch.ones(1)
+    _average(old_sums[:1], one, beta1, sums[:1])
+    _average(old_sums[1:], one, beta2, sums[1:])
+    step_N = torch.sqrt(v_N)
+    torch.mul(step_N, torch.div(one, torch.sqrt(sums[1:])), out=step_N)
+    torch.add(step_N, _scalar(eps), out=step_N)
+    torch.div(m_N, step_N, out=step_N)
+    torch.mul(step_N, torch.div(_scalar(lr), sums[:1]), out=step_N)
+    _decay_matrices(state, new, _scalar(1.0 - lr * decay))
+    torch.sub(new.params_N, step_N, out=new.params_N)
+    return new
+
+
+def clipped(update_F: Tensor, limit: float) -> Tensor:
+    """The update, brought to an L2 norm of at most `limit`; one rounding a value.
+
+    Raises:
+        StateError: when the limit is not finite.
+    """
+    norm = exact_norm(update_F)
+    if norm <= limit:
+        return update_F
+    return torch.mul(update_F, _scalar(limit / norm))
+
+
+def exact_norm(update_F: Tensor) -> float:
+    """L2 norm with the same bits everywhere, within 2^-20 of it for up to a billion values.
+
+    A sum of fp32 values depends on its order; one of integers doesn't. So values are rounded to
+    23 bits of the largest, and their squares summed as integers.
+    """
+    largest = float(update_F.abs().max())
+    if largest == 0.0:
+        return 0.0
+    exponent = NORM_BITS - math.frexp(largest)[1]
+    squares = 0
+    for piece in torch.split(update_F, CELL):
+        whole = torch.round(piece.double() * 2.0**exponent).to(torch.int64)
+        squares += int(whole.mul_(whole).sum())
+    return math.ldexp(math.isqrt(squares), -exponent)
+
+
 def gossip(
     state: OuterState, update_2N: Tensor, *, lr: float, momentum: float, pull: float
 ) -> OuterState:
@@ -179,7 +265,8 @@ def _stepped(
     state: OuterState, update_F: Tensor, rule: Rule, fragment: Fragment | None
 ) -> OuterState:
     numel = state.layout.numel
-    new = OuterState.blank(state.layout, state.position + 1)
+    new = state.next_blank()
+    new.memory_M[numel:] = state.memory_M[numel:]
     if fragment is None or fragment.is_whole(numel):
         _require(update_F, numel)
         rule(state.params_N, state.momentum_N, update_F, new.params_N, new.momentum_N)
@@ -193,6 +280,29 @@ def _stepped(
     fragment.put_(new.params_N, new_params_F)
     fragment.put_(new.momentum_N, new_momentum_F)
     return new
+
+
+def _moments(state: OuterState) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW's moments, N each, and its sums; views of the memory."""
+    numel = state.layout.numel
+    memory_M = state.memory_M
+    return memory_M[:numel], memory_M[numel : 2 * numel], memory_M[2 * numel :][:ADAMW_SUMS]
+
+
+def _average(old: Tensor, x: Tensor, beta: float, out: Tensor) -> None:
+    """The moving average beta old + (1 - beta) x."""
+    torch.mul(old, _scalar(beta), out=out)
+    torch.add(out, torch.mul(x, _scalar(1.0 - beta)), out=out)
+
+
+def _decay_matrices(state: OuterState, new: OuterState, kept: Tensor) -> None:
+    layout = state.layout
+    pieces = zip(layout.split(state.params_N), layout.split(new.params_N), strict=True)
+    for old, out in pieces:
+        if out.dim() >= 2:
+            torch.mul(old, kept, out=out)
+        else:
+            out.copy_(old)
 
 
 def _require(update: Tensor, numel: int) -> None:

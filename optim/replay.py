@@ -41,6 +41,11 @@ class Replay:
             for fragment in self.fragments
         )
 
+    @property
+    def memory_numel(self) -> int:
+        """Values of the state beside the parameters."""
+        return self.method.memory_numel(self.layout)
+
     def fragment_at(self, position: int) -> int:
         """The fragment that a position moves."""
         return (position + 1) % len(self.fragments)

@@ -73,6 +73,7 @@ class Snapshots:
                 position=position,
                 leaf_digests=info.leaf_digests,
                 root=info.root,
+                memory_numel=max(0, info.path.stat().st_size // 4 - info.layout.numel),
             )
             with info.path.open("rb") as file:
                 for index in range(len(info.leaf_digests)):

@@ -1,7 +1,9 @@
 """The state every replica holds in the same bits, and its snapshot.
 
-A snapshot is params_N then momentum_N, fp32, little-endian, without header or padding: 8 bytes
-a parameter. It is cut into leaves of 1 MiB, the last one perhaps shorter. The state root is
+A snapshot is params_N then memory_M, fp32, little-endian, without header or padding. memory_M is
+what the outer step keeps from one update to the next, as many values as the method says
+(`Method.memory_numel`): momentum_N, one value a parameter, for most of them, and for some more
+after it. A snapshot is cut into leaves of 1 MiB, the last one perhaps shorter. The state root is
 
     node(left, right) = SHA-256(0x01 | left | right)          an odd node moves up unchanged
     root              = SHA-256("atoll-state-root-1" | u64 big-endian number of leaves | top)
@@ -13,7 +15,7 @@ as a leaf. The position is not in the snapshot: who states a root states its pos
       SnapshotMismatch   digests that do not make up the root, or a number that the layout denies
       LeafRefused        bytes of a leaf with the wrong index, length or digest
       SnapshotIncomplete finish() before every leaf was there
-      NotFinite          parameters or momentum with NaN or infinity
+      NotFinite          parameters or memory with NaN or infinity
 """
 
 import hashlib
@@ -55,7 +57,7 @@ class NotFinite(StateError):  # noqa: N818
 
 
 class OuterState:
-    """Parameters and outer momentum after the entry before `position`.
+    """Parameters and the outer step's memory after the entry before `position`.
 
     Immutable by convention: applying an update writes new buffers, so a state can be hashed and
     served to joiners while training goes on. The tensors are views of the snapshot's bytes.
@@ -65,19 +67,30 @@ class OuterState:
         """Take over a snapshot buffer; use `genesis`, `blank` or `Assembly` to make one.
 
         Raises:
-            StateError: when the buffer is not 8 bytes a parameter.
+            StateError: when the buffer is too short for the parameters, or no fp32 values.
         """
-        if len(buffer) != snapshot_bytes(layout):
-            raise StateError(f"expected {snapshot_bytes(layout)} bytes, got {len(buffer)}")
+        if len(buffer) < 4 * layout.numel or len(buffer) % 4:
+            raise StateError(
+                f"expected fp32 values, {layout.numel} parameters first; got {len(buffer)} bytes"
+            )
         self.layout = layout
         self.position = position
         self._buffer = buffer
         self.params_N = _view(buffer, layout.numel, 0)
-        self.momentum_N = _view(buffer, layout.numel, 4 * layout.numel)
+        self.memory_M = _view(buffer, len(buffer) // 4 - layout.numel, 4 * layout.numel)
+
+    @property
+    def momentum_N(self) -> Tensor:  # noqa: N802
+        """The first value of memory for each parameter."""
+        return self.memory_M[: self.layout.numel]
 
     @classmethod
-    def genesis(cls, layout: Layout, params_N: Tensor) -> "OuterState":
-        """The state at position 0: the given parameters, momentum zero.
+    def genesis(
+        cls, layout: Layout, params_N: Tensor, memory_M: Tensor | None = None
+    ) -> "OuterState":
+        """The state at position 0: the given parameters and memory, by default a momentum of zero.
+
+        `Method.genesis` knows what memory a method begins with.
 
         Raises:
             StateError: when the vector has another length.
@@ -87,15 +100,22 @@ class OuterState:
             raise StateError(
                 f"expected {layout.numel} parameters, got shape {tuple(params_N.shape)}"
             )
-        state = cls.blank(layout, 0)
+        state = cls.blank(layout, 0, None if memory_M is None else memory_M.numel())
         state.params_N.copy_(params_N)
+        if memory_M is not None:
+            state.memory_M.copy_(memory_M)
         state.require_finite()
         return state
 
     @classmethod
-    def blank(cls, layout: Layout, position: int) -> "OuterState":
-        """A state of zeros, for apply to write."""
-        return cls(layout=layout, position=position, buffer=bytearray(snapshot_bytes(layout)))
+    def blank(cls, layout: Layout, position: int, memory_numel: int | None = None) -> "OuterState":
+        """A state of zeros, for apply to write; its memory is a momentum by default."""
+        buffer = bytearray(snapshot_bytes(layout, memory_numel))
+        return cls(layout=layout, position=position, buffer=buffer)
+
+    def next_blank(self) -> "OuterState":
+        """Zeros for the state after the next entry, with as much memory."""
+        return OuterState.blank(self.layout, self.position + 1, self.memory_M.numel())
 
     def at(self, position: int) -> "OuterState":
         """The same bits at another position: what an entry without an update leaves."""
@@ -135,8 +155,8 @@ class OuterState:
         Raises:
             NotFinite: naming the vector that holds one.
         """
-        for name, vector_N in (("params", self.params_N), ("momentum", self.momentum_N)):
-            if not is_finite(vector_N):
+        for name, vector in (("params", self.params_N), ("memory", self.memory_M)):
+            if not is_finite(vector):
                 raise NotFinite(f"expected finite numbers, got NaN or infinity in {name}")
 
     @cached_property
@@ -151,14 +171,28 @@ class Assembly:
     """Collects the leaves of a snapshot in any order, from anybody, each verified before use."""
 
     def __init__(
-        self, *, layout: Layout, position: int, leaf_digests: Sequence[bytes], root: bytes
+        self,
+        *,
+        layout: Layout,
+        position: int,
+        leaf_digests: Sequence[bytes],
+        root: bytes,
+        memory_numel: int | None = None,
     ) -> None:
-        """Check the digests against the root, then take memory.
+        """Check the digests against the root, then make room.
+
+        Args:
+            layout: of the parameters.
+            position: of the state.
+            leaf_digests: SHA-256 of each leaf.
+            root: what they have to make up.
+            memory_numel: values of the outer step's memory; by default one a parameter.
 
         Raises:
-            SnapshotMismatch: when they do not make up the root, or not this layout's snapshot.
+            SnapshotMismatch: when they do not make up the root, or no snapshot of that length.
         """
-        expected = -(-snapshot_bytes(layout) // LEAF_BYTES)
+        length = snapshot_bytes(layout, memory_numel)
+        expected = -(-length // LEAF_BYTES)
         if len(leaf_digests) != expected:
             raise SnapshotMismatch(f"expected {expected} leaf digests, got {len(leaf_digests)}")
         if merkle_root(leaf_digests) != root:
@@ -166,7 +200,7 @@ class Assembly:
         self._digests = tuple(leaf_digests)
         self._layout = layout
         self._position = position
-        self._buffer = bytearray(snapshot_bytes(layout))
+        self._buffer = bytearray(length)
         self._missing = set(range(expected))
 
     @property
@@ -211,9 +245,9 @@ class Assembly:
         return state
 
 
-def snapshot_bytes(layout: Layout) -> int:
-    """Length of a snapshot of this layout: parameters and momentum, 4 bytes each."""
-    return 8 * layout.numel
+def snapshot_bytes(layout: Layout, memory_numel: int | None = None) -> int:
+    """Length of a snapshot: 4 bytes a parameter, and 4 a value of memory, by default as many."""
+    return 4 * (layout.numel + (layout.numel if memory_numel is None else memory_numel))
 
 
 def merkle_root(leaf_digests: Sequence[bytes]) -> bytes:
@@ -243,4 +277,6 @@ def _node(pair: list[bytes]) -> bytes:
 def _view(buffer: bytearray, numel: int, offset: int) -> Tensor:
     if sys.byteorder != "little":
         raise StateError("expected a little-endian machine: snapshots are little-endian")
+    if numel == 0:
+        return torch.empty(0)
     return torch.frombuffer(buffer, dtype=torch.float32, count=numel, offset=offset)

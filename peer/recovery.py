@@ -32,7 +32,7 @@ from atoll.optim.log import (
     check_certificate,
     check_follows,
 )
-from atoll.optim.state import Assembly, OuterState, StateError, snapshot_bytes
+from atoll.optim.state import Assembly, OuterState, StateError
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import Decided, Head
 from atoll.peer.sources import FETCH_ERRORS, PeerSource, Source
@@ -263,7 +263,7 @@ class Recovery:
         if missing <= KEEP_WORK:
             return True
         newest = max(head.snapshots, default=0)
-        by_snapshot = snapshot_bytes(replica.layout) + (head.position - newest) * body_bytes
+        by_snapshot = replica.state.snapshot_bytes + (head.position - newest) * body_bytes
         return newest <= replica.position or missing * body_bytes <= by_snapshot
 
     def _body_bytes(self) -> int:
@@ -362,8 +362,14 @@ class Recovery:
         for source in holders:
             with suppress(*FETCH_ERRORS):
                 digests = await source.leaf_digests(position)
-                layout = self._ctx.replica.layout
-                return Assembly(layout=layout, position=position, leaf_digests=digests, root=root)
+                replay = self._ctx.replay
+                return Assembly(
+                    layout=replay.layout,
+                    position=position,
+                    leaf_digests=digests,
+                    root=root,
+                    memory_numel=replay.memory_numel,
+                )
         raise NoDonor(f"nobody gave the digests of snapshot {position}")
 
     async def _drain(

@@ -390,6 +390,7 @@ class Session:
             position=0,
             leaf_digests=info.leaf_digests,
             root=self.membership.genesis_root,
+            memory_numel=self._replay.memory_numel,
         )
         async for index, leaf in self._client.fetch_leaves(0):
             await self._compute(assembly.add, index, leaf)

@@ -323,8 +323,6 @@ def _check_method(method: methods.Method, settings: Settings) -> None:
             f"{method.name}: expected a method with windows, whose length can follow a worker's "
             "speed; simulate it without speeds"
         )
-    if settings.join_at > 0 and isinstance(method, methods.DDPMethod):
-        raise SetupError("ddp: expected a method with a common state that a worker can join")
 
 
 class Folder:

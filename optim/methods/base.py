@@ -25,6 +25,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -52,6 +53,9 @@ class Method(ABC):
 
     name: ClassVar[str]
     """Name in specs and in RUN.toml."""
+
+    moments: ClassVar[int] = 1
+    """Vectors of the model's length that the outer step keeps from one update to the next."""
 
     inner: ClassVar[InnerName] = "adamw"
     """The inner optimizer that the paper takes."""
@@ -94,6 +98,19 @@ class Method(ABC):
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
         """What syncs together; by default one fragment, in tensors if the codec looks at shapes."""
         return (whole(layout) if self.codec.elementwise else by_tensor(layout),)
+
+    def memory_numel(self, layout: Layout) -> int:
+        """Values that the outer step keeps beside the parameters (`OuterState.memory_M`)."""
+        return self.moments * layout.numel
+
+    def genesis(self, layout: Layout, params_N: Tensor) -> OuterState:
+        """The state at position 0.
+
+        Raises:
+            StateError: when the parameters are of another length.
+            NotFinite: when they hold NaN or infinity.
+        """
+        return OuterState.genesis(layout, params_N, torch.zeros(self.memory_numel(layout)))
 
     @classmethod
     def defaults_for(cls, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:

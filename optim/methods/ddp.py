@@ -1,35 +1,42 @@
 """`ddp`: the mean gradient at every step, the synchronous reference (arXiv:2006.15704).
 
-The common thing is the gradient; each replica's own optimizer applies it, so replicas are equal
-where their kernels are, and the log's state stays what the run began with. With `codec=powersgd(
-rank=4)` gradients travel as PowerSGD's factors (arXiv:1905.13727), with the errors of PyTorch's
-hook; with any other codec its error feedback is the one of all methods.
+    send gradient        theta, m, v = AdamW(theta, m, v, mean gradient)
+
+AdamW is the outer step: its moments are part of the common state, so replicas are equal to the
+bit and a joiner takes them with the parameters. The inner optimizer only gives the rate of the
+schedule. With `codec=powersgd(rank=4)` gradients travel as PowerSGD's factors (arXiv:1905.13727),
+with the errors of PyTorch's hook; with any other codec error feedback is the one of all methods.
+
+The mean is clipped by its norm when it is applied: it is reduced in parts, so nobody has all of it
+before, and clipping each peer's own gradient is another rule.
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.compression import Bf16, Codec, PowerSGD
 from atoll.optim.fragments import Fragment
 from atoll.optim.gradients import GradientWorker
-from atoll.optim.methods.base import Method, MethodError, Shape
+from atoll.optim.layout import Layout
+from atoll.optim.methods.base import Method, Shape, require
 from atoll.optim.methods.registry import register
-from atoll.optim.reducer import Commit, Reducer
+from atoll.optim.outer import ADAMW_SUMS, adamw, clipped
+from atoll.optim.reducer import Reducer
 from atoll.optim.state import OuterState
-from atoll.optim.worker import Window, Worker
+from atoll.optim.worker import Worker
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class DDPMethod(Method):
-    """Mean gradients; bf16 without feedback, unless told otherwise."""
+    """Mean gradients; bf16 without feedback, unless told otherwise. AdamW as `inner.build`'s."""
 
     name: ClassVar[str] = "ddp"
     every_step: ClassVar[bool] = True
+    moments: ClassVar[int] = 2
 
     codec: Codec = field(default_factory=Bf16)
     feedback: float = 0.0
@@ -38,15 +45,37 @@ class DDPMethod(Method):
     clip_norm: float = 0.0
     """L2 norm that the mean gradient is clipped to; 0 for no clipping."""
 
-    @property
-    def logged(self) -> bool:
-        """No: what the replicas' own optimizers hold is nowhere else."""
-        return False
+    beta1: float = 0.9
+    """Decay of the first moment."""
+
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+    eps: float = 1e-8
+    """Added to the denominator."""
+
+    decay: float = 0.1
+    """Decoupled weight decay of matrices."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MethodError: when one is out of range.
+        """
+        require(self.clip_norm >= 0, "a clip_norm of at least 0", self.clip_norm)
+        require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "betas in [0, 1)", self)
+        require(self.eps > 0, "an eps above 0", self.eps)
+        require(self.decay >= 0, "a decay of at least 0", self.decay)
 
     @property
     def reduction(self) -> Shape:
         """By factors for PowerSGD, else a mean."""
         return "low-rank" if isinstance(self.codec, PowerSGD) else "mean"
+
+    def memory_numel(self, layout: Layout) -> int:
+        """Both moments, and what their bias corrections have come to."""
+        return super().memory_numel(layout) + ADAMW_SUMS
 
     def apply(
         self,
@@ -57,42 +86,26 @@ class DDPMethod(Method):
         lr: float,
         momentum: float,
     ) -> OuterState:
-        """Only the position moves; the replicas' optimizers do the rest."""
-        return state.at(state.position + 1)
+        """AdamW on the mean gradient, clipped."""
+        return adamw(
+            state,
+            clipped(update_F, self.clip_norm) if self.clip_norm else update_F,
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            decay=self.decay,
+        )
 
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
         """As `Method.worker`; a window is one step."""
-        return DDP(model, inner, reducer, clip_norm=self.clip_norm)
+        return DDP(model, inner, reducer)
 
 
 class DDP(GradientWorker):
-    """Steps the inner optimizer on the mean gradient."""
-
-    def __init__(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, clip_norm: float = 0.0
-    ) -> None:
-        """Join the reducer; as `Worker`."""
-        super().__init__(model, inner, reducer)
-        self._clip_norm = clip_norm
+    """Sends the gradient."""
 
     def _message(self, grad_N: Tensor) -> Tensor:
         return grad_N
-
-    def _rate(self) -> float:
-        """Not needed: the optimizer that has it steps here."""
-        return 0.0
-
-    def _follow(self, commit: Commit, window: Window) -> None:
-        if commit.members == 0:
-            return
-        if commit.update_N is None:
-            raise MethodError("ddp: expected a reducer that hands out updates, got none")
-        self.layout.load_gradient_(self.model, commit.update_N)
-        if self._clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
-        self.inner.step()
-
-    def _moved(self, commit: Commit) -> Tensor:
-        return self.layout.flatten(self.model)

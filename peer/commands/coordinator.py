@@ -101,14 +101,13 @@ def first_state(spec: RunSpec, state_dir: Path) -> Callable[[], OuterState]:
         SetupError: the model or the tokenizer is not usable.
     """
     from atoll.optim.layout import Layout
-    from atoll.optim.state import OuterState
     from atoll.peer.data import open_tokenizer
     from atoll.peer.trainer import build_model
 
     def make() -> OuterState:
         model = build_model(spec, open_tokenizer(spec.data.tokenizer).vocab_size)
         layout = Layout.of(model)
-        return OuterState.genesis(layout, layout.flatten(model))
+        return spec.method().genesis(layout, layout.flatten(model))
 
     made = [] if (state_dir / "genesis.root").exists() else [make()]
     return lambda: made.pop() if made else make()

@@ -45,6 +45,13 @@ def test_any_tool_can_read_it(tmp_path: Path) -> None:
     assert set(tensors) == {"params/embed", "params/head", "momentum/embed", "momentum/head"}
 
 
+def test_memory_beyond_a_momentum_is_kept(tmp_path: Path) -> None:
+    state = OuterState.genesis(LAYOUT, make().params_N, torch.arange(2.0 * LAYOUT.numel + 2))
+    save_checkpoint(tmp_path / "a", dataclasses.replace(make(0), state=state))
+    assert load_file(tmp_path / "a")["memory"].numel() == LAYOUT.numel + 2
+    assert torch.equal(load_checkpoint(tmp_path / "a").state.memory_M, state.memory_M)
+
+
 def test_the_same_run_replaces_its_own_another_run_does_not(tmp_path: Path) -> None:
     path = tmp_path / "a"
     save_checkpoint(path, make(7))

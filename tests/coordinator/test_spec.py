@@ -62,7 +62,7 @@ def test_all_problems_are_told_at_once_with_their_lines() -> None:
         ("[outer]\nseq_len = 5", "it belongs to [data]"),
         ("[outr]", "did you mean 'outer'"),
         ("[outer]\nmethod = 'dilco'", "did you mean 'diloco'"),
-        ("[outer]\nmethod = 'ddp'", "a log can hold"),
+        ("[outer]\nmethod = 'ddp'", "expected 1 with 'ddp'"),
         ("[outer]\nmethod = 'noloco'", "atoll simulate"),
         ("[outer]\nmethod = 'demo'", "expected 1 with 'demo'"),
         ("[outer]\nmethod = 'diloco(codec=int4)'", "expected codec as compression.codec"),

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from atoll.optim import Layout, OuterState, StateError, nesterov
 from atoll.optim.fragments import strided
-from atoll.optim.outer import descend, gossip, heavy_ball, to_fp32
+from atoll.optim.outer import (
+    ADAMW_SUMS,
+    adamw,
+    clipped,
+    descend,
+    exact_norm,
+    gossip,
+    heavy_ball,
+    to_fp32,
+)
 
 N = 150_001  # three cells, the last one short; an odd number for the vector kernels' tails
 EXPECTED = "e0698b2e26fc70bcaac2e5c74196892bbdc2b43e298d7f3b2f253b4219ae0c6d"
@@ -140,6 +149,80 @@ def moved(rule, positions: int = 20, values: int = N) -> str:
 )
 def test_every_rule_has_its_checked_in_digest(name, rule, values, expected):
     assert moved(rule, values=values) == expected
+
+
+ADAMW_LAYOUT = Layout(names=("w", "b"), shapes=((300, 500), (1,)))  # the vector does not decay
+ADAMW = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": 0.1}
+ADAMW_EXPECTED = "8cc121b6ded9e1caf0b9bacd16467b7db9e7f425103bcc89a279c09e45269042"
+
+
+def adamw_states(positions: int, **options: float) -> list[OuterState]:
+    memory_M = torch.zeros(2 * N + ADAMW_SUMS)
+    run = [OuterState.genesis(ADAMW_LAYOUT, hashed(N, 1_000), memory_M)]
+    for position in range(positions):
+        run.append(adamw(run[-1], hashed(N, position), **(ADAMW | options)))
+    return run
+
+
+def test_twenty_steps_of_adamw_have_the_checked_in_digest():
+    digest = hashlib.sha256()
+    for state in adamw_states(20):
+        digest.update(state.root())
+    assert digest.hexdigest() == ADAMW_EXPECTED
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_adamw_is_torchs_within_rounding(beta2):
+    params = [torch.nn.Parameter(p.clone()) for p in ADAMW_LAYOUT.split(hashed(N, 1_000))]
+    groups = [
+        {"params": params[:1], "weight_decay": ADAMW["decay"]},
+        {"params": params[1:], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, beta2), eps=1e-8)
+    ours = adamw_states(20, beta2=beta2)
+    for position in range(20):
+        for param, grad in zip(params, ADAMW_LAYOUT.split(hashed(N, position)), strict=True):
+            param.grad = grad
+        theirs.step()
+        flat = torch.cat([p.detach().flatten() for p in params])
+        moved = (flat - ours[position].params_N).abs().max()
+        torch.testing.assert_close(ours[position + 1].params_N, flat, rtol=1e-6, atol=1e-6)
+        assert moved > 1e-3
+
+
+def test_bias_corrections_are_one_less_the_powers_of_the_betas():
+    sums = adamw_states(20, beta2=0.999)[-1].memory_M[-ADAMW_SUMS:].double()
+    expected = torch.tensor([1 - 0.9**20, 1 - 0.999**20], dtype=torch.float64)
+    torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0.0)
+
+
+def test_exact_norm_is_the_norm():
+    for seed, size in ((1, 1.0), (2, 1e30), (3, 1e-40)):
+        x = hashed(N, seed) * size
+        assert exact_norm(x) == pytest.approx(float(x.double().norm()), rel=1e-5)
+    assert exact_norm(torch.zeros(3)) == 0.0
+
+
+def test_exact_norm_has_the_same_bits_in_any_order():
+    x = hashed(N, 5)
+    orders = [torch.randperm(N, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    assert len({exact_norm(x[order]) for order in orders} | {exact_norm(x)}) == 1
+
+
+def test_an_update_is_clipped_to_its_norm_and_no_further():
+    x = hashed(N, 6)
+    norm = float(x.double().norm())
+    assert float(clipped(x, norm / 2).double().norm()) == pytest.approx(norm / 2, rel=1e-5)
+    assert torch.equal(clipped(x, norm * 1.01), x)
+
+
+def test_rules_without_a_second_moment_keep_the_bits_of_what_else_is_there():
+    memory_M = hashed(N + 7, 3)
+    layout = Layout(names=("w",), shapes=((N,),))
+    state = OuterState.genesis(layout, hashed(N, 1), memory_M)
+    new = nesterov(state, hashed(N, 2), lr=0.7, momentum=0.9)
+    assert torch.equal(new.memory_M[N:], memory_M[N:])
+    assert not torch.equal(new.momentum_N, state.momentum_N)
 
 
 def test_a_fragment_moves_alone_and_in_the_bits_of_the_whole():

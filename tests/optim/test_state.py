@@ -44,6 +44,24 @@ def test_snapshot_is_params_then_momentum_little_endian(state):
     assert struct.unpack("<f", snapshot[-4:]) == (0.5,)
 
 
+def test_more_memory_than_a_momentum_travels_with_the_snapshot():
+    memory_M = torch.arange(600_002, dtype=torch.float32)
+    state = OuterState.genesis(LAYOUT, torch.ones(300_000), memory_M)
+    assert state.snapshot_bytes == 4 * 900_002
+    assert torch.equal(state.momentum_N, memory_M[:300_000])
+    new = assembly(state, memory_numel=600_002)
+    for index in range(state.num_leaves):
+        new.add(index, state.read_leaf(index))
+    assert torch.equal(new.finish().memory_M, memory_M)
+
+
+def test_memory_of_another_length_is_refused(state):
+    with pytest.raises(SnapshotMismatch, match="leaf digests"):
+        assembly(state, memory_numel=900_000)
+    with pytest.raises(StateError, match="fp32 values"):
+        OuterState(layout=LAYOUT, position=0, buffer=bytearray(4))
+
+
 def test_leaves_are_digests_of_one_mebibyte_each(state):
     assert state.leaves() == [
         hashlib.sha256(state.read_leaf(i)).digest() for i in range(state.num_leaves)
@@ -142,7 +160,7 @@ def test_certified_snapshot_with_nan_is_refused(state, value):
     new = assembly(state)
     for index in range(3):
         new.add(index, state.read_leaf(index))
-    with pytest.raises(NotFinite, match="momentum"):
+    with pytest.raises(NotFinite, match="memory"):
         new.finish()
 
 

@@ -38,8 +38,9 @@ SETTINGS = RoundSettings(stall_s=1.5, grace_s=3.0)
 ORGANISER = Identity.ephemeral()
 
 
-def genesis(layout: Layout = LAYOUT) -> OuterState:
-    return OuterState.genesis(layout, torch.linspace(-1.0, 1.0, layout.numel))
+def genesis(replay: Replay) -> OuterState:
+    layout = replay.layout
+    return replay.method.genesis(layout, torch.linspace(-1.0, 1.0, layout.numel))
 
 
 def feedback_with(codec: str) -> float:
@@ -151,7 +152,7 @@ class SwarmPeer:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def genesis(self) -> OuterState:
-        return genesis(self.swarm.layout)
+        return genesis(self.swarm.replay)
 
     async def catch_up(self) -> None:
         before = self.replica.position if self.replica.ready else None
@@ -294,7 +295,7 @@ class Swarm:
         self.body_budget_bytes = body_budget_bytes
         self.network = MemoryNetwork(random.Random(7), latency_s=0.025)
         self.board = MemoryBoard()
-        self.chain = genesis_chain(RUN_ID, genesis(layout).root())
+        self.chain = genesis_chain(RUN_ID, genesis(self.replay).root())
         self.peers: list[SwarmPeer] = []
         self.on_phase: Callable[[SwarmPeer, str, int], None] = lambda peer, phase, position: None
 

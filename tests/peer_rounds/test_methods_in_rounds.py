@@ -55,6 +55,8 @@ METHODS = (
     "sparseloco(merge=select)",
     "demo",
     "dlion",
+    "ddp",
+    "ddp(codec=int8, feedback=1, clip_norm=1)",
 )
 
 
@@ -109,6 +111,23 @@ def test_every_method_with_a_log_ends_in_the_same_bits(tmp_path, method):
     for entry, update_F, _ in decided:
         assert update_F.shape == (swarm.replay.fragments[entry.fragment].numel,)
         assert bool(update_F.any())
+
+
+def test_a_joiner_takes_all_that_the_outer_step_remembers(tmp_path):
+    async def scenario():
+        swarm = Swarm(tmp_path, layout=LAYOUT, method="ddp", codec=None, body_budget_bytes=1)
+        peers = await swarm.start(3)
+        await swarm.until(lambda: all(p.replica.position >= 7 for p in peers))
+        joiner = swarm.add()
+        await joiner.start()
+        assert joiner.recovered.snapshot_position >= 4
+        await swarm.until(lambda: joiner.rounds.statistics().included >= 2)
+        await swarm.until(lambda: len({p.replica.position for p in swarm.peers}) == 1)
+        assert swarm.same_bits(swarm.peers)
+        assert bool(joiner.replica.state.memory_M[LAYOUT.numel :].any())
+        await swarm.stop()
+
+    run_virtual(scenario())
 
 
 def test_what_is_gathered_is_the_mean_of_what_was_sent(tmp_path):

@@ -132,7 +132,6 @@ def test_inner_optimizer_can_be_changed_for_methods_with_windows(settings):
         ({"inner": "adam"}, "diloco"),
         ({"workers": 1, "join_at": 0.5}, "diloco"),
         ({"speeds": (1.0, 2.0)}, "demo"),
-        ({"join_at": 0.5}, "ddp"),
     ],
 )
 def test_churn_that_makes_no_sense_is_refused(settings, change, spec):

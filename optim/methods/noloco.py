@@ -5,7 +5,8 @@ Pairs are drawn by a shared seed. With slow weights phi of one's own, after H in
     m = 0.5 m - 0.7 mean_pair(phi - local) + 0.7 (mean_pair(phi) - phi)        phi = phi + m
 
 There is no common state and no log: a peer's weights drift towards its partners'. Two vectors of
-the model's length travel each way.
+the model's length travel each way. Who meets whom, and what the two make of each other, is in
+`atoll.optim.gossip`.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from torch.optim import Optimizer
 from atoll.compression import Codec, Fp32
 from atoll.optim.diloco import DiLoCo
 from atoll.optim.fragments import Fragment
-from atoll.optim.methods.base import Method, Shape
+from atoll.optim.methods.base import require
+from atoll.optim.methods.paired import PairedMethod
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import gossip
 from atoll.optim.reducer import Reducer
@@ -27,7 +29,7 @@ from atoll.optim.worker import Worker
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class NoLoCoMethod(Method):
+class NoLoCoMethod(PairedMethod):
     """NoLoCo; weights travel too, and what a codec loses of them does not come back."""
 
     name: ClassVar[str] = "noloco"
@@ -45,10 +47,20 @@ class NoLoCoMethod(Method):
     pull: float = 0.7
     """Share of the way to the pair's mean weights."""
 
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MethodError: one that it can't have.
+        """
+        require(not self.feedback, "no feedback: nothing keeps what a codec lost", self.feedback)
+        require(0 <= self.momentum < 1, "a momentum in [0, 1)", self.momentum)
+        require(0 < self.pull <= 1, "a pull above 0 and at most 1", self.pull)
+
     @property
-    def reduction(self) -> Shape:
-        """By gossip."""
-        return "pairs"
+    def inertia(self) -> float:
+        """See `PairedMethod`."""
+        return self.momentum / (1 - self.momentum)
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:
         """Those of the run."""

@@ -26,7 +26,7 @@ def plain(workers: int, rounds: int, inner_steps: int, seed: int = 0):
                 inner.step()
         drifts = [flat(model) - phi for model, phi in zip(models, phis, strict=True)]
         new = list(phis)
-        for group in pairs(workers, seed, round_):
+        for group in pairs(range(workers), seed, round_):
             drift = torch.stack([drifts[i] for i in group]).mean(0)
             centre = torch.stack([phis[i] for i in group]).mean(0)
             for i in group:
@@ -57,12 +57,12 @@ def test_five_peers_follow_the_formula_one_of_them_alone():
 def test_everyone_meets_everyone_in_time():
     met = Counter()
     for position in range(200):
-        drawn = pairs(6, 1, position)
+        drawn = pairs(range(6), 1, position)
         assert sorted(index for pair in drawn for index in pair) == list(range(6))
         met.update(frozenset(pair) for pair in drawn)
     assert len(met) == 15
-    assert pairs(6, 1, 3) == pairs(6, 1, 3)
-    assert pairs(6, 1, 3) != pairs(6, 2, 3)
+    assert pairs(range(6), 1, 3) == pairs(range(6), 1, 3)
+    assert pairs(range(6), 1, 3) != pairs(range(6), 2, 3)
 
 
 def test_a_codec_does_not_move_the_pairs_mean():

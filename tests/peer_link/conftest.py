@@ -41,7 +41,7 @@ def tiny_spec(**sections) -> RunSpec:
 def first_state(spec: RunSpec) -> OuterState:
     model = build_model(spec, 256)
     layout = Layout.of(model)
-    return OuterState.genesis(layout, layout.flatten(model))
+    return spec.method().genesis(layout, layout.flatten(model))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from atoll.peer.recovery import Recovery
 from atoll.peer.rounds.messages import Decided
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
-from swarm import RUN_ID, Swarm, genesis, signed_epoch
+from swarm import RUN_ID, Swarm, signed_epoch
 
 
 class Follower:
@@ -65,7 +65,7 @@ def recover(tmp_path, snapshots, *, second_epoch=False):
             recovery = Recovery(
                 new.ctx,
                 run_id=RUN_ID,
-                genesis=first_state,
+                genesis=new.genesis,
                 on_progress=lambda what, left: None,
                 fallback=Follower(donor, offered),
             )
@@ -78,10 +78,6 @@ def recover(tmp_path, snapshots, *, second_epoch=False):
             await swarm.stop()
 
     return run_virtual(main())
-
-
-async def first_state():
-    return genesis()
 
 
 @pytest.mark.parametrize("second_epoch", [False, True])

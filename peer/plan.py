@@ -34,6 +34,7 @@ from atoll.optim.methods.base import Method
 from atoll.optim.methods.co2 import CO2Method
 from atoll.optim.methods.demo import DeMoMethod
 from atoll.optim.methods.eager import EagerMethod
+from atoll.optim.methods.sparseloco import SparseLoCoMethod
 from atoll.optim.methods.streaming import StreamingMethod
 from atoll.optim.muon import muon_groups
 from atoll.peer import data, models
@@ -215,7 +216,7 @@ def round_s(sent: float, setting: Setting) -> float:
 
 def delay_of(method: Method, inner_steps: int) -> int:
     """Inner steps that a reduction may travel before it is waited for."""
-    if isinstance(method, StreamingMethod):
+    if isinstance(method, StreamingMethod | SparseLoCoMethod):
         return method.tau
     if isinstance(method, DeMoMethod):
         return method.delay

@@ -13,6 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.status import Level
-from atoll.optim.feedback import Feedback
+from atoll.optim.feedback import Feedback, Offer
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.log import Elector, Entry
@@ -49,9 +52,15 @@ class Reset:
 class Offered:
     """A contribution that is not decided yet."""
 
-    window: OfferedWindow
+    number: int
+    encoding: Future[OfferedWindow]
     deadline_s: float
     """until when `wait` waits for it, on the monotonic clock"""
+
+    @property
+    def offer(self) -> Offer:
+        """Its frames, once they are encoded."""
+        return self.encoding.result().offer
 
 
 class NetworkReducer:
@@ -89,6 +98,7 @@ class NetworkReducer:
         ]
         self._offers: dict[int, Offered] = {}
         """what is on offer, by fragment"""
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="atoll-encode")
         self._number = 0
         self._joining: set[int] = set()
         """fragments of which this peer's next contribution does not count yet"""
@@ -145,15 +155,15 @@ class NetworkReducer:
         return self._position
 
     def submit(self, contribution: Contribution) -> None:
-        """Encode a contribution and offer it at the next position of its fragment.
+        """Offer a contribution at the next position of its fragment, once it is encoded.
+
+        Encoding is another thread's work, so that a trainer that does not wait goes on at once.
 
         Raises:
-            CodecError: it holds NaN or infinity.
             WorkRefused: its tokens or steps are absurd.
         """
         if self._settle is None:
             raise RuntimeError("expected start() first")
-        started = time.perf_counter()
         if self._resumed_s is not None:
             self._window_s = time.monotonic() - self._resumed_s
         self._tokens += contribution.tokens
@@ -163,20 +173,33 @@ class NetworkReducer:
             self._on_event("info", "joined: the first window counts with weight 0")
             weight = 0.0
             self._joining.discard(fragment)
-        offer = self._residuals[fragment].offer(contribution.delta_N, weight)
-        self.encode_s = time.perf_counter() - started
         self._number += 1
-        window = OfferedWindow(
+        encoding = self._encoder.submit(self._encoded, contribution, weight, self._number)
+        self._offers[fragment] = Offered(
             number=self._number,
-            fragment=fragment,
+            encoding=encoding,
+            deadline_s=time.monotonic() + self._patience_s,
+        )
+        encoding.add_done_callback(self._offer_encoded)
+
+    def _encoded(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
+        started = time.perf_counter()
+        offer = self._residuals[contribution.fragment].offer(contribution.delta_N, weight)
+        self.encode_s = time.perf_counter() - started
+        return OfferedWindow(
+            number=number,
+            fragment=contribution.fragment,
             offer=offer,
             tokens=contribution.tokens,
             steps=contribution.steps,
             loss=contribution.loss if math.isfinite(contribution.loss) else None,
         )
-        deadline_s = time.monotonic() + self._patience_s
-        self._offers[fragment] = Offered(window=window, deadline_s=deadline_s)
-        self._loop.call_soon_threadsafe(self._offer_unless_over, window)
+
+    def _offer_encoded(self, encoding: Future[OfferedWindow]) -> None:
+        if encoding.cancelled() or encoding.exception() is not None:
+            return  # `wait` raises it
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._offer_unless_over, encoding.result())
 
     def progress(self) -> TrainerView | None:
         """What can be told of a trainer that does not tell itself; None before it has started."""
@@ -190,9 +213,15 @@ class NetworkReducer:
         )
 
     def wait(self) -> None:
-        """See `Reducer`; ends also when the peer stops or the run is over."""
+        """See `Reducer`; ends also when the peer stops or the run is over.
+
+        Raises:
+            CodecError: what was submitted can't be encoded.
+        """
         self._drain()
         while (offered := self._waited_for()) is not None and not self._is_at_end():
+            if offered.encoding.done():
+                offered.encoding.result()
             left_s = offered.deadline_s - time.monotonic()
             if left_s <= 0:
                 return
@@ -243,6 +272,7 @@ class NetworkReducer:
     def close(self) -> None:
         """Leave the run: roster, connections, threads."""
         self.stopping.set()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
         self._close()
 
     # inside
@@ -301,12 +331,14 @@ class NetworkReducer:
         entry, state = decided.applied.entry, decided.applied.state
         residual, included = self._residuals[entry.fragment], None
         offered = self._offers.get(entry.fragment)
-        settles = offered is not None and decided.settles == offered.window.number
+        settles = offered is not None and decided.settles == offered.number
+        if offered is not None:
+            futures.wait([offered.encoding])  # it reads the residual
         if offered is not None and settles:
             if decided.included is not None:
                 included = torch.tensor(decided.included, dtype=torch.bool)
                 mine = next(m for m in entry.members if m.elector == self._me)
-                residual.settle(offered.window.offer, included, weight=mine.weight * mine.clip)
+                residual.settle(offered.offer, included, weight=mine.weight * mine.clip)
             del self._offers[entry.fragment]
         for part, lost_N in decided.credits:
             residual.owner_credit(part, lost_N)
@@ -324,6 +356,9 @@ class NetworkReducer:
 
     def _reset(self, state: OuterState, why: str) -> None:
         self._on_event("warning", f"dropped this peer's open work: {why}")
+        futures.wait(
+            [offered.encoding for offered in self._offers.values()]
+        )  # they read the residuals
         for residual in self._residuals:
             residual.reset()
         self._arrive(state)

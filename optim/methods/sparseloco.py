@@ -5,10 +5,13 @@
 
 Everyone decodes everyone's frames, so the mean keeps the union of the senders' indices. With
 `merge=select` the mean is selected again: what a peer receives then does not grow with the number
-of peers, and what the owner of a part leaves out stays in its own residual. There is
-no outer momentum, and lr is applied once (older published code multiplies by it twice). The mean
-divides by all peers, as the paper writes, or with `average=senders` by those that sent a value, as
-the published code does.
+of peers, and what the owner of a part leaves out stays in its own residual. There is no outer
+momentum, and lr is applied once (older published code multiplies by it twice). The mean divides by
+all peers, as the paper writes, or with `average=senders` by those that sent a value, as the
+published code does.
+
+With `tau` above 0 the reduction travels for so many inner steps, at most a window; what was
+trained meanwhile stays. The papers wait.
 
 Departures: matrices are tiled from their first value, and what does not fill a tile is chunked
 in runs; the bin means are bf16; norms are clipped by the rule of all methods, and weights are
@@ -52,6 +55,9 @@ class SparseLoCoMethod(Method):
     merge: Literal["union", "select"] = "union"
     """What of the mean is kept: all that anybody sent, or the largest again."""
 
+    tau: int = 0
+    """Inner steps that a reduction travels while training goes on; 0 waits for it."""
+
     def __post_init__(self) -> None:
         """Check the options.
 
@@ -63,6 +69,7 @@ class SparseLoCoMethod(Method):
             "average=all with merge=select, whose mean is that of all",
             self.average,
         )
+        require(self.tau >= 0, "a tau of at least 0", self.tau)
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
@@ -98,4 +105,4 @@ class SparseLoCoMethod(Method):
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
         """As `Method.worker`; DiLoCo, whose one fragment is in tiles."""
-        return DiLoCo(model, inner, reducer, inner_steps=inner_steps)
+        return DiLoCo(model, inner, reducer, inner_steps=inner_steps, delay=self.tau)

@@ -8,8 +8,10 @@ import types
 import pytest
 import torch
 
+from atoll.compression import CodecError
 from atoll.coordinator.spec import RunSpec
 from atoll.optim import DiLoCo, fragments
+from atoll.optim.feedback import Feedback
 from atoll.optim.layout import CELL, Layout, LayoutError
 from atoll.optim.log import Elector, Entry, Member, Part, sha256
 from atoll.optim.reducer import Contribution
@@ -118,6 +120,7 @@ class Bench:
         return self.offers[-1]
 
     def let_loop_catch_up(self):
+        self.reducer._encoder.submit(int).result(10)
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result(10)
 
     def residual(self):
@@ -160,6 +163,39 @@ def test_a_contribution_is_offered_with_its_weight(bench):
     assert (window.number, window.tokens, window.steps, window.loss) == (1, 100, 10, 2.5)
     assert window.offer.weight == 10.0
     assert each.submit(1).number == 2
+
+
+def test_the_trainer_goes_on_while_its_contribution_is_encoded(bench, monkeypatch):
+    """An entry that is decided meanwhile leaves the residual alone until the codec has read it."""
+    each, go_on, encode = bench(), threading.Event(), Feedback.offer
+
+    def slow(*arguments):
+        assert go_on.wait(10)
+        return encode(*arguments)
+
+    monkeypatch.setattr(Feedback, "offer", slow)
+    each.start()
+    each.reducer.submit(contribution())
+    assert each.offers == []
+    each.reducer.deliver(decided(0, OTHER, credits=[(slice(0, 1), torch.tensor([3.0]))]))
+    waiting = threading.Thread(target=each.reducer.wait)
+    waiting.start()
+    waiting.join(0.1)
+    assert float(each.residual()[0]) == 0.0
+    go_on.set()
+    assert each.offered.wait(10)
+    each.reducer.deliver(decided(1, ME, settles=1, included=[True] * 2))
+    waiting.join(10)
+    assert [commit.position for commit in each.commits] == [1, 2]
+    assert float(each.residual()[0]) == 3.0
+
+
+def test_what_a_codec_refuses_is_raised_by_the_wait(bench):
+    each = bench()
+    each.start()
+    each.reducer.submit(contribution(value=math.nan))
+    with pytest.raises(CodecError, match="finite"):
+        each.reducer.wait()
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+"""What share of their time peers compute, on links of several speeds.
+
+    ./scripts/bench utilisation --rates 50,200,1000                   the saved table
+    ./scripts/bench utilisation --rates 50,200,1000 --rerun --save    measure again and keep it
+    ./scripts/bench utilisation --rerun --rates 50 --step-ms 100 --model micro --json
+
+A coordinator and peers as in a run, each in a network namespace of `wan_lab.py` (root is needed),
+over a model of 30M parameters whose inner steps only take time (`utilisation_host.py`). Utilisation
+is the time of the inner steps over all time, from the first window after the warm-up on, the
+slowest peer's. A row counts only with as many rounds as windows: a peer that nobody waits for would
+be busy too.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+from bench_allreduce import lab_is_possible, load
+from wan_lab import Link, WanLab
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = Path(__file__).resolve().parent / "utilisation_host.py"
+SAVED = ROOT / "docs" / "benchmarks" / "utilisation.json"
+METHODS = ("sparseloco(merge=select, tau=32)", "diloco(codec=fp32, feedback=0)")
+START_S = 120.0  # until the invite is there
+ANSWER_S = 600.0  # for a host to be warm, and then to end
+PORTS = (7700, 7701)
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method at one rate and step time."""
+
+    method: str
+    params: int
+    hosts: int
+    mbit_s: float
+    rtt_ms: float
+    step_ms: float
+    inner_steps: int
+    windows: int
+    rounds: int
+    """decided while the windows were trained"""
+    utilisation: float
+    """of the slowest peer"""
+    waited: float
+    """share of the time in which a trainer waited; the rest of what is lost is its own copies"""
+    encode_s: float
+    """in a thread of its own, beside the inner steps"""
+    sent_mb: float
+    """a host and window, by the lab's counters; heartbeats and all"""
+    cpu_s: float
+    """of all processes of a host, a window"""
+    all_included: bool
+    """whether every peer's contribution was in every round"""
+    date: str
+    commit: str
+    load: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What is measured at once."""
+
+    method: str
+    mbit_s: float
+    step_ms: float
+
+
+def run_toml(point: Point, options: argparse.Namespace) -> str:
+    """The run's description."""
+    return f"""
+[run]
+name = "utilisation"
+[model]
+preset = "{options.model}"
+[outer]
+method = "{point.method}"
+inner_steps = {options.inner_steps}
+[round]
+min_peers = {options.hosts}
+snapshot_every = 1000
+[coordinator]
+checkpoint_every = 0
+"""
+
+
+class Hosts:
+    """The processes of one point; ended with it."""
+
+    def __init__(self, lab: WanLab, folder: Path, log: IO[bytes], nice: int) -> None:
+        self._lab, self._folder, self._log, self._nice = lab, folder, log, nice
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, host: int, *command: str) -> subprocess.Popen[str]:
+        """Run a program of ours on a host."""
+        process = self._lab.popen(
+            host,
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=self._folder,
+            start_new_session=True,  # Linux shares the CPU between sessions
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        )
+        if self._nice:  # of the session: a process's own counts within its session only
+            Path(f"/proc/{process.pid}/autogroup").write_text(str(self._nice))
+        self.processes.append(process)
+        return process
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.stdin.close()  # what ends with its input ends now
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+                process.wait()
+
+
+def measure(point: Point, options: argparse.Namespace, log: IO[bytes]) -> Row:
+    """Start a run between hosts and let it train for some windows."""
+    delay_ms = options.rtt / 2
+    links = [Link(up=point.mbit_s, down=point.mbit_s, delay_ms=delay_ms)] * options.hosts
+    links.append(Link(up=1000, down=1000, delay_ms=delay_ms))  # the coordinator's
+    told = {"step_s": point.step_ms / 1000, "warmup": options.warmup, "windows": options.windows}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-bench-")))
+        lab = stack.enter_context(WanLab(links, mtu=options.mtu, congestion="cubic"))
+        hosts = stack.enter_context(Hosts(lab, folder, log, options.nice))
+        invite = start_coordinator(lab, hosts, folder, run_toml(point, options), options.hosts)
+        peers = [
+            hosts.start(
+                index,
+                str(HOST),
+                *(invite, str(folder / f"peer-{index}"), json.dumps(told | {"name": f"h{index}"})),
+            )
+            for index in range(options.hosts)
+        ]
+        for peer in peers:
+            answer(peer)
+        before = sum(lab.sent[: options.hosts]), sum(map(cpu_s, peers))
+        answers = [answer(peer) for peer in peers]
+        sent = sum(lab.sent[: options.hosts]) - before[0]
+        used_s = sum(map(cpu_s, peers)) - before[1]
+    share = options.hosts * options.windows
+    return Row(
+        **{name: answers[0][name] for name in ("method", "params")},
+        hosts=options.hosts,
+        mbit_s=point.mbit_s,
+        rtt_ms=options.rtt,
+        step_ms=point.step_ms,
+        inner_steps=options.inner_steps,
+        windows=options.windows,
+        rounds=min(a["rounds"] for a in answers),
+        utilisation=min(a["utilisation"] for a in answers),
+        waited=max(a["waited"] for a in answers),
+        encode_s=max(a["encode_s"] for a in answers),
+        sent_mb=sent / share / 1e6,
+        cpu_s=used_s / share,
+        all_included=all(a["included"] == a["rounds"] for a in answers),
+        date=time.strftime("%Y-%m-%d"),
+        commit=commit(),
+        load=load(),
+    )
+
+
+def answer(peer: subprocess.Popen[str]) -> Facts:
+    """The next thing that a peer tells.
+
+    Raises:
+        RuntimeError: it ended, or was silent for too long.
+    """
+    guard = threading.Timer(ANSWER_S, peer.kill)
+    guard.start()
+    try:
+        line = peer.stdout.readline()
+    finally:
+        guard.cancel()
+    if not line:
+        raise RuntimeError(f"a host ended with code {peer.wait()}; see the log")
+    facts: Facts = json.loads(line)
+    return facts
+
+
+def cpu_s(peer: subprocess.Popen[str]) -> float:
+    """CPU seconds of a host's processes that live."""
+    root, seconds = psutil.Process(peer.pid), 0.0
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            seconds += times.user + times.system
+    return seconds
+
+
+def commit() -> str:
+    """Of this checkout."""
+    words = ("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def start_coordinator(lab: WanLab, hosts: Hosts, folder: Path, toml: str, index: int) -> str:
+    """Start the run's coordinator; its invite."""
+    (folder / "RUN.toml").write_text(toml)
+    service, dht = (f"{lab.ip(index)}:{port}" for port in PORTS)
+    coordinator = hosts.start(
+        index,
+        *("-m", "atoll.peer.cli"),
+        *("coordinator", "RUN.toml", "--state-dir", "coordinator", "--listen", service),
+        *("--dht-listen", dht, "--advertise", lab.ip(index), "--invite-file", "invite"),
+        *("--quiet", "--stop-with-stdin"),
+    )
+    invite, deadline_s = folder / "invite", time.monotonic() + START_S
+    while not invite.exists():
+        if coordinator.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError("expected an invite, got none; see the log")
+        time.sleep(0.2)
+    return invite.read_text().strip()
+
+
+def points(options: argparse.Namespace) -> list[Point]:
+    """Every method at every rate and step time."""
+    return [
+        Point(method=method, mbit_s=rate, step_ms=step)
+        for method in options.methods
+        for rate in numbers(options.rates)
+        for step in numbers(options.step_ms)
+    ]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+def key_of(row: Facts) -> tuple[Any, ...]:
+    names = ("method", "params", "hosts", "mbit_s", "rtt_ms", "step_ms", "inner_steps")
+    return tuple(row[name] for name in names)
+
+
+def keep(rows: list[Facts]) -> None:
+    """Rows take the place of the saved ones of the same settings."""
+    new = {key_of(row) for row in rows}
+    kept = [row for row in saved() if key_of(row) not in new]
+    SAVED.write_text(json.dumps([*kept, *rows], indent=1) + "\n")
+
+
+def saved() -> list[Facts]:
+    return json.loads(SAVED.read_text()) if SAVED.exists() else []
+
+
+def table(rows: list[Facts]) -> str:
+    """For people."""
+    lines = [
+        f"{'method':36}{'Mbit/s':>7}{'step ms':>8}{'utilisation':>12}{'waited':>8}"
+        f"{'rounds':>8}{'MB a window':>12}{'CPU s':>7}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row['method'][:35]:36}{row['mbit_s']:7.0f}{row['step_ms']:8.0f}"
+            f"{100 * row['utilisation']:11.1f}%{100 * row['waited']:7.1f}%"
+            f"{row['rounds']:5d}/{row['windows']:<2d}{row['sent_mb']:12.2f}{row['cpu_s']:7.2f}"
+        )
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = arguments.add_argument
+    add("--rates", default="50,200,1000", help="Mbit/s of each host, up and down")
+    add("--step-ms", default="22,50,100", help="what an inner step takes")
+    add("--methods", nargs="*", default=METHODS, metavar="SPEC")
+    add("--model", default="30m", help="a preset of RUN.toml")
+    add("--inner-steps", type=int, default=32)
+    add("--hosts", type=int, default=4)
+    add("--rtt", type=float, default=50.0, help="ms between any two hosts")
+    add("--windows", type=int, default=4, help="that count")
+    add("--warmup", type=int, default=2, help="rounds before those")
+    add("--mtu", type=int, default=9000, help="of the hosts; small packets cost the lab CPU")
+    add("--nice", type=int, default=0, help="of the hosts; -20 keeps other programs out of the way")
+    add("--rerun", action="store_true", help="measure")
+    add("--save", action="store_true", help="keep what was measured")
+    add("--log", type=Path, default=ROOT / "build" / "bench_utilisation.log")
+    add("--json", action="store_true", help="the rows as JSON on the last line")
+    return arguments
+
+
+def main() -> int:
+    options = parser().parse_args()
+    rows = saved()
+    if options.rerun or not rows:
+        if why := lab_is_possible():
+            print(f"bench: no lab of hosts here: {why}", file=sys.stderr)
+            return 2
+        options.log.parent.mkdir(exist_ok=True)
+        rows = []
+        with options.log.open("wb") as log:
+            for point in points(options):
+                rows.append(asdict(measure(point, options, log)))
+                print(table(rows[-1:]), file=sys.stderr, flush=True)
+                if options.save:
+                    keep(rows)
+    print(table(rows))
+    if options.json:
+        print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

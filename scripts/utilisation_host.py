@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""One peer of `scripts/bench_utilisation.py`: a training loop whose inner steps only take time.
+
+    utilisation_host.py INVITE STATE_DIR '{"name": "a", "step_s": 0.05, "warmup": 2, "windows": 4}'
+
+The loop is anybody's own over `atoll.peer.network.connect`; everything but the arithmetic of the
+model is what a run does. An inner step moves a part of the parameters and sleeps for the rest of
+its time, so that a window's pseudo-gradient has no zeros. It tells when it is warm, and at the end
+what was seen since then, in lines of JSON on stdout.
+"""
+
+import json
+import logging
+import sys
+import time
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.optim import inner
+from atoll.peer.network import connect
+from atoll.peer.reducer import NetworkReducer
+from atoll.peer.trainer import build_model
+
+TOKENS_PER_STEP = 8 * 1024  # what they weigh is the same for all peers
+NOISE = 1e-3
+VOCABULARY = 256  # of bytes
+
+Facts = dict[str, Any]
+
+
+class EmulatedTraining:
+    """Inner steps of a set length."""
+
+    def __init__(self, model: nn.Module, step_s: float) -> None:
+        self.step_s = step_s
+        self._params = list(model.parameters())
+        self._noise = NOISE * torch.randn(max(param.numel() for param in self._params))
+        self._step = 0
+
+    def step(self, inner_steps: int) -> None:
+        """Move one of `inner_steps` parts of the parameters; wait until the step's time is over."""
+        ends_s = time.monotonic() + self.step_s
+        with torch.no_grad():
+            for param in self._params[self._step % inner_steps :: inner_steps]:
+                param.add_(self._noise_like(param))
+        self._step += 1
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+
+    def _noise_like(self, param: Tensor) -> Tensor:
+        return self._noise[: param.numel()].view(param.shape)
+
+
+def tell(facts: Facts) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def train(reducer: NetworkReducer, told: Facts) -> None:
+    """Train until the last window that counts has ended, and tell what was seen of those."""
+    spec = reducer.spec
+    model, inner_steps = build_model(spec, VOCABULARY), spec.outer.inner_steps
+    still = inner.build("sgd", model, lr=0.0)
+    worker = reducer.method.worker(model, still, reducer, inner_steps=inner_steps)
+    emulated = EmulatedTraining(model, told["step_s"])
+
+    def window(count: int) -> float:
+        for _ in range(count * inner_steps):
+            emulated.step(inner_steps)
+            worker.advance(tokens=TOKENS_PER_STEP, loss=2.0)
+        return time.monotonic()
+
+    began_s = window(1)
+    while worker.statistics().included < told["warmup"]:
+        began_s = window(1)
+    before = worker.statistics()
+    tell({"warm": True})
+    seconds = window(told["windows"]) - began_s
+    after = worker.statistics()
+    tell(
+        {
+            "utilisation": told["windows"] * inner_steps * told["step_s"] / seconds,
+            "rounds": after.position - before.position,
+            "included": after.included - before.included,
+            "waited": (after.wait_s - before.wait_s) / seconds,
+            "encode_s": reducer.encode_s,
+            "params": worker.layout.numel,
+            "method": reducer.method.spec,
+        }
+    )
+    sys.stdin.readline()  # the others may not have ended yet
+
+
+def main() -> None:
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    torch.set_num_threads(1)
+    invite, state_dir, told = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    with closing(connect(invite, state_dir=state_dir, name=told["name"])) as reducer:
+        train(reducer, told)
+
+
+if __name__ == "__main__":
+    main()

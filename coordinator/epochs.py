@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from atoll.coordinator.follower import Follower
 from atoll.coordinator.members import Member, Progress, common_position, electable
 from atoll.coordinator.status import Level
-from atoll.optim.log import Elector
+from atoll.optim.log import Elector, choose_electors
 
 
 class Epochs:
@@ -45,12 +45,14 @@ class Epochs:
             await self._open_if_whole(alive, now_s)
 
     async def open(self, alive: Sequence[Member], now_s: float) -> bool:
-        """Open an epoch with whoever can vote; False if nobody can."""
+        """Open an epoch with those who can vote; False if nobody can."""
         again = self._follower.is_open
         peers = electable(alive, epoch=self._follower.head.epoch if again else None)
         if not peers:
             return False
-        electors = [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in peers]
+        electors = choose_electors(
+            [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in peers]
+        )
         opened = await asyncio.to_thread(self._follower.open_epoch, electors)
         self._progress.restart(now_s, again=again)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"

@@ -32,6 +32,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 VERSION: Literal[1] = 1
+MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom vanish at once
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
@@ -335,21 +336,29 @@ def is_quorum(voters: Sequence[int], electors: int) -> bool:
 def next_electorate(
     members: Sequence[Member], parts: Sequence[Part], current: Sequence[Elector]
 ) -> tuple[Elector, ...]:
-    """Who votes next: the members that are complete in every part; failing any, who votes now."""
+    """Who votes next: of the members that are complete in every part; else who votes now."""
     partial = {p.member for part in parts for p in part.partial}
     complete = [m.elector for i, m in enumerate(members) if i not in partial]
-    return tuple(complete or current)
+    return choose_electors(complete) or tuple(current)
+
+
+def choose_electors(candidates: Sequence[Elector]) -> tuple[Elector, ...]:
+    """All of them, or the 64 whose hashes are the lowest, in the order in which they are given.
+
+    By a hash of the elector alone, so that the electorate stays while the members do.
+    """
+    lowest = sorted(candidates, key=lambda elector: _rank("elector", elector))[:MAX_ELECTORS]
+    chosen = set(lowest)
+    return tuple(elector for elector in candidates if elector in chosen)
 
 
 def leader_order(electorate: Sequence[Elector], position: int) -> list[int]:
     """Indices of the electors in the order in which they lead attempts 0, 1, 2, ..."""
+    return sorted(range(len(electorate)), key=lambda index: _rank(position, electorate[index]))
 
-    def rank(index: int) -> bytes:
-        elector = electorate[index]
-        place = f"{position}|{elector.peer_id}|{elector.incarnation}"
-        return sha256(place.encode())
 
-    return sorted(range(len(electorate)), key=rank)
+def _rank(what: str | int, elector: Elector) -> bytes:
+    return sha256(f"{what}|{elector.peer_id}|{elector.incarnation}".encode())
 
 
 def check_certificate(

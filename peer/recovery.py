@@ -35,7 +35,7 @@ from atoll.optim.log import (
 from atoll.optim.state import Assembly, OuterState, StateError
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import Decided, Head
-from atoll.peer.sources import FETCH_ERRORS, PeerSource, Source
+from atoll.peer.sources import FETCH_ERRORS, PeerSource, Source, whom_to_ask
 
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 KEEP_WORK = 4  # entries that are replayed whatever they weigh: a snapshot would cost open work
@@ -118,6 +118,7 @@ class Recovery:
         self._genesis = genesis
         self._on_progress = on_progress
         self._fallback = fallback
+        self._turn = 0
 
     async def run(self) -> Recovered | None:
         """Catch up with the furthest donor; None where nothing was missing.
@@ -176,11 +177,14 @@ class Recovery:
     async def _donors_ahead(self) -> list[Donor]:
         """Who is at this replica's epoch and has entries that it lacks, the furthest first."""
         records = await self._ctx.roster_peers()
-        sources: list[Source] = [
-            PeerSource(self._ctx, peer) for peer in sorted(records) if peer != self._ctx.me.peer_id
-        ]
-        donors = await self._ask_all(sources)
-        ahead = self._ahead(donors)
+        self._turn += 1
+        for some in whom_to_ask(records, me=self._ctx.me.peer_id, turn=self._turn):
+            donors = await self._ask_all([PeerSource(self._ctx, peer) for peer in some])
+            ahead = self._ahead(donors)
+            if ahead or (donors and self._on_the_log()):
+                break
+        else:
+            ahead = []
         if not ahead and self._fallback is not None:
             ahead = self._ahead(await self._ask_all([self._fallback]))
         return ahead

@@ -5,15 +5,16 @@ Nothing that a source gives is trusted: ``atoll.peer.recovery`` verifies all of 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from atoll.coordinator.client import CoordinatorClient
 from atoll.coordinator.client_errors import CoordinatorError, NotThere
+from atoll.dht.roster import PeerRecord
 from atoll.dht.transport import TransportError
 from atoll.optim.cells import UpdateError
-from atoll.optim.log import LogError
+from atoll.optim.log import LogError, sha256
 from atoll.optim.state import StateError
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import (
@@ -27,6 +28,8 @@ from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
 
 FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateError)
 """What a source that fails or lies can cause; another one may do better."""
+
+ASKED_AT_ONCE = 32  # who looks for what it misses asks no more, however many peers there are
 
 
 class Source(Protocol):
@@ -56,6 +59,25 @@ class Source(Protocol):
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
         """Consecutive leaves of a snapshot."""
         ...
+
+
+def whom_to_ask(
+    records: Mapping[str, PeerRecord], *, me: str, turn: int
+) -> Iterator[tuple[str, ...]]:
+    """The peers of the roster in the order in which they are asked, some at a time.
+
+    First those that are furthest by their records, which may be old, and as many drawn by a hash:
+    each peer draws others, and at each turn others again.
+    """
+
+    def lot(peer: str) -> bytes:
+        return sha256(f"{me}|{turn}|{peer}".encode())
+
+    drawn = sorted((peer for peer in records if peer != me), key=lot)
+    furthest = sorted(drawn, key=lambda p: (-records[p].epoch, -records[p].position))
+    order = list(dict.fromkeys([*furthest[: ASKED_AT_ONCE // 2], *drawn]))
+    for start in range(0, len(order), ASKED_AT_ONCE):
+        yield tuple(order[start : start + ASKED_AT_ONCE])
 
 
 class PeerSource:

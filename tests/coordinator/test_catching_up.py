@@ -344,7 +344,9 @@ def in_a_swarm(
     async def run() -> None:
         swarm = in_memory.Swarm(tmp_path / "peers", **options)
         keys = RunKey(signer=in_memory.ORGANISER._key)
-        follower = follow(tmp_path / "log", in_memory.genesis(), keys, swarm.replay.method)
+        follower = follow(
+            tmp_path / "log", in_memory.genesis(swarm.replay), keys, swarm.replay.method
+        )
         try:
             peers = [swarm.add() for _ in range(3)]
             follower.open_epoch([peer.ctx.me for peer in peers])

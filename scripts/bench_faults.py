@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench_allreduce import lab_is_possible, load
-from faults_cases import ALIKE, HOSTS, Case, Strike, cases
-from faults_lab import Scene, SceneError
+from faults_cases import Strike
+from faults_lab import SceneError
+from faults_table import ALIKE, HOSTS, Case, cases
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "faults.json"
@@ -69,10 +70,12 @@ def run(case: Case, system: str, options: argparse.Namespace, log: IO[bytes]) ->
 def one(case: Case, system: str, options: argparse.Namespace, log: IO[bytes]) -> Strike:
     """A strike; once more where the hosts did not even reduce undisturbed."""
     params, why = case.params or options.params, ""
+    ours = system == "atoll"
+    kind, measure = (case.scene, case.ours) if ours else (case.rival_scene, case.rivals)
     for _ in range(TRIES):
         try:
-            with Scene(system, case.links, params, log, nice=options.nice) as scene:
-                return case.ours(scene) if system == "atoll" else case.rivals(scene)
+            with kind(system, case.links, params, log, nice=options.nice) as scene:
+                return measure(scene)
         except SceneError as error:
             why = str(error)
     return Strike(seconds=None, outcome=why)

@@ -14,17 +14,13 @@ import torch
 from allreduce_host import vector
 from faults_host import SAMPLE_STEP
 from faults_lab import Scene, SceneError
-from wan_lab import Link
 
-HOSTS = 4
 WINDOW_S = 3.0  # rounds of 2 s then leave a peer that was away time to catch up
 WARM = 3  # positions; the first has no measured rate
 STRIKE_AT = 0.4  # of an undisturbed reduction
 AWAY_S = 12.0  # how long a host is frozen or cut off
 PATIENCE_S = 60.0  # then a survivor counts as stuck
 SLOW = 1 / 20
-SENDER_PARAMS = 1_000_000  # 16 cells: a host with 4 of 304 Mbit/s owns none of them
-SENDER_MBIT_S = 4.0
 
 Facts = dict[str, Any]
 
@@ -60,7 +56,7 @@ Fault = Callable[[Scene, tuple[int, ...]], None]
 
 
 def a_member(scene: Scene, leader: int) -> tuple[int, ...]:
-    return (next(i for i in range(HOSTS) if i != leader),)
+    return (next(i for i in scene.everyone if i != leader),)
 
 
 def the_leader(scene: Scene, leader: int) -> tuple[int, ...]:
@@ -69,11 +65,20 @@ def the_leader(scene: Scene, leader: int) -> tuple[int, ...]:
 
 def the_sender(scene: Scene, leader: int) -> tuple[int, ...] | None:
     """The last host, whose slow link makes it an owner of nothing."""
-    return None if leader == HOSTS - 1 else (HOSTS - 1,)
+    last = scene.everyone[-1]
+    return None if leader == last else (last,)
 
 
-def two_members(scene: Scene, leader: int) -> tuple[int, ...]:
-    return tuple(i for i in range(HOSTS) if i != leader)[:2]
+def half_of_all(scene: Scene, leader: int) -> tuple[int, ...]:
+    return tuple(i for i in scene.everyone if i != leader)[: len(scene.everyone) // 2]
+
+
+def all_but_the_first(scene: Scene) -> tuple[int, ...]:
+    return tuple(scene.everyone[1:])
+
+
+def the_last(scene: Scene) -> tuple[int, ...]:
+    return tuple(scene.everyone[-1:])
 
 
 def kill(scene: Scene, victims: tuple[int, ...]) -> None:
@@ -115,7 +120,7 @@ def slow_down(scene: Scene, victims: tuple[int, ...]) -> None:
 
 def normal_s(scene: Scene, before: int) -> float:
     """Median seconds of the undisturbed reductions before a position, the first left out."""
-    everyone = range(HOSTS)
+    everyone = scene.everyone
     spans = [
         scene.committed_s(everyone, position) - scene.first_reduce(position)["at_s"]
         for position in range(1, before)
@@ -143,7 +148,7 @@ def strike(scene: Scene, pick: Pick, fault: Fault, normal: float) -> Struck:
 def begun(scene: Scene) -> float:
     """Let the hosts reduce; seconds of an undisturbed reduction."""
     scene.tell_all({"go": WINDOW_S})
-    if scene.committed_s(range(HOSTS), WARM - 1, timeout_s=120) is None:
+    if scene.committed_s(scene.everyone, WARM - 1, timeout_s=120) is None:
         raise SceneError("the undisturbed rounds did not come about")
     return normal_s(scene, WARM)
 
@@ -184,14 +189,16 @@ def once(pick: Pick, fault: Fault) -> Callable[[Scene], Strike]:
     return measure
 
 
-def for_a_while(pick: Pick, fault: Fault, undo: Fault) -> Callable[[Scene], Strike]:
+def for_a_while(
+    pick: Pick, fault: Fault, undo: Fault, away_s: float = AWAY_S
+) -> Callable[[Scene], Strike]:
     """A fault that ends after a while."""
 
     def measure(scene: Scene) -> Strike:
         struck = strike(scene, pick, fault, begun(scene))
         survivors = scene.others(*struck.victims)
         scene.committed_s(survivors, struck.position, PATIENCE_S)
-        time.sleep(max(0.0, struck.at_s + AWAY_S - time.monotonic()))
+        time.sleep(max(0.0, struck.at_s + away_s - time.monotonic()))
         furthest, over_s = scene.position(), time.monotonic()
         undo(scene, struck.victims)
         again = [scene.member_again_s(victim, furthest, PATIENCE_S) for victim in struck.victims]
@@ -212,8 +219,8 @@ def without_p2pd(scene: Scene) -> Strike:
 
 
 def split_in_two(scene: Scene) -> Strike:
-    """Two and two: the side that goes on, if one does."""
-    struck = strike(scene, two_members, split, begun(scene))
+    """Halves: the side that goes on, if one does."""
+    struck = strike(scene, half_of_all, split, begun(scene))
     sides = (list(struck.victims), scene.others(*struck.victims))
 
     def decided() -> tuple[list[int], float] | None:
@@ -227,7 +234,7 @@ def split_in_two(scene: Scene) -> Strike:
     time.sleep(max(0.0, struck.at_s + AWAY_S - time.monotonic()))
     furthest, over_s = scene.position(), time.monotonic()
     heal(scene, struck.victims)
-    again = [scene.member_again_s(host, furthest, PATIENCE_S) for host in range(HOSTS)]
+    again = [scene.member_again_s(host, furthest, PATIENCE_S) for host in scene.everyone]
     back_s = max(again) - over_s if all(again) else None
     agree = "the same entries afterwards" if scene.chains_agree() else "CHAINS DIFFER"
     if went_on is None:
@@ -286,7 +293,7 @@ def slow_for_good(scene: Scene) -> Strike:
 def nan_sent(scene: Scene) -> Strike:
     """One window of a host holds a cell of NaN."""
     normal = begun(scene)
-    liar = HOSTS - 1
+    liar = scene.everyone[-1]
     first = scene.position() + 1
     scene.tell(liar, {"lie": True})
 
@@ -301,7 +308,7 @@ def nan_sent(scene: Scene) -> Strike:
     if entry is None:
         return Strike(seconds=None, outcome="counted!")
     position = entry["position"]
-    span_s = scene.committed_s(range(HOSTS), position) - scene.first_reduce(position)["at_s"]
+    span_s = scene.committed_s(scene.everyone, position) - scene.first_reduce(position)["at_s"]
     why = {
         reason
         for host in scene.hosts
@@ -322,26 +329,29 @@ def nan_sent(scene: Scene) -> Strike:
 # others
 
 
-def rival(fault: Fault | None) -> Callable[[Scene], Strike]:
-    """The second reduction of a group is struck; host 3 is the victim. None: NaN from host 3."""
+def rival(
+    fault: Fault | None, victims_of: Callable[[Scene], tuple[int, ...]] = the_last
+) -> Callable[[Scene], Strike]:
+    """The second reduction of a group is struck. Without a fault NaN comes from the victims."""
 
     def measure(scene: Scene) -> Strike:
-        victim = HOSTS - 1
+        victims = victims_of(scene)
         scene.tell_all({"round": 0})
-        began_s, ends = scene.first_reduce(0)["at_s"], ended(scene, range(HOSTS), 0, PATIENCE_S)
-        if len(ends) < HOSTS:
+        began_s, ends = scene.first_reduce(0)["at_s"], ended(scene, scene.everyone, 0, PATIENCE_S)
+        if len(ends) < len(scene.everyone):
             raise SceneError("its undisturbed reduction did not end")
         normal = ends[-1]["at_s"] - began_s
         if fault is None:
-            scene.tell(victim, {"lie": True})
+            for victim in victims:
+                scene.tell(victim, {"lie": True})
         scene.tell_all({"round": 1})
         began_s = scene.first_reduce(1)["at_s"]
         at_s = began_s
         if fault is not None:
             time.sleep(max(0.0, began_s + STRIKE_AT * normal - time.monotonic()))
             at_s = time.monotonic()
-            fault(scene, (victim,))
-        return rival_outcome(scene, scene.others(victim), at_s, began_s + normal)
+            fault(scene, victims)
+        return rival_outcome(scene, scene.others(*victims), at_s, began_s + normal)
 
     return measure
 
@@ -387,7 +397,7 @@ def quality(scene: Scene, survivors: Sequence[int]) -> str:
         return "all say success, and all hold NaN"
     samples = [torch.tensor(result["sample"]) for result in results]
     apart = max(float((a - b).norm() / a.norm()) for a in samples for b in samples)
-    inputs = [vector(i, scene.params)[::SAMPLE_STEP] for i in range(HOSTS)]
+    inputs = [vector(i, scene.params)[::SAMPLE_STEP] for i in scene.everyone]
     wanted = [torch.stack(inputs).mean(0), torch.stack([inputs[i] for i in survivors]).mean(0)]
     error = max(min(float((s - w).norm() / w.norm()) for w in wanted) for s in samples)
     untouched = max(result["untouched"] for result in results)
@@ -395,62 +405,3 @@ def quality(scene: Scene, survivors: Sequence[int]) -> str:
         f"all say success; error {100 * error:.1f}%, up to {100 * apart:.1f}% apart from one "
         f"another, {100 * untouched:.0f}% of the values not reduced"
     )
-
-
-# the table
-
-ALIKE = tuple([Link(up=100.0, down=100.0, delay_ms=25.0)] * HOSTS)
-ONE_SLOW = (*ALIKE[1:], Link(up=SENDER_MBIT_S, down=100.0, delay_ms=25.0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A row of the table."""
-
-    fault: str
-    ours: Callable[[Scene], Strike]
-    rivals: Callable[[Scene], Strike] | None = None
-    not_for: tuple[str, ...] = ()
-    target_s: float | None = None
-    links: tuple[Link, ...] = ALIKE
-    params: int = 0
-    """0: those of the command line"""
-
-
-def cases() -> list[Case]:
-    """The fault table: targets are those of owners, to which the transfer of a part is added."""
-    sender = {"links": ONE_SLOW, "params": SENDER_PARAMS}
-    return [
-        Case(fault="sender killed", ours=once(the_sender, kill), target_s=1.0, **sender),
-        Case(fault="sender frozen", ours=once(the_sender, freeze), target_s=3.0, **sender),
-        Case(fault="member killed", ours=once(a_member, kill), rivals=rival(kill), target_s=1.0),
-        Case(
-            fault="member frozen",
-            ours=for_a_while(a_member, freeze, thaw),
-            rivals=rival(freeze),
-            target_s=3.0,
-        ),
-        Case(fault="leader killed in reduce", ours=once(the_leader, kill), target_s=1.0),
-        Case(fault="leader killed during votes", ours=leader_dies("vote"), target_s=1.0),
-        Case(fault="leader killed after votes", ours=leader_dies("commit"), target_s=1.0),
-        Case(
-            fault="leader frozen",
-            ours=for_a_while(the_leader, freeze, thaw),
-            target_s=3.0,
-        ),
-        Case(
-            fault="one of four cut off and healed",
-            ours=for_a_while(a_member, split, heal),
-            rivals=rival(split),
-            target_s=3.0,
-        ),
-        Case(fault="split two and two and healed", ours=split_in_two),
-        Case(fault="slow: 1/20 of the link", ours=slow_for_good, rivals=rival(slow_down)),
-        Case(
-            fault="p2pd killed",
-            ours=without_p2pd,
-            rivals=rival(kill_p2pd),
-            not_for=("gloo",),
-        ),
-        Case(fault="NaN sent", ours=nan_sent, rivals=rival(None)),
-    ]

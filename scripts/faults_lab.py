@@ -211,6 +211,11 @@ class Scene:
         self.hosts[host].ask(question)
         return self.hosts[host].answer()
 
+    @property
+    def everyone(self) -> range:
+        """The numbers of the hosts."""
+        return range(len(self.hosts))
+
     def others(self, *victims: int) -> list[int]:
         """The hosts that nothing happens to."""
         return [i for i in range(len(self.hosts)) if i not in victims]

@@ -24,6 +24,7 @@ class Checksum:
         whole = payload.numel() // SEGMENT_BYTES
         words = payload[: whole * SEGMENT_BYTES].view(torch.int64)
         self._payload = payload
+        self._whole = whole
         self._segments = words.view(-1, SEGMENT_SIDE, SEGMENT_SIDE)
         self._sums = torch.empty((whole, 2, SEGMENT_SIDE), dtype=torch.int64)
         self._first = self._done = 0
@@ -32,7 +33,7 @@ class Checksum:
         """Sum what lies up to the end of `written_last`, a part, only when all is complete."""
         end = written_last.data_ptr() + written_last.numel() * written_last.dtype.itemsize
         whole = -(-(end - self._payload.data_ptr()) // SEGMENT_BYTES)
-        self._first = self._done = min(whole, len(self._segments))
+        self._first = self._done = min(whole, self._whole)
 
     def reach(self, written: Tensor) -> None:
         """Take note that all of the payload up to the end of `written`, a part, is final.
@@ -48,11 +49,11 @@ class Checksum:
     def value(self, head: bytes) -> int:
         """Return the checksum, the payload being complete, with the start of the header."""
         self._sum(0, self._first)
-        self._sum(self._done, len(self._segments))
+        self._sum(self._done, self._whole)
         crc = zlib.crc32(head)
-        if len(self._sums):
+        if self._whole:
             crc = zlib.crc32(self._sums.numpy().data, crc)
-        return zlib.crc32(self._payload[len(self._sums) * SEGMENT_BYTES :].numpy().data, crc)
+        return zlib.crc32(self._payload[self._whole * SEGMENT_BYTES :].numpy().data, crc)
 
     def _sum(self, start: int, stop: int) -> None:
         for at in range(start, stop, SEGMENTS_AT_ONCE):

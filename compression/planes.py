@@ -34,38 +34,38 @@ def run_length(numel: int) -> int:
     return TILE if numel > TILE else numel
 
 
-def planes_of(codes_M: Tensor, numel: int, planes: int) -> Tensor:
-    """Store the first `numel` codes as bytes, in words [runs, planes, L / 8].
+def planes_of(codes_M: Tensor, numel: int, planes: int, zero: int = 0) -> Tensor:
+    """Store the first `numel` codes as bytes, in words of two [runs, planes, L / 2].
 
     `codes_M` has any shape and any type whose values fit int8 (fractions are cut off); bytes
-    that fill the planes are used where they are.
+    that fill the planes are used where they are.  `zero` fills what they don't.
     """
     length = run_length(numel)
     width = planes * plane_bytes(length, planes)
     runs = numel // length
     if width == length and codes_M.dtype.itemsize == 1 and codes_M.numel() == numel:
-        return codes_M.view(-1).view(torch.int64).view(runs, planes, -1)
+        return codes_M.view(-1).view(torch.int16).view(runs, planes, -1)
     rows = room("rows", (runs, width), codes_M.device, torch.int8)
     if width > length:
-        rows[:, length:].zero_()
+        rows[:, length:].fill_(zero)
     codes = part(codes_M.view(-1), 0, numel).view(runs, length)
     part(rows, 0, length, dim=1).copy_(codes)
-    return rows.view(torch.int64).view(runs, planes, -1)
+    return rows.view(torch.int16).view(runs, planes, -1)
 
 
-def pack_(codes_M: Tensor, bits: int, out: Tensor, numel: int, *, clean: bool = True) -> None:
-    """Pack the low `bits` (1, 2 or 4) bits of the first `numel` codes into the bytes `out`.
+def pack_(codes_M: Tensor, bits: int, out: Tensor, numel: int, zero: int = 0) -> None:
+    """Pack the first `numel` codes, of `bits` (1, 2 or 4) bits each, into the bytes `out`.
 
-    `clean` says that the other bits are zero.  Byte codes may be overwritten.
+    Codes beyond become `zero`.  Byte codes may be overwritten.
     """
-    planes = planes_of(codes_M, numel, 8 // bits)
-    if not clean:
-        planes.bitwise_and_(constant(repeated((1 << bits) - 1), torch.int64))
-    joined, *others = planes.unbind(1)
+    first, *others, last = planes_of(codes_M, numel, 8 // bits, zero).unbind(1)
     for j, plane in enumerate(others, start=1):
-        plane.bitwise_left_shift_(constant(j * bits, torch.int64))
-        joined.bitwise_or_(plane)
-    out.view(len(joined), -1).copy_(joined.view(torch.uint8))
+        first.add_(plane, alpha=1 << j * bits)
+    aligned = out.storage_offset() % 2 == 0
+    packed = out.view(torch.int16).view(first.shape[0], -1) if aligned else first
+    torch.add(first, last, alpha=1 << 8 - bits, out=packed)
+    if not aligned:
+        out.view(first.shape[0], -1).copy_(first.view(torch.uint8))
 
 
 def rows_of(digits_M: Tensor, numel: int, planes: int, plane: int = 0) -> Tensor:

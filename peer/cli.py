@@ -60,6 +60,8 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    # Before torch reads it: new vectors in huge pages take half the time to fill (Linux).
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     module = _load(chosen) if chosen in SUMMARIES else None

@@ -116,7 +116,12 @@ class Hosts:
             text=True,
             cwd=self._folder,
             start_new_session=True,  # Linux shares the CPU between sessions
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONWARNINGS": "ignore",
+                "THP_MEM_ALLOC_ENABLE": "1",
+            },
         )
         if self._nice:  # of the session: a process's own counts within its session only
             Path(f"/proc/{process.pid}/autogroup").write_text(str(self._nice))

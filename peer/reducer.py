@@ -34,7 +34,8 @@ from atoll.optim.state import OuterState
 from atoll.optim.weights import work_weight
 from atoll.peer.replica import Replica
 from atoll.peer.reporting import TrainerView
-from atoll.peer.rounds.engine import OfferedWindow, Rounds, Settled
+from atoll.peer.rounds.engine import Rounds, Settled
+from atoll.peer.rounds.flight import OfferedWindow
 
 FAR_BEHIND = 4  # windows of each fragment; work that is older is dropped (docs/protocol.md, part 3)
 POLL_S = 0.2  # how soon a waiting trainer notices that it should stop

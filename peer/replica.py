@@ -99,6 +99,11 @@ class Replica:
         async with self._moved:
             await self._moved.wait_for(lambda: self.position > position or self.epoch != epoch)
 
+    async def moved(self) -> None:
+        """Wait until anything is decided, installed or adopted."""
+        async with self._moved:
+            await self._moved.wait()
+
     async def append(
         self,
         entry: Entry,

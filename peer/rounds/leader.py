@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ from atoll.optim.log import (
     next_electorate,
 )
 from atoll.optim.weights import cap_weights, clip_factors
-from atoll.peer.rounds.ballot import Place, Proposer, leader_of
+from atoll.peer.rounds.ballot import Leads, Place, leader_of
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.fetching import fetch_part
@@ -35,6 +35,7 @@ from atoll.peer.rounds.messages import (
     GONE,
     GROUP,
     PART_DONE,
+    READY,
     REPAIR,
     Gone,
     Group,
@@ -61,6 +62,9 @@ DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on
 OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
 ALONE_GRACES = 3  # graces after which a group without a quorum of electors closes all the same
 
+Check = Callable[[str, Ready], Awaitable[None]]
+"""(member, its report): raises Refused."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Session:
@@ -70,16 +74,6 @@ class Session:
     ready: Ready
     stream: Stream
     alive: bool = True
-
-
-@dataclass(kw_only=True)
-class LeaderTimes:
-    """When the leader's phases ended, seconds on the context's clock."""
-
-    opened: float
-    closed: float | None = None
-    reduced: float | None = None
-    certified: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -97,13 +91,15 @@ class PartState:
 
 @dataclass(kw_only=True)
 class Leadership:
-    """One attempt that this peer leads."""
+    """One attempt that this peer leads: its reduction perhaps before its turn, its votes at it."""
 
     ctx: Context
     voter: Voter
+    leads: Leads
     place: Place
-    electorate: tuple[Elector, ...]
-    proposer: Proposer
+    attempt: int
+    check: Check
+    """whether a member may take part"""
     group: Group | None = None
     exchange: Exchange | None = None
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -114,18 +110,13 @@ class Leadership:
     """peers that the group was closed without, and why"""
 
     def __post_init__(self) -> None:
-        """Start the clock, and fix what the attempt is about."""
-        self.times = LeaderTimes(opened=self.ctx.now())
-        self.chain = self.ctx.replica.chain
+        """Begin; Refused where it is the attempt's turn and it is not this peer's to lead."""
         self.cells = self.ctx.replay.cells_at(self.position)
-        self.votes = Votes(
-            ctx=self.ctx,
-            voter=self.voter,
-            place=self.place,
-            electorate=self.electorate,
-            proposer=self.proposer,
-            is_live=self._is_live,
-        )
+        self.votes: Votes | None = None
+        self._reducing = True
+        self._probed = False
+        if self._has_turn():
+            self._begin_votes()
 
     @property
     def position(self) -> int:
@@ -133,9 +124,31 @@ class Leadership:
         return self.place.position
 
     @property
-    def attempt(self) -> int:
-        """Which try at the position it is."""
-        return self.proposer.attempt
+    def electorate(self) -> tuple[Elector, ...]:
+        """Who votes at the position; before its turn, who will if nothing changes."""
+        return self.votes.electorate if self.votes is not None else self.ctx.replica.electorate
+
+    def _has_turn(self) -> bool:
+        replica = self.ctx.replica
+        return (replica.epoch, replica.position) == self.place
+
+    def _begin_votes(self) -> Votes:
+        """Fix what the attempt is about: the electorate, and the entry that it follows.
+
+        Raises:
+            Refused: it is another elector's, or was led before.
+        """
+        if self.votes is None:
+            electorate = tuple(self.ctx.replica.electorate)
+            self.votes = Votes(
+                ctx=self.ctx,
+                voter=self.voter,
+                place=self.place,
+                electorate=electorate,
+                proposer=self.leads.begin(self.place, self.attempt, electorate),
+                is_live=self._is_live,
+            )
+        return self.votes
 
     async def serve(self, remote: str, ready: Ready, stream: Stream) -> None:
         """Hold a member's session until it ends.
@@ -171,22 +184,20 @@ class Leadership:
         """
         if self.attempt:
             await self._await_call()
-            adopted = await self.votes.collect_promises()
+            votes = self._begin_votes()
+            adopted = await votes.collect_promises()
             if adopted is not None:
-                return await self._decide(adopted)
+                return await votes.decide(adopted, None)
         await self._gather_group()
-        self.times.closed = self.ctx.now()
-        if any(member.weight > 0 for member in self._closed_group().members):
-            entry = await self._reduce()
-        else:
-            entry = self._null_entry("nobody brought work that counts")
-        self.times.reduced = self.ctx.now()
-        return await self._decide(entry)
-
-    async def _decide(self, entry: Entry) -> Outcome:
-        outcome = await self.votes.decide(entry, self.group.deadline_s if self.group else None)
-        self.times.certified = self.ctx.now()
-        return outcome
+        failure = await self._reduce()
+        self._reducing = False
+        if failure and not self._has_turn():
+            raise AttemptFailed(f"reduced early: {failure}")
+        while not self._has_turn():
+            await self.ctx.replica.passed(self.ctx.replica.position)
+        votes = self._begin_votes()
+        entry = self._null_entry(failure) if failure else self._update_entry()
+        return await votes.decide(entry, self._closed_group().deadline_s)
 
     async def close(self) -> None:
         """End all sessions."""
@@ -228,6 +239,18 @@ class Leadership:
                     return
                 if message[:1] == PART_DONE:
                     self._note_done(session.remote, PartDone.decode(message[1:]))
+                elif message[:1] == READY:
+                    await self._take_turn(session.remote, Ready.decode(message[1:]))
+
+    async def _take_turn(self, remote: str, ready: Ready) -> None:
+        """A member says that the position's turn has come where it stands.
+
+        Raises:
+            Refused: it has not come here, and does not soon: the next leader tries.
+        """
+        if (ready.epoch, ready.position, ready.attempt) != (*self.place, self.attempt):
+            raise Refused("bad-ready", f"expected a report at {tuple(self.place)}")
+        await self.check(remote, ready)
 
     async def _send_alive(self, session: Session) -> None:
         with suppress(TransportError):
@@ -238,7 +261,7 @@ class Leadership:
     async def _tell_gone(self, session: Session) -> None:
         members = [m.peer_id for m in self.group.members] if self.group else []
         remote = session.remote
-        if self.sessions[remote] is session and remote in members and self.times.reduced is None:
+        if self.sessions[remote] is session and remote in members and self._reducing:
             await self._broadcast(GONE, Gone(member=members.index(remote)))
 
     def _note_done(self, remote: str, done: PartDone) -> None:
@@ -324,8 +347,6 @@ class Leadership:
         )
         return self._probed and close_decision(view, now) is Close.CLOSE
 
-    _probed: bool = False
-
     async def _probe_expected(self) -> None:
         """Keep ``expected`` true: trainers that answer and stand here, or are about to.
 
@@ -337,12 +358,12 @@ class Leadership:
             there = {session.remote for session in self._live()}
             unknown = [peer for peer in trainers if peer not in there]
             heads = await asyncio.gather(*(ask_head(self.ctx, peer) for peer in unknown))
-            now = self.ctx.now()
+            now, stands_at = self.ctx.now(), self.ctx.replica.position
             self.expected = {
                 peer: now + head.ready_in_s
                 for peer, head in zip(unknown, heads, strict=True)
                 if head is not None
-                and head.position >= self.position - DECISION_UNDER_WAY
+                and head.position >= stands_at - DECISION_UNDER_WAY
                 and head.role == "trainer"
             }
             self.expected |= {peer: now for peer in trainers if peer in there}
@@ -376,7 +397,12 @@ class Leadership:
             members=tuple(members),
             parts=tuple(plans),
             stall_s=stall_s,
-            deadline_s=round_deadline_s(body_bytes, min(uplinks), stall_s),
+            deadline_s=round_deadline_s(
+                body_bytes,
+                min(uplinks),
+                stall_s,
+                before=max(0, self.position - self.ctx.replica.position),
+            ),
         )
         due = self._next_due()
         self.parts = [PartState(plan=plan, owner=plan.owner, due=due) for plan in plans]
@@ -392,19 +418,22 @@ class Leadership:
 
     # the reduction
 
-    async def _reduce(self) -> Entry:
+    async def _reduce(self) -> str:
+        """Return once all parts are here, or why they will not be."""
         group = self._closed_group()
+        if not any(member.weight > 0 for member in group.members):
+            return "nobody brought work that counts"
         deadline = self.ctx.now() + group.deadline_s + 2 * group.stall_s
         while not all(self._held(part) for part in self.parts):
             if self.ctx.now() > deadline:
-                return self._null_entry("no part of it could be reduced in time")
+                return "no part of it could be reduced in time"
             for index, part in enumerate(self.parts):
                 if not self._held(part):
                     await self._chase(index, part)
             if not self._live():
-                return self._null_entry("every member left")
+                return "every member left"
             await self._await_change(self.ctx.alive_s)
-        return self._update_entry()
+        return ""
 
     def _closed_group(self) -> Group:
         if self.group is None:
@@ -507,7 +536,7 @@ class Leadership:
             epoch=self.place.epoch,
             position=self.position,
             kind="update" if kind == "update" else "null",
-            previous_chain=self.chain,
+            previous_chain=replica.chain,
             fragment=self.ctx.replay.fragment_at(self.position),
             lr=lr,
             momentum=momentum,

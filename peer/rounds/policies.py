@@ -21,6 +21,12 @@ STREAMS = 12
 MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut further: one window
 
 
+# Positions that may be reduced before their turn: each holds frames, sums and parts in memory, and is
+# reduced again where an entry before it changes who leads.  Four in flight hide a reduction of four
+# windows; one that takes longer has a link that its run is too large for.
+MAX_AHEAD = 3
+
+
 class Close(Enum):
     """What to do with a group that is forming."""
 
@@ -135,14 +141,25 @@ def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-def round_deadline_s(body_bytes: int, slowest_mbit_s: float, stall_s: float) -> float:
+def positions_ahead(fragments: int) -> int:
+    """How many positions may be reduced beside the one that is decided next.
+
+    Each moves another fragment, so that no contribution waits for its own predecessor.
+    """
+    return min(fragments - 1, MAX_AHEAD)
+
+
+def round_deadline_s(
+    body_bytes: int, slowest_mbit_s: float, stall_s: float, *, before: int = 0
+) -> float:
     """How long a reduction may take: eight times the slowest member's transfer, and ten stalls.
 
     Both legs of the slowest link carry at most the whole vector; eight leaves room for a
-    measured rate that is four times too high.
+    measured rate that is four times too high.  The reductions of the ``before`` positions that are
+    not decided yet go first, so each of them adds as much.
     """
     transfer_s = 8 * body_bytes / (max(slowest_mbit_s, 0.1) * 1e6)
-    return 8 * transfer_s + 10 * stall_s
+    return (8 * transfer_s + 10 * stall_s) * (1 + before)
 
 
 def new_owner(dead: Collection[int], alive: Sequence[int], load: Mapping[int, int]) -> int | None:

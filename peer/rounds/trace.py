@@ -26,7 +26,12 @@ class RoundTrace:
 
 
 def round_trace(
-    applied: Applied, exchange: Exchange | None, *, since: float, now: float
+    applied: Applied,
+    exchange: Exchange | None,
+    *,
+    since: float,
+    turn_at: float | None,
+    now: float,
 ) -> RoundTrace:
     """The account of a peer whose contribution was on offer.
 
@@ -34,6 +39,8 @@ def round_trace(
         applied: the decided position.
         exchange: this peer's part in the reduction, None where it came to none.
         since: when the contribution was offered.
+        turn_at: when its position came to be decided, None where this peer has not seen that; what
+            was reduced before waits until then.
         now: when the position was decided and applied.
     """
     trace = RoundTrace(position=applied.entry.position, apply_s=applied.apply_s)
@@ -43,10 +50,11 @@ def round_trace(
     times = exchange.times
     sent = times.sent if times.sent is not None else now
     reduced = times.reduced if times.reduced is not None else now
-    trace.wait_s = times.started - since
+    turn_at = max(reduced, reduced if turn_at is None else turn_at)
+    trace.wait_s = times.started - since + turn_at - reduced
     trace.send_s = sent - times.started
     trace.reduce_s = max(0.0, reduced - sent)
-    trace.vote_s = max(0.0, now - applied.apply_s - reduced)
+    trace.vote_s = max(0.0, now - applied.apply_s - turn_at)
     trace.rejected = math.hypot(*exchange.rejected.values())
     members = exchange.group.members
     trace.left_out = {members[index].peer_id: why for index, why in exchange.left_out.items()}

@@ -6,6 +6,7 @@ manifest, and finds everything in the entry that follows from rules to follow fr
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import torch
@@ -26,14 +27,16 @@ from atoll.peer.rounds.ballot import Booth, Place
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose
+from atoll.peer.rounds.policies import positions_ahead
 
 
 class Voter:
     """Answers ``prepare`` and ``propose`` for the position that this peer stands at."""
 
-    def __init__(self, ctx: Context) -> None:
-        """No position yet."""
+    def __init__(self, ctx: Context, *, reach: Callable[[int], Awaitable[None]]) -> None:
+        """No position yet; ``reach`` waits a moment until this peer stands at one."""
         self._ctx = ctx
+        self._reach = reach
         self._booth = Booth(ctx.me)
         self._verified: dict[bytes, Tensor | None] = {}
 
@@ -49,14 +52,21 @@ class Voter:
         Raises:
             Refused: with the reason.
         """
-        self._turn()
         try:
             if method == "prepare":
-                return self._prepare(remote, Prepare.decode(body)).encode()
+                return (await self._prepare(remote, Prepare.decode(body))).encode()
             return (await self._propose(remote, Propose.decode(body))).encode()
         except (LogError, UpdateError) as error:
             self._ctx.fault(remote, "bad-proposal")
             raise Refused("bad-proposal", str(error)) from error
+
+    async def _come_to(self, place: Place) -> None:
+        """Be where a leader stands, if its last entry is on the way: it may propose at once."""
+        replica = self._ctx.replica
+        near = replica.position + positions_ahead(len(self._ctx.replay.fragments)) + 1
+        if place.epoch == replica.epoch and replica.position < place.position <= near:
+            await self._reach(place.position)
+        self._turn()
 
     def _turn(self) -> None:
         replica = self._ctx.replica
@@ -67,8 +77,10 @@ class Voter:
             if place.epoch != before.epoch:
                 self._ctx.parts.clear()
 
-    def _prepare(self, remote: str, ask: Prepare) -> Promise:
-        accepted = self._booth.prepare(remote, Place(ask.epoch, ask.position), ask.attempt)
+    async def _prepare(self, remote: str, ask: Prepare) -> Promise:
+        place = Place(ask.epoch, ask.position)
+        await self._come_to(place)
+        accepted = self._booth.prepare(remote, place, ask.attempt)
         return Promise(
             attempt=ask.attempt,
             accepted_attempt=accepted.attempt if accepted else 0,
@@ -78,6 +90,7 @@ class Voter:
     async def _propose(self, remote: str, ask: Propose) -> Ballot:
         entry = Entry.decode(ask.entry)
         place = Place(entry.epoch, entry.position)
+        await self._come_to(place)
         self._booth.check(remote, place, ask.attempt)
         self._check_rules(entry)
         body = await self.gather(entry, remote)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from swarm import Swarm, SwarmPeer
 
-from atoll.optim.layout import cell_slices
 from atoll.optim.log import Entry
 
 COMMIT_S = {"kill": 1.0, "freeze": 3.0, "cut": 3.0}  # at a round trip of 50 ms
@@ -134,8 +133,13 @@ def expect_sums(swarm: Swarm, witness: SwarmPeer) -> None:
 
 
 def expect_mean(swarm: Swarm, entry: Entry, update_N: torch.Tensor) -> None:
-    offers = {p.ctx.me: p.offers.get(entry.position, p.delta_N) for p in swarm.peers}
-    for index, cell in enumerate(cell_slices(swarm.layout.numel)):
+    fragment = swarm.replay.fragments[entry.fragment]
+    nothing_F = torch.zeros(fragment.numel)
+    offers = {
+        p.ctx.me: p.offers.get(entry.position, p.latest.get(entry.fragment, nothing_F))
+        for p in swarm.peers
+    }
+    for index, cell in enumerate(fragment.slices):
         sum_N, weight = torch.zeros(cell.stop - cell.start), 0.0
         for member in entry.members:
             included = entry.included_cells(member.peer_id, member.incarnation)

@@ -29,7 +29,8 @@ from atoll.optim.weights import work_weight
 from atoll.peer.recovery import Recovered, Recovery, RecoveryError
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.context import Context, RoundSettings, inline
-from atoll.peer.rounds.engine import OfferedWindow, Rounds, Settled
+from atoll.peer.rounds.engine import Rounds, Settled
+from atoll.peer.rounds.flight import OfferedWindow
 
 RUN_ID = b"r" * 32
 LAYOUT = Layout(names=("w",), shapes=((3 * CELL + 1_000,),))
@@ -67,26 +68,48 @@ def verify_run(data: bytes, signature: bytes) -> bool:
     return verify(ORGANISER.peer_id, data, signature)
 
 
+@dataclass(kw_only=True)
+class Open:
+    """A contribution that is not decided yet."""
+
+    number: int
+    offer: Offer
+    delta_F: Tensor  # noqa: N815
+    age: int = 0
+    """steps since it was handed in"""
+
+
 @dataclass(eq=False)
 class SwarmPeer:
-    """One peer, whose windows add noise from a seed to its drift, which is what it contributes."""
+    """One peer, whose steps add noise from a seed to its drift, which is what it contributes.
+
+    A step ends the window of one fragment.  With ``tau`` steps of delay training goes on while
+    contributions travel; without, each is waited for.
+    """
 
     swarm: Swarm
     identity: Identity
     incarnation: str
     window_s: float = 5.0
+    """of a step"""
+    tau: int = 0
     settled: list[Settled] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     recovered: Recovered | None = None
     windows: int = 0
     resets: int = 0
-    fresh: bool = False
+    fresh: set[int] = field(default_factory=set)
+    """fragments of which the next contribution has weight 0"""
     tamper: Callable[[Offer], Offer] = lambda offer: offer
     declared_mbit_s: float = 100.0
     link_mbit_s: float = 0.0
     """0: unlimited"""
     offers: dict[int, Tensor] = field(default_factory=dict)
     """what was on offer when a position was decided"""
+    latest: dict[int, Tensor] = field(default_factory=dict)
+    """what was offered last of each fragment"""
+    under_way: dict[int, Open] = field(default_factory=dict)
+    """by fragment"""
 
     def __post_init__(self) -> None:
         numel = self.swarm.layout.numel
@@ -134,9 +157,7 @@ class SwarmPeer:
             Feedback(f.numel, replay.method.codec, beta=replay.method.feedback, pieces=f.pieces)
             for f in replay.fragments
         ]
-        self.offer: Offer | None = None
-        self.delta_N = torch.zeros(numel)
-        self.turn = 0
+        self.steps = [0] * len(replay.fragments)
         self.decided = asyncio.Event()
         self.rounds = Rounds(
             self.ctx,
@@ -174,7 +195,8 @@ class SwarmPeer:
         self.drift_N.zero_()
         for feedback in self.feedbacks:
             feedback.reset()
-        self.offer, self.fresh = None, True
+        self.under_way.clear()
+        self._begin_windows(fresh=True)
         self.decided.set()
 
     async def start(self, record: bytes | None = None) -> None:
@@ -212,49 +234,76 @@ class SwarmPeer:
         self.drift_N += work_N
         return self.drift_N.clone()
 
+    def _begin_windows(self, *, fresh: bool) -> None:
+        """Empty windows at the offsets of their turns, as in ``atoll.optim.worker``."""
+        count, position = len(self.steps), self.replica.position if self.replica.ready else 0
+        self.fresh = set(range(count)) if fresh else set()
+        self.steps = [count - 1 - (index - position - 1) % count for index in range(count)]
+
     async def _train(self) -> None:
-        self.fresh = self.recovered is not None
+        self._begin_windows(fresh=self.recovered is not None)
         while True:
             self.ready_at = self.swarm.now() + self.window_s
             await asyncio.sleep(self.window_s)
-            self.turn = self.swarm.replay.fragment_at(self.replica.position)
-            self.delta_N = self.swarm.replay.fragments[self.turn].take(self.train())
-            weight = 0.0 if self.fresh else work_weight(1280, 10, self.swarm.replay.method.weights)
-            offer = self.feedbacks[self.turn].offer(self.delta_N, weight)
-            self.decided.clear()
-            self.offer = offer = self.tamper(offer)
-            self.fresh = False
-            self.windows += 1
-            self.offers[self.replica.position] = self.delta_N
-            self.rounds.offer(
-                OfferedWindow(
-                    number=self.windows,
-                    fragment=self.turn,
-                    offer=offer,
-                    tokens=1280,
-                    steps=10,
-                    loss=2.0,
-                )
+            drift_N = self.train()
+            for open_ in self.under_way.values():
+                open_.age += 1
+            for fragment in self._ended():
+                self._hand_in(fragment, drift_N)
+            while any(open_.age >= self.tau for open_ in self.under_way.values()):
+                self.decided.clear()
+                await self.decided.wait()
+
+    def _ended(self) -> list[int]:
+        """Fragments to hand in: whose turn it is or, with a delay, whose window has ended."""
+        if not self.tau:
+            return [self.swarm.replay.fragment_at(self.replica.position)]
+        self.steps = [steps + 1 for steps in self.steps]
+        count = len(self.steps)
+        return [f for f in range(count) if self.steps[f] >= count and f not in self.under_way]
+
+    def _hand_in(self, fragment: int, drift_N: Tensor) -> None:
+        self.steps[fragment] = 0
+        delta_F = self.swarm.replay.fragments[fragment].take(drift_N)
+        rule = self.swarm.replay.method.weights
+        weight = 0.0 if fragment in self.fresh else work_weight(1280, 10, rule)
+        self.fresh.discard(fragment)
+        offer = self.tamper(self.feedbacks[fragment].offer(delta_F, weight))
+        self.windows += 1
+        self.under_way[fragment] = Open(number=self.windows, offer=offer, delta_F=delta_F)
+        here, count = self.replica.position, len(self.steps)
+        turn = here + (fragment - self.swarm.replay.fragment_at(here)) % count
+        self.offers[turn] = self.latest[fragment] = delta_F
+        self.rounds.offer(
+            OfferedWindow(
+                number=self.windows,
+                fragment=fragment,
+                offer=offer,
+                tokens=1280,
+                steps=10,
+                loss=2.0,
             )
-            await self.decided.wait()
+        )
 
     def _on_settled(self, settled: Settled) -> None:
         self.settled.append(settled)
-        if settled.settles is not None and self.offer is not None:
-            self.offers[settled.applied.entry.position] = self.delta_N
+        entry = settled.applied.entry
+        open_ = self.under_way.get(entry.fragment)
+        if open_ is not None and settled.settles == open_.number:
+            del self.under_way[entry.fragment]
+            self.offers[entry.position] = open_.delta_F
             if settled.included is not None:
-                self._count(self.offer, torch.tensor(settled.included))
-        for part, lost_N in settled.credits:
-            self.feedbacks[settled.applied.entry.fragment].owner_credit(part, lost_N)
-        if settled.settles is not None:
+                self._count(entry.fragment, open_, torch.tensor(settled.included))
             self.decided.set()
+        for part, lost_N in settled.credits:
+            self.feedbacks[entry.fragment].owner_credit(part, lost_N)
 
-    def _count(self, offer: Offer, included: Tensor) -> None:
-        self.feedbacks[self.turn].settle(offer, included, weight=offer.weight)
-        fragment, counted_F = self.swarm.replay.fragments[self.turn], torch.zeros_like(self.delta_N)
+    def _count(self, index: int, open_: Open, included: Tensor) -> None:
+        self.feedbacks[index].settle(open_.offer, included, weight=open_.offer.weight)
+        fragment, counted_F = self.swarm.replay.fragments[index], torch.zeros_like(open_.delta_F)
         for cell, counted in zip(fragment.slices, included, strict=True):
             if counted:
-                counted_F[cell] = self.delta_N[cell]
+                counted_F[cell] = open_.delta_F[cell]
         counted_N = torch.zeros_like(self.drift_N)
         fragment.put_(counted_N, counted_F)
         self.drift_N -= counted_N

@@ -1,0 +1,218 @@
+"""The attempts that this peer leads: who may report ready for one, and what a certificate sets off.
+
+A peer leads the position that is decided next, and early, those ahead of it whose first leader it
+would be if the electorate stayed as it is.  Of an early one only the reduction is done before its
+turn.  It is given up where an entry in between makes another elector the leader: nothing was
+proposed, and the members still hold what they sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import TypeVar
+
+from atoll.dht.transport import Refused, Stream, TransportError
+from atoll.optim.log import Certificate, Entry
+from atoll.optim.weights import work_weight
+from atoll.peer.rounds.ballot import Leads, Place
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.leader import Leadership
+from atoll.peer.rounds.local import LocalStream, stream_pair
+from atoll.peer.rounds.member import AttemptFailed
+from atoll.peer.rounds.messages import PROTOCOL, READY, Decided, Ready
+from atoll.peer.rounds.policies import positions_ahead
+from atoll.peer.rounds.voter import Voter
+
+T = TypeVar("T")
+
+OnLed = Callable[[Entry, Certificate, bytes], None]
+"""(entry, certificate, body) of what was led here to its certificate."""
+
+Reach = Callable[[int], Awaitable[None]]
+"""Waits a moment until this peer stands at a position, and looks for what it misses."""
+
+Commit = Callable[[Entry, Certificate, bytes], Awaitable[None]]
+
+
+class Leading:
+    """Leaderships by (epoch, position, attempt)."""
+
+    def __init__(
+        self, ctx: Context, voter: Voter, *, reach: Reach, commit: Commit, on_led: OnLed
+    ) -> None:
+        """``commit`` applies an entry here; ``on_led`` is told of it after that."""
+        self._ctx = ctx
+        self._voter = voter
+        self._reach = reach
+        self._ahead = positions_ahead(len(ctx.replay.fragments))
+        self._commit = commit
+        self._on_led = on_led
+        self._leads = Leads(ctx.me)
+        self._leaderships: dict[tuple[int, int, int], Leadership] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def at(self, place: Place, attempt: int) -> Leadership | None:
+        """The leadership of an attempt, if it is under way here."""
+        return self._leaderships.get((*place, attempt))
+
+    def left_out(self, place: Place) -> dict[str, str]:
+        """Whom groups of a position were closed without, and why."""
+        found: dict[str, str] = {}
+        for (epoch, position, _), leadership in self._leaderships.items():
+            if (epoch, position) == place:
+                found |= leadership.left_out
+        return found
+
+    async def close(self) -> None:
+        """End everything that is under way."""
+        for leadership in self._leaderships.values():
+            await leadership.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def line_to_myself(self) -> Stream:
+        """A stream by which this peer is a member of an attempt that it leads."""
+        here, there = stream_pair(self._ctx.me.peer_id, "round")
+        self._spawn(self._serve_myself(there))
+        return here
+
+    async def _serve_myself(self, stream: LocalStream) -> None:
+        try:
+            await self.serve(self._ctx.me.peer_id, stream)
+        except Refused as error:
+            stream.refuse(error)
+        except TransportError:
+            pass
+        finally:
+            await stream.close()
+
+    async def serve(self, remote: str, stream: Stream) -> None:
+        """Take a member's report, and hold its session.
+
+        Raises:
+            Refused: with the reason.
+        """
+        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
+        if message is None or message[:1] != READY:
+            raise Refused("bad-ready", "expected a Ready record first")
+        ready = Ready.decode(message[1:])
+        await self._check(remote, ready)
+        replica = self._ctx.replica
+        place = Place(ready.epoch, ready.position)
+        self._leads.check(place, ready.attempt, replica.electorate)
+        if ready.position == replica.position and ready.attempt < self._voter.promised:
+            raise Refused("superseded", f"attempt {self._voter.promised} is under way")
+        await self._lead(ready).serve(remote, ready, stream)
+
+    async def _check(self, remote: str, ready: Ready) -> None:
+        barred = self._ctx.conduct.barred(remote, self._ctx.now())
+        if barred is not None:
+            raise Refused("barred", str(barred))
+        if ready.protocol != PROTOCOL:
+            raise Refused("protocol", f"expected protocol {PROTOCOL}, got {ready.protocol}")
+        due = work_weight(ready.tokens, ready.steps, self._ctx.replay.method.weights)
+        if ready.weight not in (0.0, due):
+            self._ctx.fault(remote, "bad-weight")
+            raise Refused(
+                "bad-weight",
+                f"expected a weight of 0 or {due:g} for {ready.tokens} tokens in {ready.steps} "
+                f"steps, got {ready.weight:g}",
+            )
+        await self._check_place(ready)
+
+    async def _check_place(self, ready: Ready) -> None:
+        """Both stand on the same log, at the position or a little before it."""
+        replica = self._ctx.replica
+        await self._reach(ready.stands_at)
+        if replica.position > ready.position:
+            raise Refused("decided", f"expected a report at {replica.position} or beyond it")
+        same = (replica.position, replica.chain) == (ready.stands_at, ready.chain)
+        on_the_log = replica.epoch == ready.epoch and (same or ready.stands_at < replica.position)
+        near = ready.stands_at <= ready.position <= ready.stands_at + self._ahead
+        first = ready.attempt == 0 or ready.position == replica.position
+        if not (on_the_log and near and first):
+            raise Refused(
+                "elsewhere",
+                f"expected (epoch, position) {(replica.epoch, replica.position)} or at most "
+                f"{self._ahead} ahead of it, got {(ready.epoch, ready.position)} from "
+                f"{ready.stands_at}; fetch what is missing",
+            )
+
+    def _lead(self, ready: Ready) -> Leadership:
+        """The leadership of an attempt of ours; it starts with the first call."""
+        key = (ready.epoch, ready.position, ready.attempt)
+        if key not in self._leaderships:
+            leadership = Leadership(
+                ctx=self._ctx,
+                voter=self._voter,
+                leads=self._leads,
+                place=Place(ready.epoch, ready.position),
+                attempt=ready.attempt,
+                check=self._check,
+            )
+            self._leaderships[key] = leadership
+            self._spawn(self._run(key, leadership))
+        return self._leaderships[key]
+
+    async def _run(self, key: tuple[int, int, int], leadership: Leadership) -> None:
+        try:
+            outcome = await self._unless_over(leadership, leadership.run())
+            if outcome is None:
+                return
+            body = await self._voter.gather(outcome.entry, self._ctx.me.peer_id)
+            announced = self._spawn(self._announce(leadership, outcome.entry, outcome.certificate))
+            await self._commit(outcome.entry, outcome.certificate, body)
+            self._on_led(outcome.entry, outcome.certificate, body)
+            await announced
+        except (AttemptFailed, TransportError, ValueError) as error:
+            self._ctx.on_event(
+                "warning", f"round {key[1] + 1}, attempt {key[2]} led here failed: {error}"
+            )
+        finally:
+            await leadership.close()
+            self._leaderships.pop(key, None)
+
+    async def _unless_over(
+        self, leadership: Leadership, work: Coroutine[None, None, T]
+    ) -> T | None:
+        """What ``work`` gives, None if the attempt is no longer this peer's to lead before."""
+        working = asyncio.create_task(work)
+        over = asyncio.create_task(self._await_end(leadership))
+        try:
+            await asyncio.wait({working, over}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            for task in (working, over):
+                task.cancel()
+            await asyncio.gather(working, over, return_exceptions=True)
+
+    async def _await_end(self, leadership: Leadership) -> None:
+        """Return once the position is decided, its epoch over, or another elector to lead it."""
+        replica, place = self._ctx.replica, leadership.place
+        with suppress(Refused):
+            while replica.epoch == place.epoch and replica.position <= place.position:
+                self._leads.check(place, leadership.attempt, replica.electorate)
+                await replica.passed(replica.position)
+
+    async def _announce(
+        self, leadership: Leadership, entry: Entry, certificate: Certificate
+    ) -> None:
+        decided = Decided(entry=entry.encode(), certificate=certificate.encode()).encode()
+        peers = set(leadership.sessions) | set(self._ctx.seen)
+        peers |= {elector.peer_id for elector in entry.electorate}
+        peers.discard(self._ctx.me.peer_id)
+        await asyncio.gather(*(self._tell(peer, decided) for peer in sorted(peers)))
+
+    async def _tell(self, peer: str, decided: bytes) -> None:
+        with suppress(TransportError):
+            timeout_s = 4 * self._ctx.settings.stall_s
+            await self._ctx.transport.call(peer, "commit", decided, timeout_s=timeout_s)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -167,13 +167,24 @@ class Codec(ABC):
     code: ClassVar[int]
     version: ClassVar[int] = 1
     stateful: ClassVar[bool] = False  # True: order of calls matters, so not for a run's updates
-    elementwise: ClassVar[bool] = True  # False: the shape matters, not only the number of values
     exact_size: ClassVar[bool] = True  # False: `wire_bytes` is an upper bound
 
     @property
     def mode(self) -> Mode:
         """Return "contractive" (feedback allowed) or "unbiased" (feedback refused)."""
         return "contractive"
+
+    @property
+    def elementwise(self) -> bool:
+        """Return whether a frame depends on the values alone, not on a shape or a layer's name.
+
+        Where it does not, any cut of a model does; else it is cut by tensors.
+        """
+        return True
+
+    def for_layer(self, layer: str) -> Codec:
+        """Return the codec of the tensors of one layer, or of its pieces."""
+        return self
 
     @cached_property
     def spec(self) -> str:

@@ -3,8 +3,9 @@
 Payload: that of the codec of the layer; for a bound set of layers, the payloads of all in order,
 each padded to a multiple of 8.
 
-`bind` gives the codec of a flat vector of named layers.  A tensor without a name (a cell of a
-reduction, say) is coded as the layer "": the pattern "*" should come last.
+A run cuts its model by tensors and encodes each by `for_layer` of its name.  `bind` gives the
+codec of a flat vector of named layers.  A tensor without a name is coded as the layer "", which
+only the pattern "*" matches.
 
 Spec: ``mixed(*norm*=fp32, *.bias=fp16, *=int4)``; patterns as in `fnmatch`, case matters.
 """
@@ -65,7 +66,7 @@ class Mixed(Codec):
         every = all(codec.mode == "contractive" for _, codec in self.rules)
         return "contractive" if every else "unbiased"
 
-    def codec_for(self, layer: str) -> Codec:
+    def for_layer(self, layer: str) -> Codec:
         """Return the codec of a layer.
 
         Raises:
@@ -73,25 +74,25 @@ class Mixed(Codec):
         """
         for pattern, codec in self.rules:
             if fnmatch.fnmatchcase(layer, pattern):
-                return codec
+                return codec.for_layer(layer)
         raise CodecError(f"expected a pattern for layer {layer!r} in {self.spec}; add *=CODEC")
 
     def bind(self, layers: Mapping[str, Sequence[int]]) -> MixedLayers:
         """Return the codec of a flat vector that holds these layers (name: shape) in order."""
-        parts = [(self.codec_for(name), tuple(shape)) for name, shape in layers.items()]
+        parts = [(self.for_layer(name), tuple(shape)) for name, shape in layers.items()]
         return MixedLayers(rules=self.rules, parts=tuple(parts))
 
     def _frame_key(self, dims: Dims) -> str:
-        return self.codec_for("")._frame_key(dims)
+        return self.for_layer("")._frame_key(dims)
 
     def _payload_bytes(self, dims: Dims) -> int:
-        return self.codec_for("").wire_bytes(dims) - HEADER_BYTES
+        return self.for_layer("").wire_bytes(dims) - HEADER_BYTES
 
     def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
-        return self.codec_for("")._write(x_N, dims, payload)
+        return self.for_layer("")._write(x_N, dims, payload)
 
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
-        self.codec_for("")._read(payload, dims, out_N)
+        self.for_layer("")._read(payload, dims, out_N)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,14 @@ class TopK(SparseCodec):
     values: Codec = field(default_factory=Int8)
 
     def __post_init__(self) -> None:
-        """Refuse counts outside a chunk, and values that depend on a shape or on past calls."""
+        """Refuse counts outside a chunk, and values that depend on a shape or on past calls.
+
+        Unbiased values too: with a choice by size the frame would be neither unbiased nor, since
+        a draw may err by more than the input, contractive.
+        """
         check_sparse(self.k, self.values)
+        if self.values.mode == "unbiased":
+            raise CodecError(f"expected contractive values in topk, got {self.values.spec!r}")
 
     def for_union(self, members: int) -> TopK:
         """Return the codec that keeps the whole union of `members` such frames."""

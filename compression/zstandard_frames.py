@@ -12,7 +12,7 @@ content size is not the inner payload's, before it inflates it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -47,6 +47,15 @@ class Zstd(Codec):
     def mode(self) -> Mode:
         """Return the mode of the inner codec."""
         return self.codec.mode
+
+    @property
+    def elementwise(self) -> bool:
+        """Return that of the inner codec."""
+        return self.codec.elementwise
+
+    def for_layer(self, layer: str) -> Codec:
+        """Return the inner codec of the layer, deflated."""
+        return replace(self, codec=self.codec.for_layer(layer))
 
     def _frame_key(self, dims: Dims) -> str:
         return self.codec._frame_key(dims)

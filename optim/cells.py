@@ -38,7 +38,7 @@ from torch import Tensor
 
 from atoll.compression import Codec, CodecError
 from atoll.compression.sparse import SparseCodec
-from atoll.optim.fragments import Dims, Fragment, encode_pieces, grid
+from atoll.optim.fragments import Dims, Fragment, codec_of, encode_pieces, grid
 from atoll.optim.outer import to_fp32
 from atoll.optim.state import is_finite
 
@@ -65,7 +65,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
-    """The cells of one fragment, encoded by one codec."""
+    """The cells of one fragment, encoded by one codec, or each by that of its layer."""
 
     codec: Codec
     fragment: Fragment
@@ -80,8 +80,11 @@ class Cells:
         """Refuse codecs that a round can't use.
 
         Raises:
-            CodecError: when frames depend on earlier ones, or nobody can tell who sent a value.
+            CodecError: when frames depend on earlier ones, a layer has no codec, or nobody can
+                tell who sent a value.
         """
+        for dims in self.fragment.pieces:
+            codec_of(self.codec, dims)
         if self.codec.stateful:
             raise CodecError(f"expected a codec whose frames stand alone, got {self.codec.spec}")
         if self.by_senders and not isinstance(self.codec, SparseCodec):
@@ -105,6 +108,10 @@ class Cells:
         """Shape of one cell."""
         return self.fragment.pieces[index]
 
+    def codec_at(self, index: int) -> Codec:
+        """The codec of one cell."""
+        return codec_of(self.codec, self.dims(index))
+
     def values(self, start: int, stop: int) -> slice:
         """Values of the cells `[start, stop)` within the fragment."""
         slices = self.fragment.slices
@@ -112,7 +119,7 @@ class Cells:
 
     def max_sent_bytes(self, index: int) -> int:
         """Longest frame of one member's cell."""
-        return self.codec.wire_bytes(self.dims(index))
+        return self.codec_at(index).wire_bytes(self.dims(index))
 
     def max_reduced_bytes(self, index: int, members: int) -> int:
         """Longest frame of one cell that so many members reduced."""
@@ -136,9 +143,13 @@ class Cells:
     @cached_property
     def _most_bytes(self) -> list[int]:
         """Longest frames of the cells before each, summed up."""
-        sums, lengths = [0], {dims: self.codec.wire_bytes(dims) for dims in self.fragment.pieces}
-        for dims in self.fragment.pieces:
-            sums.append(sums[-1] + lengths[dims])
+        sums, lengths = [0], dict[tuple[str, Dims], int]()
+        for index, dims in enumerate(self.fragment.pieces):
+            codec = self.codec_at(index)
+            key = (codec.spec, dims)
+            if key not in lengths:
+                lengths[key] = codec.wire_bytes(dims)
+            sums.append(sums[-1] + lengths[key])
         return sums
 
     def encode(self, values_F: Tensor) -> list[bytes]:
@@ -157,7 +168,7 @@ class Cells:
         Raises:
             CodecError: when it is no frame of the cell.
         """
-        return self.codec.decode(frame, self.dims(index)).view(-1)
+        return self.codec_at(index).decode(frame, self.dims(index)).view(-1)
 
     def encode_mean(self, index: int, mean_C: Tensor) -> bytes:
         """The reduced frame of a mean.
@@ -165,7 +176,7 @@ class Cells:
         Raises:
             CodecError: when it holds NaN or infinity.
         """
-        return self.codec.encode(mean_C.view(self.dims(index)))
+        return self.codec_at(index).encode(mean_C.view(self.dims(index)))
 
     def encode_terms(self, terms: Sequence[Term]) -> bytes:
         """The reduced frame of gathered ones."""
@@ -182,7 +193,7 @@ class Cells:
         """
         dims = self.dims(index)
         if not self.gathers:
-            self.codec.decode(frame, dims, out=out_C.view(dims))
+            self.codec_at(index).decode(frame, dims, out=out_C.view(dims))
         elif self.by_senders:
             self._mean_of_senders(index, self._terms(index, frame), out_C)
         else:

@@ -2,7 +2,8 @@
 
 A fragment is a set of values of the layout's vector. It is cut into pieces, and each piece is
 one codec frame: cells of 65,536 values for codecs that look at single values, rows of tensors for
-codecs that look at shapes.
+codecs that look at shapes or names. The pieces of a tensor know its name, so that a codec by layers
+(`mixed`) encodes each by that layer's codec: `codec_of`.
 
     whole        all values, in cells
     by_tensor    all values, tensors in pieces of whole rows (codecs of matrices: `dct`)
@@ -13,11 +14,13 @@ codecs that look at shapes.
     FragmentError (ValueError)   more fragments than blocks, or frames that do not fit
 """
 
+import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,6 +36,27 @@ Dims = tuple[int, ...]
 
 class FragmentError(ValueError):
     """A layout that can't be cut like this, or frames that do not fit a fragment."""
+
+
+class Piece(tuple[int, ...]):
+    """The shape of a piece of one tensor, and that tensor's name."""
+
+    layer: str
+
+    def __new__(cls, dims: Dims, layer: str) -> Self:
+        """Name a shape."""
+        piece = super().__new__(cls, dims)
+        piece.layer = layer
+        return piece
+
+
+def codec_of(codec: Codec, dims: Dims) -> Codec:
+    """The codec of one piece.
+
+    Raises:
+        CodecError: when a codec by layers has none for it.
+    """
+    return codec.for_layer(dims.layer) if isinstance(dims, Piece) else codec
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,8 +150,7 @@ def whole(layout: Layout) -> Fragment:
 
 def by_tensor(layout: Layout) -> Fragment:
     """All values, a piece a tensor in its own shape; large ones by rows, 64 or a multiple."""
-    pieces = tuple(piece for shape in layout.shapes for piece in _by_rows(shape))
-    return Fragment(spans=((0, layout.numel),), pieces=pieces)
+    return Fragment(spans=((0, layout.numel),), pieces=_named(layout, _by_rows))
 
 
 def tiled(layout: Layout) -> Fragment:
@@ -136,33 +159,35 @@ def tiled(layout: Layout) -> Fragment:
     Whole tiles come first, row by row; what is left at the right and at the bottom follows.
     Tensors of more dimensions are the matrix [dims[0], rest]; vectors keep their order.
     """
-    pieces = tuple(piece for size in layout.sizes for piece in grid(size))
+    pieces = _named(layout, lambda shape: grid(math.prod(shape)))
     return Fragment(spans=((0, layout.numel),), pieces=pieces, tensors=layout.shapes)
 
 
-def sequential(layout: Layout, count: int) -> tuple[Fragment, ...]:
+def sequential(layout: Layout, count: int, *, tensors: bool = False) -> tuple[Fragment, ...]:
     """Fragments of consecutive blocks, as even in blocks as they go.
 
     A block is what shares the first number in its names (`blocks.3.`); what comes before the
-    first block joins it, what comes after the last joins that.
+    first block joins it, what comes after the last joins that. They are in pieces as `by_tensor`
+    makes them if `tensors`, else in cells.
 
     Raises:
         FragmentError: when there are fewer blocks than fragments.
     """
     blocks = _blocks(layout)
     _require(blocks, count)
-    return _fragments(layout, [block * count // len(blocks) for block in range(len(blocks))])
+    places = [block * count // len(blocks) for block in range(len(blocks))]
+    return _fragments(layout, places, tensors)
 
 
-def strided(layout: Layout, count: int) -> tuple[Fragment, ...]:
-    """Fragments of every `count`-th block; blocks as in `sequential`.
+def strided(layout: Layout, count: int, *, tensors: bool = False) -> tuple[Fragment, ...]:
+    """Fragments of every `count`-th block; blocks and pieces as in `sequential`.
 
     Raises:
         FragmentError: when there are fewer blocks than fragments.
     """
     blocks = _blocks(layout)
     _require(blocks, count)
-    return _fragments(layout, [block % count for block in range(len(blocks))])
+    return _fragments(layout, [block % count for block in range(len(blocks))], tensors)
 
 
 def grid(numel: int) -> tuple[Dims, ...]:
@@ -188,7 +213,7 @@ def encode_pieces(codec: Codec, values_F: Tensor, pieces: Sequence[Dims]) -> lis
         CodecError: when they hold NaN or infinity.
     """
     cuts = zip(piece_slices(pieces), pieces, strict=True)
-    return [codec.encode(values_F[cut].view(dims)) for cut, dims in cuts]
+    return [codec_of(codec, dims).encode(values_F[cut].view(dims)) for cut, dims in cuts]
 
 
 def decode_pieces(codec: Codec, frames: Sequence[bytes], pieces: Sequence[Dims]) -> Tensor:
@@ -206,10 +231,18 @@ def decode_pieces(codec: Codec, frames: Sequence[bytes], pieces: Sequence[Dims])
     values_F = torch.empty(slices[-1].stop, dtype=torch.float32)
     for index, (frame, cut, dims) in enumerate(zip(frames, slices, pieces, strict=True)):
         try:
-            codec.decode(frame, dims, out=values_F[cut].view(dims))
+            codec_of(codec, dims).decode(frame, dims, out=values_F[cut].view(dims))
         except CodecError as error:
             raise FragmentError(f"piece {index}: {error}") from error
     return values_F
+
+
+def _named(
+    layout: Layout, cut: Callable[[Dims], Sequence[Dims]], indices: Sequence[int] | None = None
+) -> tuple[Piece, ...]:
+    """The pieces of some tensors, all by default, with their names."""
+    chosen = range(len(layout.names)) if indices is None else indices
+    return tuple(Piece(dims, layout.names[i]) for i in chosen for dims in cut(layout.shapes[i]))
 
 
 def _by_rows(shape: Dims) -> list[Dims]:
@@ -228,7 +261,7 @@ def _tiled_places(values: Tensor, shape: Dims) -> list[Tensor]:
     matrix_RC = values.view(shape[0], -1)
     down, across = (size // TILE for size in matrix_RC.shape)
     tiled_RC = matrix_RC[: down * TILE, : across * TILE]
-    tiles = tiled_RC.unflatten(1, (across, TILE)).unflatten(0, (down, TILE)).transpose(1, 2)
+    tiles = tiled_RC.view(down, TILE, across, TILE).transpose(1, 2)
     return [tiles, matrix_RC[: down * TILE, across * TILE :], matrix_RC[down * TILE :]]
 
 
@@ -257,20 +290,18 @@ def _require(blocks: list[list[int]], count: int) -> None:
         )
 
 
-def _fragments(layout: Layout, fragment_of: list[int]) -> tuple[Fragment, ...]:
-    starts = [0]
-    for size in layout.sizes:
-        starts.append(starts[-1] + size)
+def _fragments(layout: Layout, fragment_of: list[int], tensors: bool) -> tuple[Fragment, ...]:
     members: dict[int, list[int]] = {}
     for block, fragment in zip(_blocks(layout), fragment_of, strict=True):
         members.setdefault(fragment, []).extend(block)
-    return tuple(
-        _of_spans(_joined([(starts[i], starts[i + 1]) for i in sorted(members[fragment])]))
-        for fragment in sorted(members)
-    )
+    return tuple(_of_tensors(layout, sorted(members[key]), tensors) for key in sorted(members))
 
 
-def _of_spans(spans: tuple[tuple[int, int], ...]) -> Fragment:
+def _of_tensors(layout: Layout, indices: Sequence[int], tensors: bool) -> Fragment:
+    starts = [0, *itertools.accumulate(layout.sizes)]
+    spans = _joined([(starts[i], starts[i + 1]) for i in indices])
+    if tensors:
+        return Fragment(spans=spans, pieces=_named(layout, _by_rows, indices))
     return Fragment(spans=spans, pieces=grid(sum(stop - start for start, stop in spans)))
 
 

@@ -34,6 +34,7 @@ class StreamingMethod(DiLoCoMethod):
     """Streaming DiLoCo."""
 
     name: ClassVar[str] = "streaming"
+    factors: ClassVar[bool] = False
 
     codec: Codec = field(default_factory=Fp4)
 
@@ -60,9 +61,9 @@ class StreamingMethod(DiLoCoMethod):
         require(0 <= self.alpha <= 1, "an alpha between 0 and 1", self.alpha)
 
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
-        """Blocks of the model, by the pattern."""
+        """Blocks of the model, by the pattern; in tensors if the codec looks at them."""
         cut = cuts.strided if self.pattern == "strided" else cuts.sequential
-        return cut(layout, self.count)
+        return cut(layout, self.count, tensors=not self.codec.elementwise)
 
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int

@@ -21,9 +21,9 @@ STREAMS = 12
 MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut further: one window
 
 
-# Positions that may be reduced before their turn: each holds frames, sums and parts in memory, and is
-# reduced again where an entry before it changes who leads.  Four in flight hide a reduction of four
-# windows; one that takes longer has a link that its run is too large for.
+# Positions that may be reduced before their turn: each holds frames, sums and parts in memory, and
+# is reduced again where an entry before it changes who leads.  Four in flight hide a reduction of
+# four windows; one that takes longer has a link that its run is too large for.
 MAX_AHEAD = 3
 
 

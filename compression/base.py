@@ -167,6 +167,7 @@ class Codec(ABC):
     code: ClassVar[int]
     version: ClassVar[int] = 1
     stateful: ClassVar[bool] = False  # True: order of calls matters, so not for a run's updates
+    by_tensor: ClassVar[bool] = False  # True: a tensor's shape or layer matters
     exact_size: ClassVar[bool] = True  # False: `wire_bytes` is an upper bound
 
     @property
@@ -176,11 +177,8 @@ class Codec(ABC):
 
     @property
     def elementwise(self) -> bool:
-        """Return whether a frame depends on the values alone, not on a shape or a layer's name.
-
-        Where it does not, any cut of a model does; else it is cut by tensors.
-        """
-        return True
+        """Return whether values alone matter, so that a model may be cut anywhere to encode it."""
+        return not self.by_tensor
 
     def for_layer(self, layer: str) -> Codec:
         """Return the codec of the tensors of one layer, or of its pieces."""

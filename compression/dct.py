@@ -70,7 +70,7 @@ class Dct(Codec):
 
     name: ClassVar[str] = "dct"
     code: ClassVar[int] = 14
-    elementwise: ClassVar[bool] = False
+    by_tensor: ClassVar[bool] = True
     k: int = 32
     bits: int = 8
 

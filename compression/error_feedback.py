@@ -32,7 +32,7 @@ class ErrorFeedback(Codec):
     name: ClassVar[str] = "feedback"
     code: ClassVar[int] = 18
     stateful: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = False
+    by_tensor: ClassVar[bool] = True
     codec: Codec = field(default_factory=Int8)
     decay: float = 1.0
     _residuals: dict[Hashable, Tensor] = field(

@@ -33,7 +33,7 @@ class Mixed(Codec):
 
     name: ClassVar[str] = "mixed"
     code: ClassVar[int] = 19
-    elementwise: ClassVar[bool] = False
+    by_tensor: ClassVar[bool] = True
     rules: tuple[tuple[str, Codec], ...]
 
     def __init__(self, rules: Mapping[str, Codec] | Sequence[tuple[str, Codec]]) -> None:
@@ -101,7 +101,7 @@ class MixedLayers(Codec):
 
     name: ClassVar[str] = "mixed-layers"
     code: ClassVar[int] = 20
-    elementwise: ClassVar[bool] = False
+    by_tensor: ClassVar[bool] = True
     rules: tuple[tuple[str, Codec], ...]
     parts: tuple[tuple[Codec, Dims], ...]
 

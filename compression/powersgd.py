@@ -54,7 +54,7 @@ class PowerSGD(Codec):
 
     name: ClassVar[str] = "powersgd"
     code: ClassVar[int] = 15
-    elementwise: ClassVar[bool] = False
+    by_tensor: ClassVar[bool] = True
     rank: int = 4
     iterations: int = 2
     values: Codec = field(default_factory=Fp32)

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import struct
+import sys
 import zlib
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,40 +14,9 @@ from hypothesis import strategies as st
 from atoll.compression import CodecError, names, parse
 from atoll.compression.base import HEADER_BYTES
 
-SPECS = [
-    "fp32",
-    "fp16",
-    "bf16",
-    "int8",
-    "int8(block=64)",
-    "int8-dynamic",
-    "int8-uniform",
-    "int4",
-    "fp4",
-    "nf4",
-    "2bit",
-    "2bit(block=256, width=1)",
-    "ternary",
-    "ternary(clip=2.5)",
-    "ternary(block=4096, stochastic=False)",
-    "sign",
-    "topk",
-    "topk(k=64)+2bit",
-    "topk(k=300)+fp16",
-    "randk",
-    "randk+ternary",
-    "randk(k=1000, scaled=False)+int8",
-    "dct",
-    "dct(k=100, bits=1)",
-    "powersgd",
-    "powersgd(rank=2)+int8",
-    "lgreco",
-    "lgreco(bits=2)",
-    "zstd(int4)",
-    "zstd(topk(k=64)+2bit, level=9)",
-    "mixed(*.bias=fp16, *=int4)",
-    "feedback(int4, decay=0.9)",
-]
+sys.path.insert(0, str(Path(__file__).parent))
+from specs import SPECS
+
 CONTRACTIVE = [s for s in SPECS if parse(s).mode == "contractive"]
 LENGTHS = [0, 1, 7, 255, 256, 4095, 4096, 4097, 65_536, 65_536 + 300]
 
@@ -409,6 +380,7 @@ def test_export_list():
         ("topk(k=0)", "k of"),
         ("topk+dct", "elementwise"),
         ("topk+zstd(int8)", "elementwise"),
+        ("topk+ternary", "contractive"),
         ("randk+int8", "unbiased"),
         ("feedback(randk)", "unbiased"),
         ("feedback(ternary)", "without bound"),

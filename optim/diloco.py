@@ -34,7 +34,9 @@ class DiLoCo(Worker):
         new_F, old_F = fragment.cut(commit.params_N), fragment.cut(self._synced_N)
         vectors = [new_F, old_F]
         if pending is not None and commit.included is not None:
-            vectors += [pending.local_N, fragment.mask(commit.included)]
+            vectors.append(pending.local_N)
+            if not bool(commit.included.all()):
+                vectors.append(fragment.mask(commit.included))
         with torch.no_grad():
             for param, place in self.layout.parameters_in(self.model, fragment.spans):
                 self._move_(param, *(v[place].view(param.shape).to(param.device) for v in vectors))
@@ -50,9 +52,9 @@ class DiLoCo(Worker):
         mine: Tensor | None = None,
     ) -> None:
         local = param.to(torch.float32)
-        if submitted is None or mine is None:
+        if submitted is None:
             local.add_(new - old)
-        elif bool(mine.all()):
+        elif mine is None:
             self._merge_(local, new, submitted)
         else:
             others = local + (new - old)

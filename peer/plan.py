@@ -28,7 +28,7 @@ from torch import nn
 
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.cells import Cells
-from atoll.optim.fragments import Fragment
+from atoll.optim.fragments import Fragment, codec_of
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
 from atoll.optim.methods.co2 import CO2Method
@@ -172,7 +172,7 @@ def fragments_of(method: Method, layout: Layout) -> tuple[Fragment, ...]:
 
 def body_bytes(method: Method, fragment: Fragment) -> int:
     """Length of a fragment's frames; an upper bound for codecs whose frames vary."""
-    return sum(method.codec.wire_bytes(dims) for dims in fragment.pieces)
+    return sum(codec_of(method.codec, dims).wire_bytes(dims) for dims in fragment.pieces)
 
 
 def sent_bytes(method: Method, fragment: Fragment, peers: int) -> float:

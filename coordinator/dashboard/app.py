@@ -270,6 +270,7 @@ async def save_screenshot(
     async def draw(pilot: Pilot[object]) -> None:
         await app.poll()
         await pilot.pause()
+        await pilot.pause()  # the keys at the foot are put there a turn after the rest
         path.write_text(app.export_screenshot(), encoding="utf-8")
         app.exit()
 

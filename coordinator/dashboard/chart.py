@@ -23,6 +23,7 @@ Point = tuple[float, float]
 
 _DOT_BITS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [x % 2][y % 4]
 _MAX_VALUE: Final = 1e12  # no loss is larger; differences and ratios stay finite below it
+_DOT_CELLS: Final = 4  # from one dot to the next: a cell has one colour, the dot's
 _AXIS_CELLS: Final = 7  # a label of five characters, a space, the axis itself
 _STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0, 20.0)  # distances between ticks that people count in
 _LOG_STEPS: Final = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
@@ -35,7 +36,7 @@ class Series:
     points: Sequence[Point]
     style: str
     dots: bool = False
-    """Draw the points themselves, not the line through them."""
+    """Draw points of it, not the line through them; so few that the curve under them shows."""
 
 
 @dataclass
@@ -160,6 +161,11 @@ def thinned(points: Sequence[Point], num_max: int) -> list[Point]:
     return result
 
 
+def spaced(points: Sequence[Point], num_max: int) -> list[Point]:
+    """At most `num_max` of the points: the newest, and others at equal distances before it."""
+    return list(points[:: -max(1, math.ceil(len(points) / max(1, num_max)))])
+
+
 def _height(point: Point) -> float:
     return point[1]
 
@@ -190,10 +196,11 @@ def plot(series: Sequence[Series], width: int, height: int, *, log: bool = False
 
 def _draw(canvas: Canvas, curve: Series, x_scale: Scale, y_scale: Scale) -> None:
     last_x, last_y = 2 * canvas.width - 1, 4 * canvas.height - 1
-    dots = [
-        (round(x_scale.at(x) * last_x), round((1 - y_scale.at(y)) * last_y))
-        for x, y in thinned(curve.points, 4 * canvas.width)
-    ]
+    if curve.dots:
+        points = spaced(curve.points, canvas.width // _DOT_CELLS)
+    else:
+        points = thinned(curve.points, 4 * canvas.width)
+    dots = [(round(x_scale.at(x) * last_x), round((1 - y_scale.at(y)) * last_y)) for x, y in points]
     pairs = [(dot, dot) for dot in dots] if curve.dots else pairwise(dots)
     for start, end in pairs:
         canvas.line(start, end, curve.style)

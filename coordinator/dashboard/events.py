@@ -19,6 +19,7 @@ LEVEL_STYLES: Final = {
 }
 IMPORTANT: Final = frozenset({"warning", "error"})
 _MARKS: Final = {"info": "•", "warning": "▲", "error": "■"}
+NEWS_S: Final = 60.0  # a few rounds: by then whoever watches has read it, and the log keeps it
 _SOURCE_CELLS: Final = 12
 _SOURCE_FROM_CELLS: Final = 72  # narrower, a column for the source starves the text
 
@@ -46,6 +47,28 @@ def _event_lines(
     wrapped = body.wrap(max(8, width - head.cell_length))
     indent = Content(" " * head.cell_length)
     return [(head if i == 0 else indent) + line for i, line in enumerate(wrapped)]
+
+
+def alert(status: RunStatus, width: int) -> Content | None:
+    """The newest warning or error in one line, while it is news by the server's clock."""
+    news = [
+        event
+        for event in status.events
+        if event.level in IMPORTANT and status.now - event.at < NEWS_S
+    ]
+    if not news:
+        return None
+    newest, known = news[-1], names(status)
+    source = known.get(newest.source) or text.short_id(newest.source)
+    more = f" · {len(news) - 1} more" if len(news) > 1 else ""
+    style = LEVEL_STYLES[newest.level]
+    line = Content.assemble(
+        (f" {_MARKS[newest.level]} ", style),
+        (f"{text.clock_time(newest.at)} {source}: ", "$dim"),
+        (told(newest, naming(known)), style),
+    )
+    room = max(0, width - text.cells(more) - 1)
+    return line.truncate(room, ellipsis=True) + Content.assemble((more, "$dim"))
 
 
 def log_lines(status: RunStatus, width: int) -> list[Content]:

@@ -7,7 +7,9 @@ from typing import Final
 from textual.content import Content
 
 from atoll.coordinator.dashboard import text
+from atoll.coordinator.dashboard.events import alert
 from atoll.coordinator.dashboard.marks import bar, spark
+from atoll.coordinator.dashboard.peers import utilisation_style
 from atoll.coordinator.dashboard.view import (
     View,
     elapsed_seconds,
@@ -37,7 +39,9 @@ def header(view: View, width: int) -> Content:
     if view.failure:
         lines.append(Content.assemble((f" {view.failure}", "$bad")).truncate(width, ellipsis=True))
     if status is not None:
-        lines += [_progress(status, width), *_wrapped(_facts(status, width), width)]
+        lines += [_progress(status, width), *_fact_lines(status, width)]
+        if news := alert(status, width):
+            lines.append(news)
     return Content("\n").join(lines)
 
 
@@ -124,15 +128,22 @@ def _waiting(status: RunStatus) -> Content:
     return Content.assemble((f" {need}{rest}", "$warn"))
 
 
-def _facts(status: RunStatus, width: int) -> list[Fact]:
+def _fact_lines(status: RunStatus, width: int) -> list[Content]:
+    """The facts, with a line of past rates where that costs none of its own."""
+    bare = _wrapped(_facts(status, _bold(text.count(status.tokens_per_s))), width)
+    drawn = _wrapped(_facts(status, _rate(status)), width)
+    return drawn if len(drawn) == len(bare) else bare
+
+
+def _facts(status: RunStatus, rate: Content) -> list[Fact]:
     """What is worth a place, the most important first."""
     here = _bold(str(num_present(status))) + Content.assemble((f"/{len(status.peers)}", "$dim"))
     facts = [
         ("loss", _bold(text.loss_text(status.loss))),
         ("valid", _bold(text.loss_text(status.valid_loss))),
-        ("tokens/s", _rate(status, width)),
+        ("tokens/s", rate),
         ("tokens", _bold(text.count(status.tokens_total))),
-        ("util", Content.assemble((utilisation(status), "bold $good"))),
+        ("util", _utilisation(status)),
         ("peers", here),
         ("sent", _bold(text.size(sum(peer.wire_bytes_sent for peer in status.peers)))),
         ("method", _bold(f"{text.clean(status.method, num_max=24)} H={status.inner_steps}")),
@@ -141,7 +152,7 @@ def _facts(status: RunStatus, width: int) -> list[Fact]:
     ]
     elapsed = elapsed_seconds(status)
     if elapsed is not None:
-        facts.append(("up", _bold(text.duration(elapsed))))
+        facts.append(("elapsed", _bold(text.duration(elapsed))))
     if status.epoch:
         facts.append(("epoch", _bold(str(status.epoch))))
     return facts
@@ -151,10 +162,14 @@ def _bold(value: str) -> Content:
     return Content.assemble((value, "bold $text-plain"))
 
 
-def _rate(status: RunStatus, width: int) -> Content:
+def _utilisation(status: RunStatus) -> Content:
+    return Content.assemble((utilisation(status), f"bold {utilisation_style(status.utilisation)}"))
+
+
+def _rate(status: RunStatus) -> Content:
     value = _bold(text.count(status.tokens_per_s))
     rates = token_rates(status.history)
-    if width < 110 or len(rates) < 3:
+    if len(rates) < 3:
         return value
     return value + Content.assemble(" ") + spark(rates, 16, "$accent")
 

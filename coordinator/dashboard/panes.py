@@ -304,7 +304,7 @@ class LossPane(Pane):
             points = smoothed(points)
         curves.append(Series(points=points, style="$primary"))
         measured = rounds.valid_losses(status.history)
-        curves.append(Series(points=measured, style="$warn", dots=True))  # few: never hidden
+        curves.append(Series(points=measured, style="$warn", dots=True))
         width, height = self.size
         return plot(curves, width, height, log=self.view.log_scale)
 

@@ -8,7 +8,14 @@ from textual.content import Content
 
 from atoll.coordinator.dashboard import text
 from atoll.coordinator.dashboard.grid import Column
-from atoll.coordinator.dashboard.marks import PHASES, bar, legend, phase_style, stacked
+from atoll.coordinator.dashboard.marks import (
+    PHASES,
+    bar,
+    legend,
+    ordered_phases,
+    phase_style,
+    stacked,
+)
 from atoll.coordinator.dashboard.view import is_gone
 from atoll.coordinator.status import PeerStatus, RunStatus
 
@@ -86,8 +93,8 @@ def _link(peer: PeerStatus, use: float, mbit_s: float, width: int) -> Content:
 
 
 def _use_style(use: float) -> str:
-    """Calm while there is room on the link, loud when it is what the round waits for."""
-    return "$accent" if use < 0.75 else "$warn" if use < 0.95 else "$bad"
+    """Bright when the link is what the round waits for: no fault, links are there to be used."""
+    return "$accent" if use < 0.95 else "$warn"
 
 
 def _uplink(peer: PeerStatus, width: int) -> Content:
@@ -106,8 +113,13 @@ def _seen(peer: PeerStatus, width: int) -> Content:
 def _utilisation(peer: PeerStatus, width: int) -> Content:
     if is_gone(peer):
         return _plain(text.ABSENT)
-    style = "$good" if peer.utilisation >= 0.9 else "$warn"
+    style = utilisation_style(peer.utilisation)
     return Content.assemble((text.percent(peer.utilisation), style))
+
+
+def utilisation_style(share: float) -> str:
+    """Of a share of time spent training: whether communication costs more than a tenth of it."""
+    return "$good" if share >= 0.9 else "$warn"
 
 
 def _plain(value: str) -> Content:
@@ -181,6 +193,9 @@ def _last_round(peer: PeerStatus, width: int) -> Content:
         return Content.assemble((" has finished no round yet", "$dim"))
     names = legend(peer.phases)
     room = width - names.cell_length - 3
-    if room < 8:
-        return Content(" ") + names.truncate(max(0, width - 1), ellipsis=True)
-    return Content(" ") + stacked(peer.phases, room) + Content("  ") + names
+    if room >= 8:
+        return Content(" ") + stacked(peer.phases, room) + Content("  ") + names
+    longest = dict(ordered_phases(peer.phases))
+    while len(longest) > 1 and legend(longest).cell_length + 1 > width:
+        longest.pop(min(longest, key=longest.__getitem__))
+    return Content(" ") + legend(longest).truncate(max(0, width - 1), ellipsis=True)

@@ -61,11 +61,11 @@ _COLUMNS: Final[tuple[Column[RoundSummary], ...]] = (
     Column(title="peers", width=5, priority=2, draw=_members),
     Column(
         title="bytes", width=7, priority=3, right=True,
-        draw=lambda r, w: _plain(text.size(r.wire_bytes)),
+        draw=lambda r, w: _plain(text.size(r.wire_bytes) if r.seconds else text.ABSENT),
     ),
     Column(
         title="took", width=6, priority=2, right=True,
-        draw=lambda r, w: _plain(text.duration(total_s(r.seconds))),
+        draw=lambda r, w: _plain(text.duration(total_s(r.seconds) if r.seconds else None)),
     ),
     Column(
         title="phases", width=10, grow_to=60, priority=4,

@@ -19,6 +19,7 @@ from atoll.coordinator.dashboard.panes import (
     PhasesPane,
     RoundsPane,
 )
+from atoll.coordinator.dashboard.text import ABSENT
 from atoll.coordinator.status import Event, Gap
 
 SIZES = [(80, 24), (80, 60), (120, 24), (120, 40), (200, 60)]
@@ -86,7 +87,7 @@ def test_the_header_says_what_run_this_is_and_how_far(sample):
             "python-1m", " TRAINING ", "chain 9f3ac1d0", "● live", "round 37/120", "31%",
             "25m 05s left", "18s a round", "loss 1.419", "valid 1.479", "tokens/s 52.5k",
             "tokens 11.4M", "util 96.4%", "peers 4/5", "sent 196 MB", "method diloco H=30",
-            "codec int8", "params 1.05M", "up 11m 13s",
+            "codec int8", "params 1.05M", "elapsed 11m 13s",
         ):  # fmt: skip
             assert piece in text, piece
 
@@ -334,6 +335,50 @@ def test_the_chosen_round_says_who_was_left_out_and_why(sample):
     with_app(replace(status, history=told, gaps=gaps), check, size=(200, 60))
 
 
+def test_a_round_whose_traces_have_not_come_has_dashes_for_numbers(sample):
+    status = sample(13)
+    newest = replace(status.history[-1], seconds={}, wire_bytes=0)
+
+    async def check(app, source, clock, pilot):
+        row = plain(app, RoundsPane).split("\n")[1]
+        assert row.split().count(ABSENT) == 2 and "0 B" not in row
+
+    with_app(replace(status, history=[*status.history[:-1], newest]), check, size=(200, 60))
+
+
+def test_a_warning_is_news_on_every_size_of_screen_and_not_for_ever(sample):
+    status = sample(37)
+    old = Event(at=status.now - 61, level="error", source="coordinator", text="long ago")
+    first, second = (
+        Event(at=status.now - 9 + i, level="warning", source=status.peers[1].peer_id, text=text)
+        for i, text in enumerate(("left out", HOSTILE))
+    )
+
+    async def check(app, source, clock, pilot):
+        assert "▲" not in plain(app, Header) and "long ago" not in plain(app, Header)
+        source.answer = replace(status, events=[old, first, second])
+        await app.poll()
+        await pilot.pause()
+        news = plain(app, Header).split("\n")[-1]
+        assert news.startswith(" ▲ ") and "coral: ·[2J[red]x" in news and "1 more" in news
+        assert app.query_one(Header).size.height == len(plain(app, Header).split("\n"))
+
+    with_app(replace(status, events=[old]), check, size=(80, 24))
+
+
+def test_where_room_is_short_the_shortest_phases_give_way(sample):
+    status = sample(37)
+    seconds = {"wait": 1.2, "encode": 0.001, "send": 0.4, "reduce": 0.3, "vote": 0.2, "apply": 0.1}
+    chosen = replace(status.peers[0], phases=seconds)
+
+    async def check(app, source, clock, pilot):
+        last_round = plain(app, PeersPane).split("\n")[-1]
+        assert "wait 1.20s" in last_round and "apply 0.10s" in last_round
+        assert "encode" not in last_round and "…" not in last_round
+
+    with_app(replace(status, peers=[chosen]), check, size=(80, 24))
+
+
 def test_the_log_follows_its_end_until_it_is_scrolled_up(sample):
     def joined(n):
         return Event(at=1.0 + n, source="coordinator", text=f"happened {n}")
@@ -511,7 +556,7 @@ def test_a_screenshot_is_written_after_the_first_state(sample, tmp_path):
     path = tmp_path / "dashboard.svg"
     asyncio.run(save_screenshot(Source(sample(37)), path, width=100, height=30))
     svg = path.read_text(encoding="utf-8")
-    assert svg.startswith("<svg") and "python-1m" in svg
+    assert svg.startswith("<svg") and "python-1m" in svg and "Zoom" in svg
 
 
 def test_no_screenshot_of_a_lost_connection(tmp_path):

@@ -1,4 +1,5 @@
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from atoll.coordinator.dashboard.chart import (
     plot,
     scale_of,
     smoothed,
+    spaced,
     thinned,
     ticks,
 )
@@ -93,6 +95,22 @@ def test_thinning_keeps_a_spike():
     assert len(few) <= 100
     assert (4321.0, 99.0) in few
     assert few == sorted(few)
+
+
+def test_spaced_points_end_with_the_newest():
+    points = [(float(i), 1.0) for i in range(1, 11)]
+    assert [x for x, _ in spaced(points, 3)] == [10.0, 6.0, 2.0]
+    assert spaced(points, 100) == points[::-1]
+    assert spaced(points, 0) == points[-1:]
+    assert spaced([], 3) == []
+
+
+def test_dots_for_every_round_leave_the_curve_under_them_in_sight():
+    curve = Series(points=FALLING, style="line")
+    dots = Series(points=FALLING, style="dot", dots=True)
+    content = plot([curve, dots], 60, 12)
+    drawn = Counter(span.style for span in content.spans if span.style in ("line", "dot"))
+    assert 0 < drawn["dot"] < drawn["line"]
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(1, 10))

@@ -1,0 +1,131 @@
+"""States for joiners, from any neighbour: lent by one peer, fetched and checked by another.
+
+Nobody certifies a state by gossip: each peer has one of its own.  A joiner trusts the peer that it
+asks, which the run admitted, as it would trust it when they meet; the digests keep what arrives
+what was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Protocol
+
+from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport
+from atoll.optim.layout import Layout
+from atoll.optim.state import Assembly, OuterState, merkle_root
+from atoll.peer.gossip.context import GossipContext
+from atoll.peer.rounds.guard import guarded_stream
+from atoll.peer.rounds.messages import LeafRequest, SnapshotMeta
+
+LENT = 2  # states beside the present one that wait for joiners, 8 bytes a parameter each
+LEND_S = 60.0  # since somebody asked for a piece
+MAX_STREAMS = 4  # of leaves at once; more would starve this peer's own exchanges
+LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
+DIGEST_BYTES = 32
+
+
+class Holder(Protocol):
+    """Who has a state to lend."""
+
+    @property
+    def state(self) -> OuterState:
+        """The present one."""
+        ...
+
+
+class Lender:
+    """The donor's side."""
+
+    def __init__(self, ctx: GossipContext, holder: Holder) -> None:
+        """Lend what ``holder`` has."""
+        self._ctx = ctx
+        self._holder = holder
+        self._lent: OrderedDict[int, tuple[OuterState, float]] = OrderedDict()
+        self._slots = asyncio.Semaphore(MAX_STREAMS)
+
+    def serve(self) -> None:
+        """Answer from now on."""
+        transport = self._ctx.transport
+        transport.serve("gossip-snapshot", self._serve_snapshot)
+        handler = guarded_stream(self._serve_leaves, self._ctx.fault)
+        transport.serve_stream("gossip-leaves", handler)
+
+    async def _serve_snapshot(self, remote: str, body: bytes) -> bytes:
+        state = self._holder.state
+        digests = await self._ctx.compute(state.leaves)
+        self._keep(state)
+        return SnapshotMeta(position=state.position, leaves=b"".join(digests)).encode()
+
+    async def _serve_leaves(self, remote: str, stream: Stream) -> None:
+        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
+        request = LeafRequest.decode(message or b"")
+        state = self._find(request)
+        async with self._slots:
+            for index in range(request.start, request.stop):
+                self._keep(state)
+                leaf = state.read_leaf(index)
+                await stream.send(leaf, timeout_s=4 * self._ctx.settings.stall_s)
+
+    def _keep(self, state: OuterState) -> None:
+        now = self._ctx.now()
+        self._lent[state.position] = (state, now + LEND_S)
+        self._lent.move_to_end(state.position)
+        late = [p for p, (_, until) in self._lent.items() if until < now]
+        for position in [*late, *list(self._lent)[: -LENT or None]]:
+            self._lent.pop(position, None)
+
+    def _find(self, request: LeafRequest) -> OuterState:
+        state, _ = self._lent.get(request.position, (None, 0.0))
+        if state is None or not request.start < request.stop <= state.num_leaves:
+            raise Refused(
+                "not-here", f"expected the state after round {request.position}; ask anew"
+            )
+        return state
+
+
+async def fetch_state(
+    transport: Transport, peer: str, layout: Layout, memory_numel: int, *, patience_s: float
+) -> OuterState:
+    """A peer's present state.
+
+    Args:
+        transport: of this peer.
+        peer: of whom to ask.
+        layout: of the run.
+        memory_numel: values that the outer step keeps beside the parameters.
+        patience_s: for each piece.
+
+    Raises:
+        TransportError: the peer cannot be reached or lends it no longer.
+        LogError: it sends something else.
+        StateError: what it sends is no state of this layout.
+    """
+    reply = await transport.call(peer, "gossip-snapshot", b"", timeout_s=patience_s)
+    meta = SnapshotMeta.decode(reply)
+    raw = meta.leaves
+    digests = [raw[i : i + DIGEST_BYTES] for i in range(0, len(raw), DIGEST_BYTES)]
+    assembly = Assembly(
+        layout=layout,
+        position=meta.position,
+        leaf_digests=digests,
+        root=merkle_root(digests),
+        memory_numel=memory_numel,
+    )
+    for start in range(0, len(digests), LEAVES_A_REQUEST):
+        stop = min(start + LEAVES_A_REQUEST, len(digests))
+        request = LeafRequest(position=meta.position, start=start, stop=stop)
+        await _fetch_leaves(transport, peer, request, assembly, patience_s)
+    return assembly.finish()
+
+
+async def _fetch_leaves(
+    transport: Transport, peer: str, request: LeafRequest, assembly: Assembly, patience_s: float
+) -> None:
+    async with await transport.open(peer, "gossip-leaves", timeout_s=patience_s) as stream:
+        await stream.send(request.encode(), timeout_s=patience_s)
+        for index in range(request.start, request.stop):
+            leaf = await stream.recv(timeout_s=patience_s)
+            if leaf is None:
+                raise PeerUnreachable("the stream ended before every leaf was there", peer=peer)
+            assembly.add(index, leaf)

@@ -33,9 +33,10 @@ from atoll.optim.log import (
     check_follows,
 )
 from atoll.optim.state import Assembly, OuterState, StateError
+from atoll.peer.bodies import Bodies
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import Decided, Head
-from atoll.peer.sources import FETCH_ERRORS, PeerSource, Source, whom_to_ask
+from atoll.peer.sources import FETCH_ERRORS, Donor, PeerSource, Source, whom_to_ask
 
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 KEEP_WORK = 4  # entries that are replayed whatever they weigh: a snapshot would cost open work
@@ -49,19 +50,6 @@ class RecoveryError(RuntimeError):
 
 class NoDonor(RecoveryError):  # noqa: N818
     """Nobody who could be reached has what is missing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Donor:
-    """Someone who may give, and where it stood when asked."""
-
-    source: Source
-    head: Head
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return self.source.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,9 +243,14 @@ class Recovery:
             return False
         here = Place(chain=replica.chain, electorate=replica.electorate)
         headers = await self._headers(furthest, start, here)
-        for header in headers:
-            await self._apply(header, sources, used)
+        async with Bodies([h.entry for h in headers], sources, self._on_failure) as bodies:
+            for header in headers:
+                await self._apply(header, bodies, used)
         return bool(headers)
+
+    def _on_failure(self, entry: Entry, donor: Donor, error: Exception) -> None:
+        text = f"entry {entry.position} of {donor.name}: {error}"
+        self._ctx.on_event("warning", text)
 
     def _replay_is_cheaper(self, head: Head) -> bool:
         """Whether the missing entries are few, or fewer bytes than the newest snapshot's way."""
@@ -292,22 +285,17 @@ class Recovery:
             fetched, run_id=self._run_id, here=here, opened=opened, verify=self._ctx.verify
         )
 
-    async def _apply(self, header: Header, sources: Sequence[Donor], used: set[str]) -> None:
+    async def _apply(self, header: Header, bodies: Bodies, used: set[str]) -> None:
         entry = header.entry
         replica = self._ctx.replica
         if replica.position > entry.position:
             return
-        for donor in rotated(sources, entry.position):
-            if donor.head.position <= entry.position:
-                continue
+        async for donor, body in bodies.of(entry):
             try:
-                body = b""
-                if entry.body_bytes:
-                    body = await donor.source.body(entry.position, entry.body_bytes)
                 if not await replica.append_verified(entry, header.certificate, body):
                     return
             except FETCH_ERRORS as error:
-                self._ctx.on_event("warning", f"entry {entry.position} of {donor.name}: {error}")
+                self._on_failure(entry, donor, error)
                 continue
             used.add(donor.name)
             self._on_progress("replay", donor.head.position - entry.position - 1)
@@ -483,12 +471,6 @@ def place(headers: Sequence[Header], position: int, opened: Epoch) -> Place:
         if header.entry.position == position:
             return Place(chain=header.entry.previous_chain, electorate=())
     raise NoDonor(f"expected the entry before snapshot {position}, nobody gave it")
-
-
-def rotated(donors: Sequence[Donor], turn: int) -> list[Donor]:
-    """Donors in another order each turn, so that each gives its share."""
-    start = turn % len(donors)
-    return [*donors[start:], *donors[:start]]
 
 
 def _ranges(indices: Sequence[int]) -> list[list[int]]:

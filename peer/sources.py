@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.coordinator.client import CoordinatorClient
@@ -59,6 +60,19 @@ class Source(Protocol):
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
         """Consecutive leaves of a snapshot."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Donor:
+    """Someone who may give, and where it stood when asked."""
+
+    source: Source
+    head: Head
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.source.name
 
 
 def whom_to_ask(

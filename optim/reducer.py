@@ -111,11 +111,11 @@ class Reducer(Protocol):
         ...
 
     def wait(self) -> None:
-        """Deliver decided entries, until the next one is not mine to wait for.
+        """Deliver decided entries, until one settles a contribution of mine.
 
-        A contribution has one deadline, set when it is submitted; one whose fragment has its turn
-        at a later position is not waited for. With nothing to wait for this delivers what is
-        decided and returns at once: it can be called at each step.
+        Where the next entry is not mine to wait for, this delivers what is decided and returns at
+        once: it can be called at each step. A contribution has one deadline, set when it is
+        submitted; one whose fragment has its turn at a later position is not waited for.
         """
         ...
 

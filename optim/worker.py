@@ -170,6 +170,7 @@ class Worker(ABC):
         self.layout = Layout.of(model)
         self._statistics = WorkerStatistics()
         self._arrived: list[Commit] = []
+        self._decided = 0
         self._synced_N = reducer.start(self.layout, self.layout.flatten(model), self._settle)
         self.fragments = tuple(reducer.fragments)
         self._windows = [Window() for _ in self.fragments]
@@ -377,8 +378,7 @@ class Worker(ABC):
         for contribution in contributions:
             self.reducer.submit(contribution)
             self._handed_in(self.fragments[contribution.fragment])
-        if self._overdue():
-            self.reducer.wait()
+        self._await_overdue()
         now_s = time.perf_counter()
         self._statistics = replace(
             self._statistics,
@@ -387,10 +387,21 @@ class Worker(ABC):
         )
         self._resumed_s = now_s
 
+    def _await_overdue(self) -> None:
+        """Wait while a contribution is overdue, and something is still decided.
+
+        What is decided next may be an older one, of another fragment.
+        """
+        decided = -1
+        while self._overdue() and decided != self._decided:
+            decided = self._decided
+            self.reducer.wait()
+
     # commits
 
     def _settle(self, commit: Commit) -> None:
         """Take a commit, or keep it until its time has come."""
+        self._decided += 1
         if commit.reset:
             self._arrived = []
             self._reset(commit)

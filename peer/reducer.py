@@ -24,7 +24,7 @@ from torch import Tensor
 
 from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.status import Level
-from atoll.optim.feedback import Feedback, Offer
+from atoll.optim.feedback import Offer
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.log import Elector, Entry
@@ -92,11 +92,7 @@ class NetworkReducer:
         self._replay = replica.replay
         self._decided: queue.SimpleQueue[Settled | Reset] = queue.SimpleQueue()
         self._settle: Settle | None = None
-        method = self._replay.method
-        self._residuals = [
-            Feedback(f.numel, method.codec, beta=method.feedback, pieces=f.pieces)
-            for f in self._replay.fragments
-        ]
+        self._residuals = [self._replay.residual(f) for f in range(len(self._replay.fragments))]
         self._offers: dict[int, Offered] = {}
         """what is on offer, by fragment"""
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="atoll-encode")
@@ -117,8 +113,10 @@ class NetworkReducer:
         self._decided.put(settled)
 
     def _offer_unless_over(self, window: OfferedWindow) -> None:
-        """A peer that was left out of the last round finds out here: nothing more is decided."""
-        if not self._is_over(self._replica.state.position):
+        """Where the fragment has no turn any more in this run, nothing is to be decided of it."""
+        here, replay = self._replica.state.position, self._replay
+        turns_left = (window.fragment - replay.fragment_at(here)) % len(replay.fragments)
+        if not self._is_over(here + turns_left):
             self._rounds.offer(window)
 
     # the trainer's side
@@ -219,8 +217,12 @@ class NetworkReducer:
         Raises:
             CodecError: what was submitted can't be encoded.
         """
+        on_offer = set(self._offers)
         self._drain()
-        while (offered := self._waited_for()) is not None and not self._is_at_end():
+        while on_offer <= set(self._offers) and not self._is_at_end():
+            offered = self._waited_for()
+            if offered is None:
+                break
             if offered.encoding.done():
                 offered.encoding.result()
             left_s = offered.deadline_s - time.monotonic()
@@ -339,7 +341,12 @@ class NetworkReducer:
             if decided.included is not None:
                 included = torch.tensor(decided.included, dtype=torch.bool)
                 mine = next(m for m in entry.members if m.elector == self._me)
-                residual.settle(offered.offer, included, weight=mine.weight * mine.clip)
+                residual.settle(
+                    offered.offer,
+                    included,
+                    weight=mine.weight * mine.clip,
+                    update_F=decided.applied.update_F,
+                )
             del self._offers[entry.fragment]
         for part, lost_N in decided.credits:
             residual.owner_credit(part, lost_N)

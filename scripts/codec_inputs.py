@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from atoll.coordinator.checkpoints import load_checkpoint
+from atoll.optim.layout import Layout
 from atoll.peer.children import ATOLL
 from atoll.peer.devices import Device
 from atoll.peer.learner import Learner
@@ -18,6 +19,7 @@ PEER_ID = "codec-benchmark"  # names the stream of data that it trains on
 @dataclass(frozen=True, kw_only=True)
 class PseudoGradient:
     values: torch.Tensor
+    layout: Layout
     source: str  # in words, for the page
 
 
@@ -67,7 +69,12 @@ def pseudo_gradient(folder):
         f"{checkpoint.position} of the demo's run {checkpoint.run_id.hex()[:12]} "
         f"(preset {spec.model.preset}, {values.numel():,} values)"
     )
-    return PseudoGradient(values=values, source=source)
+    return PseudoGradient(values=values, layout=checkpoint.layout, source=source)
+
+
+def layers(real):
+    """Return the tensors of a pseudo-gradient by name."""
+    return dict(zip(real.layout.names, real.layout.split(real.values), strict=True))
 
 
 def _train(checkpoint):

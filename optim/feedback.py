@@ -10,6 +10,10 @@ coordinates, so it survives a change of weights, of parts and of owners.
 
 At beta 1, a linear mean and no clipping: sum(w delta + g_old) = W u + sum(g_new).
 
+Where matrices travel as factors, what a contribution lost shows only in the update u that all
+apply, g = w (x - u), owner's encoding included, as in PyTorch's PowerSGD hook; then owners have no
+credit, and sum(w delta + g_old) = W u + sum(g_new) as well.
+
 This is EF-SGD (arXiv:1901.09847) on both legs. Departures: masses in place of gradients, because
 weights change from round to round; the owner's leg goes to the owner's own residual, because
 the average exists nowhere else.
@@ -58,6 +62,7 @@ class Feedback:
         *,
         beta: float = 1.0,
         pieces: Sequence[Dims] | None = None,
+        against_update: bool = False,
     ) -> None:
         """Start with no residual, as a joiner does.
 
@@ -66,6 +71,8 @@ class Feedback:
             codec: encodes what is sent; feedback needs one that is not unbiased.
             beta: share of the residual that comes back; 0 keeps none.
             pieces: shapes of what is encoded one by one; the cells of the grid by default.
+            against_update: what an inclusion lost is the difference to the update that everyone
+                applied, not to what this peer sent; then owners have no credit.
 
         Raises:
             ValueError: when beta is outside [0, 1], or above 0 with an unbiased codec, whose
@@ -80,6 +87,7 @@ class Feedback:
             )
         self.beta = beta
         self.codec = codec
+        self.against_update = against_update
         self.numel = numel
         self.pieces = grid(numel) if pieces is None else tuple(pieces)
         self._slices = piece_slices(self.pieces)
@@ -106,7 +114,14 @@ class Feedback:
             change_N=self._change(x_N, d_N, weight),
         )
 
-    def settle(self, offer: Offer, included: Tensor, *, weight: float) -> None:
+    def settle(
+        self,
+        offer: Offer,
+        included: Tensor,
+        *,
+        weight: float,
+        update_F: Tensor | None = None,
+    ) -> None:
         """Take the residual of an offer that was included, piece by piece.
 
         Args:
@@ -114,13 +129,23 @@ class Feedback:
             included: bool a piece.
             weight: weight x clip factor that it was counted with. Where that is less than
                 offered, less of the old residual has left, and the rest stays.
+            update_F: the decoded update, for residuals against it.
+
+        Raises:
+            ValueError: when the update that this residual is against is not given.
         """
         if offer.change_N is None:
             return
+        change_N = offer.change_N
+        if self.against_update:
+            if update_F is None:
+                raise ValueError("expected the update that the residual is taken against")
+            sent_N = decode_pieces(self.codec, offer.frames, self.pieces)
+            change_N = change_N + (sent_N - update_F) * offer.weight
         share = weight / offer.weight
         for piece, counted in zip(self._slices, included.tolist(), strict=True):
             if counted:
-                self.mass_N[piece] += offer.change_N[piece] * share
+                self.mass_N[piece] += change_N[piece] * share
 
     def owner_credit(self, part: slice, lost: Tensor) -> None:
         """Keep what the owner's encoding of a part lost: g += W (a - u).

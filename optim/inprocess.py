@@ -18,7 +18,7 @@ from atoll.optim.group import Group, GroupError, Misses, chosen, common_lr, nobo
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Commit, Contribution
-from atoll.optim.reduction import SHAPES, Reduction
+from atoll.optim.reduction import SHAPES, LowRankReduction, Reduction
 from atoll.optim.state import OuterState
 
 
@@ -115,15 +115,18 @@ class InProcessGroup(Group):
             self._state = self.state.at(self.state.position + 1)
             self._count()
             return None
-        reduced = reduction.reduce(contributions, weights)
+        before = self.state
+        reduced = reduction.reduce(contributions, weights, before)
         lr, momentum = self.method.scalars(common_lr(contributions))
         self._state = self.method.apply(
-            self.state,
+            before,
             reduced.update_F,
             fragment=self._fragments[fragment],
             lr=lr,
             momentum=momentum,
         )
+        if isinstance(reduction, LowRankReduction):
+            reduction.cells.keep_warm(before, self._state, reduced.body)
         self._count(
             clipped=reduced.clipped,
             body_bytes=reduced.body_bytes,

@@ -155,6 +155,7 @@ def adamw(
 
     Args:
         state: parameters theta, N, and a memory of m, v, N each, then a and b; left as it is.
+            What more there is in it keeps its bits.
         update_N: u, the decoded mean gradient.
         lr: learning rate.
         beta1: decay of the first moment.
@@ -179,6 +180,8 @@ def adamw(
     torch.add(step_N, _scalar(eps), out=step_N)
     torch.div(m_N, step_N, out=step_N)
     torch.mul(step_N, torch.div(_scalar(lr), sums[:1]), out=step_N)
+    kept = 2 * state.layout.numel + ADAMW_SUMS
+    new.memory_M[kept:] = state.memory_M[kept:]
     _decay_matrices(state, new, _scalar(1.0 - lr * decay))
     torch.sub(new.params_N, step_N, out=new.params_N)
     return new

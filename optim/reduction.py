@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.compression import Codec, LowRank, PowerSGD
-from atoll.optim.cells import Cells, Term
-from atoll.optim.feedback import Feedback, Offer
+from atoll.optim.cells import Cells, Term, body_of
+from atoll.optim.feedback import Offer
 from atoll.optim.fragments import Fragment, decode_pieces, encode_pieces
 from atoll.optim.layout import Layout
-from atoll.optim.methods.base import Method, MethodError
+from atoll.optim.lowrank import Factors, LowRankCells
+from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Contribution
+from atoll.optim.replay import residual_of
+from atoll.optim.state import OuterState
 from atoll.optim.weights import cap_weights, clip_factors, work_weight
-
-MIN_COMPRESSION_RATE = 2.0  # of PyTorch's PowerSGD hook: what shrinks by less is sent as it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,9 @@ class Reduced:
 
     update_F: Tensor  # noqa: N815
     """The decoded update that everyone applies."""
+
+    body: bytes = b""
+    """Its frames, where the next state holds more of them than their sum."""
 
     body_bytes: int
     """Length of the update."""
@@ -64,8 +67,10 @@ class Reduction(ABC):
         return cap_weights([work_weight(c.tokens, c.steps, rule) for c in contributions])
 
     @abstractmethod
-    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
-        """One update of all contributions; their weights add up to more than 0."""
+    def reduce(
+        self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
+    ) -> Reduced:
+        """One update of all contributions to a state; their weights add up to more than 0."""
 
     @abstractmethod
     def member_state(self, index: int) -> dict[str, Any]:
@@ -82,10 +87,7 @@ class WithFeedback(Reduction):
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
         """As `Reduction`."""
         super().__init__(method, layout, fragment, size)
-        self.feedback = [
-            Feedback(fragment.numel, method.codec, beta=method.feedback, pieces=fragment.pieces)
-            for _ in range(size)
-        ]
+        self.feedback = [residual_of(method, fragment) for _ in range(size)]
 
     def member_state(self, index: int) -> dict[str, Any]:
         """The member's residual."""
@@ -132,16 +134,20 @@ class WithFeedback(Reduction):
                 sum_F += d_F * share
         return sum_F / total_weight
 
-    def _settle(self, offers: Sequence[Offer], shares: Sequence[float]) -> None:
+    def _settle(
+        self, offers: Sequence[Offer], shares: Sequence[float], update_F: Tensor | None = None
+    ) -> None:
         everywhere = torch.ones(len(self.fragment.pieces), dtype=torch.bool)
         for feedback, offer, share in zip(self.feedback, offers, shares, strict=True):
-            feedback.settle(offer, everywhere, weight=share)
+            feedback.settle(offer, everywhere, weight=share, update_F=update_F)
 
 
 class MeanReduction(WithFeedback):
     """The dense shape: a mean that the owners of its parts encode once."""
 
-    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
+    def reduce(
+        self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
+    ) -> Reduced:
         """As `Reduction.reduce`."""
         offers, shares = self._offers(contributions, weights)
         mean_F = self._mean(offers, shares, sum(weights))
@@ -191,7 +197,9 @@ class GatherReduction(WithFeedback):
             by_senders=method.divides_by == "senders",
         )
 
-    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
+    def reduce(
+        self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
+    ) -> Reduced:
         """As `Reduction.reduce`."""
         offers, shares = self._offers(contributions, weights)
         update_F = torch.empty(self.fragment.numel)
@@ -213,98 +221,64 @@ class GatherReduction(WithFeedback):
         )
 
 
-class LowRankReduction(Reduction):
+class LowRankReduction(WithFeedback):
     """PowerSGD (arXiv:1905.13727) as PyTorch's DDP hook does it, from the first step on.
 
-    A tensor is seen as the matrix [dims[0], rest]; one that would shrink by less than
-    `MIN_COMPRESSION_RATE` is averaged as it is. Each worker's error is its input less the common
-    output. Q stays warm and is part of the state. Departure: the first Q is a fixed hash, not
-    drawn at random; weights may differ.
+    Each worker's error is its input less the common output; Q stays warm in the common state
+    (`atoll.optim.lowrank`). Departures: the first Q is a fixed hash, not drawn at random; weights
+    may differ; the factors may travel in another codec than fp32.
     """
 
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
-        """Start cold.
+        """As `Reduction`.
 
         Raises:
-            MethodError: when the codec is not `powersgd`, or the fragment is not the whole model.
+            CodecError: when the codec is not `powersgd`.
         """
         super().__init__(method, layout, fragment, size)
-        if not isinstance(method.codec, PowerSGD) or not fragment.is_whole(layout.numel):
-            raise MethodError(f"expected powersgd over the whole model, got {method.codec.spec}")
-        self.layout = layout
-        self._values: Codec = method.codec.values
-        rank = method.codec.rank
-        self.exchanges = [
-            LowRank(shape, rank) if _shrinks(shape, rank) else None for shape in layout.shapes
-        ]
-        self.error_F = [torch.zeros(fragment.numel) for _ in range(size)]
+        self.cells = LowRankCells(codec=method.codec, fragment=fragment)
 
-    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
+    def reduce(
+        self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
+    ) -> Reduced:
         """As `Reduction.reduce`."""
-        inputs = [c.delta_N + e for c, e in zip(contributions, self.error_F, strict=True)]
+        offers, shares = self._offers(contributions, weights)
+        senders = [
+            (Factors(self.cells, state, offer.frames), share)
+            for offer, share, weight in zip(offers, shares, weights, strict=True)
+            if weight > 0
+        ]
+        frames = [self._cell(index, senders, sum(weights)) for index in range(len(self.cells))]
         update_F = torch.empty(self.fragment.numel)
-        tensors = zip(*(self.layout.split(x_F) for x_F in inputs), strict=True)
-        body_bytes = 0
-        outputs = self.layout.split(update_F)
-        for exchange, workers, out in zip(self.exchanges, tensors, outputs, strict=True):
-            mean, used = self._exchange(exchange, workers, weights)
-            out.copy_(mean)
-            body_bytes += used
-        self.error_F = [x_F - update_F for x_F in inputs]
+        for index, cell in enumerate(self.fragment.slices):
+            self.cells.decode_reduced(index, frames[index], update_F[cell])
+        self._settle(offers, shares, update_F)
+        body_bytes = sum(map(len, frames))
         return Reduced(
             update_F=update_F,
+            body=body_of(frames),
             body_bytes=body_bytes,
             wire_bytes=2 * (self.size - 1) * body_bytes,
+            clipped=sum(s < w for s, w in zip(shares, weights, strict=True)),
         )
 
-    def _exchange(
-        self, exchange: LowRank | None, workers: Sequence[Tensor], weights: Sequence[float]
-    ) -> tuple[Tensor, int]:
-        if exchange is None:
-            return self._on_wire(workers, weights)
-        p, p_bytes = self._on_wire([exchange.project(x) for x in workers], weights)
-        q, q_bytes = self._on_wire([exchange.expand(x, p) for x in workers], weights)
-        return exchange.restore(q), p_bytes + q_bytes
-
-    def _on_wire(self, workers: Sequence[Tensor], weights: Sequence[float]) -> tuple[Tensor, int]:
-        """The mean that everyone decodes, and the length of its frame."""
-        codec, shape = self._values, workers[0].shape
-        total = torch.zeros(shape)
-        for x, weight in zip(workers, weights, strict=True):
-            total += codec.decode(codec.encode(x), shape) * weight
-        frame = codec.encode(total / sum(weights))
-        return codec.decode(frame, shape), len(frame)
-
-    def member_state(self, index: int) -> dict[str, Any]:
-        """The member's error, and the Q that all share."""
-        return {
-            "error_F": self.error_F[index].clone(),
-            "q": [None if x is None else x.q.clone() for x in self.exchanges],
-        }
-
-    def load_member_state(self, index: int, state: Mapping[str, Any]) -> None:
-        """Take over an error and the shared Q.
-
-        Raises:
-            ValueError: when the error has another length.
-        """
-        if state["error_F"].shape != self.error_F[index].shape:
-            raise ValueError(
-                f"expected an error of {self.fragment.numel} values, got {state['error_F'].numel()}"
-            )
-        self.error_F[index] = state["error_F"].clone()
-        for exchange, q in zip(self.exchanges, state["q"], strict=True):
-            if exchange is not None:
-                exchange.q = q.clone()
+    def _cell(self, index: int, senders: Sequence[tuple[Factors, float]], total: float) -> bytes:
+        """A cell's frame: the first exchange, then the second."""
+        first, second = self.cells.first, self.cells.second
+        sent = [(first.decode_sent(index, each.first(index)), share) for each, share in senders]
+        p_frame = first.encode_mean(index, _weighted(sent) / total)
+        sent = [
+            (second.decode_sent(index, each.second(index, p_frame)), share)
+            for each, share in senders
+        ]
+        return p_frame + second.encode_mean(index, _weighted(sent) / total)
 
 
-def _shrinks(shape: Sequence[int], rank: int) -> bool:
-    rows = shape[0]
-    columns = 1
-    for size in shape[1:]:
-        columns *= size
-    factors = (rows + columns) * min(rows, columns, rank)
-    return factors * MIN_COMPRESSION_RATE < rows * columns
+def _weighted(vectors: Sequence[tuple[Tensor, float]]) -> Tensor:
+    total = torch.zeros_like(vectors[0][0])
+    for vector, share in vectors:
+        total += vector * share
+    return total
 
 
 SHAPES: dict[str, type[Reduction]] = {

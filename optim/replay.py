@@ -9,9 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from atoll.optim.cells import Bytes, Cells
+from atoll.optim.feedback import Feedback
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout
 from atoll.optim.log import Entry, MalformedRecord, split_body
+from atoll.optim.lowrank import INPUT, LowRankCells
 from atoll.optim.methods.base import Method, MethodError
 from atoll.optim.state import OuterState
 
@@ -31,20 +33,17 @@ class Replay:
         self.method = method
         self.layout = layout
         self.fragments: tuple[Fragment, ...] = method.fragments(layout)
-        self._cells = tuple(
-            Cells(
-                codec=method.codec,
-                fragment=fragment,
-                gathers=method.reduction == "gather",
-                by_senders=method.divides_by == "senders",
-            )
-            for fragment in self.fragments
-        )
+        self._cells = tuple(cells_of(method, fragment) for fragment in self.fragments)
 
     @property
     def memory_numel(self) -> int:
         """Values of the state beside the parameters."""
         return self.method.memory_numel(self.layout)
+
+    @property
+    def by_factors(self) -> bool:
+        """Whether matrices travel as factors, and residuals are taken against the update."""
+        return self.method.reduction == "low-rank"
 
     def fragment_at(self, position: int) -> int:
         """The fragment that a position moves."""
@@ -116,6 +115,46 @@ class Replay:
         if update_F is None:
             update_F = self.decode(entry, body)
         fragment = self.fragments[entry.fragment]
-        return self.method.apply(
+        new = self.method.apply(
             state, update_F, fragment=fragment, lr=entry.lr, momentum=entry.momentum
         )
+        cells = self._cells[entry.fragment]
+        if isinstance(cells, LowRankCells):
+            cells.keep_warm(state, new, body)
+        return new
+
+    def residual(self, fragment: int) -> Feedback:
+        """A peer's error feedback of one fragment, empty."""
+        return residual_of(self.method, self.fragments[fragment])
+
+
+def cells_of(method: Method, fragment: Fragment) -> Cells:
+    """How a fragment travels in the method's rounds.
+
+    Raises:
+        CodecError: the codec is of no use in a round.
+    """
+    if method.reduction == "low-rank":
+        return LowRankCells(codec=method.codec, fragment=fragment)
+    return Cells(
+        codec=method.codec,
+        fragment=fragment,
+        gathers=method.reduction == "gather",
+        by_senders=method.divides_by == "senders",
+    )
+
+
+def residual_of(method: Method, fragment: Fragment) -> Feedback:
+    """A member's error feedback of a fragment, empty.
+
+    Raises:
+        ValueError: feedback does not go with the codec.
+    """
+    by_factors = method.reduction == "low-rank"
+    return Feedback(
+        fragment.numel,
+        INPUT if by_factors else method.codec,
+        beta=method.residual,
+        pieces=fragment.pieces,
+        against_update=by_factors,
+    )

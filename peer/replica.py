@@ -40,6 +40,8 @@ class Applied:
     entry: Entry
     state: OuterState
     apply_s: float
+    update_F: Tensor | None = None  # noqa: N815
+    """the decoded update, where residuals are taken against it"""
 
 
 class Replica:
@@ -152,6 +154,9 @@ class Replica:
     ) -> None:
         loop = asyncio.get_running_loop()
         started, opened = loop.time(), self.opened
+        if self.replay.by_factors and update_N is None and entry.kind == "update":
+            self.replay.check(entry)
+            update_N = await self._compute(self.replay.decode, entry, body)
         state = await self._compute(self.replay.next_state, self.state, entry, body, update_N)
         await self._compute(
             lambda: self.store.append(
@@ -169,7 +174,12 @@ class Replica:
             self._forget_before(entry.state_root.position)
         if state.position % self.snapshot_every == 0:
             await self._keep(state)
-        applied = Applied(entry=entry, state=state, apply_s=loop.time() - started)
+        applied = Applied(
+            entry=entry,
+            state=state,
+            apply_s=loop.time() - started,
+            update_F=update_N if self.replay.by_factors else None,
+        )
         for listener in self.listeners:
             listener(applied)
 

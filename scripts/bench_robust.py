@@ -41,7 +41,7 @@ from atoll.optim.methods.registry import register
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction import SHAPES, MeanReduction, Reduced
 from atoll.optim.robust import REDUCERS, ReducerName, rule_of
-from atoll.optim.state import StateError
+from atoll.optim.state import OuterState, StateError
 from atoll.optim.weights import CLIP_AT
 from atoll.peer.simulate import Bench, Folder, Settings, simulate
 
@@ -96,9 +96,11 @@ class LyingMethod(DiLoCoMethod):
 class LyingReduction(MeanReduction):
     """The dense shape with liars among the senders and a robust rule at the owners."""
 
-    def reduce(self, contributions: Sequence[Contribution], weights: Sequence[float]) -> Reduced:
+    def reduce(
+        self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
+    ) -> Reduced:
         self._weights, self._rounds = weights, getattr(self, "_rounds", 0) + 1
-        return super().reduce(self._lied(contributions), weights)
+        return super().reduce(self._lied(contributions), weights, state)
 
     def _lied(self, contributions: Sequence[Contribution]) -> list[Contribution]:
         honest = len(contributions) - self.method.liars

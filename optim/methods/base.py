@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.compression import Codec, Int8
+from atoll.compression import Codec, Int8, PowerSGD
+from atoll.optim import lowrank
 from atoll.optim.fragments import Fragment, by_tensor, whole
 from atoll.optim.layout import Layout
 from atoll.optim.reducer import Reducer
@@ -60,6 +61,10 @@ class Method(ABC):
     inner: ClassVar[InnerName] = "adamw"
     """The inner optimizer that the paper takes."""
 
+    factors: ClassVar[bool] = True
+    """Whether `powersgd`'s factors are reduced one after the other (`atoll.optim.lowrank`). If not,
+    it is a codec like any other: for methods that cut the model their own way."""
+
     every_step: ClassVar[bool] = False
     """Whether a window is always one step, because gradients are sent."""
 
@@ -83,12 +88,23 @@ class Method(ABC):
         contribution. "low-rank": factors of matrices, in two exchanges. "pairs": by gossip, on
         states of one's own.
         """
-        return "mean"
+        return "low-rank" if isinstance(self.codec, PowerSGD) and self.factors else "mean"
+
+    @property
+    def residual(self) -> float:
+        """Share of what was lost that comes back; all of it with factors, as in PowerSGD."""
+        return 1.0 if self.reduction == "low-rank" else self.feedback
+
+    @property
+    def rank(self) -> int:
+        """Of the factors; 0 where nothing is reduced by factors."""
+        codec = self.codec
+        return codec.rank if isinstance(codec, PowerSGD) and self.reduction == "low-rank" else 0
 
     @property
     def logged(self) -> bool:
         """Whether the common state is all that a joiner needs, so that a log can hold the run."""
-        return self.reduction in ("mean", "gather")
+        return self.reduction in ("mean", "gather", "low-rank")
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
@@ -97,11 +113,13 @@ class Method(ABC):
 
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
         """What syncs together; by default one fragment, in tensors if the codec looks at shapes."""
+        if self.rank:
+            return (lowrank.tensors(layout),)
         return (whole(layout) if self.codec.elementwise else by_tensor(layout),)
 
     def memory_numel(self, layout: Layout) -> int:
         """Values that the outer step keeps beside the parameters (`OuterState.memory_M`)."""
-        return self.moments * layout.numel
+        return self.moments * layout.numel + lowrank.warm_numel(layout, self.rank)
 
     def genesis(self, layout: Layout, params_N: Tensor) -> OuterState:
         """The state at position 0.
@@ -110,7 +128,11 @@ class Method(ABC):
             StateError: when the parameters are of another length.
             NotFinite: when they hold NaN or infinity.
         """
-        return OuterState.genesis(layout, params_N, torch.zeros(self.memory_numel(layout)))
+        memory_M = torch.zeros(self.memory_numel(layout))
+        if self.rank:
+            warm_K = lowrank.cold(layout, self.rank)
+            memory_M[memory_M.numel() - warm_K.numel() :] = warm_K
+        return OuterState.genesis(layout, params_N, memory_M)
 
     @classmethod
     def defaults_for(cls, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:

@@ -17,11 +17,11 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.compression import Bf16, Codec, PowerSGD
+from atoll.compression import Bf16, Codec
 from atoll.optim.fragments import Fragment
 from atoll.optim.gradients import GradientWorker
 from atoll.optim.layout import Layout
-from atoll.optim.methods.base import Method, Shape, require
+from atoll.optim.methods.base import Method, require
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import ADAMW_SUMS, adamw, clipped
 from atoll.optim.reducer import Reducer
@@ -67,11 +67,6 @@ class DDPMethod(Method):
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "betas in [0, 1)", self)
         require(self.eps > 0, "an eps above 0", self.eps)
         require(self.decay >= 0, "a decay of at least 0", self.decay)
-
-    @property
-    def reduction(self) -> Shape:
-        """By factors for PowerSGD, else a mean."""
-        return "low-rank" if isinstance(self.codec, PowerSGD) else "mean"
 
     def memory_numel(self, layout: Layout) -> int:
         """Both moments, and what their bias corrections have come to."""

@@ -8,7 +8,7 @@ is named by (part, generation); a repair starts the next generation and forgets 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,9 +17,11 @@ from torch import Tensor
 from atoll.compression import CodecError
 from atoll.coordinator.status import Level
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
-from atoll.optim.cells import pack
+from atoll.optim.cells import LENGTH, pack
 from atoll.optim.log import MalformedRecord
+from atoll.optim.lowrank import Factors, LowRankCells
 from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.factors import FactorReceiver, FactorReducer, answers, first_frames
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,
@@ -34,6 +36,7 @@ from atoll.peer.rounds.messages import (
 )
 from atoll.peer.rounds.reduction import (
     CellRefused,
+    Norms,
     PartRange,
     PartReceiver,
     PartReducer,
@@ -68,7 +71,7 @@ class Arrival:
 class OwnedPart:
     """A part that this peer reduces."""
 
-    reducer: PartReducer
+    reducer: PartReducer | FactorReducer
     waiting: set[int]
     """members whose stream has not come yet"""
     came: set[int] = field(default_factory=set)
@@ -98,6 +101,9 @@ class Exchange:
         self.digest = group.digest
         self.cells = ctx.replay.cells_at(group.position)
         self._codes = codes
+        self._factors: Factors | None = None
+        if isinstance(self.cells, LowRankCells) and codes:
+            self._factors = Factors(self.cells, ctx.replica.state, codes)
         self.me = [m.peer_id for m in group.members].index(ctx.me.peer_id)
         self.generation = dict.fromkeys(range(len(group.parts)), 0)
         self.parts: dict[int, PartDone] = {}
@@ -111,8 +117,8 @@ class Exchange:
         """members that this peer went on without, and why"""
         self.times = ExchangeTimes(started=ctx.now())
         self._owned: dict[tuple[int, int], OwnedPart] = {}
-        self._squares: dict[int, dict[int, float]] = {}
-        """by generation and member, over the parts that this peer owns"""
+        self._norms: dict[int, Norms] = {}
+        """by generation, over the parts that this peer owns"""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._unsent = set(range(len(group.parts)))
         self._gone: set[int] = set()
@@ -234,16 +240,19 @@ class Exchange:
             for index, member in enumerate(self.group.members)
             if member.weight > 0
         }
-        reducer = PartReducer(
-            part=self.range_of(part),
-            shares=shares,
-            rule=self._ctx.rule,
-            squares=self._squares.setdefault(generation, {}),
-        )
+        reducer = self._reducer(part, shares, self._norms.setdefault(generation, Norms()))
         expected = (set(shares) & set(senders)) - self._barred()
         for index in set(shares) - expected:
             reducer.drop(index)
         return OwnedPart(reducer=reducer, waiting=expected - {self.me})
+
+    def _reducer(
+        self, part: int, shares: Mapping[int, Share], norms: Norms
+    ) -> PartReducer | FactorReducer:
+        cells = self.range_of(part)
+        if isinstance(self.cells, LowRankCells):
+            return FactorReducer(part=cells, cells=self.cells, shares=shares, norms=norms)
+        return PartReducer(part=cells, shares=shares, rule=self._ctx.rule, norms=norms)
 
     def _barred(self) -> set[int]:
         """Members of whom this owner takes nothing for now."""
@@ -272,9 +281,20 @@ class Exchange:
             await asyncio.sleep(self._ctx.alive_s / 4)
         return owned
 
-    def _my_codes(self, part: int) -> Sequence[bytes]:
+    async def _my_codes(self, part: int) -> Sequence[bytes]:
         plan = self.group.parts[part]
-        return self._codes[plan.start_cell : plan.stop_cell]
+        if self._factors is None:
+            return self._codes[plan.start_cell : plan.stop_cell]
+        frames: list[bytes] = await self._ctx.compute(
+            first_frames, self._factors, plan.start_cell, plan.stop_cell
+        )
+        return frames
+
+    async def _answers(self, part: int, first: int, p_frames: Sequence[bytes]) -> list[bytes]:
+        """This peer's frames of Q for frames of P, of a part's cells from ``first`` on."""
+        start_cell = self.group.parts[part].start_cell + first
+        frames: list[bytes] = await self._ctx.compute(answers, self._factors, start_cell, p_frames)
+        return frames
 
     # the owner's side
 
@@ -282,16 +302,33 @@ class Exchange:
         owned = self._owned[part, generation]
         self._unsent.discard(part)
         self._note_sent()
+        adding = asyncio.create_task(self._add_own(owned, part))
         try:
-            await self._add(owned, self.me, self._my_codes(part))
-        except (CodecError, CellRefused) as error:  # of one's own: the part is due all the same
-            await self._drop(owned, self.me, reason=f"bad-cell: {error}", level="error")
-        await self._finish(owned)
+            await self._finish(owned)
+        finally:
+            adding.cancel()
+            await asyncio.gather(adding, return_exceptions=True)
         body, done = await self._ctx.compute(owned.reducer.done, part, generation)
-        self.credits[part] = owned.reducer.credit_N
+        if owned.reducer.credit_N is not None:
+            self.credits[part] = owned.reducer.credit_N
         self.rejected[part] = owned.reducer.rejected
         self._complete(part, body, done, owned.reducer.decoded_N)
         self.reports.put_nowait(done)
+
+    async def _add_own(self, owned: OwnedPart, part: int) -> None:
+        try:
+            await self._add(owned, self.me, await self._my_codes(part))
+            answered = 0
+            while self._factors is not None and answered < owned.reducer.part.num_cells:
+                p_frames = owned.reducer.frames[answered : owned.reducer.part.num_cells]
+                if not p_frames:
+                    await self._await_frames(owned, answered)
+                    continue
+                bare = [frame[LENGTH.size :] for frame in p_frames]
+                await self._add(owned, self.me, await self._answers(part, answered, bare))
+                answered += len(p_frames)
+        except (CodecError, CellRefused) as error:  # of one's own: the part is due all the same
+            await self._drop(owned, self.me, reason=f"bad-cell: {error}", level="error")
 
     async def _finish(self, owned: OwnedPart) -> None:
         started, limit_s = self._ctx.now(), self.group.deadline_s
@@ -373,25 +410,26 @@ class Exchange:
 
     async def _send_results(self, owned: OwnedPart, head: Reduce, stream: Stream) -> None:
         sent = num_messages = 0
-        while sent < owned.reducer.part.num_cells:
+        while sent < owned.reducer.num_frames:
             frames = owned.reducer.frames[sent:]
             messages = batches(frames, PACED_BYTES)
             await self._send_paced(stream, messages, num_messages, RESULTS)
             sent, num_messages = sent + len(frames), num_messages + len(messages)
-            if not frames:
-                await self._await_frames(owned, sent, stream)
+            if not frames and not await self._await_frames(owned, sent):
+                await stream.send(ALIVE, timeout_s=self.group.stall_s)
         _, done = await self._ctx.compute(owned.reducer.done, head.part, head.generation)
         await stream.send(tagged(PART_DONE, done), timeout_s=self.group.stall_s)
 
-    async def _await_frames(self, owned: OwnedPart, sent: int, stream: Stream) -> None:
+    async def _await_frames(self, owned: OwnedPart, sent: int) -> bool:
+        """Whether there are more frames, or something changed, before a sign of life is due."""
         async with owned.changed:
             if len(owned.reducer.frames) > sent:
-                return
+                return True
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ctx.alive_s):
                     await owned.changed.wait()
-                return
-        await stream.send(ALIVE, timeout_s=self.group.stall_s)
+                return True
+        return False
 
     # the other members' side
 
@@ -406,9 +444,10 @@ class Exchange:
 
     async def _exchange_with(self, owner: str, part: int, generation: int) -> None:
         stream = await self._open(owner)
-        sending = asyncio.create_task(self._send_codes(stream, part, generation))
+        to_answer: asyncio.Queue[list[bytes]] = asyncio.Queue()
+        sending = asyncio.create_task(self._send_codes(stream, part, generation, to_answer))
         try:
-            await self._collect(stream, part, generation)
+            await self._collect(stream, part, generation, to_answer)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -426,7 +465,13 @@ class Exchange:
                     raise
             await asyncio.sleep(DIAL_PAUSE_STALLS * self.group.stall_s)
 
-    async def _send_codes(self, stream: Stream, part: int, generation: int) -> None:
+    async def _send_codes(
+        self,
+        stream: Stream,
+        part: int,
+        generation: int,
+        to_answer: asyncio.Queue[list[bytes]],
+    ) -> None:
         head = Reduce(
             position=self.group.position,
             group=self.digest,
@@ -435,13 +480,47 @@ class Exchange:
         )
         await stream.send(tagged(REDUCE, head), timeout_s=self.group.stall_s)
         if self.group.members[self.me].weight > 0:
-            codes = [pack(frame) for frame in self._my_codes(part)]
-            await self._send_paced(stream, batches(codes, PACED_BYTES), 0, CODES)
+            sent = await self._send_frames(stream, await self._my_codes(part), 0)
+            if self._factors is not None:
+                await self._send_answers(stream, part, sent, to_answer)
         self._unsent.discard(part)
         self._note_sent()
 
-    async def _collect(self, stream: Stream, part: int, generation: int) -> None:
-        receiver = PartReceiver(part=self.range_of(part), members=len(self.group.members))
+    async def _send_frames(self, stream: Stream, frames: Sequence[bytes], first: int) -> int:
+        """Send frames; the number of the next message."""
+        messages = batches([pack(frame) for frame in frames], PACED_BYTES)
+        await self._send_paced(stream, messages, first, CODES)
+        return first + len(messages)
+
+    async def _send_answers(
+        self, stream: Stream, part: int, number: int, to_answer: asyncio.Queue[list[bytes]]
+    ) -> None:
+        """Answer each P with a Q, with signs of life while none comes."""
+        plan, answered = self.group.parts[part], 0
+        while answered < plan.stop_cell - plan.start_cell:
+            try:
+                async with asyncio.timeout(self._ctx.alive_s):
+                    p_frames = await to_answer.get()
+            except TimeoutError:
+                await stream.send(ALIVE, timeout_s=self.group.stall_s)
+                continue
+            frames = await self._answers(part, answered, p_frames)
+            number = await self._send_frames(stream, frames, number)
+            answered += len(p_frames)
+
+    def _receiver(self, part: int) -> PartReceiver | FactorReceiver:
+        if isinstance(self.cells, LowRankCells):
+            return FactorReceiver(part=self.range_of(part), cells=self.cells)
+        return PartReceiver(part=self.range_of(part), members=len(self.group.members))
+
+    async def _collect(
+        self,
+        stream: Stream,
+        part: int,
+        generation: int,
+        to_answer: asyncio.Queue[list[bytes]],
+    ) -> None:
+        receiver = self._receiver(part)
         deadline = self.times.started + self.group.deadline_s + self.group.stall_s
         timeout_s = CONNECT_STALLS * self.group.stall_s
         while self._ctx.now() < deadline:
@@ -450,7 +529,9 @@ class Exchange:
                 raise PartLost("the stream ended before the part was complete")
             if message[:1] == CELL:
                 self._came_at[part] = self._ctx.now()
-                await self._ctx.compute(receiver.take, memoryview(message)[1:])
+                p_frames = await self._ctx.compute(receiver.take, memoryview(message)[1:])
+                if p_frames:
+                    to_answer.put_nowait(p_frames)
                 timeout_s = self.group.stall_s
             elif message[:1] == PART_DONE:
                 done = PartDone.decode(message[1:])
@@ -472,7 +553,7 @@ class Exchange:
             self.times.sent = self._ctx.now()
 
 
-def accumulate(reducer: PartReducer, batch: Sequence[Arrival]) -> None:
+def accumulate(reducer: PartReducer | FactorReducer, batch: Sequence[Arrival]) -> None:
     """Add what arrived, each member's up to its first error, and encode what is complete."""
     for arrival in batch:
         try:

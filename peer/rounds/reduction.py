@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from atoll.optim.cells import Cells, Term, UpdateError, pack, unpack
+from atoll.optim.cells import LENGTH, Cells, Term, UpdateError, pack, unpack
 from atoll.optim.robust import Rule
-from atoll.peer.rounds.messages import PartDone, Prefix
+from atoll.peer.rounds.messages import PIECE_BYTES, PartDone, Prefix
 
 NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have
 
@@ -39,6 +40,21 @@ class Share:
     clip: float
     norm: float
     """L2 norm that the member declared for its whole contribution"""
+
+
+class Norms:
+    """Sums of squares of what members sent to one owner, over its parts and threads."""
+
+    def __init__(self) -> None:
+        """Nothing came yet."""
+        self._squares: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    def add(self, member: int, exchange: int, squares: float) -> float:
+        """The member's L2 norm so far, in the first or second exchange of a round."""
+        with self._lock:
+            self._squares[member, exchange] += squares
+            return math.sqrt(self._squares[member, exchange])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +108,13 @@ class PartReducer:
         part: PartRange,
         shares: Mapping[int, Share],
         rule: Rule | None = None,
-        squares: dict[int, float] | None = None,
+        norms: Norms | None = None,
+        exchange: int = 0,
     ) -> None:
         """Expect cells of every member in ``shares``; without a rule they are averaged.
 
-        ``squares`` holds the members' sums of squares in all parts of one owner, by which it
-        checks the norms that they declared.
+        ``norms`` are those of all parts of one owner, by which it checks what members declared,
+        in each ``exchange`` of a round by itself.
         """
         self._rule = rule
         self._keeps = rule is not None or part.cells.gathers
@@ -106,7 +123,9 @@ class PartReducer:
         self.part = part
         self._shares = dict(shares)
         self._arrived = dict.fromkeys(shares, 0)
-        self._squares = {} if squares is None else squares
+        self._norms, self._exchange = norms or Norms(), exchange
+        limits = [part.max_sent_bytes(index) for index in range(part.num_cells)]
+        self._incoming = {member: FrameBuffer(limits) for member in shares}
         self._live = set(shares)
         self._sum_N = torch.zeros(part.count)
         self._weight = [0.0] * part.num_cells
@@ -118,6 +137,11 @@ class PartReducer:
     def finished(self) -> bool:
         """Whether every cell is encoded; `frames` holds each with its length before it."""
         return len(self.frames) == self.part.num_cells
+
+    @property
+    def num_frames(self) -> int:
+        """How many the owner sends."""
+        return self.part.num_cells
 
     @property
     def waiting_for(self) -> set[int]:
@@ -156,13 +180,10 @@ class PartReducer:
         Raises:
             CodecError, CellRefused: as ``add``, or the message does not end where a cell ends.
         """
+        if member not in self._live:
+            return
         frames: Sequence[bytes | memoryview]
-        if isinstance(cells, memoryview):
-            part, first = self.part, self.arrived(member)
-            limits = [part.max_sent_bytes(i) for i in range(first, part.num_cells)]
-            frames = split_frames(memoryview(cells), limits)
-        else:
-            frames = cells
+        frames = self._incoming[member].feed(cells) if isinstance(cells, memoryview) else cells
         for frame in frames:
             self.add(member, frame)
 
@@ -263,9 +284,7 @@ class PartReducer:
         return vector_N[self.part.cell(index)]
 
     def _check_norm(self, member: int, cell_N: Tensor) -> None:
-        squares = self._squares.get(member, 0.0) + float(torch.dot(cell_N, cell_N))
-        self._squares[member] = squares
-        norm = math.sqrt(squares)
+        norm = self._norms.add(member, self._exchange, float(torch.dot(cell_N, cell_N)))
         declared = self._shares[member].norm
         if not norm <= declared * NORM_SLACK + 1e-12:
             raise CellRefused(f"expected a norm of at most {declared:.3g}, got {norm:.3g} so far")
@@ -277,27 +296,29 @@ class PartReceiver:
     def __init__(self, *, part: PartRange, members: int) -> None:
         """Expect all cells of a part of so many members."""
         self._part = part
-        self._limits = [part.max_reduced_bytes(i, members) for i in range(part.num_cells)]
+        limits = [part.max_reduced_bytes(i, members) for i in range(part.num_cells)]
+        self._buffer = FrameBuffer(limits)
         self._messages: list[bytes] = []
         self._num_cells = 0
         self._hash = hashlib.sha256()
         self.decoded_N = torch.empty(part.count)
 
-    def take(self, data: memoryview) -> None:
-        """Take a message of whole frames.
+    def take(self, data: memoryview) -> list[bytes]:
+        """Take a message; there is nothing to answer.
 
         Raises:
             CellRefused: it holds more than the part, or does not end where a cell ends.
             CodecError: a frame is no cell of the codec.
         """
         part, first = self._part, self._num_cells
-        frames = split_frames(data, self._limits[first:])
+        frames = self._buffer.feed(data)
         for index, frame in enumerate(frames, first):
             values_N = self.decoded_N[part.cell(index)]
             part.cells.decode_reduced(part.start_cell + index, frame, values_N)
         self._num_cells += len(frames)
         self._messages.append(bytes(data))
         self._hash.update(data)
+        return []
 
     def finish(self, done: PartDone) -> bytes:
         """The part's bytes.
@@ -310,8 +331,51 @@ class PartReceiver:
         return b"".join(self._messages)
 
 
+class FrameBuffer:
+    """The frames in a stream's messages.
+
+    A message holds whole frames, each with its length before it. One that is longer than a piece
+    with its length has messages of its own, of a piece each.
+    """
+
+    def __init__(self, limits: Sequence[int]) -> None:
+        """Expect frames that may be so long, at most."""
+        self._limits = limits
+        self._next = 0
+        self._long: bytearray | None = None
+        self._length = 0
+
+    def feed(self, data: memoryview) -> list[memoryview]:
+        """The frames that a message completes.
+
+        Raises:
+            CellRefused: it holds too many frames, one that is too long, or ends inside a short one.
+        """
+        if self._long is None and (length := self._begins_long(data)):
+            self._long, self._length = bytearray(), length
+        if self._long is not None:
+            self._long += data
+            if len(self._long) < self._length:
+                return []
+            data, self._long = memoryview(self._long), None
+        frames = split_frames(data, self._limits[self._next :])
+        self._next += len(frames)
+        return frames
+
+    def _begins_long(self, data: memoryview) -> int:
+        """Length of a frame that comes in several messages; 0 for any other message."""
+        if len(data) < LENGTH.size or self._next == len(self._limits):
+            return 0
+        (length,) = LENGTH.unpack_from(data)
+        short = LENGTH.size + length <= PIECE_BYTES or length > self._limits[self._next]
+        return 0 if short else LENGTH.size + int(length)
+
+
 def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
-    """Join consecutive frames to messages of at most ``limit`` bytes, at least one frame each."""
+    """Join consecutive frames to messages of at most ``limit`` bytes, at least one frame each.
+
+    A frame that is longer than a piece is cut into pieces.
+    """
     out: deque[bytes] = deque()
     batch: list[bytes] = []
     size = 0
@@ -319,6 +383,9 @@ def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
         if batch and size + len(frame) > limit:
             out.append(b"".join(batch))
             batch, size = [], 0
+        if len(frame) > PIECE_BYTES:
+            out += [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)]
+            continue
         batch.append(frame)
         size += len(frame)
     if batch:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from atoll.compression.powersgd import orthonormal
 from atoll.compression.powersgd_reference import PowerSGDReference, orthogonalize_
 from atoll.optim.inner import build
+from atoll.optim.layout import Layout
 from atoll.optim.methods import MethodError, parse
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -91,8 +93,10 @@ def test_powersgd_is_that_of_pytorchs_hook():
 
     team = Team(3, "ddp(codec=powersgd(rank=2))", make=wide)
     reference = PowerSGDReference(2, lambda: 0)
-    exchanges = team.group._reductions[0].exchanges
+    cells = team.group._reductions[0].cells
+    warm = [orthonormal(q) for q in cells.warm(team.group.state)]
     plain = wide()
+    layout = Layout.of(plain)
     inner = build("adamw", plain, lr=1e-2)
     for step in range(10):
         workers = []
@@ -101,7 +105,8 @@ def test_powersgd_is_that_of_pytorchs_hook():
             workers.append([p.grad.clone() for p in plain.parameters()])
         if step == 0:
             reference.step([[torch.zeros_like(g) for g in grads] for grads in workers])
-            reference.qs = [x.q.clone().unsqueeze(0) for x in _by_shape(exchanges)]
+            matrices = [dims for dims, rank in zip(layout.shapes, cells.ranks, strict=True) if rank]
+            reference.qs = [q.unsqueeze(0) for q in _by_shape(matrices, warm)]
             reference.errors = []
         for param, grad in zip(plain.parameters(), reference.step(workers), strict=True):
             param.grad = grad.clone()
@@ -112,19 +117,17 @@ def test_powersgd_is_that_of_pytorchs_hook():
     assert 0 < sent < 10 * 4 * flat(plain).numel()
 
 
-def _by_shape(exchanges):
+def _by_shape(matrices, qs):
     """The hook's order: grouped by shape, first seen first."""
     groups = {}
-    for exchange in exchanges:
-        if exchange is not None:
-            groups.setdefault(exchange.dims, []).append(exchange)
-    return [exchange for group in groups.values() for exchange in group]
+    for dims, q in zip(matrices, qs, strict=True):
+        groups.setdefault(dims, []).append(q)
+    return [q for group in groups.values() for q in group]
 
 
 def test_orthonormal_start_is_kept_by_the_reference():
-    q = Team(1, "ddp(codec=powersgd(rank=2))", make=lambda: net(width=12))
-    exchange = next(x for x in q.group._reductions[0].exchanges if x is not None)
-    start = exchange.q.clone().unsqueeze(0)
+    team = Team(1, "ddp(codec=powersgd(rank=2))", make=lambda: net(width=12))
+    start = orthonormal(team.group._reductions[0].cells.warm(team.group.state)[0]).unsqueeze(0)
     torch.testing.assert_close(orthogonalize_(start.clone()), start, rtol=1e-5, atol=1e-6)
 
 

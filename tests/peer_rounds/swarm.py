@@ -18,7 +18,7 @@ from atoll.dht.identity import Identity, verify
 from atoll.dht.memory import MemoryNetwork
 from atoll.dht.roster import MemoryBoard, PeerRecord
 from atoll.optim import methods
-from atoll.optim.feedback import Feedback, Offer
+from atoll.optim.feedback import Offer
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain, sha256
 from atoll.optim.replay import Replay
@@ -153,10 +153,7 @@ class SwarmPeer:
         )
         self.ready_at = 0.0
         replay = self.swarm.replay
-        self.feedbacks = [
-            Feedback(f.numel, replay.method.codec, beta=replay.method.feedback, pieces=f.pieces)
-            for f in replay.fragments
-        ]
+        self.feedbacks = [replay.residual(f) for f in range(len(replay.fragments))]
         self.steps = [0] * len(replay.fragments)
         self.decided = asyncio.Event()
         self.rounds = Rounds(
@@ -291,7 +288,7 @@ class SwarmPeer:
         open_ = self.under_way.get(entry.fragment)
         if open_ is not None and settled.settles == open_.number:
             del self.under_way[entry.fragment]
-            self.offers[entry.position] = open_.delta_F
+            self.offers.setdefault(entry.position, open_.delta_F)
             if settled.included is not None:
                 self._count(entry.fragment, open_, torch.tensor(settled.included))
             self.decided.set()
@@ -299,7 +296,10 @@ class SwarmPeer:
             self.feedbacks[entry.fragment].owner_credit(part, lost_N)
 
     def _count(self, index: int, open_: Open, included: Tensor) -> None:
-        self.feedbacks[index].settle(open_.offer, included, weight=open_.offer.weight)
+        update_F = self.settled[-1].applied.update_F
+        self.feedbacks[index].settle(
+            open_.offer, included, weight=open_.offer.weight, update_F=update_F
+        )
         fragment, counted_F = self.swarm.replay.fragments[index], torch.zeros_like(open_.delta_F)
         for cell, counted in zip(fragment.slices, included, strict=True):
             if counted:

@@ -1,14 +1,20 @@
 """An owner's arithmetic: prefixes, weights, clipping, and what it refuses."""
 
+import math
+import threading
+
 import pytest
 import torch
 
 from atoll.compression import CodecError, parse
-from atoll.optim.cells import Cells, body_of, pack, unpack
+from atoll.optim.cells import LENGTH, Cells, body_of, pack, unpack
 from atoll.optim.layout import CELL
 from atoll.optim.robust import REDUCERS, rule_of
+from atoll.peer.rounds.messages import PACED_BYTES, PIECE_BYTES
 from atoll.peer.rounds.reduction import (
     CellRefused,
+    FrameBuffer,
+    Norms,
     PartRange,
     PartReducer,
     Share,
@@ -99,14 +105,61 @@ def test_a_norm_above_the_declared_one_is_refused():
 
 def test_a_norm_is_that_of_all_parts_of_an_owner():
     frames, declared = frames_of(vector(0)), float(vector(0)[PART.values].norm())
-    squares = {}
+    norms = Norms()
     first, second = (
-        PartReducer(part=PART, shares={0: share(norm=declared)}, squares=squares) for _ in range(2)
+        PartReducer(part=PART, shares={0: share(norm=declared)}, norms=norms) for _ in range(2)
     )
     for frame in frames:
         first.add(0, frame)
     with pytest.raises(CellRefused, match="norm of at most"):
         second.add(0, frames[0])
+
+
+def test_norms_of_two_threads_add_up():
+    norms = Norms()
+
+    def count():
+        for _ in range(20_000):
+            norms.add(3, 0, 1.0)
+
+    threads = [threading.Thread(target=count) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert norms.add(3, 0, 9.0) == math.sqrt(40_009)
+    assert norms.add(3, 1, 4.0) == 2.0
+
+
+def long_and_short():
+    """Frames of which the second is longer than a message may be."""
+    sizes = (1_000, (1 << 20) + 5, 10, 2_000)
+    frames = [bytes([index]) * size for index, size in enumerate(sizes)]
+    return frames, sizes
+
+
+def test_a_long_frame_travels_in_pieces():
+    frames, sizes = long_and_short()
+    messages = batches([pack(frame) for frame in frames], PACED_BYTES)
+    assert max(map(len, messages)) <= PIECE_BYTES
+    buffer, came = FrameBuffer(sizes), []
+    for message in messages:
+        came += [bytes(frame) for frame in buffer.feed(memoryview(message))]
+    assert came == frames
+
+
+def test_a_long_frame_holds_nothing_else():
+    frames, sizes = long_and_short()
+    buffer, data = FrameBuffer(sizes[1:]), pack(frames[1])
+    assert buffer.feed(memoryview(data[:PIECE_BYTES])) == []
+    with pytest.raises(CellRefused, match="expected"):
+        buffer.feed(memoryview(data[PIECE_BYTES:] + b"\1"))
+
+
+def test_a_frame_that_claims_more_than_it_may_is_refused_before_it_comes():
+    buffer = FrameBuffer([100])
+    with pytest.raises(CellRefused, match="at most 100"):
+        buffer.feed(memoryview(LENGTH.pack(1 << 31) + bytes(50)))
 
 
 def test_one_cell_too_many_is_refused():

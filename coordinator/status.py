@@ -181,6 +181,8 @@ class PeerStatus(_Record):
     """Seconds of the last round: wait, encode, send, reduce, vote, apply."""
     recoveries: Count = 0
     """How often this process fetched its state from others, its first join included."""
+    partner: Name = ""
+    """By gossip, PeerID of whom it is meeting or met last."""
     device: Name = ""
     version: Name = ""
 

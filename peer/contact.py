@@ -29,37 +29,25 @@ MAX_PAUSE_S = 15.0
 _log = logging.getLogger(__name__)
 
 
-class Contact:
-    """One peer's relation to the coordinator."""
+class Heartbeats:
+    """What every peer says to the coordinator, and hears from it."""
 
     def __init__(
         self,
         *,
         client: CoordinatorClient,
-        source: CoordinatorSource,
         node: Node,
-        replica: Replica,
-        rounds: Rounds,
         reporter: Reporter,
-        compute: Callable[..., Awaitable[Any]],
-        spawn: Callable[[Coroutine[Any, Any, Any]], None],
         on_joined: Callable[[Joined], None],
         say: Callable[[Level, str], None],
     ) -> None:
         """``on_joined`` is told when this peer had to join again."""
         self._client = client
-        self._source = source
         self._node = node
-        self._replica = replica
-        self._rounds = rounds
         self._reporter = reporter
-        self._compute = compute
-        self._spawn = spawn
         self._on_joined = on_joined
         self._say = say
-        self._publishing = False
         self.in_touch = True
-        self._told_pruned = False
 
     async def keep(self) -> None:
         """Be in touch, for ever."""
@@ -91,6 +79,53 @@ class Contact:
         await self._heed(beat)
         return beat
 
+    def note_head(self, head: Head) -> None:
+        """Where the coordinator stands."""
+
+    async def _heed(self, beat: Beat) -> None:
+        self.note_head(beat.head)
+        if beat.admission:
+            self._node.transport.admission = beat.admission
+        if beat.bootstrap:
+            self._node.bootstrap = beat.bootstrap
+
+    async def _beat_or_join(self) -> Beat:
+        try:
+            return await self.beat()
+        except NotWelcome:
+            joined = await self._client.join()
+            self._node.transport.admission = joined.admission
+            self._on_joined(joined)
+            return await self.beat()
+
+
+class Contact(Heartbeats):
+    """One peer's relation to the coordinator of a run with a log."""
+
+    def __init__(
+        self,
+        *,
+        client: CoordinatorClient,
+        source: CoordinatorSource,
+        node: Node,
+        replica: Replica,
+        rounds: Rounds,
+        reporter: Reporter,
+        compute: Callable[..., Awaitable[Any]],
+        spawn: Callable[[Coroutine[Any, Any, Any]], None],
+        on_joined: Callable[[Joined], None],
+        say: Callable[[Level, str], None],
+    ) -> None:
+        """As `Heartbeats`; entries are sent with ``spawn``."""
+        super().__init__(client=client, node=node, reporter=reporter, on_joined=on_joined, say=say)
+        self._source = source
+        self._replica = replica
+        self._rounds = rounds
+        self._compute = compute
+        self._spawn = spawn
+        self._publishing = False
+        self._told_pruned = False
+
     def on_led(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
         """Send an entry that this peer led, at once."""
         self._spawn(
@@ -112,11 +147,7 @@ class Contact:
         self._source.chain = head.chain
 
     async def _heed(self, beat: Beat) -> None:
-        self.note_head(beat.head)
-        if beat.admission:
-            self._node.transport.admission = beat.admission
-        if beat.bootstrap:
-            self._node.bootstrap = beat.bootstrap
+        await super()._heed(beat)
         if beat.epoch:
             self._source.epoch_record = beat.epoch
             with suppress(LogError):
@@ -127,15 +158,6 @@ class Contact:
         if beat.publish_from is not None and not self._publishing:
             self._publishing = True
             self._spawn(self._publish_from(beat.publish_from))
-
-    async def _beat_or_join(self) -> Beat:
-        try:
-            return await self.beat()
-        except NotWelcome:
-            joined = await self._client.join()
-            self._node.transport.admission = joined.admission
-            self._on_joined(joined)
-            return await self.beat()
 
     async def _publish_from(self, start: int) -> None:
         try:

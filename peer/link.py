@@ -15,8 +15,8 @@ from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.status import Level
 from atoll.peer.membership import StateDirectory
 from atoll.peer.paths import PeerPaths
-from atoll.peer.reducer import NetworkReducer
 from atoll.peer.reporting import TrainerView
+from atoll.peer.run_reducer import RunReducer
 from atoll.peer.session import LinkOptions, OnPhase, Session
 
 CLOSE_S = 20.0
@@ -80,9 +80,9 @@ class Link:
         return link
 
     @property
-    def reducer(self) -> NetworkReducer:
+    def reducer(self) -> RunReducer:
         """For ``atoll.optim.DiLoCo``."""
-        return self._session.reducer
+        return self._session.taking_part.reducer
 
     @property
     def peer_id(self) -> str:
@@ -96,15 +96,15 @@ class Link:
 
     @property
     def position(self) -> int:
-        """Entries applied."""
-        return self._session.replica.position
+        """Entries applied; by gossip, the round."""
+        return self._session.taking_part.position
 
     def watch(self, view: Callable[[], TrainerView]) -> None:
         """Tell the others what ``view`` says about the trainer; called in the link's thread."""
         self._session.view = view
 
     def wait_until_stored(self, timeout_s: float, stopping: threading.Event | None = None) -> bool:
-        """Wait until the coordinator has every entry that this peer has; whether it has.
+        """Wait until the coordinator has all that this peer has to give it; whether it has.
 
         Args:
             timeout_s: the longest wait; a coordinator that is away may not come back.
@@ -112,7 +112,7 @@ class Link:
         """
         stopping = stopping or threading.Event()
         deadline = time.monotonic() + timeout_s
-        while not self._session.contact.stored_all():
+        while not self._session.taking_part.stored_all():
             if time.monotonic() > deadline or stopping.wait(POLL_S):
                 return False
         return True

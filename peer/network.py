@@ -16,7 +16,7 @@ from atoll.coordinator.invite import Invite
 from atoll.coordinator.status import Level
 from atoll.peer.link import Link
 from atoll.peer.paths import peer_state_dir
-from atoll.peer.reducer import NetworkReducer
+from atoll.peer.run_reducer import RunReducer
 from atoll.peer.session import LinkOptions
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def connect(
     state_dir: str | Path | None = None,
     name: str = "",
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
-) -> NetworkReducer:
+) -> RunReducer:
     """Join a run from a loop of one's own.
 
     Args:

@@ -6,19 +6,19 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from atoll.coordinator.status import NAMED_PEERS, Event, Level, PeerState, PeerStatus, RoundTrace
 from atoll.dht.node import Node
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log import Elector
+from atoll.optim.state import OuterState
 from atoll.peer.meter import Meter
-from atoll.peer.replica import Replica
 from atoll.peer.rounds import trace as rounds_trace
-from atoll.peer.rounds.engine import Rounds, Settled
+from atoll.peer.rounds.engine import Settled
 
 MAX_KEPT = 128  # events and traces that wait for the coordinator to be back
 MAX_TEXT = 1000
@@ -49,6 +49,61 @@ class LinkRates:
     downlink_mbit_s: float = 0.0
 
 
+class Standing(Protocol):
+    """Where a peer stands: a replica of the log, or what takes its place by gossip."""
+
+    snapshot_every: int
+    epoch: int
+    chain: bytes
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a state."""
+        ...
+
+    @property
+    def opened(self) -> object | None:
+        """What says that the run has begun; None while nothing does."""
+        ...
+
+    @property
+    def electorate(self) -> Sequence[Elector]:
+        """Nobody while this peer has to recover."""
+        ...
+
+    @property
+    def state(self) -> OuterState:
+        """The present one."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """How far this peer is."""
+        ...
+
+
+class Going(Protocol):
+    """How rounds go."""
+
+    @property
+    def phase(self) -> str:
+        """Part of the round that this peer is in."""
+        ...
+
+    @property
+    def last(self) -> rounds_trace.RoundTrace | None:
+        """Of the last round."""
+        ...
+
+
+class HasRounds(Protocol):
+    """Who holds rounds."""
+
+    def statistics(self) -> Going:
+        """How they go."""
+        ...
+
+
 class Reporter:
     """Gathers status, events and traces; sends nothing itself."""
 
@@ -59,18 +114,21 @@ class Reporter:
         name: str,
         rates: LinkRates,
         node: Node,
-        replica: Replica,
-        rounds: Rounds,
+        replica: Standing,
+        rounds: HasRounds,
         last_round: int,
         view: Callable[[], TrainerView],
         trains: Callable[[], bool],
         encode_s: Callable[[], float],
         compute: Callable[..., Awaitable[Any]],
+        partner: Callable[[], str] = str,
     ) -> None:
         """``last_round`` is the position at which the run ends, 0 if it does not.
 
-        ``trains`` tells whether the trainer has started: before that no run begins with this peer.
+        ``trains`` tells whether the trainer has started: before that no run begins with this peer;
+        ``partner`` whom this peer meets by gossip.
         """
+        self._partner = partner
         self._me = me
         self._name = name
         self._up = Meter(rates.uplink_mbit_s)
@@ -100,22 +158,42 @@ class Reporter:
         if settled.trace is None:
             return
         entry = settled.applied.entry
+        mine = next((m for m in entry.members if m.elector == self._me), None)
+        self.keep(
+            settled.trace,
+            epoch=entry.epoch,
+            position=entry.position,
+            included=settled.included is not None and all(settled.included),
+            loss=mine.loss if mine else None,
+            tokens=mine.tokens if mine else 0,
+        )
+
+    def keep(
+        self,
+        trace: rounds_trace.RoundTrace,
+        *,
+        epoch: int,
+        position: int,
+        included: bool,
+        loss: float | None,
+        tokens: int,
+    ) -> None:
+        """Keep a round's account, with the bytes since the last one."""
         sent, received = self.wire_bytes()
         before, self._wire_before = self._wire_before, (sent, received)
-        mine = next((m for m in entry.members if m.elector == self._me), None)
         self.traces.append(
             RoundTrace(
-                epoch=entry.epoch,
-                position=entry.position,
-                included=settled.included is not None and all(settled.included),
-                loss=mine.loss if mine else None,
-                tokens=mine.tokens if mine else 0,
-                seconds=self._phases(settled.trace),
+                epoch=epoch,
+                position=position,
+                included=included,
+                loss=loss,
+                tokens=tokens,
+                seconds=self._phases(trace),
                 wire_bytes_sent=sent - before[0],
                 wire_bytes_received=received - before[1],
-                rejected=settled.trace.rejected,
-                left_out=sorted(settled.trace.left_out)[:MAX_LEFT_OUT],
-                reasons=reasons(settled.trace.left_out),
+                rejected=trace.rejected,
+                left_out=sorted(trace.left_out)[:MAX_LEFT_OUT],
+                reasons=reasons(trace.left_out),
             )
         )
 
@@ -160,6 +238,7 @@ class Reporter:
             utilisation=_amount(view.utilisation),
             phases=self._phases(stats.last) if stats.last else {},
             recoveries=self.recoveries,
+            partner=self._partner(),
             device=view.device,
             version=version("atoll"),
         )

@@ -574,7 +574,6 @@ class Gossip:
             protocol=PROTOCOL,
             round=self.position,
             incarnation=self._ctx.me.incarnation,
-            begun=self.begun,
             ready_in_s=0.0 if self._round or self._window else self._ctx.ready_in_s(),
             partner=self._meeting or "",
         ).encode()

@@ -40,8 +40,6 @@ class Standing(Record):
     protocol: Count
     round: Count
     incarnation: Incarnation
-    begun: bool
-    """whether it knows that the run has begun"""
     ready_in_s: Amount | None
     """until its window ends; None where it does not train"""
     partner: str

@@ -23,6 +23,7 @@ from atoll.peer.rounds.local import LocalStream, stream_pair
 from atoll.peer.rounds.member import AttemptFailed
 from atoll.peer.rounds.messages import PROTOCOL, READY, Decided, Ready
 from atoll.peer.rounds.policies import positions_ahead
+from atoll.peer.rounds.spreading import Spreading
 from atoll.peer.rounds.voter import Voter
 
 T = TypeVar("T")
@@ -40,11 +41,19 @@ class Leading:
     """Leaderships by (epoch, position, attempt)."""
 
     def __init__(
-        self, ctx: Context, voter: Voter, *, reach: Reach, commit: Commit, on_led: OnLed
+        self,
+        ctx: Context,
+        voter: Voter,
+        *,
+        spreading: Spreading,
+        reach: Reach,
+        commit: Commit,
+        on_led: OnLed,
     ) -> None:
         """``commit`` applies an entry here; ``on_led`` is told of it after that."""
         self._ctx = ctx
         self._voter = voter
+        self._spreading = spreading
         self._reach = reach
         self._ahead = positions_ahead(len(ctx.replay.fragments))
         self._commit = commit
@@ -67,11 +76,12 @@ class Leading:
 
     async def close(self) -> None:
         """End everything that is under way."""
-        for leadership in self._leaderships.values():
+        for leadership in list(self._leaderships.values()):
             await leadership.close()
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def line_to_myself(self) -> Stream:
         """A stream by which this peer is a member of an attempt that it leads."""
@@ -167,6 +177,7 @@ class Leading:
             await self._commit(outcome.entry, outcome.certificate, body)
             self._on_led(outcome.entry, outcome.certificate, body)
             await announced
+            await leadership.until_left()
         except (AttemptFailed, TransportError, ValueError) as error:
             self._ctx.on_event(
                 "warning", f"round {key[1] + 1}, attempt {key[2]} led here failed: {error}"
@@ -200,16 +211,11 @@ class Leading:
     async def _announce(
         self, leadership: Leadership, entry: Entry, certificate: Certificate
     ) -> None:
-        decided = Decided(entry=entry.encode(), certificate=certificate.encode()).encode()
-        peers = set(leadership.sessions) | set(self._ctx.seen)
-        peers |= {elector.peer_id for elector in entry.electorate}
-        peers.discard(self._ctx.me.peer_id)
-        await asyncio.gather(*(self._tell(peer, decided) for peer in sorted(peers)))
-
-    async def _tell(self, peer: str, decided: bytes) -> None:
-        with suppress(TransportError):
-            timeout_s = 4 * self._ctx.settings.stall_s
-            await self._ctx.transport.call(peer, "commit", decided, timeout_s=timeout_s)
+        decided = Decided(entry=entry.encode(), certificate=certificate.encode())
+        live = sorted(peer for peer, session in leadership.sessions.items() if session.alive)
+        others = set(leadership.sessions) | set(self._ctx.seen)
+        others |= {elector.peer_id for elector in entry.electorate}
+        await self._spreading.tell(decided, [*live, *sorted(others)])
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     # Before torch reads it: new vectors in huge pages take half the time to fill (Linux).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs failures that we report ourselves
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     module = _load(chosen) if chosen in SUMMARIES else None
@@ -138,8 +139,15 @@ def _names(error: BaseException) -> set[str]:
 def message(error: BaseException) -> str:
     """Return what to tell a person about a foreseen failure."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}{_remedy(error)}"
     return str(error) or type(error).__name__
+
+
+def _remedy(error: OSError) -> str:
+    folder = os.path.dirname(os.fsdecode(error.filename))
+    if error.errno != errno.ENOENT or not folder or os.path.isdir(folder):
+        return ""
+    return f"; make the folder {folder} first, or name another"
 
 
 if __name__ == "__main__":

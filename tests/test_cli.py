@@ -108,7 +108,8 @@ def test_init_overwrites_nothing(atoll, tmp_path):
 
 
 def test_init_in_a_folder_that_is_not_there(atoll):
-    assert "nowhere" in refused(atoll("init", "nowhere/RUN.toml"))
+    said = refused(atoll("init", "nowhere/RUN.toml"))
+    assert "nowhere/RUN.toml: " in said and "make the folder nowhere first" in said
 
 
 class BoomError(Exception):
@@ -281,7 +282,8 @@ def test_an_invite_file_with_something_else_is_refused(atoll, spec_file, tmp_pat
 @pytest.mark.parametrize(
     ("invite", "expected"),
     [
-        ("hello", "starts with 'atoll1'"),
+        ("hello", "starts with 'atoll1'; got 'hello'"),
+        ("no-such-file", "or name a file that holds it"),
         ("atoll2" + INVITE[6:], "version"),
         (INVITE[:-3], "damaged"),
         (INVITE.replace("A", "B", 1), "damaged"),
@@ -457,9 +459,15 @@ def test_a_peer_with_an_invite_of_another_run_is_refused(invite, change):
     refused_by_process("peer", dataclasses.replace(invite, **change))
 
 
-@pytest.mark.slow
-def test_a_peer_without_its_data_is_refused(invite):
-    assert "no-such-folder" in refused_by_process("peer", invite, "--data", "no-such-folder")
+def test_a_peer_without_its_data_is_refused_before_it_joins(atoll, tmp_path):
+    result = atoll("peer", INVITE, "--state-dir", "state", "--data", "no-such-folder")
+    assert "got 'no-such-folder', which does not exist" in refused(result)
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_simulation_with_nowhere_to_draw_is_refused_before_it_trains(atoll, tmp_path):
+    assert "nowhere/a.png" in refused(atoll("simulate", "--plot", "nowhere/a.png"))
+    assert not (tmp_path / "simulation").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test lacks")

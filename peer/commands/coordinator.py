@@ -44,9 +44,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "--state-dir", type=Path, metavar="DIR", help="default: one by the run's name"
     )
     for name, what in (
-        ("listen", "of the service"),
-        ("dht-listen", "of the first DHT node"),
-        ("metrics-listen", "of a Prometheus endpoint"),
+        ("listen", "of the service, in place of the file's (0.0.0.0:7700)"),
+        ("dht-listen", "where peers meet, in place of the file's (0.0.0.0:7701)"),
+        ("metrics-listen", "of a Prometheus endpoint (none)"),
     ):
         parser.add_argument(f"--{name}", metavar="HOST:PORT", help=f"address {what}")
     parser.add_argument("--advertise", metavar="HOST", help="how peers reach this machine")

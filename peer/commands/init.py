@@ -29,7 +29,14 @@ def add_parser(subparsers: Subparsers) -> None:
         examples="atoll init\natoll init big-run.toml\n"
         "atoll init RUN.toml --peers 8 --mbit 100 --model 30m --step-ms 120",
     )
-    parser.add_argument("path", type=Path, nargs="?", default=Path("RUN.toml"), metavar="PATH")
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        default=Path("RUN.toml"),
+        metavar="PATH",
+        help="(default: RUN.toml)",
+    )
     parser.add_argument("--peers", type=int, metavar="P", help="how many will take part")
     parser.add_argument("--mbit", type=float, metavar="RATE", help="of each link, up and down")
     parser.add_argument("--model", default="nano", help="a preset (default: nano)")

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         data=args.data,
     )
     _expect_device(args.device)
+    _expect_data(args.data)
     daemon = PeerDaemon(options, on_event=_as_json if args.json else _as_text)
     with stop_on_signals(daemon.stop) as received:
         daemon.run()
@@ -123,6 +124,19 @@ def _expect_device(name: str) -> None:
     from atoll.peer.devices import Device
 
     Device.choose(name)
+
+
+def _expect_data(source: str | None) -> None:
+    """Say at once, not after joining, that the data is not there."""
+    from atoll.peer.documents import STDLIB, DataError
+
+    if source is None or source == STDLIB or source.startswith("hf:"):
+        return
+    if not Path(source).expanduser().exists():
+        raise DataError(
+            f"expected --data with a file or a folder of this machine, got {source!r}, "
+            "which does not exist"
+        )
 
 
 def _as_text(event: "DaemonEvent") -> None:

@@ -26,8 +26,10 @@ def add_parser(subparsers: Subparsers) -> None:
         examples="atoll plan RUN.toml --peers 8 --mbit 100\n"
         "atoll plan RUN.toml --peers 4 --mbit 50 --rtt-ms 80 --step-ms 120 --json",
     )
-    parser.add_argument("path", type=Path, metavar="RUN.toml")
-    parser.add_argument("--peers", type=int, required=True, metavar="P")
+    parser.add_argument("path", type=Path, metavar="RUN.toml", help="written by `atoll init`")
+    parser.add_argument(
+        "--peers", type=int, required=True, metavar="P", help="how many will take part"
+    )
     parser.add_argument(
         "--mbit", type=float, required=True, metavar="RATE", help="of each peer's link, up and down"
     )

@@ -53,11 +53,25 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--source", default="stdlib", help="text, as in RUN.toml")
     parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="B", help="sequences of a worker and step"
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="B",
+        help="sequences of a worker and step (default: 8)",
     )
     parser.add_argument("--seq-len", type=int, default=128, metavar="T", help="(default: 128)")
-    parser.add_argument("--lr", type=float, default=1.5e-3, help="AdamW's peak rate")
-    parser.add_argument("--inner", default="", metavar="NAME", help="adamw, muon, lion or sgd")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=1.5e-3,
+        help="peak rate of the inner optimizer (default: 0.0015)",
+    )
+    parser.add_argument(
+        "--inner",
+        default="",
+        metavar="NAME",
+        help="adamw, muon, lion or sgd (default: the method's)",
+    )
     _add_churn(parser)
     parser.add_argument(
         "--step-ms",
@@ -107,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     from atoll.peer.errors import SetupError
     from atoll.peer.simulate import Bench, Folder, parse_methods, simulate
 
+    if args.plot is not None and not args.plot.absolute().parent.is_dir():
+        raise SetupError(f"{args.plot}: expected an existing folder to draw it in, got none")
     settings = _settings(args)
     if args.seeds < 1 or not args.step_ms > 0:
         raise SetupError("expected at least one seed and a step time above 0")

@@ -31,7 +31,10 @@ def read_invite(text: str) -> "Invite":
 
     path = Path(text)
     if len(text) > 255 or text.startswith("atoll1") or not path.is_file():
-        return Invite.decode(text)
+        try:
+            return Invite.decode(text)
+        except NotAnInvite as error:
+            raise NotAnInvite(f"{error}, or name a file that holds it") from None
     with path.open("rb") as file:
         raw = file.read(MAX_CHARS + 1)
     try:

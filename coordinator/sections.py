@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from atoll.compression import parse
+from atoll.compression import ErrorFeedback, parse
 from atoll.coordinator.addresses import split_address
 from atoll.optim import methods
 from atoll.optim.robust import ReducerName
@@ -216,10 +216,12 @@ class CompressionSection(Section):
     @field_validator("codec")
     @classmethod
     def _codec(cls, value: str) -> str:
-        if value != "auto" and parse(value).stateful:
+        codec = None if value == "auto" else parse(value)
+        if isinstance(codec, ErrorFeedback):
             raise ValueError(
-                f"expected a codec whose frames stand alone, got {value!r}; error feedback is "
-                "compression.feedback"
+                f"expected a codec whose frames stand alone, got {value!r}; peers keep what was "
+                f'lost themselves: write codec = "{codec.codec.spec}" and '
+                f"feedback = {codec.decay:g}"
             )
         return value
 

@@ -69,7 +69,10 @@ def test_all_problems_are_told_at_once_with_their_lines() -> None:
         ("[outer]\nmethod = 'streaming(alpha=2)'", "between 0 and 1"),
         ("[outer]\nmethod = 'sparseloco'\nmomentum = 0.5", "options among"),
         ("[outer]\nmethod = 'sparseloco'\n[round]\nreducer = 'median'", "expected 'mean'"),
-        ("[compression]\ncodec = 'feedback(int8)'", "stand alone"),
+        (
+            "[compression]\ncodec = 'feedback(int4, decay=0.9)'",
+            'write codec = "int4" and feedback = 0.9',
+        ),
         ("[compression]\nfeedback = 2.0", "'auto' or a number between 0 and 1"),
         ("[compression]\ncodec = 'ternary'\nfeedback = 1.0", "unbiased"),
         ("[outer]\nlr = 11.0", "'auto' or a number above 0"),

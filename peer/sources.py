@@ -25,7 +25,7 @@ from atoll.peer.rounds.fetching import (
     fetch_leaves,
     fetch_snapshot_meta,
 )
-from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
+from atoll.peer.rounds.messages import PROTOCOL, Decided, Head, Known
 
 FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateError)
 """What a source that fails or lies can cause; another one may do better."""
@@ -110,7 +110,8 @@ class PeerSource:
     async def head(self) -> Head:
         """Where it stands."""
         timeout_s = 2 * self._ctx.settings.stall_s
-        reply = await self._ctx.transport.call(self._peer, "head", b"", timeout_s=timeout_s)
+        known = Known(epoch=self._ctx.known_epoch).encode()
+        reply = await self._ctx.transport.call(self._peer, "head", known, timeout_s=timeout_s)
         return Head.decode(reply)
 
     async def headers(self, start: int, stop: int) -> list[Decided]:

@@ -18,6 +18,7 @@ from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.holdings import Holdings
 from atoll.peer.rounds.pacing import Link
 
+RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
 
 
@@ -77,13 +78,25 @@ class Context:
     """who broke the rules lately, as this peer saw it"""
     link: Link = field(default_factory=Link)
     _seen: dict[str, PeerRecord] = field(default_factory=dict)
+    _seen_until: float = 0.0
+
+    @property
+    def known_epoch(self) -> int | None:
+        """The epoch whose record this peer has."""
+        return self.replica.epoch if self.replica.opened is not None else None
 
     async def roster_peers(self) -> dict[str, PeerRecord]:
-        """Who is in the run; what was known before where the roster cannot be read now."""
+        """Who is in the run; what was known before where the roster cannot be read now.
+
+        The more there are, the longer what was read holds.
+        """
+        if self.now() < self._seen_until:
+            return self._seen
         try:
             self._seen = await self.roster.peers()
         except (RosterError, TransportError, TimeoutError, OSError) as error:
             self.on_event("warning", f"the roster cannot be read, going on with the last: {error}")
+        self._seen_until = self.now() + len(self._seen) / RECORDS_PER_S
         return self._seen
 
     @property

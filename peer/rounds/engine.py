@@ -24,9 +24,10 @@ from atoll.peer.rounds.flight import Flight, OfferedWindow, Pending
 from atoll.peer.rounds.guard import guarded_call, guarded_stream
 from atoll.peer.rounds.leading import Leading, OnLed
 from atoll.peer.rounds.member import CONNECT_STALLS
-from atoll.peer.rounds.messages import PROTOCOL, REDUCE, Decided, Head, Reduce
+from atoll.peer.rounds.messages import PROTOCOL, REDUCE, Announced, Decided, Head, Known, Reduce
 from atoll.peer.rounds.policies import positions_ahead
 from atoll.peer.rounds.serving import Archive
+from atoll.peer.rounds.spreading import Spreading
 from atoll.peer.rounds.trace import RoundTrace, round_trace
 from atoll.peer.rounds.voter import Voter
 
@@ -85,8 +86,14 @@ class Rounds:
         self._on_phase = on_phase
         ctx.link.declare(uplink_mbit_s)
         self.voter = Voter(ctx, reach=self._reach)
+        self._spreading = Spreading(ctx)
         self.leading = Leading(
-            ctx, self.voter, reach=self._reach, commit=self._commit, on_led=on_led
+            ctx,
+            self.voter,
+            spreading=self._spreading,
+            reach=self._reach,
+            commit=self._commit,
+            on_led=on_led,
         )
         self._archive = Archive(ctx)
         self._ahead = positions_ahead(len(ctx.replay.fragments))
@@ -111,7 +118,7 @@ class Rounds:
     def serve(self) -> None:
         """Answer the others from now on."""
         transport, fault = self._ctx.transport, self._ctx.fault
-        transport.serve("head", self._serve_head)
+        transport.serve("head", guarded_call(self._serve_head, fault))
         for method in ("prepare", "propose"):
             transport.serve(method, self._serve_vote(method))
         transport.serve("commit", guarded_call(self._serve_commit, fault))
@@ -186,6 +193,7 @@ class Rounds:
     async def close(self) -> None:
         """End everything that is under way."""
         await self.leading.close()
+        await self._spreading.close()
         if self._catching_up is not None:
             self._catching_up.cancel()
             await asyncio.gather(self._catching_up, return_exceptions=True)
@@ -293,11 +301,12 @@ class Rounds:
     # answering
 
     async def _serve_head(self, remote: str, body: bytes) -> bytes:
-        return self.head().encode()
+        return self.head(Known.decode(body)).encode()
 
-    def head(self) -> Head:
-        """Where this peer stands."""
+    def head(self, known: Known) -> Head:
+        """Where this peer stands; with the epoch's record for those who lack it."""
         replica = self._ctx.replica
+        is_new = known.epoch is None or known.epoch < replica.epoch
         ready_in_s = self._ctx.ready_in_s()
         if ready_in_s is not None and any(f.phase == "wait" for f, _ in self._flights.values()):
             ready_in_s = 0.0  # the trainer may be in its next window already
@@ -311,7 +320,7 @@ class Rounds:
             ready_in_s=ready_in_s or 0.0,
             first_body=replica.store.first_with_bodies(),
             snapshots=tuple(sorted(replica.snapshots)),
-            epoch_record=replica.epoch_record,
+            epoch_record=replica.epoch_record if is_new else b"",
         )
 
     def _serve_vote(self, method: str) -> Callable[[str, bytes], Awaitable[bytes]]:
@@ -321,26 +330,36 @@ class Rounds:
         return answer
 
     async def _serve_commit(self, remote: str, body: bytes) -> bytes:
-        decided = Decided.decode(body)
-        entry = Entry.decode(decided.entry)
+        announced = Announced.decode(body)
+        entry = Entry.decode(announced.entry)
         replica = self._ctx.replica
-        if entry.position < replica.position:
-            return b""
-        if entry.position <= replica.position + self._ahead + 1:
+        if replica.position <= entry.position <= replica.position + self._ahead + 1:
             await self._reach(entry.position)
-        if (entry.epoch, entry.position) != (replica.epoch, replica.position):
-            if entry.position > replica.position or entry.epoch != replica.epoch:
-                self.kick_catch_up()
+        if entry.position < replica.position:
+            self._pass_on_known(announced)
             return b""
-        certificate = Certificate.decode(decided.certificate)
+        if (entry.epoch, entry.position) != (replica.epoch, replica.position):
+            self.kick_catch_up()
+            raise Refused("elsewhere", f"expected position {replica.position}")
+        certificate = Certificate.decode(announced.certificate)
         check_certificate(entry, certificate, replica.electorate, self._ctx.verify)
         try:
             parts = await self.voter.gather(entry, remote)
-        except (TransportError, MalformedRecord):
+        except (TransportError, MalformedRecord) as error:
             self.kick_catch_up()
-            return b""
+            raise Refused("no-parts", str(error)) from error
+        decided = Decided(entry=announced.entry, certificate=announced.certificate)
+        self._spreading.pass_on(decided, announced.tell)
         await self._commit(entry, certificate, parts)
         return b""
+
+    def _pass_on_known(self, announced: Announced) -> None:
+        """Who holds an entry already passes it on all the same, while it is the newest."""
+        store, last = self._ctx.replica.store, self._ctx.replica.position - 1
+        known = store.get(last)
+        if known is not None and known.entry == announced.entry:
+            decided = Decided(entry=known.entry, certificate=known.certificate)
+            self._spreading.pass_on(decided, announced.tell)
 
     async def _serve_reduce(self, remote: str, stream: Stream) -> None:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)

@@ -60,6 +60,7 @@ from atoll.peer.rounds.votes import Outcome, Votes, ask_head
 PROBE_S = 1.0  # how often the leader looks for peers that it still waits for
 DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
 OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
+LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 ALONE_GRACES = 3  # graces after which a group without a quorum of electors closes all the same
 
 Check = Callable[[str, Ready], Awaitable[None]]
@@ -198,6 +199,15 @@ class Leadership:
         votes = self._begin_votes()
         entry = self._null_entry(failure) if failure else self._update_entry()
         return await votes.decide(entry, self._closed_group().deadline_s)
+
+    async def until_left(self) -> None:
+        """Wait until the members have heard of the decision and ended their sessions, or a while.
+
+        A session that ended before would look to its member like the leader's death.
+        """
+        deadline = self.ctx.now() + LEAVE_STALLS * self.ctx.settings.stall_s
+        while self._live() and self.ctx.now() < deadline:
+            await self._await_change(self.ctx.alive_s)
 
     async def close(self) -> None:
         """End all sessions."""

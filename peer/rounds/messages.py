@@ -2,10 +2,10 @@
 
 Calls (one message, one reply)::
 
-    head     b""       -> Head       where the peer stands; also the test whether it is alive
+    head     Known     -> Head       where the peer stands; also the test whether it is alive
     prepare  Prepare   -> Promise    a later leader asks what was accepted before
     propose  Propose   -> Ballot     the leader asks for a vote
-    commit   Decided   -> b""        the leader announces an entry with its certificate
+    commit   Announced -> b""        an entry with its certificate, and whom to pass it on to
 
 Streams (duplex; an empty message is a sign of life)::
 
@@ -44,6 +44,12 @@ PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that rece
 Weight = Annotated[FiniteFloat, Field(ge=0)]
 
 
+class Known(Record):
+    """The epoch whose record the caller has; None if it has none."""
+
+    epoch: Count | None
+
+
 class Head(Record):
     """Where a peer stands in the log, and what it can give to others."""
 
@@ -57,6 +63,7 @@ class Head(Record):
     first_body: Count
     snapshots: tuple[Count, ...]
     epoch_record: bytes
+    """empty where the caller has it, or a newer one"""
 
 
 class Ready(Record):
@@ -206,6 +213,17 @@ class Decided(Record):
 
     entry: bytes
     certificate: bytes
+
+
+class Announced(Record):
+    """A decided entry on its way to everyone."""
+
+    max_bytes: ClassVar[int] = 18 << 20
+
+    entry: bytes
+    certificate: bytes
+    tell: Annotated[tuple[PeerId, ...], Field(max_length=4096)]
+    """whom the receiver passes it on to"""
 
 
 class PartRequest(Record):

@@ -22,7 +22,7 @@ from atoll.optim.log import (
 from atoll.peer.rounds.ballot import Accepted, Place, Proposer
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.member import AttemptFailed
-from atoll.peer.rounds.messages import Ballot, Head, Prepare, Promise, Propose
+from atoll.peer.rounds.messages import Ballot, Head, Known, Prepare, Promise, Propose
 from atoll.peer.rounds.voter import Voter
 
 T = TypeVar("T")
@@ -157,5 +157,6 @@ async def ask_head(ctx: Context, peer: str) -> Head | None:
     """Where a peer stands; None if it does not say so soon: then it is frozen or gone."""
     with suppress(TransportError, ValueError):
         timeout_s = HEAD_STALLS * ctx.settings.stall_s
-        return Head.decode(await ctx.transport.call(peer, "head", b"", timeout_s=timeout_s))
+        known = Known(epoch=ctx.known_epoch).encode()
+        return Head.decode(await ctx.transport.call(peer, "head", known, timeout_s=timeout_s))
     return None

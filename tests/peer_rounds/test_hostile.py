@@ -12,7 +12,7 @@ from atoll.peer.rounds.messages import (
     PROTOCOL,
     READY,
     REDUCE,
-    Decided,
+    Announced,
     LeafRequest,
     PartRequest,
     Prepare,
@@ -156,7 +156,7 @@ def test_an_entry_with_a_certificate_of_another_is_not_applied(tmp_path):
     async def attack(stranger, peer):
         position = peer.replica.position
         older, last = (peer.replica.store.get(position - n) for n in (2, 1))
-        replayed = Decided(entry=last.entry, certificate=older.certificate).encode()
+        replayed = Announced(entry=last.entry, certificate=older.certificate, tell=()).encode()
         assert await stranger.call(peer.identity.peer_id, "commit", replayed, timeout_s=5.0) == b""
         assert peer.replica.position >= position
 

@@ -19,7 +19,6 @@ Departure: scales for each block.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,7 +34,9 @@ from atoll.compression.scratch import scratch
 
 SIGN_AND_EXPONENT = 0x9C00  # of an fp16 with an exponent below 8
 LEAST = 0.75 * 2.0**-14  # over the scale, and no longer 0: in the middle of 2^-15 and 2^-14
-OCTAVE = 7  # bits of a bf16 below its exponent
+OCTAVE = 1 << 7  # in the bits of a bf16
+LARGEST = BF16_MAX / 256  # what the largest scale stands for
+MAGNITUDE = 0x7FFF  # bits of a bf16 without its sign
 
 
 @register
@@ -52,28 +53,34 @@ class Fp4(FourBitCodec):
     def _measure(self, x_BK: Tensor, measures_BM: Tensor) -> None:
         if x_BK.device.type == "cpu":
             size_BK = _magnitudes(x_BK)
-            peaks_B1 = torch.amax(size_BK, 1, keepdim=True)
-            measures_BM.copy_(peaks_B1.view(torch.bfloat16))
-            if math.isfinite(float(measures_BM.amax())):
+            peaks_B1 = torch.amax(size_BK, 1, keepdim=True).view(torch.bfloat16)
+            measures_BM.copy_(peaks_B1)
+            if float(measures_BM.amax()) <= LARGEST:
                 return
         block_peaks(x_BK, measures_BM)  # a large float may have become infinite as bf16
-        _magnitudes(x_BK.clamp(-BF16_MAX, BF16_MAX))
+        _magnitudes(x_BK.clamp(-LARGEST, LARGEST))
 
     def _factors(self, measures_BM: Tensor, scales_BS: Tensor) -> Tensor:
         """Return the bits of the least magnitude that is not 0 as bf16, an octave lower."""
-        scales_BS.copy_(torch.mul(measures_BM, 256.0).clamp_(max=BF16_MAX))
-        least_B1 = scales_BS.to(torch.float32).mul_(LEAST).to(torch.bfloat16)
-        return least_B1.view(torch.int16) - (1 << OCTAVE)
+        scales_BS.copy_(measures_BM).mul_(256.0).clamp_(max=BF16_MAX)
+        return torch.mul(scales_BS, LEAST).view(torch.int16).sub_(OCTAVE)
 
     def _write_tile(
         self, x_BK: Tensor, factors_BF: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
-        """Encode what `_measure` left of the same values: bits of floats rise by octaves."""
-        exponent_BK = scratch("size", x_BK, torch.int16).sub_(factors_BF)
-        exponent_BK.clamp_(0, (8 << OCTAVE) - 1).bitwise_right_shift_(_int16(OCTAVE))
-        minus_BK = scratch("rounded", x_BK, torch.int16).bitwise_right_shift_(_int16(15))
-        code_M = exponent_BK.add_(minus_BK, alpha=-8).view(-1)
-        pack_wide_(code_M, codes.view(torch.int16), numel)
+        """Encode what `_measure` left of the same values: bits of floats rise by octaves.
+
+        32 times as high above the least, the three bits of the exponent lie below the sign.  As no
+        magnitude is above 86 times the least, none of these is a NaN.
+        """
+        size_BK = scratch("size", x_BK, torch.int16)
+        torch.maximum(size_BK, factors_BF, out=size_BK)
+        torch.add(factors_BF * -32, size_BK, alpha=32, out=size_BK)
+        code_BK = size_BK.view(torch.bfloat16)
+        torch.copysign(code_BK, scratch("rounded", x_BK, torch.bfloat16), out=code_BK)
+        pack_wide_(
+            size_BK.bitwise_right_shift_(_int16(12)).view(-1), codes.view(torch.int16), numel
+        )
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         half_M = unpack_wide(codes.view(torch.int16), out_M.numel())
@@ -84,10 +91,10 @@ class Fp4(FourBitCodec):
 
 
 def _magnitudes(x_BK: Tensor) -> Tensor:
-    """Store x as bf16 (its bits, slot "rounded"), and without its sign (slot "size")."""
-    bits_BK = scratch("rounded", x_BK, torch.int16)
-    bits_BK.view(torch.bfloat16).copy_(x_BK)
-    return torch.bitwise_and(bits_BK, _int16(0x7FFF), out=scratch("size", x_BK, torch.int16))
+    """Store x as bf16 (slot "rounded"), and its bits without the sign (slot "size")."""
+    bits_BK = scratch("rounded", x_BK, torch.bfloat16).copy_(x_BK).view(torch.int16)
+    size_BK = scratch("size", x_BK, torch.int16)
+    return torch.bitwise_and(bits_BK, _int16(MAGNITUDE), out=size_BK)
 
 
 def _int16(bits: int) -> Tensor:

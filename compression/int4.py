@@ -22,12 +22,11 @@ from torch import Tensor
 
 from atoll.compression.blocks import absmax_scales, scale_blocks_, steps_of
 from atoll.compression.four_bit import FourBitCodec
-from atoll.compression.planes import constant, pack_, unpack
+from atoll.compression.planes import EIGHTS, pack_, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
 
-ZERO = 8  # added to codes while they are packed, so that none is negative
-EIGHTS = 0x8888 - 0x10000  # turning the highest bit of code + 8 gives the code's two's complement
+ZERO = 8  # added to codes while they are packed, so that none is negative; `EIGHTS` takes it off
 
 
 @register
@@ -48,7 +47,7 @@ class Int4(FourBitCodec):
         code_BK = scratch("codes", x_BK, torch.int8)
         code_BK.copy_(steps_of(x_BK, factors_BF, ZERO))
         pack_(code_BK, 4, codes, numel, ZERO)
-        codes.view(torch.int16).bitwise_xor_(constant(EIGHTS, torch.int16))
+        codes.view(torch.int16).bitwise_xor_(EIGHTS)
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         out_M.copy_(unpack(codes, 4, out_M.numel(), high=True).view(torch.int8))

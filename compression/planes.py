@@ -17,6 +17,9 @@ from torch import Tensor
 from atoll.compression.base import part
 from atoll.compression.scratch import TILE, room, scratch
 
+EIGHTS = torch.tensor(0x8888 - 0x10000, dtype=torch.int16)
+"""Added to four codes of -8..7, and then turned: their two's complements."""
+
 
 def plane_bytes(numel: int, planes: int) -> int:
     """Return L, the bytes of a packed run of `numel` codes."""
@@ -116,14 +119,15 @@ def unpack(packed: Tensor, bits: int, numel: int, *, high: bool) -> Tensor:
 
 
 def pack_wide_(codes_M: Tensor, out: Tensor, numel: int) -> None:
-    """Pack the first `numel` codes, int16 of 0..15, into int16: four planes, 0 in the highest bits.
+    """Pack the first `numel` codes, int16 of -8..7, into int16: four planes, 0 in the highest bits.
 
-    The codes may be overwritten.
+    Packed are their two's complements.  The codes may be overwritten.
     """
     lanes = 4 * -(-run_length(numel) // 16)  # as many bytes as with two planes of bytes
     first, second, third, fourth = rows_of(codes_M, numel, 4, lanes).unbind(1)
     high, low = second.add_(first, alpha=1 << 4), fourth.add_(third, alpha=1 << 4)
-    torch.add(low, high, alpha=1 << 8, out=out.view(low.shape))
+    packed = torch.add(low, high, alpha=1 << 8, out=out.view(low.shape))
+    packed.add_(EIGHTS).bitwise_xor_(EIGHTS)
 
 
 def unpack_wide(packed: Tensor, numel: int) -> Tensor:

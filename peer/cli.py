@@ -17,6 +17,7 @@ from the class that is raised, in any layer, without a common base:
     OSError: address in use                     2
     OSError with a file name                    2     (not found, no permission, a directory, ...)
     OSError                                     1
+    sqlite3.OperationalError                    1     (a full disk, a file that cannot be written)
 
 Anything else is a bug and keeps its traceback.
 """
@@ -46,6 +47,8 @@ BAD_INPUTS = frozenset(
     }
 )
 """Classes that mean bad input although they are no ValueError; named, so that none is imported."""
+
+DATABASE_ERROR = "sqlite3.OperationalError"  # named for the same reason
 
 EXAMPLES = """\
 examples:
@@ -129,7 +132,7 @@ def exit_code(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         bad_input = error.errno == errno.EADDRINUSE or error.filename is not None
         return BAD_INPUT if bad_input else FAILED
-    return None
+    return FAILED if DATABASE_ERROR in _names(error) else None
 
 
 def _names(error: BaseException) -> set[str]:
@@ -140,6 +143,8 @@ def message(error: BaseException) -> str:
     """Return what to tell a person about a foreseen failure."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}{_remedy(error)}"
+    if DATABASE_ERROR in _names(error):
+        return f"cannot write the log of the run ({error}); make room on the disk of --state-dir"
     return str(error) or type(error).__name__
 
 

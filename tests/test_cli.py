@@ -8,6 +8,7 @@ import importlib
 import json
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -131,6 +132,7 @@ def test_classes_that_mean_bad_input_are_where_they_are_named(name):
         (TransportError("nobody answers"), 1),
         (OSError(errno.EADDRINUSE, "Address already in use"), 2),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "here"), 2),
+        (sqlite3.OperationalError("database or disk is full"), 1),
         (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1),
         (ValueError("a bug"), None),
         (BoomError(), None),
@@ -164,6 +166,13 @@ def test_a_foreseen_failure_is_one_message(atoll, monkeypatch):
     command_that_raises(TransportError("nobody answers"), monkeypatch)
     result = atoll("init")
     assert (result.code, result.err) == (1, "atoll init: nobody answers\n")
+
+
+def test_a_full_disk_is_a_failure_with_a_remedy(atoll, monkeypatch):
+    command_that_raises(sqlite3.OperationalError("database or disk is full"), monkeypatch)
+    result = atoll("init")
+    assert result.code == 1
+    assert "disk is full" in result.err and "make room" in result.err
 
 
 def test_a_bug_keeps_its_traceback(atoll, monkeypatch):

@@ -24,6 +24,7 @@ from atoll.coordinator.catching_up import CatchUp, FetchMissed
 from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.follower import Claim, Followed, Follower, NotNext
+from atoll.coordinator.gossip import FetchModel, KeptModels, ToldRounds
 from atoll.coordinator.history import History
 from atoll.coordinator.keys import RunKeys
 from atoll.coordinator.members import (
@@ -32,6 +33,7 @@ from atoll.coordinator.members import (
     Members,
     Pace,
     Publisher,
+    common_position,
     window_s,
 )
 from atoll.coordinator.rounds import Rounds, contributors
@@ -127,7 +129,8 @@ class Coordinator:
         self.follower = follower
         self.run_id = follower.run_id
         self.members = Members()
-        self.rounds = Rounds(history, follower.store, num_fragments=len(follower.replay.fragments))
+        self._logged = spec.method().reduction != "pairs"
+        self.rounds = self._open_rounds(history)
         self.finished = asyncio.Event()
         self._history = history
         self._verify = verify
@@ -143,6 +146,7 @@ class Coordinator:
         self._admitted_until_s: dict[str, float] = {}
         self._checkpoints = Checkpointing(spec, follower, checkpoints, self._tell)
         self._catching_up: CatchUp | None = None
+        self._models: KeptModels | None = None
         self._gaps = follower.store.gaps()
         self._diverged_told = False
         self._started_s = self._stored_start()
@@ -230,7 +234,10 @@ class Coordinator:
                 Event(at=self._clock(), level=event.level, source=status.peer_id, text=event.text)
             )
         for trace in traces:
-            self.rounds.trace(status.peer_id, trace)
+            if isinstance(self.rounds, ToldRounds):
+                self.rounds.tell(status.peer_id, trace, self._clock())
+            else:
+                self.rounds.trace(status.peer_id, trace)
         return Beat(
             publish_from=self._publish_from(status.peer_id, now_s),
             admission=self._renewal(status),
@@ -269,7 +276,7 @@ class Coordinator:
             self._say("warning", source, f"sent a wrong body: {error}")
             raise Refusal("invalid_argument", str(error)) from None
         left_out = _left_out(electorate, claim.entry)
-        valid_loss = _mean([m.status.valid_loss for m in self.members.alive(self._steady())])
+        valid_loss = self._mean_valid_loss()
         self.rounds.add(claim.entry, self._clock(), left_out=left_out, valid_loss=valid_loss)
         self._moved_on()
         return True
@@ -279,6 +286,31 @@ class Coordinator:
         catching_up = CatchUp(self.follower, fetch, on_taken=self._on_missed, say=self._tell)
         self._catching_up = catching_up
         return catching_up
+
+    def fetch_models_with(self, fetch: FetchModel) -> KeptModels:
+        """Say how peers' models are fetched; the caller closes what it gets."""
+        self._models = KeptModels(
+            self.follower,
+            fetch,
+            every=self.spec.coordinator.checkpoint_every,
+            last=self.spec.run.rounds,
+            on_kept=self._on_kept,
+            say=self._tell,
+        )
+        return self._models
+
+    def _on_kept(self) -> None:
+        self._note_finished()
+        self._checkpoints.look(last=True)
+
+    def _open_rounds(self, history: History) -> Rounds:
+        if not self._logged:
+            return ToldRounds(history, self._mean_valid_loss)
+        fragments = self.follower.replay.fragments
+        return Rounds(history, self.follower.store, num_fragments=len(fragments))
+
+    def _mean_valid_loss(self) -> float | None:
+        return _mean([m.status.valid_loss for m in self.members.alive(self._steady())])
 
     def _on_missed(self, taken: Sequence[Followed]) -> None:
         for each in taken:
@@ -312,11 +344,13 @@ class Coordinator:
         self.members.forget(now_s)
         alive = self.members.alive(now_s)
         self._epochs.note(alive, now_s)
-        if not self.finished.is_set():
+        if not self.finished.is_set() and (self._logged or not self.follower.is_open):
             await self._epochs.look(alive, now_s, self._round_s(now_s))
             self._note_started()
         if self._catching_up is not None:
             self._catching_up.look(self._claimed(now_s), now_s)
+        if self._models is not None:
+            self._models.look(self._position(now_s), now_s)
         if now_s - self._saved_s > 5.0:
             self._saved_s = now_s
             await asyncio.to_thread(self._history.put_peers, self._statuses())
@@ -339,7 +373,7 @@ class Coordinator:
             run_id=self.run_id.hex(),
             state=self._state(now_s, alive),
             epoch=head.epoch,
-            position=head.position,
+            position=self._position(now_s),
             rounds_total=self.spec.run.rounds,
             min_peers=self.spec.round.min_peers,
             chain=head.chain.hex(),
@@ -391,6 +425,8 @@ class Coordinator:
         return self.admit(status.peer_id, status.role) if left_s < self._admission_s() / 2 else b""
 
     def _publish_from(self, peer_id: str, now_s: float) -> int | None:
+        if not self._logged:
+            return None
         head = self.follower.head
         asked = self._publisher.asked(
             peer_id,
@@ -407,6 +443,13 @@ class Coordinator:
         tokens = step_tokens * self.spec.outer.inner_steps
         window = window_s(self.members.alive(now_s), tokens=tokens)
         return max(self.rounds.interval_s(), window)
+
+    def _position(self, now_s: float) -> int:
+        """How far the run is: the end of the log; by gossip where half of the trainers are."""
+        head = self.follower.head
+        if self._logged:
+            return head.position
+        return max(head.position, common_position(self.members.alive(now_s), epoch=head.epoch))
 
     def _claimed(self, now_s: float) -> int:
         """The highest position that anyone in touch claims to have."""

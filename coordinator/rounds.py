@@ -16,13 +16,15 @@ from atoll.coordinator.status import HISTORY, NAMED_PEERS, RoundSummary, RoundTr
 from atoll.optim.log import Entry, Member
 from atoll.optim.store import LogStore
 
-_OPEN = 64  # newest rounds that still take traces
+KEPT_OPEN = 64  # newest rounds that still take traces
 _AHEAD = 1024  # positions beyond the log for which traces are kept
 _RECENT = 8  # rounds whose pace counts
 
 
 @dataclass
-class _Round:
+class OpenRound:
+    """A round that still takes traces."""
+
     summary: RoundSummary | None = None
     traces: dict[str, RoundTrace] = field(default_factory=dict)
 
@@ -37,7 +39,7 @@ class Rounds:
         """
         self._history = history
         self._num_fragments = num_fragments
-        self._open: dict[int, _Round] = {}
+        self._open: dict[int, OpenRound] = {}
         history.forget_rounds(store.head.position)
         self.tokens_total = history.tokens_total()
         self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
@@ -72,7 +74,7 @@ class Rounds:
         )
         self.tokens_total += summary.tokens
         self._newest.append(summary)
-        current = self._open.setdefault(entry.position, _Round())
+        current = self._open.setdefault(entry.position, OpenRound())
         current.summary = summary
         self._close_old(entry.position)
         self._complete(current)
@@ -80,14 +82,14 @@ class Rounds:
     def trace(self, peer_id: str, trace: RoundTrace) -> None:
         """Take one member's account; of a round that is long past it is dropped."""
         newest = self._newest[-1].position if self._newest else 0
-        if not newest - _OPEN <= trace.position < newest + _AHEAD:
+        if not newest - KEPT_OPEN <= trace.position < newest + _AHEAD:
             return
-        current = self._open.setdefault(trace.position, _Round())
+        current = self._open.setdefault(trace.position, OpenRound())
         current.traces[peer_id] = trace
         if current.summary is not None:
             self._complete(current)
 
-    def _complete(self, current: _Round) -> None:
+    def _complete(self, current: OpenRound) -> None:
         summary = current.summary
         if summary is None:
             return
@@ -100,7 +102,7 @@ class Rounds:
         self._history.put_round(complete)
 
     def _close_old(self, position: int) -> None:
-        for old in [p for p in self._open if p < position - _OPEN]:
+        for old in [p for p in self._open if p < position - KEPT_OPEN]:
             del self._open[old]
 
 

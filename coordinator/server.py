@@ -39,9 +39,10 @@ import grpc
 
 from atoll.coordinator.addresses import split_address
 from atoll.coordinator.admission import AdmissionCheck
-from atoll.coordinator.catching_up import FetchMissed
+from atoll.coordinator.catching_up import CatchUp, FetchMissed
 from atoll.coordinator.coordinator import TICK_S, Coordinator
 from atoll.coordinator.follower import Follower, RunKey
+from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.history import History
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.keys import RunKeys, write_private
@@ -84,6 +85,10 @@ class BootstrapNode(Protocol):
     @property
     def fetch_missed(self) -> FetchMissed:
         """Fetches entries from peers that do not publish them."""
+        ...
+
+    def fetch_model(self, keeper: ModelKeeper) -> FetchModel:
+        """What fetches a peer's model, in a run by gossip."""
         ...
 
     async def close(self) -> None:
@@ -177,8 +182,7 @@ async def running(
         if start_node is not None:
             nodes.append(await start_node(_node_request(coordinator, state_dir)))
             stack.push_async_callback(nodes[0].close)
-            catching_up = coordinator.fetch_missed_with(nodes[0].fetch_missed)
-            stack.push_async_callback(catching_up.close)
+            stack.push_async_callback(_fetching(coordinator, nodes[0]).close)
         metrics = stack.enter_context(Metrics.served(spec.coordinator.metrics_listen))
         ticking = asyncio.create_task(_tick(coordinator, metrics))
         stack.push_async_callback(_cancel, ticking)
@@ -188,6 +192,13 @@ async def running(
             address=address,
             state_dir=state_dir,
         )
+
+
+def _fetching(coordinator: Coordinator, node: BootstrapNode) -> CatchUp | KeptModels:
+    """What keeps the coordinator's copy up to the run."""
+    if isinstance(coordinator.follower, ModelKeeper):
+        return coordinator.fetch_models_with(node.fetch_model(coordinator.follower))
+    return coordinator.fetch_missed_with(node.fetch_missed)
 
 
 @contextlib.contextmanager
@@ -235,7 +246,8 @@ def _follow(
     chain = genesis_chain(identifier, root)
     store = LogStore(state_dir / "log", run_id=identifier, genesis_chain=chain, fsync=True)
     try:
-        follower = Follower(
+        kind = ModelKeeper if spec.method().reduction == "pairs" else Follower
+        follower = kind(
             run_id=identifier,
             run_key=RunKey(signer=keys.signer),
             method=spec.method(),

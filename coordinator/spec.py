@@ -64,10 +64,10 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         method = self.method()
-        if not method.logged:
+        if not method.logged and method.reduction != "pairs":
             raise ValueError(
-                f"outer.method: expected one whose state a log can hold, got {method.name!r}; "
-                "`atoll simulate` runs it"
+                f"outer.method: expected one whose state a log can hold, or one by gossip, got "
+                f"{method.name!r}; `atoll simulate` runs it"
             )
         if method.every_step and self.outer.inner_steps != 1:
             raise ValueError(

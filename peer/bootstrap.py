@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.coordinator.catching_up import FetchMissed
+from atoll.coordinator.gossip import FetchModel, ModelKeeper
 from atoll.coordinator.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
+from atoll.peer.gossip.models import ModelFetcher
 from atoll.peer.membership import addresses_to_keep
 from atoll.peer.missed import MissedLog
 from atoll.peer.ports import free_port
@@ -78,6 +80,16 @@ class BootstrapNode:
             transport=self._node.transport,
             roster=self._node.roster,
             folder=self._request.identity_path.with_name("catching-up"),
+        )
+
+    def fetch_model(self, keeper: ModelKeeper) -> FetchModel:
+        """What fetches a peer's model, in a run by gossip."""
+        state = keeper.state
+        return ModelFetcher(
+            transport=self._node.transport,
+            roster=self._node.roster,
+            layout=state.layout,
+            memory_numel=state.memory_M.numel(),
         )
 
     async def close(self) -> None:

@@ -2,16 +2,18 @@
 
 The proof is taken from what the processes left behind, not from what this one believes: the chain
 of every peer against the chain of the coordinator's log, and the digest that every peer took of
-its parameters and outer state at the end against a digest of the checkpoint.
+its parameters and outer state at the end against a digest of the checkpoint. By gossip there is
+neither: every peer has a model of its own, and the page says how far they are apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -21,10 +23,12 @@ from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.status import PeerStatus
 from atoll.optim.log import Entry
 from atoll.optim.store import LogStore
+from atoll.peer import saved
 from atoll.peer.baseline import BaselineResult
 from atoll.peer.demo import DemoRun
 from atoll.peer.devices import Device
 from atoll.peer.learner import Evaluator
+from atoll.peer.paths import PeerPaths
 from atoll.peer.plotting import LossPlot, draw_loss
 from atoll.peer.trainer import build_model, open_corpus, validation
 
@@ -51,8 +55,11 @@ class Summary:
     utilisation: float
     seconds_to_first_round: float
     seconds: float
-    chains_equal: bool
-    states_equal: bool
+    chains_equal: bool | None
+    """None by gossip"""
+    states_equal: bool | None
+    distance_to_mean: float | None
+    """by gossip: mean distance of the peers' parameters to their mean, in lengths of that mean"""
     recovered_peers: int
     phases: dict[str, float]
     checkpoint: str
@@ -74,17 +81,19 @@ class Compared:
 def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Summary:
     """Read everything that a demo left; also draws the picture."""
     checkpoint = load_checkpoint(run.checkpoint)
-    entries = read_log(run, checkpoint)
+    gossip = spec.method().reduction == "pairs"
+    entries = [] if gossip else read_log(run, checkpoint)
+    told = told_rounds(run) if gossip else logged_rounds(entries)
     sent, received = per_peer_bytes(run)
-    ddp = ddp_bytes(checkpoint.layout.numel, len(run.peers), len(entries), spec)
+    ddp = ddp_bytes(checkpoint.layout.numel, len(run.peers), len(told), spec)
     valid_loss = held_out_loss(spec, checkpoint)
-    draw_loss(loss_plot(run, spec, entries, compared, valid_loss), plot)
+    draw_loss(loss_plot(run, spec, told, compared, valid_loss), plot)
     base = compared.baseline
-    losses = [entry.loss for entry in entries if entry.loss is not None]
+    losses = [row.loss for row in told if row.loss is not None]
     return Summary(
-        rounds=len(entries),
+        rounds=len(told),
         peers=len(run.peers),
-        tokens=counted_tokens(entries),
+        tokens=sum(row.tokens for row in told),
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         loss_baseline=base.loss if base else None,
@@ -98,13 +107,48 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
         utilisation=run.status.utilisation or mean_utilisation(run.status.peers),
         seconds_to_first_round=run.seconds_to_first_round,
         seconds=run.seconds,
-        chains_equal=chains_equal(run, entries),
-        states_equal=states_equal(run, checkpoint),
-        recovered_peers=recovered_peers(run, entries),
+        chains_equal=None if gossip else chains_equal(run, entries),
+        states_equal=None if gossip else states_equal(run, checkpoint),
+        distance_to_mean=distance_to_mean(run, spec) if gossip else None,
+        recovered_peers=recovered_peers(run, None if gossip else entries),
         phases=mean_phases(run.status.peers),
         checkpoint=str(run.checkpoint),
         plot=str(plot),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """A round, as the picture needs it."""
+
+    position: int
+    """rounds done by then"""
+    loss: float | None
+    tokens: int
+    losses: Mapping[str, float]
+    """by PeerID, where they are known"""
+
+
+def logged_rounds(entries: Sequence[Entry]) -> list[Told]:
+    """The rounds of a log; a token moves each fragment once, and is counted once."""
+    num_fragments = 1 + max((entry.fragment for entry in entries), default=0)
+    return [
+        Told(
+            position=entry.position + 1,
+            loss=entry.loss,
+            tokens=sum(member.tokens for member in contributors(entry)) // num_fragments,
+            losses={m.peer_id: m.loss for m in entry.members if m.loss is not None},
+        )
+        for entry in entries
+    ]
+
+
+def told_rounds(run: DemoRun) -> list[Told]:
+    """The rounds of a run by gossip, as its peers told of them."""
+    return [
+        Told(position=row.position, loss=row.loss, tokens=row.tokens, losses={})
+        for row in run.status.history
+    ]
 
 
 def read_log(run: DemoRun, checkpoint: Checkpoint) -> list[Entry]:
@@ -121,11 +165,13 @@ def read_log(run: DemoRun, checkpoint: Checkpoint) -> list[Entry]:
     return [Entry.decode(record.entry) for record in records]
 
 
-def counted_tokens(entries: Sequence[Entry]) -> int:
-    """Tokens whose updates are in the model; each moves every fragment once."""
-    num_fragments = 1 + max((entry.fragment for entry in entries), default=0)
-    tokens = sum(member.tokens for entry in entries for member in contributors(entry))
-    return tokens // num_fragments
+def distance_to_mean(run: DemoRun, spec: RunSpec) -> float:
+    """How far the peers' own parameters are apart, from the states that they saved at the end."""
+    paths = [PeerPaths(root=peer.folder).trainer for peer in run.peers]
+    trees = [saved.load(path, kind="trainer", run=spec.digest()) for path in paths]
+    params_PN = torch.stack([tree["worker"]["synced_N"] for tree in trees])
+    mean_N = params_PN.mean(0)
+    return float((params_PN - mean_N).norm(dim=1).mean() / mean_N.norm())
 
 
 def per_peer_bytes(run: DemoRun) -> tuple[int, int]:
@@ -160,18 +206,23 @@ def states_equal(run: DemoRun, checkpoint: Checkpoint) -> bool:
     )
 
 
-def recovered_peers(run: DemoRun, entries: list[Entry]) -> int:
-    """Peers that were killed, fetched their state from others, and were members again."""
+def recovered_peers(run: DemoRun, entries: list[Entry] | None) -> int:
+    """Peers that were killed, fetched their state from others, and took part again."""
     if run.kill is None:
         return 0
     killed = next(peer for peer in run.peers if peer.name == run.kill.peer)
     shown = next(peer for peer in run.status.peers if peer.name == killed.name)
-    again = any(
-        m.peer_id == shown.peer_id and m.incarnation == shown.incarnation
+    again = bool(shown.partner) if entries is None else is_member(shown, entries)
+    return int(bool(killed.recoveries) and shown.recoveries > 0 and again)
+
+
+def is_member(peer: PeerStatus, entries: Sequence[Entry]) -> bool:
+    """Whether a peer, since its last start, was a complete member of a round."""
+    return any(
+        m.peer_id == peer.peer_id and m.incarnation == peer.incarnation
         for e in entries
         for m in e.complete_members()
     )
-    return int(bool(killed.recoveries) and shown.recoveries > 0 and again)
 
 
 def held_out_loss(spec: RunSpec, checkpoint: Checkpoint) -> float:
@@ -195,27 +246,25 @@ def mean_phases(peers: list[PeerStatus]) -> dict[str, float]:
 
 
 def loss_plot(
-    run: DemoRun, spec: RunSpec, entries: list[Entry], compared: Compared, valid_loss: float
+    run: DemoRun, spec: RunSpec, rounds: list[Told], compared: Compared, valid_loss: float
 ) -> LossPlot:
     """The picture's content."""
     names = {peer.peer_id: peer.name for peer in run.status.peers}
     peers: dict[str, list[tuple[float, float]]] = {}
-    for entry in entries:
-        for member in entry.members:
-            curve = peers.setdefault(names.get(member.peer_id, member.peer_id[-6:]), [])
-            if member.loss is not None:
-                curve.append((entry.position + 1, member.loss))
+    for row in rounds:
+        for peer_id, loss in row.losses.items():
+            peers.setdefault(names.get(peer_id, peer_id[-6:]), []).append((row.position, loss))
     # What peers report when a round is accepted was measured on the state before it.
     told = [(r.position - 1, r.valid_loss) for r in run.status.history if r.valid_loss is not None]
-    valid = [*told, (float(len(entries)), valid_loss)]
+    valid = [*told, (float(len(rounds)), valid_loss)]
     others = {"data parallel": compared.baseline, "one peer alone": compared.alone}
-    tokens = counted_tokens(entries)
+    tokens = sum(row.tokens for row in rounds)
     return LossPlot(
         title=spec.run.name,
         subtitle=f"{spec.model.preset}, {len(run.peers)} peers, H={spec.outer.inner_steps}, "
         f"{spec.method().codec.spec}, {tokens / 1e6:.2f}M tokens",
         peers=peers,
-        run=[(entry.position + 1, entry.loss) for entry in entries if entry.loss is not None],
+        run=[(row.position, row.loss) for row in rounds if row.loss is not None],
         valid=valid,
         compared={
             name: [(p.position, p.valid_loss) for p in result.history if p.valid_loss is not None]
@@ -285,6 +334,8 @@ def _held_out(summary: Summary) -> str:
 
 
 def _verdict(summary: Summary) -> str:
+    if summary.distance_to_mean is not None:
+        return f"a model each, by gossip: {summary.distance_to_mean:.2%} from their mean"
     if summary.chains_equal and summary.states_equal:
         return "the same bits everywhere: equal chains, equal digests of the state"
     return f"NOT EQUAL: chains {summary.chains_equal}, states {summary.states_equal}"

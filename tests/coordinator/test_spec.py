@@ -63,7 +63,7 @@ def test_all_problems_are_told_at_once_with_their_lines() -> None:
         ("[outr]", "did you mean 'outer'"),
         ("[outer]\nmethod = 'dilco'", "did you mean 'diloco'"),
         ("[outer]\nmethod = 'ddp'", "expected 1 with 'ddp'"),
-        ("[outer]\nmethod = 'noloco'", "atoll simulate"),
+        ("[outer]\nmethod = 'noloco'\n[compression]\nfeedback = 1.0", "no feedback"),
         ("[outer]\nmethod = 'demo'", "expected 1 with 'demo'"),
         ("[outer]\nmethod = 'diloco(codec=int4)'", "expected codec as compression.codec"),
         ("[outer]\nmethod = 'streaming(alpha=2)'", "between 0 and 1"),

@@ -1,0 +1,187 @@
+"""A coordinator's part in a run by gossip, which has no log: who begins, how it goes, one model.
+
+    ModelKeeper    the model of one peer, named, in place of the state at the end of a log
+    KeptModels     fetches it now and then, and at the end of the run
+    ToldRounds     rounds as the peers tell of them
+
+Nobody certifies a model: the coordinator believes the peer that gives it, which it admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from atoll.coordinator.follower import Claim, Follower, NotNext
+from atoll.coordinator.history import History
+from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, Rounds
+from atoll.coordinator.status import HISTORY, Level, RoundSummary, RoundTrace
+from atoll.optim.state import OuterState
+from atoll.optim.store import Head
+
+RETRY_S = 5.0  # between two tries to fetch a model
+
+log = logging.getLogger(__name__)
+
+
+class ModelKeeper(Follower):
+    """Holds the first state, or the newest model that a peer gave."""
+
+    def resume(self) -> int:
+        """Hold the newest stored model."""
+        with self._lock:
+            self._resume_epoch()
+            self._stand_at(self._newest_snapshot())
+        return 0
+
+    def precheck(self, entry_bytes: bytes, certificate_bytes: bytes) -> Claim:
+        """There are no entries.
+
+        Raises:
+            NotNext: always.
+        """
+        raise NotNext("expected no entry in a run by gossip")
+
+    def keep(self, state: OuterState) -> None:
+        """Take a peer's model in place of the one held; blocks."""
+        with self._lock:
+            self.store.save_snapshot(state, state.root())
+            self._stand_at(state)
+
+    def _stand_at(self, state: OuterState) -> None:
+        self._state = state
+        self._head = Head(epoch=0, position=state.position, chain=state.root())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What one peer holds."""
+
+    state: OuterState
+    peer_id: str
+
+
+FetchModel = Callable[[int], Awaitable[Model | None]]
+"""Asks the peers for a model of at least this round; None where nobody gives one."""
+
+
+class KeptModels:
+    """Brings a keeper up to the run."""
+
+    def __init__(
+        self,
+        keeper: Follower,
+        fetch: FetchModel,
+        *,
+        every: int,
+        last: int,
+        on_kept: Callable[[], None],
+        say: Callable[[Level, str], None],
+    ) -> None:
+        """Fetch a model each `every` rounds (0: not before the end), and one of round `last`."""
+        self._keeper = keeper
+        self._fetch = fetch
+        self._every = every
+        self._last = last
+        self._on_kept = on_kept
+        self._say = say
+        self._task: asyncio.Task[None] | None = None
+        self._not_before_s = 0.0
+
+    def look(self, position: int, now_s: float) -> None:
+        """Begin to fetch where it is due; `position` is how far the run is."""
+        due = due_round(position, self._keeper.head.position, every=self._every, last=self._last)
+        running = self._task is not None and not self._task.done()
+        if due is not None and not running and now_s >= self._not_before_s:
+            self._not_before_s = now_s + RETRY_S
+            self._task = asyncio.create_task(self._run(due))
+
+    async def close(self) -> None:
+        """End what is under way."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self, due: int) -> None:
+        try:
+            model = await self._fetch(due)
+            if model is None or not isinstance(self._keeper, ModelKeeper):
+                return
+            await asyncio.to_thread(self._keeper.keep, model.state)
+        except Exception:
+            log.exception("no model could be kept; it is tried again")
+            return
+        self._say("info", f"kept the model of {model.peer_id[-6:]} of round {model.state.position}")
+        self._on_kept()
+
+
+def due_round(position: int, kept: int, *, every: int, last: int) -> int | None:
+    """The round of which a model is to be fetched at least; None for none.
+
+    Args:
+        position: how far the run is.
+        kept: the round of the model that is held.
+        every: rounds between two models, 0 for none before the end.
+        last: round at which the run ends, 0 if it does not.
+    """
+    if last and position >= last:
+        return last if kept < last else None
+    due = position // every * every if every else 0
+    return due if due > kept else None
+
+
+class ToldRounds(Rounds):
+    """Summaries from what the members of each round tell; they come in over some rounds."""
+
+    def __init__(self, history: History, valid_loss: Callable[[], float | None]) -> None:
+        """`valid_loss` is the mean of what the peers measured last."""
+        self._history = history
+        self._num_fragments = 1
+        self._open: dict[int, OpenRound] = {}
+        self._valid_loss = valid_loss
+        self.tokens_total = history.tokens_total()
+        self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
+
+    def tell(self, peer_id: str, trace: RoundTrace, at_s: float) -> None:
+        """Take one peer's account of a round."""
+        newest = self._newest[-1].position if self._newest else 0
+        if not newest - KEPT_OPEN <= trace.position < newest + KEPT_OPEN:
+            return
+        current = self._open.setdefault(trace.position, OpenRound())
+        current.traces[peer_id] = trace
+        before = current.summary
+        summary = _summary(list(current.traces.values()), before, at_s, self._valid_loss())
+        self.tokens_total += summary.tokens - (before.tokens if before else 0)
+        current.summary = summary
+        if before is None:
+            self._insert(summary)
+        self._close_old(newest)
+        self._complete(current)
+
+    def _insert(self, summary: RoundSummary) -> None:
+        rows = [row for row in self._newest if row.position != summary.position]
+        rows = sorted([*rows, summary], key=lambda row: row.position)
+        self._newest = deque(rows, maxlen=HISTORY)
+
+
+def _summary(
+    traces: Sequence[RoundTrace],
+    before: RoundSummary | None,
+    at_s: float,
+    valid_loss: float | None,
+) -> RoundSummary:
+    told = [(t.loss, max(1, t.tokens)) for t in traces if t.loss is not None]
+    tokens = sum(tokens for _, tokens in told)
+    return RoundSummary(
+        position=traces[0].position + 1,
+        at=before.at if before is not None else at_s,
+        loss=sum(loss * count for loss, count in told) / tokens if told else None,
+        valid_loss=valid_loss,
+        tokens=sum(t.tokens for t in traces),
+        members=sum(t.included for t in traces),
+    )

@@ -1,0 +1,61 @@
+"""The coordinator's way to a peer's model, in a run by gossip."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from atoll.coordinator.gossip import Model
+from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.transport import Transport, TransportError
+from atoll.optim.layout import Layout
+from atoll.optim.log import LogError
+from atoll.optim.state import StateError
+from atoll.peer.gossip.messages import Standing
+from atoll.peer.gossip.snapshots import fetch_state
+
+CONNECT_S = 10.0  # libp2p does not dial again for 5 s after a failure
+PATIENCE_S = 10.0  # for a piece of 1 MiB
+ASKED = 8  # peers, the furthest by their records first
+
+_log = logging.getLogger(__name__)
+
+
+class ModelFetcher:
+    """Asks one peer after another."""
+
+    def __init__(
+        self, *, transport: Transport, roster: Roster, layout: Layout, memory_numel: int
+    ) -> None:
+        """Of the coordinator's node, for states of this layout and memory."""
+        self._transport = transport
+        self._roster = roster
+        self._layout = layout
+        self._memory_numel = memory_numel
+
+    async def __call__(self, at_least: int) -> Model | None:
+        """A model of at least this round; None where nobody gives one."""
+        try:
+            records = (await self._roster.peers()).values()
+        except (RosterError, TransportError, TimeoutError, OSError) as error:
+            _log.info("the roster cannot be read: %s", error)
+            return None
+        trainers = [record for record in records if record.role == "trainer"]
+        furthest = sorted(trainers, key=lambda record: (-record.position, record.peer_id))
+        for record in furthest[:ASKED]:
+            with suppress(TransportError, LogError, StateError, TimeoutError, ValueError):
+                model = await self._from(record, at_least)
+                if model is not None:
+                    return model
+        return None
+
+    async def _from(self, record: PeerRecord, at_least: int) -> Model | None:
+        peer = record.peer_id
+        await self._transport.connect(peer, record.addresses, timeout_s=CONNECT_S)
+        reply = await self._transport.call(peer, "gossip-head", b"", timeout_s=PATIENCE_S)
+        if Standing.decode(reply).round < at_least:
+            return None
+        state = await fetch_state(
+            self._transport, peer, self._layout, self._memory_numel, patience_s=PATIENCE_S
+        )
+        return Model(state=state, peer_id=peer)

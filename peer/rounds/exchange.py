@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from atoll.peer.rounds.messages import (
     Repair,
     tagged,
 )
+from atoll.peer.rounds.owned import OwnedPart
 from atoll.peer.rounds.reduction import (
     CellRefused,
     Norms,
@@ -55,31 +55,6 @@ CODES, RESULTS = 0, 1  # what goes first
 
 class PartLost(Exception):  # noqa: N818
     """The owner of a part is gone or does not go on."""
-
-
-@dataclass(kw_only=True)
-class Arrival:
-    """Cells of a member on their way into the reduction."""
-
-    member: int
-    cells: memoryview | Sequence[bytes]
-    """a message, or frames"""
-    error: CodecError | CellRefused | None = None
-
-
-@dataclass(kw_only=True)
-class OwnedPart:
-    """A part that this peer reduces."""
-
-    reducer: PartReducer | FactorReducer
-    waiting: set[int]
-    """members whose stream has not come yet"""
-    came: set[int] = field(default_factory=set)
-    """members whose stream came: cells are taken from one stream only"""
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    arrived: list[Arrival] = field(default_factory=list)
-    """what no job has taken up yet"""
 
 
 @dataclass(kw_only=True)
@@ -244,7 +219,8 @@ class Exchange:
         expected = (set(shares) & set(senders)) - self._barred()
         for index in set(shares) - expected:
             reducer.drop(index)
-        return OwnedPart(reducer=reducer, waiting=expected - {self.me})
+        waiting = expected - {self.me}
+        return OwnedPart(reducer=reducer, compute=self._ctx.compute, waiting=waiting)
 
     def _reducer(
         self, part: int, shares: Mapping[int, Share], norms: Norms
@@ -317,15 +293,15 @@ class Exchange:
 
     async def _add_own(self, owned: OwnedPart, part: int) -> None:
         try:
-            await self._add(owned, self.me, await self._my_codes(part))
+            await owned.add(self.me, await self._my_codes(part))
             answered = 0
             while self._factors is not None and answered < owned.reducer.part.num_cells:
                 p_frames = owned.reducer.frames[answered : owned.reducer.part.num_cells]
                 if not p_frames:
-                    await self._await_frames(owned, answered)
+                    await owned.await_frames(answered, self._ctx.alive_s)
                     continue
                 bare = [frame[LENGTH.size :] for frame in p_frames]
-                await self._add(owned, self.me, await self._answers(part, answered, bare))
+                await owned.add(self.me, await self._answers(part, answered, bare))
                 answered += len(p_frames)
         except (CodecError, CellRefused) as error:  # of one's own: the part is due all the same
             await self._drop(owned, self.me, reason=f"bad-cell: {error}", level="error")
@@ -343,12 +319,7 @@ class Exchange:
             if now >= complete_by:
                 await self._drop(owned, *owned.reducer.waiting_for, reason="was past the deadline")
                 continue
-            async with owned.changed:
-                if owned.reducer.finished:
-                    return
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._ctx.alive_s):
-                        await owned.changed.wait()
+            await owned.await_end(self._ctx.alive_s)
 
     async def _receive(self, owned: OwnedPart, member: int, stream: Stream) -> None:
         try:
@@ -368,45 +339,17 @@ class Exchange:
     async def _take(self, owned: OwnedPart, member: int, message: bytes) -> None:
         if message[:1] != CELL:
             raise CellRefused(f"expected cells, got a message of kind {message[:1]!r}")
-        await self._add(owned, member, memoryview(message)[1:])
-
-    async def _add(
-        self, owned: OwnedPart, member: int, cells: memoryview | Sequence[bytes]
-    ) -> None:
-        """Take in a message or frames; one job takes all that came while the one before ran."""
-        arrival = Arrival(member=member, cells=cells)
-        owned.arrived.append(arrival)
-        async with owned.lock:
-            batch, owned.arrived = owned.arrived, []
-            if batch:
-                await self._advance(owned, accumulate, batch)
-        if arrival.error is not None:
-            raise arrival.error
+        await owned.add(member, memoryview(message)[1:])
 
     async def _drop(
         self, owned: OwnedPart, *members: int, reason: str, level: Level = "warning"
     ) -> None:
         for member in members:
             self._watch.disturbed = True
-            owned.waiting.discard(member)
-            owned.reducer.drop(member)
             self.left_out.setdefault(member, reason)
             name = short(self.group.members[member].peer_id)
             self._ctx.on_event(level, f"round {self.group.position + 1}: left out {name}: {reason}")
-        async with owned.lock:
-            await self._advance(owned, PartReducer.advance)
-
-    async def _advance(self, owned: OwnedPart, work: Callable[..., object], *given: object) -> None:
-        """Do a job of the reduction; who waits for cells hears of it only if there are more.
-
-        Each member waits for its results while each one's cells come: woken every time, a thousand
-        members would wake each other a million times for a part.
-        """
-        before = len(owned.reducer.frames)
-        await self._ctx.compute(work, owned.reducer, *given)
-        if len(owned.reducer.frames) > before:
-            async with owned.changed:
-                owned.changed.notify_all()
+            await owned.drop(member)
 
     async def _send_results(self, owned: OwnedPart, head: Reduce, stream: Stream) -> None:
         sent = num_messages = 0
@@ -415,21 +358,10 @@ class Exchange:
             messages = batches(frames, PACED_BYTES)
             await self._send_paced(stream, messages, num_messages, RESULTS)
             sent, num_messages = sent + len(frames), num_messages + len(messages)
-            if not frames and not await self._await_frames(owned, sent):
+            if not frames and not await owned.await_frames(sent, self._ctx.alive_s):
                 await stream.send(ALIVE, timeout_s=self.group.stall_s)
         _, done = await self._ctx.compute(owned.reducer.done, head.part, head.generation)
         await stream.send(tagged(PART_DONE, done), timeout_s=self.group.stall_s)
-
-    async def _await_frames(self, owned: OwnedPart, sent: int) -> bool:
-        """Whether there are more frames, or something changed, before a sign of life is due."""
-        async with owned.changed:
-            if len(owned.reducer.frames) > sent:
-                return True
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._ctx.alive_s):
-                    await owned.changed.wait()
-                return True
-        return False
 
     # the other members' side
 
@@ -551,13 +483,3 @@ class Exchange:
     def _note_sent(self) -> None:
         if not self._unsent and self.times.sent is None:
             self.times.sent = self._ctx.now()
-
-
-def accumulate(reducer: PartReducer | FactorReducer, batch: Sequence[Arrival]) -> None:
-    """Add what arrived, each member's up to its first error, and encode what is complete."""
-    for arrival in batch:
-        try:
-            reducer.add_all(arrival.member, arrival.cells)
-        except (CodecError, CellRefused) as error:
-            arrival.error = error
-    reducer.advance()

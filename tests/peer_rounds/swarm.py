@@ -97,6 +97,8 @@ class SwarmPeer:
     events: list[str] = field(default_factory=list)
     recovered: Recovered | None = None
     windows: int = 0
+    handed_in: list[Offer] = field(default_factory=list)
+    """of each window, from the first"""
     resets: int = 0
     fresh: set[int] = field(default_factory=set)
     """fragments of which the next contribution has weight 0"""
@@ -267,6 +269,7 @@ class SwarmPeer:
         self.fresh.discard(fragment)
         offer = self.tamper(self.feedbacks[fragment].offer(delta_F, weight))
         self.windows += 1
+        self.handed_in.append(offer)
         self.under_way[fragment] = Open(number=self.windows, offer=offer, delta_F=delta_F)
         here, count = self.replica.position, len(self.steps)
         turn = here + (fragment - self.swarm.replay.fragment_at(here)) % count

@@ -8,7 +8,7 @@ import torch
 from atoll.compression import CodecError, parse
 from atoll.optim.cells import Cells, body_of, pack
 from atoll.optim.layout import CELL
-from atoll.peer.rounds.exchange import Arrival, accumulate
+from atoll.peer.rounds.owned import Arrival, accumulate
 from atoll.peer.rounds.reduction import CellRefused, PartRange, PartReceiver, PartReducer, Share
 
 CODEC = parse("int8")

@@ -31,7 +31,7 @@ from typing import Annotated, ClassVar, Literal, Self, cast
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom vanish at once
 
 Verify = Callable[[str, bytes, bytes], bool]
@@ -115,6 +115,8 @@ class Member(Record):
     incarnation: Incarnation
     weight: Annotated[FiniteFloat, Field(ge=0)]
     clip: Annotated[FiniteFloat, Field(ge=0, le=1)]
+    norm: Annotated[FiniteFloat, Field(ge=0)]
+    """of the decoded contribution before it was clipped, as the peer declared it"""
     tokens: Count
     steps: Count
     loss: FiniteFloat | None
@@ -169,7 +171,7 @@ class Entry(Record):
 
     max_bytes: ClassVar[int] = 16 << 20
 
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     run_id: Digest
     epoch: Count
     position: Count

@@ -20,6 +20,7 @@ MAX_TOKENS = 1 << 40  # a window of a day at 12 million tokens/s
 MAX_STEPS = 1 << 24  # a window of a day at 194 steps/s
 WEIGHT_CAP = 4.0  # times the median: one claim of absurd work can't own the average
 CLIP_AT = 2.0  # times the median norm: honest norms stay within it, see docs/benchmarks
+DRIFT_CAP = 3.0  # times the median norm: what was left out for longer would own an update
 
 
 class WorkRefused(ValueError):  # noqa: N818
@@ -95,6 +96,23 @@ def clip_factors(
         return [1.0 for _ in rates]
     bound = at * median_low(positive)
     return [1.0 if rate <= bound else to_fp32(bound / rate) for rate in rates]
+
+
+def drift_ratio(norm: float, others: Sequence[float]) -> float:
+    """How many times the others' median norm a contribution that was left out has; 0 if unknown.
+
+    A norm a step says nothing here: what was left out grows by windows, and their steps with it.
+
+    Args:
+        norm: of the contribution.
+        others: norms of the contributions that counted; zeros are none.
+
+    Raises:
+        WorkRefused: when a norm is negative or not finite.
+    """
+    _require_amounts([norm, *others], "norm")
+    positive = [other for other in others if other > 0]
+    return norm / median_low(positive) if positive else 0.0
 
 
 def _require_amounts(values: Sequence[float], what: str) -> None:

@@ -31,7 +31,7 @@ from atoll.optim.log import Elector, Entry
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.state import OuterState
-from atoll.optim.weights import work_weight
+from atoll.optim.weights import DRIFT_CAP, drift_ratio, work_weight
 from atoll.peer.replica import Replica
 from atoll.peer.reporting import TrainerView
 from atoll.peer.rounds.engine import Rounds, Settled
@@ -361,6 +361,17 @@ class NetworkReducer:
                 members=len(entry.members),
             )
         )
+        if offered is not None and settles and (included is None or not included.any()):
+            self._drop_what_grew(entry, offered.offer.norm, state)
+
+    def _drop_what_grew(self, entry: Entry, norm: float, state: OuterState) -> None:
+        """Drop work that was left out so often that it would outweigh what the others bring."""
+        if self.method.every_step:
+            return  # sends gradients: nothing was kept for the next one
+        ratio = drift_ratio(norm, [m.norm for m in entry.members if m.weight > 0])
+        if ratio > DRIFT_CAP:
+            why = f"left out of rounds until it had {ratio:.1f} times the median norm"
+            self._reset(state, f"{why}, more than {DRIFT_CAP:g} times")
 
     def _reset(self, state: OuterState, why: str) -> None:
         self._on_event("warning", f"dropped this peer's open work: {why}")

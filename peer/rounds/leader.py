@@ -517,6 +517,7 @@ class Leadership:
                 incarnation=m.incarnation,
                 weight=m.weight,
                 clip=m.clip,
+                norm=m.norm,
                 tokens=m.tokens,
                 steps=m.steps,
                 loss=m.loss,

@@ -104,6 +104,7 @@ class Swarm:
                     steps=5,
                     loss=2.5,
                     clip=1.0,
+                    norm=1.0,
                 )
                 for e in self.electors()
             ),

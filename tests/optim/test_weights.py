@@ -2,7 +2,13 @@ import math
 
 import pytest
 
-from atoll.optim.weights import WorkRefused, cap_weights, clip_factors, work_weight
+from atoll.optim.weights import (
+    WorkRefused,
+    cap_weights,
+    clip_factors,
+    drift_ratio,
+    work_weight,
+)
 
 
 def test_weight_is_tokens_per_step():
@@ -62,3 +68,18 @@ def test_norm_of_zero_counts_for_nothing():
     assert clip_factors([0.0], [0]) == [1.0]
     with pytest.raises(WorkRefused, match="steps"):
         clip_factors([1.0], [0])
+
+
+def test_drift_is_measured_against_the_median_of_what_counted():
+    assert drift_ratio(6.0, [1.0, 2.0, 500.0]) == 3.0
+    assert drift_ratio(6.0, [0.0, 3.0, 2.0, 0.0]) == 3.0  # the lower one of the two
+
+
+def test_drift_is_unknown_where_nothing_counted():
+    assert drift_ratio(6.0, []) == drift_ratio(6.0, [0.0]) == 0.0
+
+
+@pytest.mark.parametrize("norms", [(math.inf, [1.0]), (1.0, [math.nan]), (1.0, [-1.0])])
+def test_drift_of_a_norm_that_is_none_is_refused(norms):
+    with pytest.raises(WorkRefused):
+        drift_ratio(*norms)

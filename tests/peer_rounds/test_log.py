@@ -44,6 +44,7 @@ def members(count=4):
             incarnation="0",
             weight=1.0,
             clip=1.0,
+            norm=1.0,
             tokens=100 + i,
             steps=10,
             loss=2.0 + i,
@@ -104,7 +105,7 @@ def test_the_encoding_is_pinned():
     assert fixed.digest.hex() == PINNED_DIGEST
 
 
-PINNED_DIGEST = "83f0c43f4d55282a63516b9ece974622113c02d59b0e43b465d59bc5669638c1"
+PINNED_DIGEST = "56f4360963134b88f1b91ffe4c56c0df266a2d72cc02895c90f701c81254ddd6"
 
 
 @pytest.mark.parametrize("voters", [(0, 1, 2), (0, 1), (1, 2, 3), (0, 1, 2, 3)])

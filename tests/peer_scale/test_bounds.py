@@ -18,6 +18,7 @@ def members(count):
             incarnation=e.incarnation,
             weight=1.0,
             clip=1.0,
+            norm=1.0,
             tokens=1,
             steps=1,
             loss=None,

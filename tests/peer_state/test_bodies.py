@@ -18,7 +18,7 @@ FETCH_S = 1.0
 
 def entry(position, num_bytes=100):
     member = Member(
-        peer_id="a", incarnation="0", weight=1.0, clip=1.0, tokens=1, steps=1, loss=None
+        peer_id="a", incarnation="0", weight=1.0, clip=1.0, norm=1.0, tokens=1, steps=1, loss=None
     )
     part = Part(
         start_cell=0, stop_cell=1, owner=0, generation=0, wire_bytes=num_bytes, digest=bytes(32)

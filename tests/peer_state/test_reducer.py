@@ -28,6 +28,7 @@ LAYOUT = Layout(names=("w",), shapes=((NUMEL,),))
 ME = Elector(peer_id="me", incarnation="1")
 OTHER = Elector(peer_id="other", incarnation="1")
 SPEC = RunSpec.from_dict({"compression": {"codec": "fp32"}})
+NORM = math.sqrt(NUMEL)  # of a contribution of ones
 TWO_ROUNDS = RunSpec.from_dict({"compression": {"codec": "fp32"}, "run": {"rounds": 2}})
 
 
@@ -53,6 +54,7 @@ def entry(position, *members):
                 incarnation=m.incarnation,
                 weight=10.0,
                 clip=1.0,
+                norm=NORM,
                 tokens=100,
                 steps=10,
                 loss=2.0,
@@ -339,6 +341,49 @@ def test_as_many_as_that_are_settled_one_by_one(bench):
         each.reducer.deliver(decided(position, OTHER))
     each.reducer.wait()
     assert [commit.reset for commit in each.commits] == [False] * FAR_BEHIND
+
+
+def left_out_with(each, value, *members):
+    """Hand in a contribution of a norm of so many times the others', and be left out."""
+    offered = each.submit(value=value)
+    each.reducer.deliver(decided(0, *members, settles=offered.number))
+    each.reducer.wait()
+
+
+def test_what_grew_beyond_three_times_the_median_norm_is_dropped_and_said(bench):
+    each = bench()
+    each.start()
+    left_out_with(each, 3.5, OTHER)
+    assert [commit.reset for commit in each.commits] == [False, True]
+    assert each.said == [
+        "dropped this peer's open work: left out of rounds until it had 3.5 times the median norm, "
+        "more than 3 times"
+    ]
+    assert each.submit(1).offer.weight == 0.0
+
+
+def test_what_was_left_out_and_did_not_grow_that_far_stays_in_the_drift(bench):
+    each = bench()
+    each.start()
+    left_out_with(each, 2.9, OTHER)
+    assert [commit.reset for commit in each.commits] == [False]
+    assert each.submit(1).offer.weight > 0
+
+
+def test_a_null_entry_says_nothing_of_norms(bench):
+    each = bench()
+    each.start()
+    left_out_with(each, 100.0)
+    assert [commit.reset for commit in each.commits] == [False]
+
+
+def test_what_is_counted_is_not_dropped_however_long_it_is(bench):
+    each = bench()
+    each.start()
+    offered = each.submit(value=100.0)
+    each.reducer.deliver(decided(0, OTHER, ME, settles=offered.number, included=[False, True]))
+    each.reducer.wait()
+    assert [commit.reset for commit in each.commits] == [False]
 
 
 def test_a_reset_frees_who_waits_and_forgets_the_residual(bench):

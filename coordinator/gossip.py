@@ -152,6 +152,9 @@ class ToldRounds(Rounds):
         newest = self._newest[-1].position if self._newest else 0
         if not newest - KEPT_OPEN <= trace.position < newest + KEPT_OPEN:
             return
+        known = any(row.position == trace.position + 1 for row in self._newest)
+        if known and trace.position not in self._open:
+            return  # told before this process began
         current = self._open.setdefault(trace.position, OpenRound())
         current.traces[peer_id] = trace
         before = current.summary

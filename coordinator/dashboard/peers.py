@@ -176,7 +176,9 @@ def details(peer: PeerStatus | None, width: int) -> Content:
         ("received", text.size(peer.wire_bytes_received)),
         ("up", f"{text.count(peer.uplink_mbit_s)} Mbit/s"),
         ("down", f"{text.count(peer.downlink_mbit_s)} Mbit/s"),
-        ("chain", text.short_hash(peer.chain)),
+        ("meets", text.short_id(peer.partner))
+        if peer.partner
+        else ("chain", text.short_hash(peer.chain)),
         ("version", text.clean(peer.version, num_max=24)),
     ]
     line = Content.assemble((f" {label(peer)} ", "bold $primary"))

@@ -1,0 +1,204 @@
+"""A coordinator of a run by gossip: it begins the run, tells of rounds, and keeps one model."""
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.coordinator.checkpoints import load_checkpoint
+from atoll.coordinator.gossip import Model, ModelKeeper, ToldRounds, due_round
+from atoll.coordinator.history import History
+from atoll.coordinator.server import running
+from atoll.coordinator.spec import RunSpec
+from atoll.coordinator.status import RoundTrace
+from atoll.optim.state import OuterState
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kit import LAYOUT, Net, Swarm, genesis, run
+
+SPEC = RunSpec.from_dict(
+    {
+        "run": {"name": "talk", "rounds": 6},
+        "outer": {"method": "noloco"},
+        "round": {"min_peers": 2},
+        "coordinator": {
+            "listen": "127.0.0.1:0",
+            "dht_listen": "127.0.0.1:0",
+            "checkpoint_every": 2,
+        },
+    }
+)
+
+
+class Node:
+    """A first DHT node of which peers give whatever `models` holds."""
+
+    def __init__(self):
+        self.addresses, self.models, self.asked = [], [], []
+
+    def fetch_model(self, keeper):
+        assert keeper.state.layout == LAYOUT
+
+        async def fetch(at_least):
+            self.asked.append(at_least)
+            return self.models.pop(0) if self.models else None
+
+        return fetch
+
+    async def close(self):
+        """Nothing to leave."""
+
+
+def model(position, value=1.0):
+    state = OuterState.genesis(LAYOUT, torch.full((LAYOUT.numel,), value)).at(position)
+    return Model(state=state, peer_id="12D3KooWpeer")
+
+
+@contextlib.asynccontextmanager
+async def talk(folder, node):
+    async def start_node(request):
+        return node
+
+    async with contextlib.AsyncExitStack() as stack:
+        up = await stack.enter_async_context(running(SPEC, genesis, folder, start_node=start_node))
+        yield Net(up=up, swarm=Swarm(), stack=stack)
+
+
+async def tick_until(net, condition):
+    for _ in range(200):
+        await net.up.coordinator.tick()
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("expected it within 200 ticks")
+
+
+@pytest.mark.parametrize(
+    ("position", "kept", "every", "last", "due"),
+    [
+        (0, 0, 2, 0, None),
+        (1, 0, 2, 0, None),
+        (3, 0, 2, 0, 2),
+        (3, 2, 2, 0, None),
+        (9, 0, 0, 0, None),
+        (9, 0, 0, 10, None),
+        (10, 8, 4, 10, 10),
+        (10, 0, 0, 10, 10),
+        (10, 10, 4, 10, None),
+    ],
+)
+def test_when_a_model_is_due(position, kept, every, last, due):
+    assert due_round(position, kept, every=every, last=last) == due
+
+
+def test_a_run_by_gossip_begins_with_enough_peers_and_opens_nothing_after(tmp_path):
+    async def main():
+        async with talk(tmp_path / "c", Node()) as net:
+            clients = [net.client(0), net.client(1)]
+            joined = await clients[0].join()
+            assert joined.epoch == b""
+            await clients[0].heartbeat(net.swarm.status(0))
+            await net.up.coordinator.tick()
+            assert net.up.coordinator.status().state == "waiting"
+            await clients[1].join()
+            beat = await clients[1].heartbeat(net.swarm.status(1))
+            await net.up.coordinator.tick()
+            beat = await clients[1].heartbeat(net.swarm.status(1))
+            assert beat.epoch
+            assert beat.publish_from is None
+            assert net.up.coordinator.status().state == "training"
+            net.up.coordinator._steady = lambda: 1e9  # an hour without progress
+            await net.up.coordinator.tick()
+            assert len(net.up.coordinator.follower.store.epochs()) == 1
+
+    run(main())
+
+
+def test_models_are_kept_as_checkpoints_and_given_to_joiners(tmp_path):
+    node = Node()
+
+    async def main():
+        async with talk(tmp_path / "c", node) as net:
+            clients = [net.client(0), net.client(1)]
+            for index, client in enumerate(clients):
+                await client.join()
+                await client.heartbeat(net.swarm.status(index))
+            await net.up.coordinator.tick()
+            for index, client in enumerate(clients):
+                status = net.swarm.status(index, position=3, partner="12D3KooWother")
+                assert (await client.heartbeat(status)).publish_from is None
+            node.models = [model(3)]
+            coordinator = net.up.coordinator
+            await tick_until(net, lambda: coordinator.follower.head.position == 3)
+            assert node.asked[0] == 2
+            status = coordinator.status()
+            assert (status.position, status.peers[0].partner) == (3, "12D3KooWother")
+            assert any("kept the model of" in event.text for event in status.events)
+            snapshot = await clients[0].fetch_snapshot()
+            assert (snapshot.position, snapshot.root) == (3, model(3).state.root())
+            for index, client in enumerate(clients):
+                await client.heartbeat(net.swarm.status(index, position=6))
+            node.models = [model(6, 2.0)]
+            coordinator._models._not_before_s = 0.0
+            await tick_until(net, coordinator.finished.is_set)
+            assert coordinator.status().state == "finished"
+        kept = load_checkpoint(tmp_path / "c" / "checkpoints" / "talk-00000006.safetensors")
+        assert kept.state.root() == model(6, 2.0).state.root()
+
+    run(main())
+
+
+def test_started_again_it_holds_the_same_model_and_the_run_has_begun(tmp_path):
+    node = Node()
+
+    async def first():
+        async with talk(tmp_path / "c", node) as net:
+            clients = [net.client(0), net.client(1)]
+            for index, client in enumerate(clients):
+                await client.join()
+                await client.heartbeat(net.swarm.status(index))
+            await net.up.coordinator.tick()
+            keeper = net.up.coordinator.follower
+            assert isinstance(keeper, ModelKeeper)
+            keeper.keep(model(4).state)
+
+    async def second():
+        async with talk(tmp_path / "c", node) as net:
+            assert net.up.coordinator.follower.head.position == 4
+            joined = await net.client(0).join()
+            assert joined.epoch
+            assert joined.head.position == 4
+
+    run(first())
+    run(second())
+
+
+def test_rounds_are_what_their_members_tell(tmp_path):
+    history = History(tmp_path / "history.db")
+    rounds = ToldRounds(history, lambda: 3.5)
+
+    def tell(peer, position, at_s, **changes):
+        values = {"included": True, "loss": 2.0, "tokens": 100, "wire_bytes_sent": 7}
+        rounds.tell(peer, RoundTrace(position=position, **(values | changes)), at_s)
+
+    tell("ann", 0, 10.0)
+    tell("bob", 0, 11.0, loss=4.0, tokens=300)
+    tell("ann", 2, 12.0)
+    tell("bob", 1, 13.0, included=False, tokens=0, reasons={"ann": "is ahead"})
+    newest = rounds.newest()
+    assert [row.position for row in newest] == [1, 2, 3]
+    assert (newest[0].loss, newest[0].members, newest[0].tokens) == (3.5, 2, 400)
+    assert (newest[0].at, newest[0].wire_bytes, newest[0].valid_loss) == (10.0, 14, 3.5)
+    assert (newest[1].members, newest[1].reasons) == (0, {"ann": "is ahead"})
+    assert rounds.tokens_total == 500
+    tell("eve", 10**6, 14.0)
+    assert len(rounds.newest()) == 3
+    again = ToldRounds(history, lambda: None)
+    assert again.tokens_total == 500
+    assert [row.position for row in again.newest()] == [1, 2, 3]
+    again.tell("late", RoundTrace(position=0, included=True, tokens=100), 15.0)
+    assert again.newest() == rounds.newest()
+    history.close()

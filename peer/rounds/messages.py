@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, FiniteFloat
+from pydantic import AfterValidator, Field, FiniteFloat
 
 from atoll.optim.log import (
     Count,
@@ -36,12 +36,23 @@ from atoll.optim.log import (
     Signature,
     sha256,
 )
+from atoll.optim.outer import to_fp32
 
 PROTOCOL = 3
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
 
 Weight = Annotated[FiniteFloat, Field(ge=0)]
+
+
+def _is_fp32(value: float) -> float:
+    if to_fp32(value) != value:
+        raise ValueError(f"expected a value of fp32, got {value}")
+    return value
+
+
+Share = Annotated[Weight, AfterValidator(_is_fp32)]
+"""A weight as updates carry it: what fp32 doesn't hold would differ from member to member."""
 
 
 class Known(Record):
@@ -93,8 +104,8 @@ class GroupMember(Record):
 
     peer_id: PeerId
     incarnation: Incarnation
-    weight: Weight
-    clip: Weight
+    weight: Share
+    clip: Annotated[Weight, Field(le=1)]
     norm: Weight
     tokens: Count
     steps: Count

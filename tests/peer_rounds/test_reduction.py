@@ -1,7 +1,10 @@
 """An owner's arithmetic: prefixes, weights, clipping, and what it refuses."""
 
 import math
+import struct
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +12,9 @@ import torch
 from atoll.compression import CodecError, parse
 from atoll.optim.cells import LENGTH, Cells, body_of, pack, unpack
 from atoll.optim.layout import CELL
+from atoll.optim.log import MalformedRecord
 from atoll.optim.robust import REDUCERS, rule_of
-from atoll.peer.rounds.messages import PACED_BYTES, PIECE_BYTES
+from atoll.peer.rounds.messages import PACED_BYTES, PIECE_BYTES, GroupMember
 from atoll.peer.rounds.reduction import (
     CellRefused,
     FrameBuffer,
@@ -22,10 +26,14 @@ from atoll.peer.rounds.reduction import (
     split_frames,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
+from swarm import identity_of
+
 CODEC = parse("int8")
 NUMEL = 3 * CELL + 100
 CELLS = Cells.of_vector(CODEC, NUMEL)
 PART = PartRange(start_cell=1, stop_cell=4, cells=CELLS)
+PEER = identity_of(0).peer_id
 LIMITS = [PART.max_sent_bytes(i) for i in range(PART.num_cells)]
 
 
@@ -160,6 +168,21 @@ def test_a_frame_that_claims_more_than_it_may_is_refused_before_it_comes():
     buffer = FrameBuffer([100])
     with pytest.raises(CellRefused, match="at most 100"):
         buffer.feed(memoryview(LENGTH.pack(1 << 31) + bytes(50)))
+
+
+def member(**changes):
+    fields = {"weight": 128.0, "clip": 1.0, "norm": 1e300, "tokens": 1280, "steps": 10}
+    return GroupMember(peer_id=PEER, incarnation="f" * 32, loss=None, **(fields | changes))
+
+
+def test_a_weight_that_fp32_does_not_hold_is_no_groups():
+    assert GroupMember.decode(member().encode()) == member()
+    for weight in (1e300, 1e-60, 128.0 + 2**-30):
+        lie = member().encode().replace(struct.pack(">d", 128.0), struct.pack(">d", weight))
+        with pytest.raises(MalformedRecord, match="weight"):
+            GroupMember.decode(lie)
+    with pytest.raises(ValueError, match="clip"):
+        member(clip=1.01)
 
 
 def test_one_cell_too_many_is_refused():

@@ -9,7 +9,8 @@ The rate is what the owner declared, else what transfers showed: how fast others
 in the later part of the longest time in which more waited to leave, the median of some rounds.  Now
 and then a round searches for more than that (the idea of BBR, ACM Queue 14(5), 2016, with a round
 for its round trips).  A peer that knows nothing yet is not paced; the first round then measures.
-Nor may more than ``QUEUE_S`` of it be under way and unconfirmed, however wrong the rate.
+Nor may more than ``QUEUE_S`` of it queue beyond what is under way for a round trip, however wrong
+the rate.  Round trips are those of questions that peers answer at once, the least of each peer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import asyncio
 import heapq
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -35,7 +37,11 @@ BURST_S = 0.03  # what a busy machine may catch up; at 100% of the link such a q
 SAMPLE_S = 0.1  # between readings of what the link carried
 WINDOW_S = 0.3  # a shorter rate says more about buffers than about the link
 KEPT_ROUNDS = 8  # of which the median counts: confirmations queue behind what the others send
-QUEUE_S = 0.3  # of unconfirmed bytes at most: signs of life travel behind them
+QUEUE_S = 0.25  # of bytes at most that wait on the way: signs of life travel behind them
+ROUND_TRIP_S = 0.05  # what one is taken for before a peer has answered
+MAX_ROUND_TRIP_S = 1.0  # longer ones say more of a busy machine than of a link
+MAX_PEERS = 64  # of which round trips are kept: those who were asked last
+KEPT_ROUND_TRIPS = 8  # of a peer, of which the least counts: routes change
 MIN_IN_FLIGHT_BYTES = 1 << 18
 LOST_SHARE = 0.02  # of what is unconfirmed, a reading: what was sent to the dead never is
 BITS = 8e-6  # Mbit in a byte
@@ -149,6 +155,7 @@ class Pacer:
         self._granted = False
         self._in_flight = 0.0
         self._limit = float(MIN_IN_FLIGHT_BYTES)
+        self.round_trip_s = ROUND_TRIP_S
         self._timer: asyncio.TimerHandle | None = None
 
     def restart(self) -> None:
@@ -159,7 +166,7 @@ class Pacer:
         """So much was delivered in the last ``seconds``."""
         self._in_flight = max(0.0, self._in_flight - num_bytes) * (1 - LOST_SHARE)
         bytes_s = max((self.rate_mbit_s or 0.0) / BITS, num_bytes / max(seconds, 1e-3))
-        self._limit = max(MIN_IN_FLIGHT_BYTES, QUEUE_S * bytes_s)
+        self._limit = max(MIN_IN_FLIGHT_BYTES, (self.round_trip_s + QUEUE_S) * bytes_s)
         self._grant()
 
     def was_busy(self) -> bool:
@@ -220,6 +227,7 @@ class Link:
     def __init__(self) -> None:
         """Nothing declared, nothing known."""
         self.pacer = Pacer()
+        self._round_trips: dict[str, deque[float]] = {}
         self._watches: set[Watch] = set()
         self._samples: list[Sample] = []
         self._reading: asyncio.Task[None] | None = None
@@ -244,6 +252,15 @@ class Link:
         Rounds seldom fill a downlink, so that is a lower bound; few links are slower down than up.
         """
         return max(self._down_mbit_s, self.uplink_mbit_s)
+
+    def note_round_trip(self, peer: str, seconds: float) -> None:
+        """A peer answered a question after so long; the furthest one's round trip counts."""
+        kept = self._round_trips.pop(peer, deque(maxlen=KEPT_ROUND_TRIPS))
+        kept.append(min(seconds, MAX_ROUND_TRIP_S))
+        self._round_trips[peer] = kept
+        while len(self._round_trips) > MAX_PEERS:
+            del self._round_trips[next(iter(self._round_trips))]
+        self.pacer.round_trip_s = max(min(trips) for trips in self._round_trips.values())
 
     def watch(self, transport: Transport) -> Watch:
         """A reduction begins."""

@@ -157,6 +157,8 @@ async def ask_head(ctx: Context, peer: str) -> Head | None:
     """Where a peer stands; None if it does not say so soon: then it is frozen or gone."""
     with suppress(TransportError, ValueError):
         timeout_s = HEAD_STALLS * ctx.settings.stall_s
-        known = Known(epoch=ctx.known_epoch).encode()
-        return Head.decode(await ctx.transport.call(peer, "head", known, timeout_s=timeout_s))
+        known, asked_at = Known(epoch=ctx.known_epoch).encode(), ctx.now()
+        answer = await ctx.transport.call(peer, "head", known, timeout_s=timeout_s)
+        ctx.link.note_round_trip(peer, ctx.now() - asked_at)
+        return Head.decode(answer)
     return None

@@ -12,6 +12,7 @@ from atoll.peer.rounds.pacing import (
     GAIN,
     MIN_IN_FLIGHT_BYTES,
     QUEUE_S,
+    ROUND_TRIP_S,
     SEARCH_EVERY,
     SEARCH_GAIN,
     UNKNOWN_MBIT_S,
@@ -72,7 +73,8 @@ def test_no_more_is_under_way_than_was_confirmed_lately():
 
     first, second = run(main())
     assert first == -(-MIN_IN_FLIGHT_BYTES // PIECE)
-    assert second == pytest.approx(first + 4 + (QUEUE_S * 40 - first), abs=2)
+    limit_s = QUEUE_S + ROUND_TRIP_S
+    assert second == pytest.approx(first + 4 + (limit_s * 40 - first), abs=2)
 
 
 def test_what_is_never_confirmed_blocks_nobody_for_ever():
@@ -307,3 +309,44 @@ def test_a_reduction_that_stumbled_spoils_what_was_read_beside_it():
 
     (after,) = run(main())
     assert after == pytest.approx((2.0, 3.0), abs=0.11)
+
+
+async def carried_mbit_s(link, capacity_mbit_s, round_trip_s, *, seconds):
+    """What a long link carries of a peer that always has more to send; confirmations take long."""
+    loop, delivered, free_at_s = asyncio.get_running_loop(), [0], [0.0]
+
+    def arrive():
+        delivered[0] += PIECE
+
+    async def send():
+        while True:
+            await link.pacer.turn(PIECE, (0,))
+            free_at_s[0] = max(loop.time(), free_at_s[0]) + PIECE * 8e-6 / capacity_mbit_s
+            loop.call_at(free_at_s[0] + round_trip_s, arrive)
+
+    counters = SimpleNamespace(
+        statistics=lambda: SimpleNamespace(wire_bytes_delivered=delivered[0], wire_bytes_received=0)
+    )
+    watch, sending = link.watch(counters), asyncio.create_task(send())
+    await asyncio.sleep(seconds)
+    watch.close()
+    sending.cancel()
+    return delivered[0] * 8e-6 / seconds
+
+
+@pytest.mark.parametrize(("declared_mbit_s", "gain"), [(0.0, 1.2), (50.0, 1.05)])
+def test_a_round_trip_of_300_ms_slows_nobody_who_knows_it(declared_mbit_s, gain):
+    """In a round of three seconds, of which the last confirmations miss a tenth."""
+
+    async def main(known):
+        link = Link()
+        link.declare(declared_mbit_s)
+        if known:
+            for seconds in (1.3, 0.3, 0.31):  # the first had to dial
+                link.note_round_trip("far", seconds)
+            link.note_round_trip("near", 0.01)
+        return await carried_mbit_s(link, 50.0, 0.3, seconds=3.0)
+
+    with_it, without = run(main(known=True)), run(main(known=False))
+    assert with_it > gain * without
+    assert with_it > 0.75 * 50.0

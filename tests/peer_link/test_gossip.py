@@ -1,4 +1,4 @@
-"""Runs by gossip over libp2p: peers meet, a joiner takes a state, one starts again, one is alone."""
+"""Runs by gossip over libp2p: peers meet, one joins, one starts again, one is alone."""
 
 import threading
 

@@ -19,6 +19,7 @@ SETTINGS = {
     "ddp": (1, {}),
     "ddp(codec=powersgd(rank=1))": (1, {}),
     "ddp(codec=int8, feedback=1.0)": (1, {}),
+    "diloco(codec=powersgd(rank=1))": (3, {}),
     "streaming(count=2, tau=2)": (4, {}),
     "streaming(count=3, pattern=sequential, tau=4, codec=int4)": (4, {"blocks": 3}),
     "eager(peers=3)": (3, {}),

@@ -140,6 +140,8 @@ class Gossip:
         self._committed: deque[bytes] = deque(maxlen=KEPT_IDS)
         self._invited: deque[bytes] = deque(maxlen=KEPT_IDS)
         self._heard: dict[str, int] = {}
+        self._waiting: set[str] = set()
+        """whose invitations have no answer yet"""
         self._hungry = 0
         self._window_s = 0.0
         self._settled_s: float | None = None
@@ -458,7 +460,11 @@ class Gossip:
         check_weight(self._ctx, terms)
         self._expect_welcome(remote, terms)
         self._heard[remote] = terms.round
-        here = await self._until_ready(remote, terms, stream)
+        self._waiting.add(remote)
+        try:
+            here = await self._until_ready(remote, terms, stream)
+        finally:
+            self._waiting.discard(remote)
         here.ended = asyncio.get_running_loop().create_future()
         self._meeting = remote
         self._changed.set()
@@ -485,6 +491,8 @@ class Gossip:
             raise Refused("protocol", f"expected protocol {PROTOCOL}, got {terms.protocol}")
         if terms.exchange in self._invited:
             raise Refused("replayed", "this meeting was begun before")
+        if remote in self._waiting:
+            raise Refused("paired", "another invitation of yours waits for an answer")
         if not self.begun or self._closing:
             raise Refused("not-begun", "expected a peer that takes part in rounds")
         self._invited.append(terms.exchange)

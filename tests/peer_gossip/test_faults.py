@@ -1,5 +1,6 @@
 """Meetings that break, at every message, and peers that die, freeze, lie or lose each other."""
 
+import asyncio
 import re
 import sys
 from pathlib import Path
@@ -370,3 +371,51 @@ def test_a_meeting_is_not_begun_twice():
     told = refused(lambda peer: tagged(TERMS, terms_of(peer)), twice=True)
     assert told[0] in ("training", "elsewhere", "paired")
     assert told[1] == "replayed"
+
+
+def test_a_peer_that_was_frozen_for_minutes_goes_on_and_counts_once():
+    """It takes over the others' count; its weights and its mass are what they were."""
+
+    async def use(crowd):
+        peers = await crowd.start(4)
+        await crowd.rounds(5)
+        mass, _ = kept(peers)
+        frozen = peers[2]
+        await crowd.until(lambda: frozen.gossip._meeting is None)
+        crowd.network.freeze(frozen.peer_id)
+        before = frozen.position
+        await asyncio.sleep(180.0)
+        assert min(p.position for p in peers if p is not frozen) > before + 15
+        crowd.network.thaw(frozen.peer_id)
+        met = len(frozen.met)
+        await crowd.until(lambda: len(frozen.met) >= met + 3, 200)
+        assert max(p.position for p in peers) - frozen.position <= 2
+        assert kept(peers)[0] == pytest.approx(mass)
+        torch.testing.assert_close(
+            frozen.counted_N + frozen.drift_N, frozen.trained_N, rtol=0, atol=1e-5
+        )
+
+    in_crowd(use)
+
+
+def test_one_invitation_of_a_peer_waits_at_a_time():
+    async def use(crowd):
+        peers = await crowd.start(2, window_s=30.0)
+        stranger = crowd.network.transport("stranger")
+        told = []
+        streams = []
+        for number in range(2):
+            stream = await stranger.open(peers[0].peer_id, "gossip", timeout_s=5)
+            streams.append(stream)
+            terms = terms_of(peers[0], patience_s=60.0, exchange=bytes([number]) * 16)
+            await stream.send(tagged(TERMS, terms), timeout_s=5)
+        try:
+            while await streams[1].recv(timeout_s=10) is not None:
+                pass
+        except Refused as error:
+            told.append(error.code)
+        assert told == ["paired"]
+        for stream in streams:
+            await stream.close()
+
+    in_crowd(use)

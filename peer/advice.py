@@ -20,7 +20,7 @@ from atoll.optim import methods
 from atoll.optim.fragments import FragmentError
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
-from atoll.peer.plan import Prediction, Setting, delay_of, fragments_of, predict
+from atoll.peer.plan import Prediction, Setting, fragments_of, predict
 
 GAP_BY_WINDOW = ((1, 0.0), (10, 0.024), (25, 0.039), (50, 0.053), (100, 0.063))
 """H, and the share by which `diloco` with int8 ends above data parallel: 0.93M parameters, 13.1M
@@ -145,7 +145,7 @@ def _fits(method: Method, model: nn.Module, inner_steps: int) -> bool:
         fragments_of(method, Layout.of(model))
     except FragmentError:
         return False
-    return delay_of(method, inner_steps) <= inner_steps
+    return method.hidden_steps(inner_steps) <= inner_steps
 
 
 def option_of(method: Method, model: nn.Module, setting: Setting, *, inner_steps: int) -> Option:

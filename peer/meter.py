@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QUIET_MBIT_S = 1.0  # what does not exceed it may be heartbeats, and says nothing of the link
 MIN_INTERVAL_S = 0.5  # shorter readings say more about buffers than about the link
 BITS = 8e-6  # Mbit in a byte
 
@@ -43,7 +44,8 @@ class Meter:
         return self._last
 
     def _use(self, rate_mbit_s: float) -> LinkUse:
-        self._peak_mbit_s = max(self._peak_mbit_s, rate_mbit_s)
+        if rate_mbit_s > QUIET_MBIT_S:
+            self._peak_mbit_s = max(self._peak_mbit_s, rate_mbit_s)
         capacity = self._declared_mbit_s or self._peak_mbit_s
         use = min(1.0, rate_mbit_s / capacity) if capacity else 0.0
         return LinkUse(capacity_mbit_s=capacity, use=use)

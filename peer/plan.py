@@ -31,11 +31,6 @@ from atoll.optim.cells import Cells
 from atoll.optim.fragments import Fragment, codec_of
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
-from atoll.optim.methods.co2 import CO2Method
-from atoll.optim.methods.demo import DeMoMethod
-from atoll.optim.methods.eager import EagerMethod
-from atoll.optim.methods.sparseloco import SparseLoCoMethod
-from atoll.optim.methods.streaming import StreamingMethod
 from atoll.optim.muon import muon_groups
 from atoll.peer import data, models
 from atoll.peer.devices import Device
@@ -146,7 +141,7 @@ def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: 
     sent = [sent_bytes(method, fragment, setting.peers) for fragment in fragments]
     rounds_s = [round_s(size, setting) for size in sent]
     window_s = inner_steps * setting.step_s
-    waits_s = _waits_s(rounds_s, window_s, delay_of(method, inner_steps) * setting.step_s)
+    waits_s = _waits_s(rounds_s, window_s, method.hidden_steps(inner_steps) * setting.step_s)
     lost_s = waits_s + sum(_codec_s(method, fragment, setting.peers) for fragment in fragments)
     return Prediction(
         spec=method.spec,
@@ -214,19 +209,6 @@ def round_s(sent: float, setting: Setting) -> float:
     return ROUND_TRIPS * setting.rtt_s + max(link_s, cpu_s)
 
 
-def delay_of(method: Method, inner_steps: int) -> int:
-    """Inner steps that a reduction may travel before it is waited for."""
-    if isinstance(method, StreamingMethod | SparseLoCoMethod):
-        return method.tau
-    if isinstance(method, DeMoMethod):
-        return method.delay
-    return inner_steps if _is_a_window_late(method) else 0
-
-
-def _is_a_window_late(method: Method) -> bool:
-    return isinstance(method, EagerMethod) or (isinstance(method, CO2Method) and method.stale)
-
-
 def _waits_s(rounds_s: Sequence[float], window_s: float, hidden_s: float) -> float:
     """Of a window: what each round takes beyond its delay, or all of them beyond the window."""
     late_s = sum(max(0.0, seconds - hidden_s) for seconds in rounds_s)
@@ -258,8 +240,7 @@ def memory_bytes(method: Method, model: nn.Module, peers: int) -> int:
     vectors += 2  # local values, flat, and what is sent
     vectors += 2 if method.feedback > 0 else 0  # residual, and its change
     vectors += 2  # local values as handed in, and the update
-    if _is_a_window_late(method):  # where the window began, what was sent, what is owed
-        vectors += 3 + (3 if isinstance(method, EagerMethod) else 0)
+    vectors += method.window_vectors
     fragments = fragments_of(method, layout)
     body = sum(body_bytes(method, fragment) for fragment in fragments)
     frames = peers if method.reduction == "gather" else 2

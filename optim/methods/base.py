@@ -145,6 +145,15 @@ class Method(ABC):
         """
         return {}
 
+    def hidden_steps(self, inner_steps: int) -> int:
+        """Inner steps that a reduction may travel before it is waited for, of windows of H."""
+        return 0
+
+    @property
+    def window_vectors(self) -> int:
+        """Vectors as long as the model that a worker keeps of a window beyond what it handed in."""
+        return 0
+
     def scalars(self, inner_lr: float) -> tuple[float, float]:
         """Learning rate and momentum of an outer step, as its entry carries them.
 

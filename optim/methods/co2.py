@@ -83,6 +83,15 @@ class CO2Method(Method):
             clip=self.clip,
         )
 
+    def hidden_steps(self, inner_steps: int) -> int:
+        """A whole window, or nothing."""
+        return inner_steps if self.stale else 0
+
+    @property
+    def window_vectors(self) -> int:
+        """Where it began, what was sent and what is owed."""
+        return 3 if self.stale else 0
+
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:

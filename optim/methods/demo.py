@@ -82,6 +82,10 @@ class DeMoMethod(Method):
         """Descent along the sign."""
         return descend(state, update_F, lr=lr, decay=self.decay, signed=True)
 
+    def hidden_steps(self, inner_steps: int) -> int:
+        """As `delay` says."""
+        return self.delay
+
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:

@@ -53,6 +53,15 @@ class EagerMethod(DiLoCoMethod):
         found = super().defaults_for(rounds=rounds, inner_steps=inner_steps, peers=peers)
         return found | {"peers": peers}
 
+    def hidden_steps(self, inner_steps: int) -> int:
+        """A whole window."""
+        return inner_steps
+
+    @property
+    def window_vectors(self) -> int:
+        """Where it began, what was sent and what is owed; and as many of what is fresh."""
+        return 6
+
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:

@@ -101,6 +101,10 @@ class SparseLoCoMethod(Method):
         """Plain descent."""
         return descend(state, update_F, lr=lr, fragment=fragment)
 
+    def hidden_steps(self, inner_steps: int) -> int:
+        """As `tau` says."""
+        return self.tau
+
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:

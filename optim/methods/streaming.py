@@ -65,6 +65,10 @@ class StreamingMethod(DiLoCoMethod):
         cut = cuts.strided if self.pattern == "strided" else cuts.sequential
         return cut(layout, self.count, tensors=not self.codec.elementwise)
 
+    def hidden_steps(self, inner_steps: int) -> int:
+        """As `tau` says."""
+        return self.tau
+
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:

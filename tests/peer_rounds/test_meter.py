@@ -31,3 +31,12 @@ def test_more_than_the_declared_capacity_is_all_of_it():
     meter = Meter(8.0)
     meter.read(0, 0.0)
     assert meter.read(100_000_000, 1.0).use == 1.0
+
+
+def test_a_peer_that_only_sends_heartbeats_does_not_fill_its_link():
+    meter = Meter()
+    meter.read(0, 0.0)
+    quiet = meter.read(5_000, 1.0)
+    assert (quiet.capacity_mbit_s, quiet.use) == (0.0, 0.0)
+    assert meter.read(1_255_000, 2.0).capacity_mbit_s == pytest.approx(10.0)
+    assert meter.read(1_255_000 + 12_500, 3.0).use == pytest.approx(0.01)

@@ -149,6 +149,24 @@ def test_rounds_equal_the_process_within_rounding(tmp_path, rank, peers):
     run_virtual(scenario())
 
 
+def test_a_tensor_longer_than_a_message_travels_in_pieces(tmp_path):
+    """1.7 MB for the one that is sent whole; a message has at most 1 MiB."""
+    large = Layout(names=("whole", "factors"), shapes=((600, 700), (300_000, 3, 4)))
+
+    async def scenario():
+        swarm = Swarm(tmp_path, layout=large, method="ddp(codec=powersgd(rank=200))", codec=None)
+        cells = swarm.replay.cells_at(0)
+        assert cells.ranks == (0, 0)
+        assert min(cells.sizes) > 1 << 20
+        members = await swarm.start(3)
+        await swarm.until(lambda: all(p.replica.position >= 2 for p in members))
+        assert swarm.same_bits(members)
+        assert all(s.included is not None for p in members for s in p.settled)
+        await swarm.stop()
+
+    run_virtual(scenario())
+
+
 def test_errors_and_updates_add_up_to_what_was_learned(tmp_path):
     async def scenario():
         swarm = Swarm(tmp_path, layout=LAYOUT, method=METHOD, codec=None)

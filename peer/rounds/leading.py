@@ -179,9 +179,9 @@ class Leading:
             await announced
             await leadership.until_left()
         except (AttemptFailed, TransportError, ValueError) as error:
-            self._ctx.on_event(
-                "warning", f"round {key[1] + 1}, attempt {key[2]} led here failed: {error}"
-            )
+            if not (isinstance(error, Refused) and error.code == "not-the-leader"):
+                text = f"round {key[1] + 1}, attempt {key[2]} led here failed: {error}"
+                self._ctx.on_event("warning", text)
         finally:
             await leadership.close()
             self._leaderships.pop(key, None)

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from strikes import Strike, run_strike
+from strikes import KINDS, Strike, run_strike
 
 LONGER_THAN_A_ROUND = 100
-KINDS = [("kill", 0), ("kill", 1), ("freeze", 0), ("freeze", 1), ("cut", 0)]
-"""at a message: its sender or its receiver is killed or frozen, or the two are cut off"""
 
 
 def strike_at(folder, message, kind, end, peers=3):

@@ -21,17 +21,18 @@ not modelled.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from atoll.coordinator.spec import RunSpec
-from atoll.optim.cells import Cells
+from atoll.optim.cells import LENGTH
 from atoll.optim.fragments import Fragment, codec_of
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
 from atoll.optim.muon import muon_groups
+from atoll.optim.replay import cells_of
 from atoll.peer import data, models
 from atoll.peer.devices import Device
 from atoll.peer.learner import Learner
@@ -175,28 +176,24 @@ def sent_bytes(method: Method, fragment: Fragment, peers: int) -> float:
 
     Cells go to the owners of their parts, and what the owners made of them to all others
     (`atoll.optim.cells`); by gossip, pseudo-gradient and weights go to one other.
-
-    Raises:
-        PlanError: for reductions whose frames depend on more than shapes.
     """
     if peers == 1:
         return 0.0
     if method.reduction == "pairs":  # with an odd number one rests
         return 2 * body_bytes(method, fragment) * (peers - peers % 2) / peers
-    if method.reduction not in ("mean", "gather"):
-        raise PlanError(f"expected a mean, a gather or pairs, got {method.reduction}")
-    up = Cells(codec=method.codec, fragment=fragment)
-    down = Cells(codec=method.codec, fragment=fragment, gathers=method.reduction == "gather")
-    return (up.max_body_bytes(1) + down.max_body_bytes(peers)) * (peers - 1) / peers
+    down = cells_of(method, fragment)
+    up = replace(down, gathers=False, by_senders=False)
+    both = up.max_body_bytes(1) + down.max_body_bytes(peers)
+    if method.rank:  # two frames a cell each way, each with its length
+        both += 2 * LENGTH.size * len(down)
+    return both * (peers - 1) / peers
 
 
 def _copy_bytes(method: Method, fragments: Sequence[Fragment], peers: int) -> float:
     """A peer's share of the updates that leaders send to the coordinator."""
     if not method.logged:
         return 0.0
-    gathers = method.reduction == "gather"
-    cells = [Cells(codec=method.codec, fragment=f, gathers=gathers) for f in fragments]
-    return sum(each.max_body_bytes(peers) for each in cells) / peers
+    return sum(cells_of(method, f).max_body_bytes(peers) for f in fragments) / peers
 
 
 def round_s(sent: float, setting: Setting) -> float:

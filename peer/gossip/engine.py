@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.gossip import Met, Side, meet
-from atoll.optim.log import LogError, MalformedRecord
+from atoll.optim.log import MalformedRecord
 from atoll.optim.state import OuterState
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.exchange import (
@@ -39,32 +38,29 @@ from atoll.peer.gossip.messages import (
     ALIVE,
     PROTOCOL,
     TERMS,
-    Outcome,
-    Question,
     Standing,
     Terms,
 )
+from atoll.peer.gossip.others import Others
+from atoll.peer.gossip.outcomes import Outcomes
 from atoll.peer.gossip.policies import (
     LATE_BY,
     REFUSALS,
     Draw,
     Invited,
     answer,
-    brought_level,
     draw,
     patience_s,
 )
 from atoll.peer.gossip.snapshots import Lender
 from atoll.peer.rounds.context import short
-from atoll.peer.rounds.guard import guarded_call, guarded_stream
+from atoll.peer.rounds.guard import guarded_stream
 from atoll.peer.rounds.trace import RoundTrace
 
 ANSWERED_STALLS = 2.0  # the first word of an invited peer, which may have to be dialed
 LOOK_S = 1.0  # between two looks at a partner that is awaited
-ASKED_AROUND = 3  # others that are asked for their round by a peer that is told it is behind
 MAX_PATIENCE_S = 3600.0  # an inviting peer is kept waiting
-DOUBT_STALLS = 20.0  # how long a partner is asked what became of a meeting
-KEPT_IDS = 256  # of meetings that were decided here, or begun by others
+KEPT_IDS = 256  # of meetings that others began
 
 OnPhase = Callable[[str, int], None]
 
@@ -136,10 +132,9 @@ class Gossip:
         self._window: GossipWindow | None = None
         self._round: _Round | None = None
         self._meeting: str | None = None
-        self._deciding: bytes | None = None
-        self._committed: deque[bytes] = deque(maxlen=KEPT_IDS)
+        self._others = Others(ctx)
+        self._outcomes = Outcomes(ctx)
         self._invited: deque[bytes] = deque(maxlen=KEPT_IDS)
-        self._heard: dict[str, int] = {}
         self._waiting: set[str] = set()
         """whose invitations have no answer yet"""
         self._hungry = 0
@@ -165,8 +160,8 @@ class Gossip:
         """Answer others from now on."""
         transport, fault = self._ctx.transport, self._ctx.fault
         transport.serve("gossip-head", self._serve_head)
-        transport.serve("gossip-outcome", guarded_call(self._serve_outcome, fault))
         transport.serve_stream("gossip", guarded_stream(self._serve_meeting, fault))
+        self._outcomes.serve()
         self._lender.serve()
 
     def begin(self) -> None:
@@ -194,7 +189,7 @@ class Gossip:
         while True:
             while self._window is None or not self.begun or self._closing:
                 await self._change()
-            window, self._window = self._window, None
+            window = self._window
             try:
                 await self._hold(window)
             except Exception:
@@ -216,16 +211,17 @@ class Gossip:
     # one round
 
     async def _hold(self, window: GossipWindow) -> None:
-        others = await self._bring_level()
+        await self._bring_level(by=LATE_BY)
+        draw = await self._draw()
         now = self._ctx.now()
         here = _Round(
             window=window,
             since_s=now,
             deadline_s=now + patience_s(self._ctx.settings.grace_s, self._window_s, self._hungry),
-            draw=self._draw(others),
+            draw=draw,
         )
         self._phase("wait")
-        self._round = here
+        self._round, self._window = here, None
         met = await self._meet_somebody(here)
         self._settle(here, met, members=2 if here.times.accepted else 1)
 
@@ -240,7 +236,7 @@ class Gossip:
             if not await self._catch_up_with(partner) or self._ctx.now() >= here.deadline_s:
                 self._hungry += here.is_refused
                 break
-            here.draw = self._draw(await self._others())
+            here.draw = await self._draw()
         return None if self._is_over else await self._alone(here.window)
 
     @property
@@ -249,33 +245,21 @@ class Gossip:
 
     async def _catch_up_with(self, partner: str) -> bool:
         """Take over the others' round where the partner is ahead; whether that is another one."""
-        if self._heard.get(partner, 0) <= self.position:
+        if self._others.heard(partner) <= self.position:
             return False
-        others = sorted(set(await self._ctx.trainers()) - {partner})
-        asked = random.sample(others, min(ASKED_AROUND, len(others)))
-        await asyncio.gather(*(self._standing(peer) for peer in asked))
+        await self._others.ask_around()
         before = self.position
         await self._bring_level(by=1)
         return self.position > before
 
-    async def _others(self) -> dict[str, int]:
-        """The rounds that the other live trainers have reached, as far as known."""
-        records = await self._ctx.trainers()
-        self._heard = {p: r for p, r in self._heard.items() if p in records}
-        return {p: max(r.position, self._heard.get(p, 0)) for p, r in records.items()}
-
-    async def _bring_level(self, *, by: int = LATE_BY) -> dict[str, int]:
-        """Take over the round of those that are further; the rounds of all others."""
-        others = await self._others()
-        level = brought_level(self.position, others.values(), by=by)
-        last = self._ctx.last_round
-        level = min(level, last) if last else level
+    async def _bring_level(self, *, by: int) -> None:
+        """Take over the round of those that are further."""
+        level = await self._others.level(self.position, by=by)
         if level > self.position:
             self.state = self.state.at(level)
-        return others
 
-    def _draw(self, others: dict[str, int]) -> Draw:
-        ctx = self._ctx
+    async def _draw(self) -> Draw:
+        ctx, others = self._ctx, await self._others.rounds()
         return draw(ctx.me.peer_id, others, run_id=ctx.run_id, position=self.position)
 
     async def _alone(self, window: GossipWindow) -> Met:
@@ -298,7 +282,7 @@ class Gossip:
             self.state = self.state.at(self.position + 1)
         elif met is not None and met.state is not self.state:
             self._move(met.state, met.mass)
-        trace = self._trace(here, members)
+        trace = self._trace(here)
         self._statistics = replace(self._statistics, last=trace)
         self._settled_s = self._ctx.now()
         self._on_settled(
@@ -316,7 +300,7 @@ class Gossip:
     def _move(self, state: OuterState, mass: float) -> None:
         self.state, self.mass = state, mass
 
-    def _trace(self, here: _Round, members: int) -> RoundTrace:
+    def _trace(self, here: _Round) -> RoundTrace:
         now, times = self._ctx.now(), here.times
         trace = RoundTrace(position=self.position - 1, left_out=dict(here.without))
         if times.accepted is None:
@@ -340,7 +324,7 @@ class Gossip:
     async def _invite(self, here: _Round, partner: str) -> Met | None:
         """Ask a partner, and meet it if it agrees; None where it comes to nothing."""
         name = os.urandom(16)
-        self._meeting, self._deciding = partner, name
+        self._meeting, self._outcomes.deciding = partner, name
         watch = self._ctx.link.watch(self._ctx.transport)
         try:
             timeout_s = ANSWERED_STALLS * self._ctx.settings.stall_s
@@ -354,7 +338,7 @@ class Gossip:
             return None
         finally:
             watch.close()
-            self._meeting = self._deciding = None
+            self._meeting = self._outcomes.deciding = None
 
     async def _propose(self, here: _Round, partner: str, stream: Stream, name: bytes) -> Met | None:
         mine = Mine(window=here.window, state=self.state, mass=self.mass)
@@ -370,7 +354,7 @@ class Gossip:
         return met
 
     def _commit(self, name: bytes, met: Met) -> None:
-        self._committed.append(name)
+        self._outcomes.commit(name)
         self._move(met.state, met.mass)
 
     def _agreed(self, partner: str) -> None:
@@ -397,7 +381,7 @@ class Gossip:
         """Heed the round in a refusal, whose text begins with it."""
         number = told.split(" ", 1)[0]
         if number.isdecimal() and len(number) < 16:
-            self._heard[peer] = int(number)
+            self._others.hear(peer, int(number))
 
     # being asked
 
@@ -428,7 +412,7 @@ class Gossip:
 
     async def _look_at(self, partner: str, here: _Round) -> str:
         """Why a partner will not ask; empty where it may."""
-        standing = await self._standing(partner)
+        standing = await self._others.standing(partner)
         if isinstance(standing, str):
             return standing
         here.is_refused = True
@@ -441,17 +425,6 @@ class Gossip:
             return "is not ready in time"
         return ""
 
-    async def _standing(self, peer: str) -> Standing | str:
-        """Where a peer is, or why nobody can tell."""
-        timeout_s = self._ctx.settings.stall_s
-        try:
-            reply = await self._ctx.transport.call(peer, "gossip-head", b"", timeout_s=timeout_s)
-            standing = Standing.decode(reply)
-        except (TransportError, LogError) as error:
-            return str(error)
-        self._heard[peer] = standing.round
-        return standing
-
     async def _serve_meeting(self, remote: str, stream: Stream) -> None:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
         if message is None or message[:1] != TERMS:
@@ -459,7 +432,7 @@ class Gossip:
         terms = Terms.decode(message[1:])
         check_weight(self._ctx, terms)
         self._expect_welcome(remote, terms)
-        self._heard[remote] = terms.round
+        self._others.hear(remote, terms.round)
         self._waiting.add(remote)
         try:
             here = await self._until_ready(remote, terms, stream)
@@ -536,52 +509,28 @@ class Gossip:
         try:
             await exchange.follow()
         except InDoubt:
-            if not await self._is_committed(remote, terms):
+            self._phase("doubt")
+            known = await self._outcomes.ask(remote, terms)
+            if known == "unknown":
+                self._give_up(remote)
+            if known != "committed":
                 return None
         self._move(met.state, met.mass)
         return met
 
-    # doubt
-
-    async def _is_committed(self, partner: str, terms: Terms) -> bool:
-        """Ask until it is known whether a meeting was committed."""
-        self._phase("doubt")
-        stall_s, now = self._ctx.settings.stall_s, self._ctx.now
-        until = now() + DOUBT_STALLS * stall_s
-        question = Question(exchange=terms.exchange).encode()
-        while now() < until:
-            with suppress(TransportError, LogError):
-                reply = await self._ctx.transport.call(
-                    partner, "gossip-outcome", question, timeout_s=stall_s
-                )
-                told = Outcome.decode(reply)
-                if told.incarnation != terms.incarnation:
-                    break
-                if told.decided != "pending":
-                    return told.decided == "committed"
-            await asyncio.sleep(stall_s / 4)
+    def _give_up(self, partner: str) -> None:
+        """Go on without mass: what may have been handed over is not counted twice."""
         self.mass = 0.0
         self._ctx.on_event(
             "warning",
             f"{short(partner)} is gone and cannot tell whether round {self.position + 1} was "
             "committed: this peer's weights count again once it has met another one",
         )
-        return False
-
-    async def _serve_outcome(self, remote: str, body: bytes) -> bytes:
-        question = Question.decode(body)
-        committed = question.exchange in self._committed
-        pending = question.exchange == self._deciding and not committed
-        return Outcome(
-            incarnation=self._ctx.me.incarnation,
-            decided="committed" if committed else "pending" if pending else "not committed",
-        ).encode()
 
     async def _serve_head(self, remote: str, body: bytes) -> bytes:
         return Standing(
             protocol=PROTOCOL,
             round=self.position,
-            incarnation=self._ctx.me.incarnation,
             ready_in_s=0.0 if self._round or self._window else self._ctx.ready_in_s(),
             partner=self._meeting or "",
         ).encode()

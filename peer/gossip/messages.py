@@ -24,7 +24,6 @@ from pydantic import Field, FiniteFloat
 from atoll.optim.log import Count, Digest, Incarnation, Record
 
 PROTOCOL = 1
-CALLS = ("gossip-head", "gossip-outcome", "gossip-snapshot")
 
 Amount = Annotated[FiniteFloat, Field(ge=0)]
 Mass = Annotated[FiniteFloat, Field(ge=0, le=1)]
@@ -39,7 +38,6 @@ class Standing(Record):
 
     protocol: Count
     round: Count
-    incarnation: Incarnation
     ready_in_s: Amount | None
     """until its window ends; None where it does not train"""
     partner: str

@@ -18,6 +18,7 @@ from the class that is raised, in any layer, without a common base:
     OSError with a file name                    2     (not found, no permission, a directory, ...)
     OSError                                     1
     sqlite3.OperationalError                    1     (a full disk, a file that cannot be written)
+    out of memory, as Python or torch say it    1
 
 Anything else is a bug and keeps its traceback.
 """
@@ -132,7 +133,12 @@ def exit_code(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         bad_input = error.errno == errno.EADDRINUSE or error.filename is not None
         return BAD_INPUT if bad_input else FAILED
-    return FAILED if DATABASE_ERROR in _names(error) else None
+    return FAILED if DATABASE_ERROR in _names(error) or _is_out_of_memory(error) else None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    told = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch, CPU
+    return told or isinstance(error, MemoryError) or "torch.OutOfMemoryError" in _names(error)
 
 
 def _names(error: BaseException) -> set[str]:
@@ -145,6 +151,11 @@ def message(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}{_remedy(error)}"
     if DATABASE_ERROR in _names(error):
         return f"cannot write the log of the run ({error}); make room on the disk of --state-dir"
+    if _is_out_of_memory(error):
+        return (
+            "out of memory; `atoll plan RUN.toml` says how much a peer takes: a smaller model or "
+            f"batch, or a machine with more ({str(error) or 'MemoryError'})"
+        )
     return str(error) or type(error).__name__
 
 

@@ -133,6 +133,8 @@ def test_classes_that_mean_bad_input_are_where_they_are_named(name):
         (OSError(errno.EADDRINUSE, "Address already in use"), 2),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "here"), 2),
         (sqlite3.OperationalError("database or disk is full"), 1),
+        (MemoryError(), 1),
+        (RuntimeError("a bug"), None),
         (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1),
         (ValueError("a bug"), None),
         (BoomError(), None),
@@ -173,6 +175,15 @@ def test_a_full_disk_is_a_failure_with_a_remedy(atoll, monkeypatch):
     result = atoll("init")
     assert result.code == 1
     assert "disk is full" in result.err and "make room" in result.err
+
+
+def test_a_model_too_large_for_memory_is_a_failure_with_a_remedy(atoll, monkeypatch):
+    with pytest.raises(RuntimeError) as too_large:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    command_that_raises(too_large.value, monkeypatch)
+    result = atoll("init")
+    assert result.code == 1
+    assert result.err.startswith("atoll init: out of memory; `atoll plan RUN.toml` says")
 
 
 def test_a_bug_keeps_its_traceback(atoll, monkeypatch):

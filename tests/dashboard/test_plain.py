@@ -70,6 +70,14 @@ def test_a_run_is_called_finished_after_its_last_round(sample):
     assert end.startswith("finished after 3 rounds")
 
 
+def test_a_run_that_everybody_left_is_not_said_to_be_slow(sample):
+    status = sample(3, state="stalled")
+    (slow,) = without_clock(lines(sample(3), status))
+    (left,) = without_clock(lines(sample(3), replace(status, peers=[])))
+    assert slow == "stalled: no round has been committed for too long"
+    assert left == "stalled: no peer is here"
+
+
 def test_waiting_training_and_finished_are_said(sample):
     waiting = sample(0, state="waiting", num_peers=2, num_gone=1)
     started, done = sample(0), sample(1, state="finished")

@@ -368,10 +368,11 @@ class Gossip:
         if code == "ahead" and isinstance(error, Refused):
             self._hear(partner, error.message)
         here.is_refused = code in REFUSALS and code != "barred"
-        if here.times.accepted is None and (code in REFUSALS or not code):
+        is_away = isinstance(error, TransportError | TimeoutError)
+        if here.times.accepted is None and is_away and (code in REFUSALS or not code):
             return
-        if not isinstance(error, TransportError | TimeoutError):
-            self._ctx.fault(partner, "bad-cell")
+        if not is_away:
+            self._ctx.fault(partner, "bad-message")
         self._ctx.on_event(
             "warning",
             f"round {self.position + 1}: the meeting with {short(partner)} broke: {error}",
@@ -450,7 +451,7 @@ class Gossip:
             self._note_failure(here, remote, error)
             if isinstance(error, TransportError | TimeoutError):
                 raise
-            raise Refused("bad-cell", str(error)) from error
+            raise Refused("bad-message", str(error)) from error
         finally:
             watch.close()
             self._meeting = None

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,16 @@ def test_wrong_cells_are_refused_and_their_sender_is_left_out(change, told):
     assert any("left out" in event for event in came["events"])
     honest = came["honest"]
     assert all(any(s.members == 2 and s.included for s in p.settled) for p in honest)
+
+
+def test_a_weight_that_does_not_follow_from_the_work_is_refused():
+    def tamper(peer):
+        peer.tamper = lambda window: replace(window, weight=1e12)
+
+    came = with_liar(tamper, rounds=12)
+    assert any("expected a weight of 128" in event for event in came["events"])
+    assert any("left out" in event for event in came["events"])
+    assert all(any(s.members == 2 and s.included for s in p.settled) for p in came["honest"])
 
 
 def terms_of(peer, **changes):

@@ -235,7 +235,8 @@ def memory_bytes(method: Method, model: nn.Module, peers: int) -> int:
     vectors = 3.0 + _moments(method, model) / layout.numel  # parameters, gradients, temporaries
     vectors += 2 * 2  # synced parameters and outer momentum, old and new
     vectors += 2  # local values, flat, and what is sent
-    vectors += 2 if method.feedback > 0 else 0  # residual, and its change
+    vectors += 2 if method.residual > 0 else 0  # residual, and its change
+    vectors += 1 if method.rank else 0  # what factors are made of
     vectors += 2  # local values as handed in, and the update
     vectors += method.window_vectors
     fragments = fragments_of(method, layout)

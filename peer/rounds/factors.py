@@ -48,6 +48,7 @@ class FactorReducer:
         limits = _limits(part, cells)
         self._incoming = {member: FrameBuffer(limits) for member in shares}
         self.decoded_N = torch.empty(part.count)
+        self._done: tuple[bytes, PartDone] | None = None
 
     @property
     def num_frames(self) -> int:
@@ -98,7 +99,12 @@ class FactorReducer:
         return first or second
 
     def done(self, part: int, generation: int) -> tuple[bytes, PartDone]:
-        """The part's bytes and the owner's word on them."""
+        """The part's bytes and the owner's word on them; decoded once, whoever asks first."""
+        if self._done is None:
+            self._done = self._decode(part, generation)
+        return self._done
+
+    def _decode(self, part: int, generation: int) -> tuple[bytes, PartDone]:
         _, done = self._second.done(part, generation)
         firsts, seconds = self._first.frames, self._second.frames
         frames = [

@@ -18,6 +18,7 @@ from atoll.optim.lowrank import Factors, LowRankCells, rank_of, warm_numel
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction import LowRankReduction
 from atoll.optim.replay import Replay
+from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.factors import FactorReceiver, FactorReducer, answers, first_frames
 from atoll.peer.rounds.reduction import CellRefused, Norms, PartRange, Share
 
@@ -183,6 +184,48 @@ def test_errors_and_updates_add_up_to_what_was_learned(tmp_path):
             torch.testing.assert_close(
                 feedback.mass_N / weight, given_F - applied_F, rtol=1e-3, atol=1e-5
             )
+        await swarm.stop()
+
+    run_virtual(scenario())
+
+
+BAD = {
+    "nan": lambda frame, shape: nan_frame(shape),
+    "wrong shape": lambda frame, shape: Fp32().encode(torch.ones(shape[1], shape[0])),
+    "too loud": lambda frame, shape: Fp32().encode(torch.full(shape, 1e6)),
+}
+
+
+@pytest.mark.parametrize("exchange", ["_my_codes", "_answers"])
+@pytest.mark.parametrize("how", BAD)
+def test_who_sends_a_bad_factor_is_left_out_and_named(tmp_path, monkeypatch, exchange, how):
+    """In P or in Q, to all owners; the others' matrices are projected without it."""
+    honest = getattr(Exchange, exchange)
+    shape = (60, 2) if exchange == "_my_codes" else (40, 2)
+
+    async def scenario():
+        swarm = Swarm(tmp_path, layout=LAYOUT, method=METHOD, codec=None)
+        liar = swarm.add()
+        others = [swarm.add() for _ in range(3)]
+
+        async def lie(self, part, *given):
+            frames = list(await honest(self, part, *given))
+            first = self.group.parts[part].start_cell + (given[0] if given else 0)
+            if self._ctx is liar.ctx and first == 0:
+                frames[0] = BAD[how](frames[0], shape)
+            return frames
+
+        monkeypatch.setattr(Exchange, exchange, lie)
+        await swarm.begin(swarm.peers)
+        await swarm.until(lambda: all(p.replica.position >= 3 for p in others))
+        first = next(s for s in liar.settled if s.applied.entry.position == 0)
+        assert first.included is not None and not first.included[0]
+        assert first.included[-1]
+        told = [e for p in others for e in p.events if "bad-cell" in e]
+        assert told and all(liar.identity.peer_id[-6:] in e for e in told)
+        await swarm.until(lambda: len({p.replica.position for p in others}) == 1)
+        assert swarm.same_bits(others)
+        expect_projections(swarm, others[0])
         await swarm.stop()
 
     run_virtual(scenario())

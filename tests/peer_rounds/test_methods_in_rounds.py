@@ -121,9 +121,10 @@ def test_every_method_with_a_log_ends_in_the_same_bits(tmp_path, method):
         assert bool(update_F.any())
 
 
-def test_a_joiner_takes_all_that_the_outer_step_remembers(tmp_path):
+@pytest.mark.parametrize("method", ["ddp", "ddp(codec=powersgd(rank=2))"])
+def test_a_joiner_takes_all_that_the_outer_step_remembers(tmp_path, method):
     async def scenario():
-        swarm = Swarm(tmp_path, layout=LAYOUT, method="ddp", codec=None, body_budget_bytes=1)
+        swarm = Swarm(tmp_path, layout=LAYOUT, method=method, codec=None, body_budget_bytes=1)
         peers = await swarm.start(3)
         await swarm.until(lambda: all(p.replica.position >= 7 for p in peers))
         joiner = swarm.add()

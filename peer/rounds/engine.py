@@ -253,6 +253,8 @@ class Rounds:
         entry = applied.entry
         pending = self._pending.pop(entry.fragment, None)
         included = entry.included_cells(self._ctx.me.peer_id, self._ctx.me.incarnation)
+        if pending is not None and pending.exchange is None:
+            included = None  # what it names was withdrawn: this one has been in no group yet
         self._stats.rounds += 1
         number = pending.window.number if pending is not None else None
         settled = Settled(applied=applied, included=included, settles=number)
@@ -336,7 +338,7 @@ class Rounds:
         if replica.position <= entry.position <= replica.position + self._ahead + 1:
             await self._reach(entry.position)
         if entry.position < replica.position:
-            self._pass_on_known(announced)
+            await self._pass_on_known(announced)
             return b""
         if (entry.epoch, entry.position) != (replica.epoch, replica.position):
             self.kick_catch_up()
@@ -353,10 +355,10 @@ class Rounds:
         await self._commit(entry, certificate, parts)
         return b""
 
-    def _pass_on_known(self, announced: Announced) -> None:
+    async def _pass_on_known(self, announced: Announced) -> None:
         """Who holds an entry already passes it on all the same, while it is the newest."""
         store, last = self._ctx.replica.store, self._ctx.replica.position - 1
-        known = store.get(last)
+        known = await self._ctx.compute(store.get, last)
         if known is not None and known.entry == announced.entry:
             decided = Decided(entry=known.entry, certificate=known.certificate)
             self._spreading.pass_on(decided, announced.tell)

@@ -126,6 +126,7 @@ class Flight:
 
     async def _failed_early(self, error: Exception) -> bool:
         """Begin anew with the next entry: it may name another leader, or bring the turn."""
+        self._show("late")
         stands_at = self._ctx.replica.position
         if isinstance(error, Refused) and error.code == "decided":
             await self._host.catch_up()

@@ -8,6 +8,7 @@ import torch
 
 from atoll.optim.layout import Layout
 from atoll.optim.methods import MethodError, parse
+from atoll.optim.reducer import Commit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toys import Team, adamw, backward, flat, net
@@ -100,3 +101,50 @@ def test_more_fragments_than_blocks_are_refused():
 def test_options_out_of_range_are_refused():
     with pytest.raises(MethodError):
         parse("streaming(count=0)")
+
+
+class OneAWait:
+    """A run that is as slow as it may be: each wait decides the position that is next, no more."""
+
+    def __init__(self, method):
+        self.method, self.position, self.waits = method, 0, 0
+        self.under_way = []
+        self.most = 0
+
+    def start(self, layout, params_N, settle):
+        self.fragments, self.settle, self.params_N = self.method.fragments(layout), settle, params_N
+        return params_N
+
+    def submit(self, contribution):
+        assert contribution.fragment not in self.under_way
+        self.under_way.append(contribution.fragment)
+        self.most = max(self.most, len(self.under_way))
+
+    def wait(self):
+        self.waits += 1
+        if self.under_way:
+            self.position += 1
+            fragment = self.under_way.pop(0)
+            pieces = len(self.fragments[fragment].pieces)
+            self.settle(
+                Commit(
+                    fragment=fragment,
+                    position=self.position,
+                    params_N=self.params_N,
+                    included=torch.ones(pieces, dtype=torch.bool),
+                    members=2,
+                )
+            )
+
+
+@pytest.mark.parametrize(("tau", "under_way"), [(1, 1), (3, 2), (5, 3), (8, 4)])
+def test_a_delay_beyond_the_next_fragments_turn_waits_for_what_is_overdue_alone(tau, under_way):
+    method = parse(f"streaming(count=4, tau={tau})")
+    model, reducer = net(blocks=4), OneAWait(method)
+    worker = method.worker(model, adamw(model), reducer, inner_steps=8)
+    for step in range(40):
+        backward(model, step)
+        worker.step(tokens=8)
+    assert reducer.most == under_way
+    assert reducer.waits == reducer.position == worker.statistics().included
+    assert reducer.position == (40 - tau) // 2

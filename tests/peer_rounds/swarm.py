@@ -273,7 +273,9 @@ class SwarmPeer:
         self.under_way[fragment] = Open(number=self.windows, offer=offer, delta_F=delta_F)
         here, count = self.replica.position, len(self.steps)
         turn = here + (fragment - self.swarm.replay.fragment_at(here)) % count
-        self.offers[turn] = self.latest[fragment] = delta_F
+        self.latest[fragment] = delta_F
+        if weight or turn not in self.offers:
+            self.offers[turn] = delta_F  # one that weighs nothing is in no mean
         self.rounds.offer(
             OfferedWindow(
                 number=self.windows,

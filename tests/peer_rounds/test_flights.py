@@ -12,6 +12,7 @@ from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Entry
 from atoll.peer.rounds import policies
 from atoll.peer.rounds.ballot import leader_of
+from atoll.peer.rounds.flight import OfferedWindow
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strikes import KINDS, Strike, expect_equal_end, passed, run_strike_in_flight
@@ -220,3 +221,31 @@ def test_two_sides_of_a_partition_come_together_again(tmp_path):
         await expect_equal_end(swarm, peers)
 
     run(tmp_path, scenario)
+
+
+def test_what_was_withdrawn_does_not_settle_what_came_after_it(tmp_path):
+    """A peer that drops its work in mid-round is in the entry with what it has dropped."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0, tau=2)
+        votes_come_late(peers)
+        peer = peers[1]
+
+        def reduced():
+            pending = peer.rounds._pending_at(peer.replica.position)
+            return pending and pending.exchange and pending.exchange.times.reduced is not None
+
+        await swarm.until(reduced, 10.0)
+        position, fragment = peer.replica.position, swarm.replay.fragment_at(peer.replica.position)
+        offer = peer.under_way[fragment].offer
+        peer.rounds.withdraw()
+        late = OfferedWindow(
+            number=99, fragment=fragment, offer=offer, tokens=1280, steps=10, loss=None
+        )
+        peer.rounds.offer(late)
+        await swarm.until(lambda: passed(peers, position))
+        assert peer.ctx.me in {m.elector for m in entries(peer)[position].complete_members()}
+        settled = next(s for s in peer.settled if s.applied.entry.position == position)
+        assert (settled.settles, settled.included) == (99, None)
+
+    run(tmp_path, scenario, fragments=2)

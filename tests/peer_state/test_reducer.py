@@ -121,6 +121,11 @@ class Bench:
         assert self.offered.wait(10)
         return self.offers[-1]
 
+    def submit_fragment(self, fragment):
+        self.reducer.submit(of_fragment(fragment))
+        self.reducer._encoder.submit(int).result(10)
+        self.let_loop_catch_up()
+
     def let_loop_catch_up(self):
         self.reducer._encoder.submit(int).result(10)
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result(10)
@@ -511,6 +516,33 @@ def test_only_the_fragment_whose_turn_it_is_is_waited_for(bench):
         (1, True, 1),
         (0, True, 2),
     ]
+
+
+def test_a_wait_does_not_go_on_for_a_younger_one(bench):
+    each = bench(spec=STREAMING, layout=HALVES)
+    each.start()
+    each.reducer.submit(of_fragment(1))
+    each.reducer.submit(of_fragment(0))
+    threading.Timer(0.1, each.reducer.deliver, [decided_fragment(0, 1, settles=1)]).start()
+    each.reducer.wait()  # the other one has 30 s left
+    assert [c.fragment for c in each.commits] == [1]
+
+
+def test_a_fragment_that_has_no_turn_left_is_not_offered(bench):
+    spec = RunSpec.from_dict(
+        {
+            "outer": {"method": "streaming(count=2, tau=1)"},
+            "compression": {"codec": "fp32"},
+            "run": {"rounds": 3},
+        }
+    )
+    each = bench(position=1, spec=spec, layout=HALVES)
+    each.start()
+    each.submit_fragment(0)  # position 1
+    each.submit_fragment(1)  # position 2, the last
+    each.replica.state = state(2)
+    each.submit_fragment(0)  # position 3
+    assert [window.fragment for window in each.offers] == [0, 1]
 
 
 def test_each_fragment_has_a_residual_of_its_own_which_a_restart_brings_back(bench):

@@ -76,6 +76,8 @@ class Replica:
         self.snapshots: dict[int, OuterState] = {}
         self._lock = asyncio.Lock()
         self._moved = asyncio.Condition()
+        self.moved_at = 0.0
+        """when this replica came to stand where it stands, on the loop's clock"""
         self.listeners: list[Callable[[Applied], None]] = []
 
     @property
@@ -344,5 +346,6 @@ class Replica:
         return (state.position, state.root()) if state is not None else None
 
     async def _notify(self) -> None:
+        self.moved_at = asyncio.get_running_loop().time()
         async with self._moved:
             self._moved.notify_all()

@@ -348,8 +348,8 @@ class Leadership:
         view = Rendezvous(
             ready={s.remote for s in live},
             expected=self.expected,
-            electors_ready=len(self._voters(s.remote for s in live)),
-            electors=len(self.electorate),
+            electors={elector.peer_id for elector in self.electorate},
+            opened_at=self.ctx.replica.moved_at,
             first_ready_at=first if first is not None else now,
             quorum_ready_at=quorum,
             grace_s=self.ctx.settings.grace_s,

@@ -6,6 +6,7 @@ who leads, who votes and what a quorum is belong to the log (``atoll.optim.log``
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,14 +43,16 @@ class Rendezvous:
     """peers that reported ready"""
     expected: Mapping[str, float]
     """peers that are alive at this position, and when each expects to be ready (absolute)"""
-    electors_ready: int
-    electors: int
+    electors: Collection[str]
+    opened_at: float
+    """when the position came to be decided next"""
     first_ready_at: float
     quorum_ready_at: float | None
     """when a quorum of the electors was ready, None while it is not"""
     grace_s: float
     alone_s: float
-    """after this long without a quorum of electors the group closes with who is there"""
+    """after this long without a quorum of electors the group closes with who is there, unless
+    electors are about to be ready"""
 
 
 def close_decision(view: Rendezvous, now: float) -> Close:
@@ -65,10 +68,23 @@ def close_decision(view: Rendezvous, now: float) -> Close:
     if not missing:
         return Close.CLOSE
     if view.quorum_ready_at is None:
-        return Close.CLOSE if now >= view.first_ready_at + view.alone_s else Close.WAIT
+        return Close.WAIT if now < _alone_until(view) else Close.CLOSE
     limit = view.quorum_ready_at + view.grace_s
     worth_waiting = any(at <= limit for at in missing)
     return Close.WAIT if now < limit and worth_waiting else Close.CLOSE
+
+
+def _alone_until(view: Rendezvous) -> float:
+    """Until when a group waits for a quorum of its electors.
+
+    Electors that will be ready are waited for as long as the first peer's window took, and the
+    grace. Without that, two halves of a run whose windows are longer than the grace would, once out
+    of step, each close alone in the middle of the other's window, for ever.
+    """
+    alone = view.first_ready_at + view.alone_s
+    limit = alone + max(0.0, view.first_ready_at - view.opened_at)
+    promised = [view.expected.get(peer, math.inf) for peer in set(view.electors) - set(view.ready)]
+    return limit if any(at <= limit for at in promised) else alone
 
 
 def split_cells(sizes: Sequence[int], rates_mbit_s: Sequence[float]) -> list[PartPlan]:

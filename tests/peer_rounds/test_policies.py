@@ -21,8 +21,8 @@ def view(**changes):
     fields = {
         "ready": {"a", "b", "c"},
         "expected": {"a": 0.0, "b": 0.0, "c": 0.0},
-        "electors_ready": 3,
-        "electors": 4,
+        "electors": {"a", "b", "c", "d"},
+        "opened_at": 80.0,
         "first_ready_at": 100.0,
         "quorum_ready_at": 101.0,
         "grace_s": 3.0,
@@ -52,6 +52,19 @@ def test_a_peer_that_says_it_comes_later_is_not_waited_for():
 def test_without_a_quorum_a_group_waits_longer_but_not_for_ever():
     few = view(expected={"a": 0.0, "d": 500.0}, quorum_ready_at=None)
     assert close_decision(few, 108.9) is Close.WAIT
+    assert close_decision(few, 109.0) is Close.CLOSE
+
+
+def test_without_a_quorum_an_elector_is_waited_for_as_long_as_the_window_took():
+    few = view(expected={"a": 0.0, "d": 129.0}, quorum_ready_at=None)
+    assert close_decision(few, 128.9) is Close.WAIT
+    assert close_decision(few, 129.0) is Close.CLOSE
+    longer = view(expected={"a": 0.0, "d": 129.1}, quorum_ready_at=None)
+    assert close_decision(longer, 109.0) is Close.CLOSE
+
+
+def test_without_a_quorum_who_is_no_elector_promises_nothing():
+    few = view(expected={"a": 0.0, "e": 110.0}, quorum_ready_at=None)
     assert close_decision(few, 109.0) is Close.CLOSE
 
 

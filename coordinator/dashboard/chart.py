@@ -25,6 +25,7 @@ _DOT_BITS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [x % 
 _MAX_VALUE: Final = 1e12  # no loss is larger; differences and ratios stay finite below it
 _DOT_CELLS: Final = 4  # from one dot to the next: a cell has one colour, the dot's
 _AXIS_CELLS: Final = 7  # a label of five characters, a space, the axis itself
+_LONG_ROUND: Final = 100_000  # rounds are named by all their digits, as in the list, up to here
 _STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0, 20.0)  # distances between ticks that people count in
 _LOG_STEPS: Final = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
 
@@ -236,7 +237,7 @@ def _x_axis(scale: Scale, width: int) -> list[Content]:
     marks, labels = ["─"] * width, [" "] * width
     for value in values:
         column = round(scale.at(value) * (width - 1))
-        text = count(value)
+        text = f"{value:.0f}" if value < _LONG_ROUND else count(value)
         start = min(max(0, column - len(text) // 2), width - len(text))
         if any(taken != " " for taken in labels[max(0, start - 1) : start + len(text) + 1]):
             continue

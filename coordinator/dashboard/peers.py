@@ -155,7 +155,7 @@ COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
     Column(title="up", width=4, grow_to=26, priority=3, draw=_uplink),
     Column(title="down", width=4, grow_to=26, priority=5, draw=_downlink),
     Column(title="util", width=4, priority=3, right=True, draw=_utilisation),
-    Column(title="seen", width=6, priority=8, right=True, draw=_seen),
+    Column(title="seen", width=7, priority=8, right=True, draw=_seen),
 )  # fmt: skip
 
 

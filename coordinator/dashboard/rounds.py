@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from textual.content import Content
@@ -15,6 +16,7 @@ from atoll.coordinator.dashboard.view import is_gone, is_held, missing, sorted_p
 from atoll.coordinator.status import Gap, RoundSummary, RunStatus
 
 NUM_DETAIL_LINES: Final = 2
+_PHASES_CELLS: Final = 16  # beside who was left out and why, which needs the room more
 _NAME_CELLS: Final = 14
 _SECONDS_CELLS: Final = 7
 
@@ -89,7 +91,8 @@ def columns(
     if not any(map(missing, history)):
         return list(_COLUMNS)
     column = Column(title="left out", width=12, grow_to=48, priority=3, draw=left_out)
-    return [*_COLUMNS, column]
+    narrowed = [replace(c, grow_to=_PHASES_CELLS) if c.title == "phases" else c for c in _COLUMNS]
+    return [*narrowed, column]
 
 
 def details(

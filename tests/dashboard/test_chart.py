@@ -51,6 +51,12 @@ def test_ticks_are_labelled():
     assert lines[-1].split() == ["10", "20", "30", "40"]
 
 
+def test_rounds_are_labelled_by_all_their_digits():
+    points = [(1000.0 + i, 2.0) for i in range(500)]
+    last = plot([Series(points=points, style="x")], 60, 12).plain.split("\n")[-1]
+    assert last.split()[:2] == ["1000", "1200"]
+
+
 def test_a_logarithmic_axis_leaves_out_what_it_cannot_show():
     points = [(1.0, 4.0), (2.0, 0.0), (3.0, -1.0), (4.0, 2.0), (5.0, float("nan"))]
     lines = plot([Series(points=points, style="x")], 40, 12, log=True).plain.split("\n")

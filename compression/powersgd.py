@@ -11,9 +11,9 @@ Payload::
 or one fp32 for each value.  M = P Q^T is summed as `rank` outer products in order, each an
 fp32 multiplication and an fp32 addition, so it has the same bits everywhere.
 
-The codec alone starts from a fixed Q and takes `iterations` steps of the power method.  In a
-reduction the two phases are exchanged one after the other and Q stays warm; `LowRank` has
-the steps: P and Q are linear in the matrix, so a reducer averages them as dense tensors.
+The codec alone starts from a fixed Q and takes `iterations` steps of the power method.  In
+rounds the two phases are exchanged one after the other and Q stays warm (`atoll.optim.lowrank`):
+P and Q are linear in the matrix, so they are averaged as dense tensors are.
 
 Source: PowerSGD, arXiv:1905.13727.  Departures: the factors may travel in any elementwise codec;
 vectors are folded into matrices.
@@ -35,7 +35,6 @@ from atoll.compression.base import (
     TINY,
     Codec,
     CodecError,
-    Device,
     Dims,
     peak,
     require_finite,
@@ -110,41 +109,6 @@ class PowerSGD(Codec):
         product = outer_sum(p.view(rows, self.rank), q.view(columns, self.rank))
         out_N.copy_(product.view(-1)[: out_N.numel()])
         require_finite(out_N, "values")
-
-
-class LowRank:
-    """The two-phase exchange of one tensor, with a warm Q.
-
-    >>> p = exchange.project(x)           # reduce p: mean over peers, any dense codec
-    >>> q = exchange.expand(x, p_mean)    # reduce q likewise
-    >>> update = exchange.restore(q_mean)
-
-    All peers start with the same Q and get the same means, so they stay equal; P is
-    orthonormalised from the mean that everyone decoded.  Q is part of the state to save.
-    """
-
-    def __init__(self, dims: tuple[int, ...], rank: int, *, device: Device = "cpu") -> None:
-        """Start cold."""
-        self.dims = dims
-        self.rank = min(rank, *matrix_shape(dims))
-        start = start_factor(matrix_shape(dims)[1], self.rank, torch.device(device))
-        self.q = orthonormal(start)
-        self._p = self.q
-
-    def project(self, x: Tensor) -> Tensor:
-        """Return P = M Q, [rows, rank], of this peer."""
-        return as_matrix(x.reshape(-1), self.dims) @ self.q
-
-    def expand(self, x: Tensor, p_mean: Tensor) -> Tensor:
-        """Return Q = M^T P, [columns, rank], of this peer, for the orthonormal mean P."""
-        self._p = orthonormal(p_mean)
-        return as_matrix(x.reshape(-1), self.dims).T @ self._p
-
-    def restore(self, q_mean: Tensor) -> Tensor:
-        """Return P Q^T, of the tensor's shape, and keep Q warm."""
-        self.q = orthonormal(q_mean)
-        flat = outer_sum(self._p, q_mean).view(-1)
-        return flat[: math.prod(self.dims)].view(self.dims)
 
 
 def matrix_shape(dims: Dims) -> tuple[int, int]:

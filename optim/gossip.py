@@ -327,7 +327,6 @@ class GossipGroup(Group):
             params_N=met.state.params_N,
             included=torch.ones(len(self._fragments[0].pieces), dtype=torch.bool),
             members=members,
-            update_N=met.update_2N,
         )
 
     def _member_state(self, index: int, fragment: int) -> dict[str, Any]:

@@ -71,10 +71,6 @@ class Commit:
     """Drop drift and pending contribution and take params_N as they are: this peer's work is
     too late, too large, or its outcome unknown."""
 
-    update_N: Tensor | None = None  # noqa: N815
-    """The decoded update of the fragment, for methods that apply it to more than the synced
-    parameters. Read only."""
-
 
 Settle = Callable[[Commit], None]
 """Called by the reducer once an entry, in order, on the thread that called wait or submit."""

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from atoll.compression.powersgd import orthonormal
+from atoll.compression.powersgd_reference import PowerSGDReference
 from atoll.optim.inprocess import InProcessGroup
 from atoll.optim.layout import Layout
 from atoll.optim.lowrank import cold, warm_numel
@@ -55,6 +57,27 @@ def test_a_mean_of_the_factors_rank_is_exact_in_the_first_round():
     torch.testing.assert_close(reduced.update_F, mean_N, rtol=1e-3, atol=1e-4)
     sent = 4 * (2 * (40 + 60) + 2 * (30 + 20) + 7)
     assert sent < reduced.body_bytes < sent + 400
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_updates_equal_the_hooks_reference_to_rounding(rank, workers):
+    layout = Layout(names=("w",), shapes=((48, 32),))
+    method = parse(f"ddp(codec=powersgd(rank={rank}))")
+    reduction = LowRankReduction(method, layout, method.fragments(layout)[0], workers)
+    reference = PowerSGDReference(rank, lambda: 5)
+    state = method.genesis(layout, torch.zeros(layout.numel))
+    for step in range(10):
+        grads = [noise(10 * step + worker, layout.numel) for worker in range(workers)]
+        if step == 0:
+            reference.qs = [orthonormal(q).unsqueeze(0) for q in reduction.cells.warm(state)]
+        expected = reference.step([[grad.view(48, 32).clone()] for grad in grads])[0]
+        contributions = [contribution(grad) for grad in grads]
+        reduced = reduction.reduce(contributions, reduction.weights(contributions), state)
+        torch.testing.assert_close(reduced.update_F.view(48, 32), expected, rtol=1e-3, atol=1e-4)
+        after = state.next_blank()
+        reduction.cells.keep_warm(state, after, reduced.body)
+        state = after
 
 
 def test_what_factors_lose_comes_back():

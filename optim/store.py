@@ -131,6 +131,7 @@ class LogStore:
         directory.mkdir(parents=True, exist_ok=True)
         self._db = open_log(directory / "log.sqlite", run_id, fsync=fsync)
         self._snapshots = Snapshots(self._db, self._lock, directory)
+        self._first_with_bodies = self._find_first_with_bodies()
 
     # Entries
 
@@ -177,7 +178,7 @@ class LogStore:
                     raise Conflict(f"position {position} is decided: another entry is stored there")
                 return False
             self._expect_next(epoch, position, before_base=before_base)
-            with self._db:
+            with self._changing():
                 self._insert(position, epoch, entry, certificate, chain, memoryview(body))
             self.prune()
             return True
@@ -201,7 +202,7 @@ class LogStore:
         with self._lock:
             if position != self.head.position:
                 raise OutOfOrder(f"expected position {self.head.position}, got {position}")
-            with self._db:
+            with self._changing():
                 self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
     def get(self, position: int) -> Record | None:
@@ -235,7 +236,7 @@ class LogStore:
 
     def add_body(self, position: int, body: bytes | bytearray | memoryview) -> None:
         """Put back the body of a stored entry, verified by the caller. Raises NotStored."""
-        with self._lock, self._db:
+        with self._changing():
             record = self.get(position)
             if record is None or record.body_bytes != len(body):
                 raise NotStored(f"entry {position} with a body of {len(body)} bytes is not here")
@@ -244,11 +245,8 @@ class LogStore:
                 self._db.execute("UPDATE entries SET has_body = 1 WHERE position = ?", (position,))
 
     def first_with_bodies(self) -> int:
-        """The position from which on all bodies up to the head are here."""
-        query = "SELECT max(position) FROM entries WHERE has_body = 0"
-        with self._lock:
-            gap = self._one(query)[0]
-        return self._base()[0] if gap is None else gap + 1
+        """The position from which on all bodies up to the head are here; waits for no writer."""
+        return self._first_with_bodies
 
     def gaps(self) -> list[tuple[int, int]]:
         """Runs `(start, stop)` of entries whose bodies are not here, oldest first."""
@@ -273,7 +271,7 @@ class LogStore:
             raise OutOfOrder(f"expected a base from {start} on, got {position}: recover a snapshot")
         with self._lock:
             beyond = [p for p in self.snapshot_positions() if p > position]
-            with self._db:
+            with self._changing():
                 self._db.execute("DELETE FROM bodies WHERE position >= ?", (position,))
                 query = "DELETE FROM entries WHERE position >= ?"
                 gone = self._db.execute(query, (position,)).rowcount
@@ -284,7 +282,7 @@ class LogStore:
     def begin_at(self, *, position: int, chain: bytes) -> None:
         """Let the log start after a recovered snapshot: what was stored before is dropped."""
         with self._lock:
-            with self._db:
+            with self._changing():
                 self._db.execute("DELETE FROM bodies")
                 self._db.execute("DELETE FROM entries")
                 self._put_meta("base_position", str(position).encode())
@@ -362,7 +360,7 @@ class LogStore:
         """
         with self._lock:
             positions = self._over_budget()
-            with self._db:
+            with self._changing():
                 files = self._snapshots.forget(self._old_snapshots())
                 for position in positions:
                     self._db.execute("DELETE FROM bodies WHERE position = ?", (position,))
@@ -395,6 +393,17 @@ class LogStore:
             self._db.close()
 
     # Inside
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A transaction on entries and bodies."""
+        with self._lock, self._db:
+            yield
+            self._first_with_bodies = self._find_first_with_bodies()
+
+    def _find_first_with_bodies(self) -> int:
+        gap = self._one("SELECT max(position) FROM entries WHERE has_body = 0")[0]
+        return self._base()[0] if gap is None else gap + 1
 
     def _one(self, query: str, *values: object) -> Any:  # noqa: ANN401  # a row of SQLite
         return self._db.execute(query, values).fetchone()

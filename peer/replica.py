@@ -31,6 +31,7 @@ from atoll.optim.state import OuterState
 from atoll.optim.store import LogStore, StoreError
 
 Compute = Callable[..., Awaitable[Any]]
+LEASE_S = 15.0  # of a snapshot after a request for 8 MiB of it: what 5 Mbit/s take, and a retry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,8 @@ class Replica:
         self._compute = compute
         self._state: OuterState | None = None
         self.snapshots: dict[int, OuterState] = {}
+        self._leased: tuple[int, float] | None = None
+        """the snapshot that somebody fetches, and until when it stays; on the loop's clock"""
         self._lock = asyncio.Lock()
         self._moved = asyncio.Condition()
         self.moved_at = 0.0
@@ -189,9 +192,23 @@ class Replica:
         await self._compute(self.store.save_snapshot, state, self.chain)
         self.snapshots[state.position] = state
 
+    def lease(self, position: int) -> OuterState | None:
+        """A snapshot for somebody who fetches it; it stays for a while after each request.
+
+        One at a time, so that no more than one is kept beside those that are kept anyway: while it
+        is fetched, others are given but not kept.
+        """
+        now, state = asyncio.get_running_loop().time(), self.snapshots.get(position)
+        is_free = self._leased is None or self._leased[0] == position or self._leased[1] < now
+        if state is not None and is_free:
+            self._leased = position, now + LEASE_S
+        return state
+
     def _forget_before(self, certified: int) -> None:
         """Drop snapshots older than the newest one with a certified root: joiners take that one."""
-        for position in [p for p in self.snapshots if p < certified]:
+        now = asyncio.get_running_loop().time()
+        leased = self._leased[0] if self._leased and self._leased[1] >= now else None
+        for position in [p for p in self.snapshots if p < certified and p != leased]:
             del self.snapshots[position]
 
     async def install(

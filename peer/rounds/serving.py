@@ -69,7 +69,7 @@ class Archive:
 
     async def _serve_leaves(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, LeafRequest)
-        state = self._ctx.replica.snapshots.get(request.position)
+        state = self._ctx.replica.lease(request.position)
         if state is None or request.stop > state.num_leaves:
             raise refuse_missing(f"the snapshot at {request.position}")
         timeout_s = 4 * self._ctx.settings.stall_s

@@ -8,7 +8,7 @@ import pytest
 from atoll.dht.memory import run_virtual
 from atoll.dht.roster import MemoryBoard
 from atoll.peer.recovery import Recovery
-from atoll.peer.rounds.messages import Decided
+from atoll.peer.rounds.messages import Decided, Known
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
 from swarm import RUN_ID, Swarm, signed_epoch
@@ -25,7 +25,7 @@ class Follower:
 
     async def head(self):
         held = {"snapshots": tuple(self.snapshots), "first_body": 0}
-        return self.peer.rounds.head().model_copy(update=held)
+        return self.peer.rounds.head(Known(epoch=None)).model_copy(update=held)
 
     async def headers(self, start, stop):
         records = self.peer.replica.store.headers(start, stop - start)

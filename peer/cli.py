@@ -147,6 +147,8 @@ def _names(error: BaseException) -> set[str]:
 
 def message(error: BaseException) -> str:
     """Return what to tell a person about a foreseen failure."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{error}; make room on the disk, or name a folder of another one"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}{_remedy(error)}"
     if DATABASE_ERROR in _names(error):

@@ -6,6 +6,7 @@ import errno
 import functools
 import importlib
 import json
+import logging
 import signal
 import socket
 import sqlite3
@@ -170,11 +171,26 @@ def test_a_foreseen_failure_is_one_message(atoll, monkeypatch):
     assert (result.code, result.err) == (1, "atoll init: nobody answers\n")
 
 
-def test_a_full_disk_is_a_failure_with_a_remedy(atoll, monkeypatch):
-    command_that_raises(sqlite3.OperationalError("database or disk is full"), monkeypatch)
+@pytest.mark.parametrize(
+    "error",
+    [
+        sqlite3.OperationalError("database or disk is full"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+)
+def test_a_full_disk_is_a_failure_with_a_remedy(atoll, monkeypatch, error):
+    command_that_raises(error, monkeypatch)
     result = atoll("init")
     assert result.code == 1
-    assert "disk is full" in result.err and "make room" in result.err
+    assert str(error) in result.err and "make room on the disk" in result.err
+
+
+def test_a_peer_that_cannot_write_its_log_leaves_the_terminal_alone(atoll, monkeypatch, capsys):
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    refused(atoll("peer", "hello"))
+    full = logging.StreamHandler(types.SimpleNamespace(write=None))
+    full.emit(logging.makeLogRecord({"msg": "lost"}))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_model_too_large_for_memory_is_a_failure_with_a_remedy(atoll, monkeypatch):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import math
 import signal
 import sys
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the peer until the run is finished or it is told to stop."""
     if args.stop_with_stdin:
         stop_with_stdin()
+    logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
     from atoll.peer.commands.watching import read_invite
     from atoll.peer.daemon import DaemonOptions, PeerDaemon, stop_on_signals
     from atoll.peer.paths import peer_state_dir

@@ -130,7 +130,8 @@ def _expect_device(name: str) -> None:
 
 def _expect_data(source: str | None) -> None:
     """Say at once, not after joining, that the data is not there."""
-    from atoll.peer.documents import STDLIB, DataError
+    from atoll.peer.documents import STDLIB
+    from atoll.peer.errors import DataError
 
     if source is None or source == STDLIB or source.startswith("hf:"):
         return

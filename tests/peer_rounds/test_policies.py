@@ -12,6 +12,7 @@ from atoll.peer.rounds.policies import (
     close_decision,
     new_owner,
     owners_shares,
+    positions_ahead,
     round_deadline_s,
     split_cells,
 )
@@ -160,3 +161,13 @@ def test_the_deadline_follows_the_slowest_link():
     slow, fast = round_deadline_s(10_000_000, 10.0, 1.5), round_deadline_s(10_000_000, 100.0, 1.5)
     assert slow == pytest.approx(8 * 8.0 + 15.0)
     assert fast == pytest.approx(8 * 0.8 + 15.0)
+
+
+def test_a_reduction_behind_others_has_the_time_of_all():
+    alone, third = (round_deadline_s(10_000_000, 10.0, 1.5, before=n) for n in (0, 2))
+    assert third == pytest.approx(3 * alone)
+
+
+@pytest.mark.parametrize(("fragments", "ahead"), [(1, 0), (2, 1), (4, 3), (24, 3)])
+def test_each_position_ahead_moves_another_fragment_and_they_are_few(fragments, ahead):
+    assert positions_ahead(fragments) == ahead

@@ -1,0 +1,327 @@
+#!/usr/bin/env python3
+"""What rounds of many peers cost in messages and control bytes, counted in memory.
+
+    ./scripts/bench scale                             the saved table
+    ./scripts/bench scale --rerun --save              count again (minutes) and keep it
+    ./scripts/bench scale --rerun --peers 64 --cells 16
+    ./scripts/bench scale --json                      the rows as JSON on the last line
+
+The peers are those of `tests/peer_rounds/swarm.py`: real rounds, log and votes on a network in
+memory whose clock jumps, so that hundreds of links of 100 Mbit/s and 50 ms fit one machine. A cell
+holds 64 values in place of 65,536: all bytes that are left are control, and the times that are
+told are what control alone costs. A part has one cell, so peers own as many parts as there are
+cells. What depends on the body (2 of it a peer and round) is in `bench allreduce`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "peer_rounds"))
+
+from swarm import Swarm, SwarmPeer, signed_epoch  # noqa: E402
+
+from atoll.dht.memory import FRAME_BYTES, MemoryNetwork, run_virtual  # noqa: E402
+from atoll.dht.roster import MemoryRoster  # noqa: E402
+from atoll.optim import fragments  # noqa: E402
+from atoll.optim.layout import Layout  # noqa: E402
+from atoll.optim.log import Entry, choose_electors  # noqa: E402
+
+SAVED = ROOT / "docs" / "benchmarks" / "scale.json"
+PAGE = ROOT / "docs" / "benchmarks" / "scale.md"
+MARKS = ("<!-- rows of scale.json -->", "<!-- end of rows -->")
+CELL_VALUES = 64
+LATENCY_S = 0.025
+MBIT_S = 100.0
+WINDOW_S = 60.0
+MEASURED = 1  # the second round: peers have met
+SETTLE_S = 10.0  # what is still told after the last commit
+SPREAD_S = 0.5  # windows end within it
+GROUPS = ((4, 4), (16, 16), (64, 64), (256, 64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One warm round of a group."""
+
+    peers: int
+    cells: int
+    members: int
+    electors: int
+    """of the next position"""
+    leader_messages: int
+    """sent, all methods"""
+    leader_bytes: int
+    peer_messages: float
+    """median over the others"""
+    peer_bytes: float
+    messages_by_method: dict[str, int]
+    """of all peers together"""
+    bytes_by_method: dict[str, int]
+    roster_reads: int
+    """records read by all peers together in a round"""
+    rendezvous_s: float
+    """from the last window's end to the first that reduces; virtual"""
+    round_s: float
+    """from the first that reduces to the last commit; virtual"""
+    entry_bytes: int
+    peer_mb: float
+    """memory of a peer, its share of the process"""
+    cpu_s: float
+    """of this machine, for the round of all peers"""
+    date: str
+    commit: str
+
+
+class CountingNetwork(MemoryNetwork):
+    """Counts what is sent, by sender and method."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See `MemoryNetwork`."""
+        super().__init__(*args, **options)
+        self.messages: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+    def _send(self, pipe: Any, size: int, action: Callable[[], None]) -> float:
+        key = pipe.src.peer_id, pipe.method
+        self.messages[key] += 1
+        self.bytes[key] += size + FRAME_BYTES
+        return super()._send(pipe, size, action)
+
+
+@dataclass
+class Watch:
+    """When the phases of the measured position were, on the swarm's clock."""
+
+    last_ready_s: float = 0.0
+    first_reduce_s: float = 0.0
+
+    def on_phase(self, swarm: Swarm, phase: str, position: int) -> None:
+        if position != MEASURED or self.first_reduce_s:
+            return
+        if phase == "wait":
+            self.last_ready_s = swarm.now()
+        elif phase == "reduce":
+            self.first_reduce_s = swarm.now()
+
+
+def swarm_of(folder: Path, cells: int) -> Swarm:
+    swarm = Swarm(
+        folder, layout=Layout(names=("w",), shapes=((cells * CELL_VALUES,),)), codec="fp32"
+    )
+    swarm.network = CountingNetwork(random.Random(7), latency_s=LATENCY_S)
+    return swarm
+
+
+async def warm_round(swarm: Swarm, peers: Sequence[SwarmPeer], cells: int) -> Row:
+    """The second round of a group that has met."""
+    watch = Watch()
+    swarm.on_phase = lambda peer, phase, position: watch.on_phase(swarm, phase, position)
+    network, records = swarm.network, count_roster_reads()
+    assert isinstance(network, CountingNetwork)
+    await all_at(swarm, peers, MEASURED)
+    await asyncio.sleep(SETTLE_S)
+    network.messages.clear()
+    network.bytes.clear()
+    records.clear()
+    began_cpu_s = time.process_time()
+    await all_at(swarm, peers, MEASURED + 1)
+    ended_s, cpu_s = swarm.now(), time.process_time() - began_cpu_s
+    await asyncio.sleep(SETTLE_S)
+    entry = peers[0].replica.store.headers(MEASURED, 1)[0].entry
+    decided = Entry.decode(entry)
+    messages, sent = of_senders(network.messages), of_senders(network.bytes)
+    leader = max(sent, key=lambda name: sent[name])
+    others = [p.identity.peer_id for p in peers if p.identity.peer_id != leader]
+    return Row(
+        peers=len(peers),
+        cells=cells,
+        members=len(decided.members),
+        electors=len(decided.electorate),
+        leader_messages=messages[leader],
+        leader_bytes=sent[leader],
+        peer_messages=statistics.median(messages[name] for name in others),
+        peer_bytes=statistics.median(sent[name] for name in others),
+        messages_by_method=of_methods(network.messages),
+        bytes_by_method=of_methods(network.bytes),
+        roster_reads=sum(records),
+        rendezvous_s=round(watch.first_reduce_s - watch.last_ready_s, 3),
+        round_s=round(ended_s - watch.first_reduce_s, 3),
+        entry_bytes=len(entry),
+        peer_mb=round(memory_mb() / len(peers), 2),
+        cpu_s=round(cpu_s, 1),
+        date=time.strftime("%Y-%m-%d"),
+        commit=commit(),
+    )
+
+
+async def all_at(swarm: Swarm, peers: Sequence[SwarmPeer], position: int) -> None:
+    await swarm.until(lambda: all(p.replica.position >= position for p in peers), 3600.0)
+
+
+def count_roster_reads() -> list[int]:
+    """Lengths of all rosters that are read from now on."""
+    read, plain = [], MemoryRoster.peers
+
+    async def counted(roster: MemoryRoster) -> dict[str, Any]:
+        found = await plain(roster)
+        read.append(len(found))
+        return found
+
+    MemoryRoster.peers = counted  # type: ignore[method-assign]
+    return read
+
+
+def of_senders(counted: Counter[tuple[str, str]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for (sender, _), number in counted.items():
+        total[sender] += number
+    return total
+
+
+def of_methods(counted: Counter[tuple[str, str]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for (_, method), number in counted.items():
+        total[method] += number
+    return dict(sorted(total.items()))
+
+
+def memory_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(num_peers: int, cells: int) -> Row:
+    """One group, in this process."""
+    fragments.CELL = CELL_VALUES  # type: ignore[misc]
+    torch.set_num_threads(1)
+    rng, base_mb = random.Random(1), memory_mb()
+
+    async def main() -> Row:
+        with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+            swarm = swarm_of(Path(folder), cells)
+            windows = [WINDOW_S - SPREAD_S * rng.random() for _ in range(num_peers)]
+            peers = [
+                swarm.add(window_s=window, link_mbit_s=MBIT_S, declared_mbit_s=MBIT_S)
+                for window in windows
+            ]
+            try:
+                electors = choose_electors([peer.ctx.me for peer in peers])
+                record = signed_epoch(1, 0, swarm.chain, list(electors))
+                for peer in peers:
+                    await peer.start(record)
+                row = await warm_round(swarm, peers, cells)
+                return Row(**asdict(row) | {"peer_mb": (memory_mb() - base_mb) / num_peers})
+            finally:
+                await swarm.stop()
+
+    return run_virtual(main())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| peers | parts | electors | messages: leader | a peer | control, kB: leader | a peer "
+        "| entry, kB | roster records read by a peer | rendezvous, s | round, s | MB a peer "
+        "| CPU, s | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r.peers} | {r.cells} | {r.electors} | {r.leader_messages:,} "
+            f"| {r.peer_messages:,.0f} | {r.leader_bytes / 1e3:,.0f} | {r.peer_bytes / 1e3:,.0f} "
+            f"| {r.entry_bytes / 1e3:,.1f} | {r.roster_reads / r.peers:,.1f} "
+            f"| {r.rendezvous_s:.2f} | {r.round_s:.2f} | {r.peer_mb:.1f} | {r.cpu_s:.0f} "
+            f"| {r.commit} |"
+        )
+    return "\n".join(lines)
+
+
+def known() -> list[Row]:
+    """The saved rows."""
+    return [Row(**row) for row in json.loads(SAVED.read_text())["rows"]] if SAVED.exists() else []
+
+
+def save(new: Sequence[Row]) -> list[Row]:
+    """Keep new rows in place of those of the same groups; all of them."""
+    counted = {(row.peers, row.cells) for row in new}
+    rows = [*(row for row in known() if (row.peers, row.cells) not in counted), *new]
+    rows.sort(key=lambda row: (row.peers, row.cells))
+    SAVED.write_text(json.dumps(report(rows), indent=1) + "\n")
+    before, rest = PAGE.read_text().split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
+    return rows
+
+
+def report(rows: Sequence[Row]) -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        "mbit_s": MBIT_S,
+        "rtt_ms": 2e3 * LATENCY_S,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def commit() -> str:
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout[:-1]
+
+
+def in_a_process(num_peers: int, cells: int) -> Row:
+    """The group in a process of its own, whose memory is then its alone."""
+    words = [sys.executable, __file__, "--peers", str(num_peers), "--cells", str(cells), "--json"]
+    out = subprocess.run([*words, "--here"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return Row(**json.loads(out.splitlines()[-1])["rows"][0])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--peers", type=int, default=0, help="one group only")
+    add("--cells", type=int, default=64, help="parts of that group")
+    add("--here", action="store_true", help="count in this process")
+    add("--rerun", action="store_true", help="count again")
+    add("--save", action="store_true", help=f"keep the rows in {SAVED.name} and {PAGE.name}")
+    add("--json", action="store_true", help="the rows as JSON on the last line")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    groups = ((options.peers, options.cells),) if options.peers else GROUPS
+    if options.here:
+        rows = [measure(*group) for group in groups]
+    elif options.rerun or not known():
+        rows = [in_a_process(*group) for group in groups]
+    else:
+        rows = known()
+    if options.save:
+        rows = save(rows)
+    print(table(rows))
+    if options.json:
+        print(json.dumps(report(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

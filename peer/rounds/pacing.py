@@ -36,6 +36,7 @@ DECLARED_SHARE = 0.94  # of a declared rate: headers and encryption at packets o
 BURST_S = 0.03  # what a busy machine may catch up; at 100% of the link such a queue never drains
 SAMPLE_S = 0.1  # between readings of what the link carried
 WINDOW_S = 0.3  # a shorter rate says more about buffers than about the link
+READ_BYTES = 1 << 20  # fewer messages say more about where a reading cuts them than about the link
 KEPT_ROUNDS = 8  # of which the median counts: confirmations queue behind what the others send
 QUEUE_S = 0.25  # of bytes at most that wait on the way: signs of life travel behind them
 ROUND_TRIP_S = 0.05  # what one is taken for before a peer has answered
@@ -76,7 +77,7 @@ def peak_mbit_s(points: Sequence[tuple[float, int]], window_s: float = WINDOW_S)
     return peak
 
 
-def saturated_mbit_s(samples: Sequence[Sample], window_s: float = WINDOW_S) -> float:
+def saturated_mbit_s(samples: Sequence[Sample], window_s: float = WINDOW_S) -> float | None:
     """Rate of the later two thirds of the longest time for which the link was busy.
 
     The first third may be TCP's slow start.  A mean and not a peak: confirmations come in bursts,
@@ -90,6 +91,8 @@ def saturated_mbit_s(samples: Sequence[Sample], window_s: float = WINDOW_S) -> f
     last = run[-1]
     from_s = min((2 * run[0].at_s + last.at_s) / 3, last.at_s - window_s)
     first = [sample for sample in run if sample.at_s <= from_s][-1]
+    if last.delivered - first.delivered < READ_BYTES:
+        return None
     return (last.delivered - first.delivered) * BITS / (last.at_s - first.at_s)
 
 
@@ -113,9 +116,15 @@ class RateEstimate:
             return None
         return self.mbit_s * self.gain
 
-    def after(self, saturated_mbit_s: float) -> RateEstimate:
-        """The estimate after a round in which the busy link showed this rate, 0 for none."""
+    def after(self, saturated_mbit_s: float | None) -> RateEstimate:
+        """The estimate after a round in which the busy link showed this rate, 0 for none.
+
+        None: the round was busy and showed no rate. If it was the pace that kept it busy, the pace
+        is forgotten, which no round of this size would ever correct.
+        """
         rate, pace = saturated_mbit_s, self.pace_mbit_s
+        if rate is None:
+            return self if pace is None else RateEstimate()
         if not rate:
             return self
         if pace is None:  # low, because TCP had to find the rate: the next round searches at once

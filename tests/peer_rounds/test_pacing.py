@@ -13,6 +13,7 @@ from atoll.peer.rounds.pacing import (
     MIN_IN_FLIGHT_BYTES,
     QUEUE_S,
     ROUND_TRIP_S,
+    SAMPLE_S,
     SEARCH_EVERY,
     SEARCH_GAIN,
     UNKNOWN_MBIT_S,
@@ -25,6 +26,7 @@ from atoll.peer.rounds.pacing import (
 )
 
 PIECE = 125_000  # 1 Mbit
+MESSAGE = 65_536  # bytes of cells that leave at once
 
 
 def paced(rate_mbit_s):
@@ -206,6 +208,37 @@ def test_a_round_that_sent_little_says_nothing():
     estimate = simulate(100.0, 5)
     assert estimate.after(0.0) == estimate
     assert RateEstimate().after(0.0).pace_mbit_s is None
+
+
+def test_few_bytes_show_no_rate():
+    assert saturated_mbit_s(samples(1, 1, 1, 1, 1)) is None
+    assert RateEstimate().after(None) == RateEstimate()
+
+
+def round_of(messages, mbit_s):
+    """Readings of a fast link over which the pace lets so many messages go."""
+    each_s = MESSAGE * 8e-6 / mbit_s
+    ends_s = each_s * (messages - 1)
+    return [
+        Sample(
+            at_s=number * SAMPLE_S,
+            delivered=MESSAGE * min(messages, 1 + int(number * SAMPLE_S / each_s)),
+            received=0,
+            busy=number * SAMPLE_S < ends_s,
+        )
+        for number in range(int(ends_s / SAMPLE_S) + 3)
+    ]
+
+
+@pytest.mark.parametrize("messages", [2, 3, 6, 17, 24, 25, 31, 61])
+def test_a_pace_that_is_far_too_low_does_not_confirm_itself(messages):
+    """A starved machine has shown a slow link: the pace makes rounds long enough to be read."""
+    estimate = RateEstimate().after(0.3)
+    for _ in range(3):
+        if estimate.pace_mbit_s is None:
+            return
+        estimate = estimate.after(saturated_mbit_s(round_of(messages, estimate.pace_mbit_s)))
+    raise AssertionError(f"still paced at {estimate.pace_mbit_s} Mbit/s")
 
 
 def test_the_start_of_a_transfer_does_not_count():

@@ -120,7 +120,7 @@ def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
             tokens, loss = text.count(current.tokens_total), text.loss_text(current.loss)
             return [f"{at}  finished after {current.position} rounds: {tokens} tokens, loss {loss}"]
         case "stalled" if not num_present(current):
-            return [f"{at}  stalled: no peer is here"]
+            return [f"{at}  stalled: no peer is in touch"]
         case "stalled":
             return [f"{at}  stalled: no round has been committed for too long"]
         case _:

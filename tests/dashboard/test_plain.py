@@ -75,7 +75,7 @@ def test_a_run_that_everybody_left_is_not_said_to_be_slow(sample):
     (slow,) = without_clock(lines(sample(3), status))
     (left,) = without_clock(lines(sample(3), replace(status, peers=[])))
     assert slow == "stalled: no round has been committed for too long"
-    assert left == "stalled: no peer is here"
+    assert left == "stalled: no peer is in touch"
 
 
 def test_waiting_training_and_finished_are_said(sample):

@@ -88,6 +88,8 @@ class GossipStatistics:
     partner: str
     """whom it is meeting, or met last; empty for nobody"""
     mass: float
+    encode_s: float = 0.0
+    """what encoding took in the last meeting"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -247,7 +249,7 @@ class Gossip:
         """Take over the others' round where the partner is ahead; whether that is another one."""
         if self._others.heard(partner) <= self.position:
             return False
-        await self._others.ask_around()
+        await self._others.ask_around(self.position)
         before = self.position
         await self._bring_level(by=1)
         return self.position > before
@@ -283,7 +285,8 @@ class Gossip:
         elif met is not None and met.state is not self.state:
             self._move(met.state, met.mass)
         trace = self._trace(here)
-        self._statistics = replace(self._statistics, last=trace)
+        encode_s = here.times.encode_s
+        self._statistics = replace(self._statistics, last=trace, encode_s=encode_s)
         self._settled_s = self._ctx.now()
         self._on_settled(
             GossipSettled(
@@ -309,7 +312,7 @@ class Gossip:
         sent = times.sent or now
         received = max(sent, times.received or now)
         trace.wait_s = times.accepted - here.since_s
-        trace.send_s = sent - times.accepted
+        trace.send_s = max(0.0, sent - times.accepted - times.encode_s)
         trace.reduce_s = received - sent
         trace.apply_s = times.met_s
         trace.vote_s = max(0.0, now - received - times.met_s)

@@ -80,6 +80,7 @@ class Times:
     accepted: float | None = None
     sent: float | None = None
     received: float | None = None
+    encode_s: float = 0.0
     met_s: float = 0.0
     """how long the step took"""
 
@@ -255,7 +256,9 @@ class Exchange:
 
     async def _send(self) -> Side:
         mine, gives = self._mine, handed_over(self._mine.mass, self._terms.mass) > 0
+        before = self._ctx.now()
         shown: tuple[Side, bytes] = await self._ctx.compute(show, self._ctx.cells, mine, gives)
+        self.times.encode_s = self._ctx.now() - before
         side, data = shown
         for start in range(0, len(data), PACED_BYTES):
             await self._send_paced(data[start : start + PACED_BYTES], start)

@@ -42,10 +42,11 @@ class Others:
         last = self._ctx.last_round
         return max(own, min(level, last)) if last else level
 
-    async def ask_around(self) -> None:
-        """Ask some of them for their rounds."""
+    async def ask_around(self, own: int) -> None:
+        """Ask some of them for their rounds, others in each round ``own``."""
         others = sorted(await self._ctx.trainers())
-        asked = random.sample(others, min(ASKED_AROUND, len(others)))
+        choice = random.Random(f"{self._ctx.me.peer_id}/{own}")
+        asked = choice.sample(others, min(ASKED_AROUND, len(others)))
         await asyncio.gather(*(self.standing(peer) for peer in asked))
 
     async def standing(self, peer: str) -> Standing | str:

@@ -135,7 +135,7 @@ class GossipParticipation:
             last_round=spec.run.rounds,
             view=session.trainer,
             trains=lambda: self.progress() is not None,
-            encode_s=lambda: 0.0,
+            encode_s=lambda: self.statistics().encode_s,
             compute=session.compute,
             partner=lambda: self.statistics().partner,
         )

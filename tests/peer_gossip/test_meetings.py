@@ -63,7 +63,7 @@ def test_peers_of_unequal_speed_meet_and_count_the_same_rounds(windows):
         positions = [peer.position for peer in peers]
         assert max(positions) - min(positions) <= 3
         for peer in peers:
-            assert len(peer.met) > 0.25 * len(peer.settled)
+            assert len(peer.met) > 0.2 * len(peer.settled)
         assert spread(peers) < start / 3
         # Waiting costs the fast ones a part of their time, not half of it.
         assert len(peers[0].settled) > 0.6 * crowd.now() / windows[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from atoll.dht.wirecount import WireCounter, WireTotals
 logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
+REJOIN_EVERY = 30  # looks; a bootstrap peer that is gone for good is dialled twice a minute
 PING_EVERY = 5  # watches; p2pd that runs but does not answer is found within 5 s + PING_TIMEOUT_S
 PING_TIMEOUT_S = 10.0
 BOOTSTRAP_S = 10.0
@@ -55,7 +56,7 @@ class Node:
         self.on_restart: OnRestart | None = None
         self._check = check
         self._p2p: P2P | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
 
     @classmethod
     async def start(
@@ -127,9 +128,9 @@ class Node:
 
     async def close(self) -> None:
         """Leaves the roster, ends streams, DHT and p2pd. Idempotent."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
         if hasattr(self, "roster") and self.daemon.is_alive:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DHT_WAIT_S):
@@ -158,7 +159,10 @@ class Node:
             credential=lambda: self.transport.admission,
             check=self._check,
         )
-        self._watcher = asyncio.create_task(self._watch())
+        self._watchers = [
+            asyncio.create_task(self._watch()),
+            asyncio.create_task(self._stay_joined()),
+        ]
 
     async def _start_dht(self, old: DHTNode | None) -> DHTNode:
         self._p2p = await P2P.replicate(self.daemon.control_maddr)
@@ -187,13 +191,13 @@ class Node:
             await self._p2p.shutdown()
             self._p2p = None
 
-    async def _dial_bootstrap(self) -> list[str]:
-        """The bootstrap addresses that could be reached."""
-        others = [a for a in self.bootstrap if not a.endswith(f"/p2p/{self.peer_id}")]
+    async def _dial_bootstrap(self, known: Collection[str] = ()) -> list[str]:
+        """The bootstrap addresses that could be reached, but those of peers that are known."""
+        others = [a for a in self.bootstrap if _peer_of(a) not in {self.peer_id, *known}]
         return [a for a in await asyncio.gather(*map(self._try_dial, others)) if a]
 
     async def _try_dial(self, address: str) -> str | None:
-        peer = address.rpartition("/p2p/")[2]
+        peer = _peer_of(address)
         try:
             await self.daemon.dial(peer, [address], timeout_s=BOOTSTRAP_S)
         except (TransportError, TimeoutError, ValueError) as error:
@@ -211,7 +215,6 @@ class Node:
             if not await self._is_well(ask=num_watches % PING_EVERY == 0):
                 await self._restart()
             self.wire.totals()
-            await self._rejoin_if_alone()
 
     async def _wait_for_death(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
@@ -266,9 +269,27 @@ class Node:
         self.dht = await self._start_dht(self.dht)
         self.roster.node = self.dht
 
-    async def _rejoin_if_alone(self) -> None:
-        if self.dht.protocol.routing_table.uid_to_peer_id or not self.bootstrap:
+    async def _stay_joined(self) -> None:
+        num_looks = 0
+        while True:
+            await asyncio.sleep(WATCH_S)
+            num_looks += 1
+            try:
+                await self._rejoin(is_due=num_looks % REJOIN_EVERY == 0)
+            except Exception as error:  # hivemind's, while p2pd is started again
+                logger.info("the DHT's bootstrap peers were not looked for: %r", error)
+
+    async def _rejoin(self, *, is_due: bool) -> None:
+        """Look for bootstrap peers that the DHT has lost: always if nobody is left, else when due.
+
+        Two halves of a run that were cut apart each have somebody, and would stay two.
+        """
+        known = {str(peer) for peer in self.dht.protocol.routing_table.uid_to_peer_id.values()}
+        if known and not is_due:
             return
-        for address in await self._dial_bootstrap():
-            peer = PeerID.from_base58(address.rpartition("/p2p/")[2])
-            await self.dht.protocol.call_ping(peer)
+        for address in await self._dial_bootstrap(known):
+            await self.dht.protocol.call_ping(PeerID.from_base58(_peer_of(address)))
+
+
+def _peer_of(address: str) -> str:
+    return address.rpartition("/p2p/")[2]

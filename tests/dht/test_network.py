@@ -510,6 +510,32 @@ def test_a_peer_whose_clock_is_an_hour_off_joins_with_the_learnt_offset(swarm, b
     swarm.run(main())
 
 
+def test_a_node_that_knows_somebody_looks_for_bootstrap_peers_that_it_lost(swarm, a, b):
+    """Two halves of a run that was cut apart each know somebody."""
+
+    def known(node):
+        return {str(peer) for peer in node.dht.protocol.routing_table.uid_to_peer_id.values()}
+
+    def lose(node, lost):
+        table = node.dht.protocol.routing_table
+        for uid in [uid for uid, peer in table.uid_to_peer_id.items() if str(peer) == lost]:
+            del table[uid]
+
+    async def main():
+        await a.dht.protocol.call_ping(PeerID.from_base58(b.peer_id))
+        others = known(b) - {a.peer_id}
+        assert others
+        lose(b, a.peer_id)
+        await b._rejoin(is_due=False)
+        assert a.peer_id not in known(b)
+        await b._rejoin(is_due=True)
+        async with asyncio.timeout(10):  # hivemind notes who answered in a task of its own
+            while not known(b) >= others | {a.peer_id}:
+                await asyncio.sleep(0.02)
+
+    swarm.run(main())
+
+
 def test_a_frozen_process_ends_by_the_deadline(swarm, a):
     async def main():
         peer = await swarm.meet_child(a)

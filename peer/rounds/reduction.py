@@ -335,7 +335,7 @@ class FrameBuffer:
     """The frames in a stream's messages.
 
     A message holds whole frames, each with its length before it. One that is longer than a piece
-    with its length has messages of its own, of a piece each.
+    with its length has messages of its own.
     """
 
     def __init__(self, limits: Sequence[int]) -> None:
@@ -374,7 +374,7 @@ class FrameBuffer:
 def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
     """Join consecutive frames to messages of at most ``limit`` bytes, at least one frame each.
 
-    A frame that is longer than a piece is cut into pieces.
+    A frame that is longer than a piece is cut, so that signs of life do not wait behind it.
     """
     out: deque[bytes] = deque()
     batch: list[bytes] = []
@@ -384,7 +384,7 @@ def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
             out.append(b"".join(batch))
             batch, size = [], 0
         if len(frame) > PIECE_BYTES:
-            out += [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)]
+            out += [frame[at : at + limit] for at in range(0, len(frame), limit)]
             continue
         batch.append(frame)
         size += len(frame)

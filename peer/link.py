@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from atoll.coordinator.client import Joined
 from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.status import Level
+from atoll.peer.gossip.participation import GossipParticipation
+from atoll.peer.logged import LogParticipation
 from atoll.peer.membership import StateDirectory
 from atoll.peer.paths import PeerPaths
 from atoll.peer.reporting import TrainerView
 from atoll.peer.run_reducer import RunReducer
-from atoll.peer.session import LinkOptions, OnPhase, Session
+from atoll.peer.session import LinkOptions, OnPhase, Participation, Session
 
 CLOSE_S = 20.0
 POLL_S = 0.1
@@ -33,7 +36,12 @@ class Link:
         self._directory = StateDirectory(PeerPaths(root=options.state_dir), options.invite.run_id)
         try:
             self._session = Session(
-                options, self._directory, say=on_event, on_phase=on_phase, on_close=self.close
+                options,
+                self._directory,
+                say=on_event,
+                on_phase=on_phase,
+                on_close=self.close,
+                take_part=participation,
             )
         except BaseException:
             self._directory.close()
@@ -133,3 +141,10 @@ class Link:
     def _run_loop(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._ended.wait())
+
+
+def participation(session: Session, joined: Joined | None) -> Participation:
+    """What a run's method asks of a peer."""
+    if session.spec.method().reduction == "pairs":
+        return GossipParticipation(session, joined)
+    return LogParticipation(session, joined)

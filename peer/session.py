@@ -35,8 +35,6 @@ from atoll.dht.transport import TransportError
 from atoll.optim.log import Elector
 from atoll.optim.state import Assembly, OuterState
 from atoll.peer.contact import Heartbeats
-from atoll.peer.gossip.participation import GossipParticipation
-from atoll.peer.logged import LogParticipation
 from atoll.peer.membership import Membership, StateDirectory, addresses_to_keep
 from atoll.peer.paths import PeerPaths
 from atoll.peer.ports import expect_free
@@ -164,8 +162,13 @@ class Session:
         say: Callable[[Level, str], None],
         on_phase: OnPhase,
         on_close: Callable[[], None],
+        take_part: Callable[[Session, Joined | None], Participation],
     ) -> None:
-        """``on_close`` is what the reducer's ``close`` calls."""
+        """``on_close`` is what the reducer's ``close`` calls.
+
+        ``take_part`` makes of a session that has joined what the run's method asks for.
+        """
+        self._take_part = take_part
         self.options = options
         self.view: Callable[[], TrainerView] | None = None
         self.membership: Membership
@@ -211,7 +214,7 @@ class Session:
         expect_free(self.options.listen, remedy="name another with --listen, or port 0 for any")
         joined = await self._join()
         await self._start_node()
-        self.taking_part = taking_part = participation(self, joined)
+        self.taking_part = taking_part = self._take_part(self, joined)
         await taking_part.settle(joined)
         taking_part.serve()
         self._started = True
@@ -420,13 +423,6 @@ class Session:
     async def compute(self, function: Callable[..., Any], /, *args: Any) -> Any:  # noqa: ANN401
         """Run something that blocks, beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._work, function, *args)
-
-
-def participation(session: Session, joined: Joined | None) -> Participation:
-    """What a run's method asks of a peer."""
-    method = session.spec.method()
-    kind = GossipParticipation if method.reduction == "pairs" else LogParticipation
-    return kind(session, joined)
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -211,7 +211,7 @@ class Leadership:
 
     async def close(self) -> None:
         """End all sessions."""
-        for session in self.sessions.values():
+        for session in list(self.sessions.values()):
             await session.stream.close()
         fetches = [part.fetching for part in self.parts if part.fetching]
         for task in fetches:

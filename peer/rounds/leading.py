@@ -183,8 +183,8 @@ class Leading:
                 text = f"round {key[1] + 1}, attempt {key[2]} led here failed: {error}"
                 self._ctx.on_event("warning", text)
         finally:
+            self._leaderships.pop(key, None)  # first, so that nobody joins what is over
             await leadership.close()
-            self._leaderships.pop(key, None)
 
     async def _unless_over(
         self, leadership: Leadership, work: Coroutine[None, None, T]

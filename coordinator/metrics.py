@@ -46,14 +46,22 @@ class Metrics:
     @classmethod
     @contextlib.contextmanager
     def served(cls, listen: str | None) -> Iterator[Metrics | None]:
-        """Serve over HTTP at 'host:port' inside the block; nothing if there is no address."""
+        """Serve over HTTP at 'host:port' inside the block; nothing if there is no address.
+
+        Raises:
+            OSError: naming the address that can't be taken.
+        """
         if listen is None:
             yield None
             return
         host, port = split_address(listen)
         registry = CollectorRegistry()
         metrics = cls(registry)
-        server, thread = start_http_server(port, host, registry)
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            told = f"{error.strerror}; choose another address for the metrics"
+            raise OSError(error.errno, told, listen) from error
         try:
             yield metrics
         finally:

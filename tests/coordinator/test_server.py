@@ -260,6 +260,23 @@ def test_metrics(kit: Any, tmp_path: Path) -> None:
     kit.run(main())
 
 
+def test_a_metrics_address_that_is_taken_is_named(kit: Any, tmp_path: Path) -> None:
+    import socket
+
+    async def main() -> None:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            address = f"127.0.0.1:{other.getsockname()[1]}"
+            spec = with_coordinator(kit.SPEC, metrics_listen=address)
+            with pytest.raises(OSError, match="another address for the metrics") as caught:
+                async with kit.net(tmp_path / "run", spec=spec):
+                    pass
+            assert caught.value.filename == address
+
+    kit.run(main())
+
+
 CHILD = """
 import asyncio, importlib.util, sys
 from pathlib import Path

@@ -187,8 +187,9 @@ def run_strike(
 
 FLIGHTS = 3
 STEP_S = 0.12  # shorter than a reduction at a round trip of 50 ms, so that some are always early
-# The frozen may have been the next leader too, and is then asked once more; a cut lasts on.
-NEXT_S = {"kill": 1.0, "freeze": 4.0, "cut": 6.0}
+# A cut lasts on: one that hits the commit of a position hits the next one too, from its beginning.
+STRUCK_S = COMMIT_S | {"cut": 6.0}
+NEXT_S = STRUCK_S | {"freeze": 4.0}  # the frozen may lead this one too, and is asked once more
 SHORT_OUTAGE_S = 4.0
 QUIET_S = 30.0  # enough for all that is under way to be decided, and for who is behind to catch up
 
@@ -200,7 +201,7 @@ async def check_strike_in_flight(swarm: Swarm, strike: Strike) -> float:
     await swarm.until(lambda: strike.at_s is not None)
     strike.position = max(p.replica.position for p in swarm.peers)
     assert max(p.rounds.statistics().in_flight for p in swarm.peers) > 0
-    limit_s = COMMIT_S[strike.kind] + STEP_S
+    limit_s = STRUCK_S[strike.kind] + STEP_S
     took_s = await decided_after(swarm, strike)
     assert took_s <= limit_s, f"decided {took_s:.2f} s after it, expected {limit_s} s"
     strike.position += 1

@@ -81,12 +81,15 @@ class FactorReducer:
 
     def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
         """Take the next frames of ``member``; raises as ``PartReducer.add_all``."""
-        buffer = self._incoming.get(member)
-        if isinstance(cells, memoryview) and buffer is None:
+        if member not in self._incoming:
             return
-        frames = buffer.feed(cells) if buffer and isinstance(cells, memoryview) else cells
+        frames: Sequence[bytes | memoryview]
+        if isinstance(cells, memoryview):
+            frames = self._incoming[member].feed(memoryview(cells))
+        else:
+            frames = cells
         for frame in frames:
-            self.add(member, frame)  # type: ignore[arg-type]
+            self.add(member, frame)
 
     def drop(self, member: int) -> None:
         """Expect nothing more of ``member``; the cells of which both frames came stay."""

@@ -183,7 +183,10 @@ class PartReducer:
         if member not in self._live:
             return
         frames: Sequence[bytes | memoryview]
-        frames = self._incoming[member].feed(cells) if isinstance(cells, memoryview) else cells
+        if isinstance(cells, memoryview):
+            frames = self._incoming[member].feed(memoryview(cells))
+        else:
+            frames = cells
         for frame in frames:
             self.add(member, frame)
 

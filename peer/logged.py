@@ -153,6 +153,7 @@ class LogParticipation:
             verify_run=run_key_verifier(self._session.options.invite.run_key),
             snapshot_every=spec.round.snapshot_every,
             compute=self._session.compute,
+            on_failure=lambda error: self.reducer.fail(error),
         )
 
     def _make_context(self) -> Context:

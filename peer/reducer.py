@@ -103,6 +103,7 @@ class NetworkReducer:
         self._tokens = 0
         self._window_s = 0.0
         self._resumed_s: float | None = None
+        self._failure: Exception | None = None
         self.stopping = threading.Event()
         self.encode_s = 0.0
 
@@ -111,6 +112,10 @@ class NetworkReducer:
     def deliver(self, settled: Settled | Reset) -> None:
         """Hand something to the trainer; called in the loop."""
         self._decided.put(settled)
+
+    def fail(self, error: Exception) -> None:
+        """Let the trainer end with an error, because this peer can take part in nothing more."""
+        self._failure = error
 
     def _offer_unless_over(self, window: OfferedWindow) -> None:
         """Where the fragment has no turn any more in this run, nothing is to be decided of it."""
@@ -216,10 +221,13 @@ class NetworkReducer:
 
         Raises:
             CodecError: what was submitted can't be encoded.
+            OSError, sqlite3.Error: the disk takes nothing more.
         """
         on_offer = set(self._offers)
+        self._raise_failure()
         self._drain()
         while on_offer <= set(self._offers) and not self._is_at_end():
+            self._raise_failure()
             offered = self._waited_for()
             if offered is None:
                 break
@@ -235,6 +243,10 @@ class NetworkReducer:
             self._take(decided)
         if not self._offers:
             self._resumed_s = time.monotonic()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _waited_for(self) -> Offered | None:
         """What is on offer at the position that is decided next."""

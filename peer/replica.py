@@ -9,6 +9,7 @@ the current state.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,12 @@ class Replica:
         verify_run: Callable[[bytes, bytes], bool],
         snapshot_every: int,
         compute: Compute,
+        on_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Empty: ``resume`` or ``install`` gives it a state."""
+        """Empty: ``resume`` or ``install`` gives it a state.
+
+        ``on_failure`` is told when the disk takes nothing more: such a replica can't go on.
+        """
         self.run_id = run_id
         self.replay = replay
         self.layout = replay.layout
@@ -73,6 +78,7 @@ class Replica:
         self._verify = verify
         self._verify_run = verify_run
         self._compute = compute
+        self._on_failure = on_failure
         self._state: OuterState | None = None
         self.snapshots: dict[int, OuterState] = {}
         self._leased: tuple[int, float] | None = None
@@ -163,7 +169,7 @@ class Replica:
             self.replay.check(entry)
             update_N = await self._compute(self.replay.decode, entry, body)
         state = await self._compute(self.replay.next_state, self.state, entry, body, update_N)
-        await self._compute(
+        await self._write(
             lambda: self.store.append(
                 epoch=entry.epoch,
                 position=entry.position,
@@ -188,8 +194,15 @@ class Replica:
         for listener in self.listeners:
             listener(applied)
 
+    async def _write(self, function: Callable[..., Any], *arguments: object) -> None:
+        try:
+            await self._compute(function, *arguments)
+        except (OSError, sqlite3.Error) as error:
+            self._on_failure(error)
+            raise
+
     async def _keep(self, state: OuterState) -> None:
-        await self._compute(self.store.save_snapshot, state, self.chain)
+        await self._write(self.store.save_snapshot, state, self.chain)
         self.snapshots[state.position] = state
 
     def lease(self, position: int) -> OuterState | None:

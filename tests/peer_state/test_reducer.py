@@ -1,6 +1,7 @@
 """The networked reducer between two threads: what is offered, and what comes back of it."""
 
 import asyncio
+import errno
 import math
 import threading
 import types
@@ -195,6 +196,16 @@ def test_the_trainer_goes_on_while_its_contribution_is_encoded(bench, monkeypatc
     waiting.join(10)
     assert [commit.position for commit in each.commits] == [1, 2]
     assert float(each.residual()[0]) == 3.0
+
+
+def test_a_trainer_that_waits_learns_that_the_disk_is_full(bench):
+    each = bench()
+    each.start()
+    each.submit()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    threading.Timer(0.1, each.reducer.fail, [full]).start()
+    with pytest.raises(OSError, match="No space left"):
+        each.reducer.wait()
 
 
 def test_what_a_codec_refuses_is_raised_by_the_wait(bench):

@@ -108,7 +108,9 @@ def test_tiles_are_put_in_a_row_as_by_a_table_of_places():
         down, across = len(matrix) // 64 * 64, len(matrix[0]) // 64 * 64
         for row in range(0, down, 64):
             for column in range(0, across, 64):
-                expected += [x for line in matrix[row : row + 64] for x in line[column : column + 64]]
+                expected += [
+                    x for line in matrix[row : row + 64] for x in line[column : column + 64]
+                ]
         expected += [x for line in matrix[:down] for x in line[across:]]
         expected += [x for line in matrix[down:] for x in line]
     assert fragments.tiled(layout).take(vector).tolist() == expected

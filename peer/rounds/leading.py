@@ -64,7 +64,7 @@ class Leading:
 
     def at(self, place: Place, attempt: int) -> Leadership | None:
         """The leadership of an attempt, if it is under way here."""
-        return self._leaderships.get((*place, attempt))
+        return self._leaderships.get((place.epoch, place.position, attempt))
 
     def left_out(self, place: Place) -> dict[str, str]:
         """Whom groups of a position were closed without, and why."""

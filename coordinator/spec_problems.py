@@ -13,9 +13,9 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 _Known = Mapping[str, list[str]]  # the keys of each section
 
@@ -92,13 +92,13 @@ def _keys(annotation: object) -> list[str]:
     return []
 
 
-def _message(item: ErrorDetails, known: _Known) -> str:
+def _message(item: Mapping[str, Any], known: _Known) -> str:
     loc, value = item["loc"], item["input"]
     if item["type"] == "extra_forbidden":
         return _unknown_key(loc, known)
     if item["type"] == "model_type":
         return f"expected a section, as [{'.'.join(map(str, loc))}], got {value!r:.40}"
-    text = item["msg"].removeprefix("Value error, ")
+    text = str(item["msg"]).removeprefix("Value error, ")
     text = text.replace("Input should be", "expected", 1)
     if len(loc) == 0 or "got " in text:
         return text

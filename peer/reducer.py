@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -26,19 +25,18 @@ from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.status import Level
 from atoll.optim.feedback import Offer
 from atoll.optim.fragments import Fragment
-from atoll.optim.layout import Layout, LayoutError
+from atoll.optim.layout import Layout
 from atoll.optim.log import Elector, Entry
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.state import OuterState
 from atoll.optim.weights import DRIFT_CAP, drift_ratio, work_weight
 from atoll.peer.replica import Replica
-from atoll.peer.reporting import TrainerView
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.flight import OfferedWindow
+from atoll.peer.trainer_side import POLL_S, TrainerSide
 
 FAR_BEHIND = 4  # windows of each fragment; work that is older is dropped (docs/protocol.md, part 3)
-POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class Offered:
         return self.encoding.result().offer
 
 
-class NetworkReducer:
+class NetworkReducer(TrainerSide):
     """An ``atoll.optim.reducer.Reducer`` over the rounds of this peer."""
 
     def __init__(
@@ -80,42 +78,26 @@ class NetworkReducer:
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """Made by ``atoll.peer.session``; ``patience_s`` is the longest wait for one decision."""
-        self._loop = loop
+        super().__init__(loop=loop, spec=spec, peer_id=me.peer_id, close=close)
         self._rounds = rounds
         self._replica = replica
         self._me = me
-        self.spec = spec
-        self.peer_id = me.peer_id
         self._patience_s = patience_s
         self._on_event = on_event
-        self._close = close
         self._replay = replica.replay
         self._decided: queue.SimpleQueue[Settled | Reset] = queue.SimpleQueue()
-        self._settle: Settle | None = None
         self._residuals = [self._replay.residual(f) for f in range(len(self._replay.fragments))]
         self._offers: dict[int, Offered] = {}
         """what is on offer, by fragment"""
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="atoll-encode")
-        self._number = 0
         self._joining: set[int] = set()
         """fragments of which this peer's next contribution does not count yet"""
-        self._position = 0
-        self._tokens = 0
-        self._window_s = 0.0
-        self._resumed_s: float | None = None
-        self._failure: Exception | None = None
-        self.stopping = threading.Event()
-        self.encode_s = 0.0
 
     # the loop's side
 
     def deliver(self, settled: Settled | Reset) -> None:
         """Hand something to the trainer; called in the loop."""
         self._decided.put(settled)
-
-    def fail(self, error: Exception) -> None:
-        """Let the trainer end with an error, because this peer can take part in nothing more."""
-        self._failure = error
 
     def _offer_unless_over(self, window: OfferedWindow) -> None:
         """Where the fragment has no turn any more in this run, nothing is to be decided of it."""
@@ -132,15 +114,10 @@ class NetworkReducer:
         Raises:
             LayoutError: the model is not the run's.
         """
-        if layout != self._replica.layout:
-            raise LayoutError(
-                f"expected the run's model of {self._replica.layout.numel} parameters, got one of "
-                f"{layout.numel}; build it from the run's spec"
-            )
-        self._settle = settle
+        self._begin(self._replica.layout, layout, settle)
         state = self._in_loop(self._subscribe)
         self._arrive(state)
-        self._resumed_s = time.monotonic()
+        self._resume()
         return state.params_N
 
     @property
@@ -153,11 +130,6 @@ class NetworkReducer:
         """See `Reducer`."""
         return self._replay.fragments
 
-    @property
-    def position(self) -> int:
-        """See `Reducer`."""
-        return self._position
-
     def submit(self, contribution: Contribution) -> None:
         """Offer a contribution at the next position of its fragment, once it is encoded.
 
@@ -168,16 +140,13 @@ class NetworkReducer:
         """
         if self._settle is None:
             raise RuntimeError("expected start() first")
-        if self._resumed_s is not None:
-            self._window_s = time.monotonic() - self._resumed_s
-        self._tokens += contribution.tokens
+        self._count(contribution)
         fragment, rule = contribution.fragment, self._replay.method.weights
         weight = work_weight(contribution.tokens, contribution.steps, rule)
         if fragment in self._joining:
             self._on_event("info", "joined: the first window counts with weight 0")
             weight = 0.0
             self._joining.discard(fragment)
-        self._number += 1
         encoding = self._encoder.submit(self._encoded, contribution, weight, self._number)
         self._offers[fragment] = Offered(
             number=self._number,
@@ -205,17 +174,6 @@ class NetworkReducer:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._offer_unless_over, encoding.result())
 
-    def progress(self) -> TrainerView | None:
-        """What can be told of a trainer that does not tell itself; None before it has started."""
-        if self._resumed_s is None:
-            return None
-        left_s = self._resumed_s + self._window_s - time.monotonic()
-        return TrainerView(
-            ready_in_s=max(0.0, left_s),
-            inner_steps=self.spec.outer.inner_steps,
-            tokens=self._tokens,
-        )
-
     def wait(self) -> None:
         """See `Reducer`; ends also when the peer stops or the run is over.
 
@@ -242,11 +200,7 @@ class NetworkReducer:
                 continue
             self._take(decided)
         if not self._offers:
-            self._resumed_s = time.monotonic()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+            self._resume()
 
     def _waited_for(self) -> Offered | None:
         """What is on offer at the position that is decided next."""
@@ -286,17 +240,10 @@ class NetworkReducer:
 
     def close(self) -> None:
         """Leave the run: roster, connections, threads."""
-        self.stopping.set()
         self._encoder.shutdown(wait=False, cancel_futures=True)
-        self._close()
+        super().close()
 
     # inside
-
-    def _is_at_end(self) -> bool:
-        return self.stopping.is_set() or self._is_over(self._position)
-
-    def _is_over(self, position: int) -> bool:
-        return 0 < self.spec.run.rounds <= position
 
     @property
     def _far_behind(self) -> int:
@@ -313,12 +260,6 @@ class NetworkReducer:
         while not self._decided.empty():
             self._decided.get()
         return self._replica.state
-
-    def _in_loop(self, function: Callable[[], OuterState]) -> OuterState:
-        async def call() -> OuterState:
-            return function()
-
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=60.0)
 
     def _included_since(self, position: int) -> bool:
         count = self._position - position
@@ -402,8 +343,3 @@ class NetworkReducer:
                 reset=True,
             )
         )
-
-    def _deliver(self, commit: Commit) -> None:
-        if self._settle is None:
-            raise RuntimeError("expected start() first")
-        self._settle(commit)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.fragments import Fragment
-from atoll.optim.layout import Layout, LayoutError
+from atoll.optim.layout import Layout
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.state import OuterState
@@ -28,12 +27,10 @@ from atoll.optim.weights import work_weight
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.exchange import GossipWindow
-from atoll.peer.reporting import TrainerView
-
-POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
+from atoll.peer.trainer_side import POLL_S, TrainerSide
 
 
-class GossipReducer:
+class GossipReducer(TrainerSide):
     """An ``atoll.optim.reducer.Reducer`` over the meetings of this peer."""
 
     def __init__(
@@ -53,25 +50,14 @@ class GossipReducer:
         and a saved state of this peer's own is older than it.  ``patience_s`` is the longest wait
         for one meeting, beside a window.
         """
-        self._loop = loop
+        super().__init__(loop=loop, spec=spec, peer_id=ctx.me.peer_id, close=close)
         self._ctx = ctx
         self._gossip = gossip
-        self.spec = spec
-        self.peer_id = ctx.me.peer_id
         self._is_borrowed = self._joining = is_borrowed
         self._patience_s = patience_s
-        self._close = close
         self._settled: queue.SimpleQueue[GossipSettled] = queue.SimpleQueue()
-        self._settle: Settle | None = None
-        self._position = 0
-        self._number = 0
         self._on_offer: int | None = None
         self._deadline_s = 0.0
-        self._tokens = 0
-        self._window_s = 0.0
-        self._resumed_s: float | None = None
-        self.stopping = threading.Event()
-        self.encode_s = 0.0
 
     def deliver(self, settled: GossipSettled) -> None:
         """Hand something to the trainer; called in the loop."""
@@ -85,15 +71,10 @@ class GossipReducer:
         Raises:
             LayoutError: the model is not the run's.
         """
-        if layout != self._ctx.layout:
-            raise LayoutError(
-                f"expected the run's model of {self._ctx.layout.numel} parameters, got one of "
-                f"{layout.numel}; build it from the run's spec"
-            )
-        self._settle = settle
+        self._begin(self._ctx.layout, layout, settle)
         state = self._in_loop(lambda: self._gossip.state)
         self._position = state.position
-        self._resumed_s = time.monotonic()
+        self._resume()
         return state.params_N
 
     @property
@@ -106,25 +87,17 @@ class GossipReducer:
         """See `Reducer`."""
         return (self._ctx.fragment,)
 
-    @property
-    def position(self) -> int:
-        """See `Reducer`."""
-        return self._position
-
     def submit(self, contribution: Contribution) -> None:
         """Offer a contribution to the next partner.
 
         Raises:
             WorkRefused: its tokens or steps are absurd.
         """
-        if self._resumed_s is not None:
-            self._window_s = time.monotonic() - self._resumed_s
-        self._tokens += contribution.tokens
+        self._count(contribution)
         weight = work_weight(contribution.tokens, contribution.steps, self._ctx.method.weights)
         if self._joining:
             self._ctx.on_event("info", "joined: the first window counts with weight 0")
             weight, self._joining = 0.0, False
-        self._number += 1
         window = GossipWindow(
             number=self._number,
             delta_N=contribution.delta_N,
@@ -137,17 +110,6 @@ class GossipReducer:
         self._on_offer = self._number
         self._deadline_s = time.monotonic() + self._patience_s + self._window_s
         self._loop.call_soon_threadsafe(self._gossip.offer, window)
-
-    def progress(self) -> TrainerView | None:
-        """What can be told of a trainer that does not tell itself; None before it has started."""
-        if self._resumed_s is None:
-            return None
-        left_s = self._resumed_s + self._window_s - time.monotonic()
-        return TrainerView(
-            ready_in_s=max(0.0, left_s),
-            inner_steps=self.spec.outer.inner_steps,
-            tokens=self._tokens,
-        )
 
     def wait(self) -> None:
         """See `Reducer`; ends also when the peer stops or the run is over."""
@@ -163,7 +125,7 @@ class GossipReducer:
                 continue
             self._take(settled)
         if self._on_offer is None:
-            self._resumed_s = time.monotonic()
+            self._resume()
 
     def state_dict(self) -> dict[str, Any]:
         """This peer's own state: weights and momentum; its mass ends with the process."""
@@ -196,25 +158,11 @@ class GossipReducer:
             Commit(position=own.position, params_N=own.params_N, included=None, members=0)
         )
 
-    def close(self) -> None:
-        """Leave the run: roster, connections, threads."""
-        self.stopping.set()
-        self._close()
-
     # inside
 
     def _install(self, state: OuterState) -> OuterState:
         self._gossip.install(state)
         return state
-
-    def _is_at_end(self) -> bool:
-        return self.stopping.is_set() or 0 < self.spec.run.rounds <= self._position
-
-    def _in_loop(self, function: Callable[[], OuterState]) -> OuterState:
-        async def call() -> OuterState:
-            return function()
-
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=60.0)
 
     def _take(self, settled: GossipSettled) -> None:
         included = None
@@ -245,8 +193,3 @@ class GossipReducer:
                 reset=True,
             )
         )
-
-    def _deliver(self, commit: Commit) -> None:
-        if self._settle is None:
-            raise RuntimeError("expected start() first")
-        self._settle(commit)

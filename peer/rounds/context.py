@@ -54,36 +54,22 @@ OnEvent = Callable[[Level, str], None]
 
 
 @dataclass(kw_only=True)
-class Context:
-    """One peer's view, shared by leader, member and voter."""
+class PeerContext:
+    """One peer's view of a run of any kind."""
 
     me: Elector
-    sign: Callable[[bytes], bytes]
-    verify: Verify
     transport: Transport
     roster: Roster
-    replica: Replica
-    replay: Replay
-    scalars: Scalars
     settings: RoundSettings
     compute: Compute
     on_event: OnEvent
     ready_in_s: Callable[[], float | None] = lambda: None
     """seconds until this peer's own contribution is expected; None where none will come"""
-    parts: Holdings = field(default_factory=Holdings)
-    """reduced parts of the positions in flight"""
-    rule: Rule | None = None
-    """how owners reduce a cell; None: the weighted mean"""
     conduct: Conduct = field(default_factory=Conduct)
     """who broke the rules lately, as this peer saw it"""
     link: Link = field(default_factory=Link)
     _seen: dict[str, PeerRecord] = field(default_factory=dict)
     _seen_until: float = 0.0
-
-    @property
-    def known_epoch(self) -> int | None:
-        """The epoch whose record this peer has."""
-        return self.replica.epoch if self.replica.opened is not None else None
 
     async def roster_peers(self) -> dict[str, PeerRecord]:
         """Who is in the run; what was known before where the roster cannot be read now.
@@ -119,6 +105,26 @@ class Context:
         barred = self.conduct.fault(peer, why, self.now())
         if barred is not None:
             self.on_event("error", f"{short(peer)} is {barred}")
+
+
+@dataclass(kw_only=True)
+class Context(PeerContext):
+    """One peer's view of a run with a log, shared by leader, member and voter."""
+
+    sign: Callable[[bytes], bytes]
+    verify: Verify
+    replica: Replica
+    replay: Replay
+    scalars: Scalars
+    parts: Holdings = field(default_factory=Holdings)
+    """reduced parts of the positions in flight"""
+    rule: Rule | None = None
+    """how owners reduce a cell; None: the weighted mean"""
+
+    @property
+    def known_epoch(self) -> int | None:
+        """The epoch whose record this peer has."""
+        return self.replica.epoch if self.replica.opened is not None else None
 
 
 def short(peer_id: str) -> str:

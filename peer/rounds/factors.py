@@ -83,12 +83,7 @@ class FactorReducer:
         """Take the next frames of ``member``; raises as ``PartReducer.add_all``."""
         if member not in self._incoming:
             return
-        frames: Sequence[bytes | memoryview]
-        if isinstance(cells, memoryview):
-            frames = self._incoming[member].feed(memoryview(cells))
-        else:
-            frames = cells
-        for frame in frames:
+        for frame in self._incoming[member].frames_of(cells):
             self.add(member, frame)
 
     def drop(self, member: int) -> None:

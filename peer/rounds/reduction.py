@@ -182,12 +182,7 @@ class PartReducer:
         """
         if member not in self._live:
             return
-        frames: Sequence[bytes | memoryview]
-        if isinstance(cells, memoryview):
-            frames = self._incoming[member].feed(memoryview(cells))
-        else:
-            frames = cells
-        for frame in frames:
+        for frame in self._incoming[member].frames_of(cells):
             self.add(member, frame)
 
     def drop(self, member: int) -> None:
@@ -364,6 +359,12 @@ class FrameBuffer:
         frames = split_frames(data, self._limits[self._next :])
         self._next += len(frames)
         return frames
+
+    def frames_of(
+        self, cells: memoryview | Sequence[bytes]
+    ) -> Sequence[bytes] | Sequence[memoryview]:
+        """Frames as they are, or those that a message completes; raises as ``feed``."""
+        return self.feed(memoryview(cells)) if isinstance(cells, memoryview) else cells
 
     def _begins_long(self, data: memoryview) -> int:
         """Length of a frame that comes in several messages; 0 for any other message."""

@@ -69,10 +69,10 @@ def test_peers_meet_and_a_joiner_takes_a_neighbours_state(kit, organise, join, t
         assert status.history[0].loss is not None
 
         training[1].stop()
-        position = joined[1].link.position
         joined[1].link.close()
+        others = [each.link.position for each in (joined[0], eve)]
         again = join(organiser.invite, "bob")
-        assert again.link.position >= position
+        assert again.link.position >= min(others)  # bob may have been ahead of both
         training[1] = Training(again)
         kit.until(lambda: gossip(again).partner, "the one that came back to have met somebody")
     finally:

@@ -1,0 +1,112 @@
+"""What a networked reducer keeps for the trainer's thread, whatever the kind of its run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from atoll.coordinator.spec import RunSpec
+from atoll.optim.layout import Layout, LayoutError
+from atoll.optim.reducer import Commit, Contribution, Settle
+from atoll.peer.reporting import TrainerView
+
+POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
+LOOP_S = 60.0  # for a question to the loop, which answers at once
+
+T = TypeVar("T")
+
+
+class TrainerSide:
+    """The position, the clock of windows, and the two crossings between trainer and loop."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        spec: RunSpec,
+        peer_id: str,
+        close: Callable[[], None],
+    ) -> None:
+        """Nothing is known of a trainer yet."""
+        self.spec = spec
+        self.peer_id = peer_id
+        self.stopping = threading.Event()
+        self.encode_s = 0.0
+        self._loop = loop
+        self._close = close
+        self._settle: Settle | None = None
+        self._position = 0
+        self._number = 0
+        """of the last contribution"""
+        self._tokens = 0
+        self._window_s = 0.0
+        self._resumed_s: float | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def position(self) -> int:
+        """See `Reducer`."""
+        return self._position
+
+    def progress(self) -> TrainerView | None:
+        """What can be told of a trainer that does not tell itself; None before it has started."""
+        if self._resumed_s is None:
+            return None
+        left_s = self._resumed_s + self._window_s - time.monotonic()
+        return TrainerView(
+            ready_in_s=max(0.0, left_s),
+            inner_steps=self.spec.outer.inner_steps,
+            tokens=self._tokens,
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Let the trainer end with an error, because this peer can take part in nothing more."""
+        self._failure = error
+
+    def close(self) -> None:
+        """Leave the run: roster, connections, threads."""
+        self.stopping.set()
+        self._close()
+
+    def _begin(self, expected: Layout, got: Layout, settle: Settle) -> None:
+        if got != expected:
+            raise LayoutError(
+                f"expected the run's model of {expected.numel} parameters, got one of "
+                f"{got.numel}; build it from the run's spec"
+            )
+        self._settle = settle
+
+    def _resume(self) -> None:
+        """The trainer goes on with its next window."""
+        self._resumed_s = time.monotonic()
+
+    def _count(self, contribution: Contribution) -> None:
+        """A window has ended."""
+        if self._resumed_s is not None:
+            self._window_s = time.monotonic() - self._resumed_s
+        self._tokens += contribution.tokens
+        self._number += 1
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _is_over(self, position: int) -> bool:
+        return 0 < self.spec.run.rounds <= position
+
+    def _is_at_end(self) -> bool:
+        return self.stopping.is_set() or self._is_over(self._position)
+
+    def _in_loop(self, function: Callable[[], T]) -> T:
+        async def call() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=LOOP_S)
+
+    def _deliver(self, commit: Commit) -> None:
+        if self._settle is None:
+            raise RuntimeError("expected start() first")
+        self._settle(commit)

@@ -167,6 +167,12 @@ class OuterSection(Section):
         le=100_000,
         description="Inner steps in a window, the H of DiLoCo: more of them, less traffic.",
     )
+    windows: Literal["equal", "deadline"] = Field(
+        default="equal",
+        description="'equal': inner_steps for every peer. 'deadline': as many as a peer does while "
+        "the median one does inner_steps, within half to twice that, so that peers of several "
+        "speeds are ready together.",
+    )
     lr: float | Literal["auto"] = Field(
         default="auto",
         description="Outer learning rate above 0, or 'auto': the method's; that of diloco follows "

@@ -74,6 +74,11 @@ class RunSpec(Section):
                 f"outer.inner_steps: expected 1 with {method.name!r}, which sends something of "
                 f"every step, got {self.outer.inner_steps}"
             )
+        if method.every_step and self.outer.windows != "equal":
+            raise ValueError(
+                f"outer.windows: expected 'equal' with {method.name!r}, whose windows are one "
+                f"step, got {self.outer.windows!r}"
+            )
         if method.feedback and method.codec.mode == "unbiased":
             raise ValueError(
                 f"compression.feedback: expected 0 with the unbiased codec {method.codec.spec!r} "

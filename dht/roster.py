@@ -2,7 +2,7 @@
 
 A signed record is the msgpack list
 
-    [1, body, credential, signature]
+    [2, body, credential, signature]
 
 of a version, `PeerRecord`'s fields as a msgpack list in their order, the peer's admission, and an
 Ed25519 signature by the PeerID named in the body over
@@ -39,7 +39,7 @@ from atoll.dht.transport import MAX_ADMISSION_BYTES, Check, Refused, admit_every
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 DOMAIN = b"atoll roster 1\0"
 MAX_TTL_S = 300.0
 CLOCK_SLACK_S = 10.0
@@ -52,6 +52,15 @@ INCARNATION_CHARS = 32
 MAX_INTEGER = 1 << 53
 MAX_NUMBER = 1e15
 DHT_TIMEOUT_S = 10.0  # three of hivemind's own waits for a node that does not answer
+
+AMOUNTS = (
+    "tokens_per_s",
+    "uplink_mbit_s",
+    "downlink_mbit_s",
+    "ready_in_s",
+    "step_s",
+    "expires_at",
+)
 
 T = TypeVar("T")
 Role = Literal["trainer", "follower", "left"]
@@ -85,6 +94,8 @@ class PeerRecord:
     """Measured; 0 if not known."""
     ready_in_s: float
     """Until its window ends."""
+    step_s: float = 0.0
+    """Of an inner step, over its last windows, with everything but waits in it; 0 if not known."""
     protocol: int
     """Version of the round protocol."""
     expires_at: float = 0.0
@@ -185,7 +196,7 @@ def _checked(record: PeerRecord) -> PeerRecord:
     for name in ("epoch", "position", "protocol"):
         value = getattr(record, name)
         _expect(type(value) is int and 0 <= value < MAX_INTEGER, name)
-    for name in ("tokens_per_s", "uplink_mbit_s", "downlink_mbit_s", "ready_in_s", "expires_at"):
+    for name in AMOUNTS:
         value = getattr(record, name)
         _expect(type(value) in (float, int) and math.isfinite(value), name)
         _expect(0 <= value < MAX_NUMBER, name)

@@ -2,7 +2,8 @@
 
 fixed       the same H always
 qsr         H grows with 1 / lr^2 (Quadratic Synchronization Rule, arXiv:2310.14423)
-deadline    each peer's own H, so that unequal peers arrive together
+deadline    each peer's own H, so that unequal peers arrive together; runs with
+            outer.windows = "deadline" take it, with the step times that peers tell each other
 """
 
 import math

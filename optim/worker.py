@@ -151,7 +151,7 @@ class Worker(ABC):
             model: any module; its trainable parameters sync, its buffers do not.
             inner: optimizer over these parameters; its state persists over windows.
             reducer: an `InProcessGroup` member, or the networked one.
-            inner_steps: H, steps of a window; may be set again at any time.
+            inner_steps: H, steps of a window; `resize` changes it.
             delay: inner steps between handing in and taking the commit.
 
         Raises:
@@ -167,6 +167,7 @@ class Worker(ABC):
         self.reducer = reducer
         self.inner_steps = inner_steps
         self.delay = delay
+        self._delay_share = delay / inner_steps
         self.layout = Layout.of(model)
         self._statistics = WorkerStatistics()
         self._arrived: list[Commit] = []
@@ -197,6 +198,25 @@ class Worker(ABC):
         """Inner steps since the contribution that a commit is about to settle was handed in."""
         pending = self._windows[commit.fragment].pending
         return pending.age if pending is not None and commit.settles else 0
+
+    def resize(self, inner_steps: int) -> None:
+        """Let windows be of so many steps from now on.
+
+        What is done of the open ones, and the delay, keep their shares of a window: where peers
+        of several speeds have windows of one duration, a reduction has as long at all of them.
+
+        Raises:
+            ValueError: when it is below 1.
+        """
+        if inner_steps < 1:
+            raise ValueError(f"expected at least one inner step a window, got {inner_steps}")
+        for window in self._windows:
+            window.step_in_window = round(window.step_in_window * inner_steps / self.inner_steps)
+        self._set_window(inner_steps)
+
+    def _set_window(self, inner_steps: int) -> None:
+        self.inner_steps = inner_steps
+        self.delay = round(self._delay_share * inner_steps)
 
     def statistics(self) -> WorkerStatistics:
         """How training is going."""
@@ -258,7 +278,7 @@ class Worker(ABC):
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
         self._synced_N = state["synced_N"].clone()
-        self.inner_steps = state["inner_steps"]
+        self._set_window(state["inner_steps"])
         windows = [state, *state.get("fragments", [])]
         for window, saved in zip(self._windows, windows, strict=True):
             window.load_state_dict(saved)

@@ -42,6 +42,8 @@ class DaemonOptions:
     device: str = "auto"
     data: str | None = None
     """path of the data on this machine, in place of the spec's"""
+    share: float = 1.0
+    """of the time to train; the rest is left to other programs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,8 @@ class PeerDaemon:
                 validate_every=1,
                 state_path=paths.trainer,
                 save_every_s=60.0,
+                share=self._options.share,
+                paces_s=link.paces_s,
             ),
         )
         link.watch(lambda: view_of(trainer))
@@ -154,6 +158,7 @@ def view_of(trainer: Trainer) -> TrainerView:
     stats = trainer.statistics()
     return TrainerView(
         ready_in_s=stats.ready_in_s,
+        step_s=stats.pace_s,
         step=stats.step,
         inner_steps=stats.inner_steps,
         tokens=stats.tokens,

@@ -107,6 +107,10 @@ class Link:
         """Entries applied; by gossip, the round."""
         return self._session.taking_part.position
 
+    def paces_s(self) -> list[float]:
+        """Seconds that a step takes each of the other trainers, as far as they say."""
+        return self._session.paces_s()
+
     def watch(self, view: Callable[[], TrainerView]) -> None:
         """Tell the others what ``view`` says about the trainer; called in the link's thread."""
         self._session.view = view

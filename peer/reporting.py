@@ -31,6 +31,7 @@ class TrainerView:
     """What the trainer tells the link about itself."""
 
     ready_in_s: float = 0.0
+    step_s: float = 0.0
     step: int = 0
     inner_steps: int = 0
     tokens: int = 0

@@ -350,6 +350,7 @@ class Session:
             uplink_mbit_s=rates.uplink_mbit_s,
             downlink_mbit_s=rates.downlink_mbit_s,
             ready_in_s=view.ready_in_s,
+            step_s=view.step_s,
             protocol=PROTOCOL,
         )
         await self.node.roster.publish(record, RECORD_TTL_S)
@@ -386,6 +387,11 @@ class Session:
         if self.view is not None:
             return self.view()
         return self.taking_part.progress() or TrainerView()
+
+    def paces_s(self) -> list[float]:
+        """Seconds that a step takes the other trainers that say so; from any thread."""
+        others = (r for r in self.roster.seen if r.peer_id != self.identity.peer_id)
+        return [r.step_s for r in others if r.role == "trainer" and r.step_s > 0]
 
     def ready_in_s(self) -> float | None:
         """None while this peer has nothing to contribute, so that nobody waits for it."""

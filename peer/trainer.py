@@ -4,8 +4,8 @@ It runs in a thread of its own (`Trainer.run`); everyone else reads `Trainer.sta
 
 The schedule belongs to the run, not to the peer: with H inner steps a window and n fragments, the
 step after position ``p`` of the log is ``p * H / n``, so a peer that joins late or slept starts
-where the others are. A peer that waits long for a decision trains on, at a rate at most two windows
-ahead.
+where the others are. Where windows go by a peer's speed, its steps are larger or smaller strides of
+the schedule. A peer that waits long for a decision trains on, at a rate at most two windows ahead.
 
 A loss or gradient that is not finite costs its step. After `MAX_SKIPS` of them in a row the peer's
 parameters are taken to be spoiled: it drops its window, goes back to the synced parameters with a
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.coordinator.spec import RunSpec
+from atoll.optim import schedules
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
@@ -40,6 +41,7 @@ from atoll.peer import data, models, saved
 from atoll.peer.devices import Device
 from atoll.peer.errors import SavedStateError
 from atoll.peer.learner import Evaluator, Learner, steps_until
+from atoll.peer.pace import WARM_STEPS, Pace
 
 MAX_SKIPS = 10  # a bad batch costs one step, spoiled parameters all that follow
 MAX_DROPPED = 5  # windows; beyond it the fault is not in this peer's luck
@@ -84,6 +86,8 @@ class TrainerStatistics:
     """Over the last steps, waits included."""
     step_s: float = 0.0
     """Seconds that one step takes, waits left out."""
+    pace_s: float = 0.0
+    """Seconds that a step took over the last windows, with everything but waits in it."""
     ready_in_s: float = 0.0
     """Seconds until the open window is done, at this speed."""
     compute_s: float = 0.0
@@ -209,6 +213,10 @@ class TrainerOptions:
     """File in which the trainer keeps its state."""
     save_every_s: float = 300.0
     """Seconds between two saves, each at the end of a window; one more when it stops."""
+    share: float = 1.0
+    """Of the time to train; after each step the rest is left to other programs."""
+    paces_s: Callable[[], Sequence[float]] = tuple
+    """Seconds that a step takes each of the other peers, as far as they say."""
     clock: Callable[[], float] = field(default=time.perf_counter)
     """Seconds from anywhere; measures speed only."""
 
@@ -260,6 +268,7 @@ class Trainer:
         at = self.options.position
         self._progress = _Progress(position=at, seen_position=at)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
+        self._pace = Pace()
         self._stopping = threading.Event()
         self._evaluator: Evaluator | None = None
         self._saved_at_s = self.options.clock()
@@ -316,11 +325,16 @@ class Trainer:
         Raises:
             TrainingFailed: as `run`.
         """
+        if self.worker.step_in_window == 0 or self._progress.steps == WARM_STEPS:
+            self._look_at_pace()
+        if self.worker.step_in_window == 0 and self.spec.outer.windows == "deadline":
+            self._size_window()
         began_s = self.options.clock()
         torch.manual_seed(self._step_seed())
         inner = self.spec.inner
         batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
         gradient = self.learner.gradient(batches, step=self.schedule_step)
+        self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
         self._progress.since_commit += 1
         step_s = self.options.clock() - began_s
@@ -334,7 +348,8 @@ class Trainer:
     @property
     def schedule_step(self) -> int:
         """The step of the run that comes next, from 0."""
-        ahead = min(self._progress.since_commit, 2 * self.worker.inner_steps)
+        inner_steps, own = self.spec.outer.inner_steps, self.worker.inner_steps
+        ahead = min(self._progress.since_commit, 2 * own) * inner_steps // own
         return self._steps_until(self._progress.position) + ahead
 
     def _steps_until(self, position: int) -> int:
@@ -423,6 +438,23 @@ class Trainer:
         name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
+    def _rest(self, step_s: float) -> None:
+        """Leave the machine to others for as long as this peer's share of the time asks."""
+        if self.options.share < 1.0:
+            self._stopping.wait(step_s * (1.0 / self.options.share - 1.0))
+
+    def _look_at_pace(self) -> None:
+        busy_s = self.options.clock() - self.worker.statistics().wait_s
+        self._pace.look(busy_s, self._progress.steps)
+
+    def _size_window(self) -> None:
+        """Take as many steps as this peer does while the median one does those of the spec."""
+        mine_s = self._statistics.pace_s
+        if mine_s > 0:
+            paces_s = [mine_s, *self.options.paces_s()]
+            own, *_ = schedules.deadline(paces_s, inner_steps=self.spec.outer.inner_steps)
+            self.worker.resize(own)
+
     def _take(self, loss: float, tokens: int) -> None:
         self._progress.skips_in_a_row = 0
         self._progress.tokens += tokens
@@ -493,6 +525,7 @@ class Trainer:
             phase="training",
             tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
             step_s=step_s,
+            pace_s=self._pace.step_s or (step_s if self._progress.steps > WARM_STEPS else 0.0),
             ready_in_s=left * step_s,
             learning_rate=self.learner.optimizer.param_groups[0]["lr"],
         )

@@ -26,6 +26,11 @@ class WatchedRoster:
         """Who was in the run at the last look; looks where nobody has."""
         return self._last if self._last is not None else await self.look()
 
+    @property
+    def seen(self) -> list[PeerRecord]:
+        """Who was in the run at the last look; nobody before the first."""
+        return list((self._last or {}).values())
+
     async def look(self) -> dict[str, PeerRecord]:
         """Who is in the run now.
 

@@ -53,6 +53,13 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--downlink", type=_mbit, default=0.0, metavar="MBIT", help="download speed of this link"
     )
+    parser.add_argument(
+        "--share",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="of the time to train; the rest is left to other programs (default 1, all of it)",
+    )
     parser.add_argument("--json", action="store_true", help="events as lines of JSON on stdout")
     add_stop_with_stdin(parser)
 
@@ -80,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         device=args.device,
         data=args.data,
+        share=args.share,
     )
     _expect_device(args.device)
     _expect_data(args.data)
@@ -107,6 +115,16 @@ def _mbit(text: str) -> float:
     if not 0 <= rate < math.inf:
         raise argparse.ArgumentTypeError(f"expected Mbit/s, 0 for unknown, got {text!r}")
     return rate
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share above 0 up to 1, got {text!r}")
+    return share
 
 
 def _multiaddr(text: str) -> str:

@@ -39,6 +39,7 @@ def record(identity=IDENTITY, **changes):
         uplink_mbit_s=20.0,
         downlink_mbit_s=100.0,
         ready_in_s=3.5,
+        step_s=0.25,
         protocol=1,
         expires_at=clock.now_s() + 30,
     )
@@ -97,6 +98,9 @@ def test_an_expired_admission_is_refused_by_the_reader():
         {"tokens_per_s": 1e300},
         {"uplink_mbit_s": -1.0},
         {"ready_in_s": "soon"},
+        {"step_s": float("nan")},
+        {"step_s": -0.1},
+        {"step_s": 1e300},
         {"peer_id": "somebody"},
     ],
 )
@@ -108,8 +112,8 @@ def test_a_field_out_of_range_is_refused(change):
 def test_extra_and_missing_fields_are_refused():
     for extra in ([], [1], [1, 2]):
         body = msgpack.packb([IDENTITY.peer_id, *extra])
-        data = msgpack.packb([1, body, b"", bytes(64)])
-        with pytest.raises(RecordError, match="list of 12"):
+        data = msgpack.packb([2, body, b"", bytes(64)])
+        with pytest.raises(RecordError, match="list of 13"):
             open_record(data, run_id=RUN)
 
 

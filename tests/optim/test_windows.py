@@ -1,0 +1,70 @@
+"""Windows of a worker's own length: shares are kept, and unequal workers end them together."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toys import Team
+
+
+def ends(team, steps):
+    """Steps after which each worker has ended a window, when worker i takes `paces[i]` a tick."""
+    before = [worker.statistics().windows for worker in team.workers]
+    found = [[] for _ in before]
+    for tick in range(steps):
+        for index, worker in enumerate(team.workers):
+            for stride in range(team.paces[index]):
+                team.turn(index, 10 * tick + stride)
+            if worker.statistics().windows > before[index]:
+                before[index] = worker.statistics().windows
+                found[index].append(tick)
+    return found
+
+
+@pytest.mark.parametrize("spec", ["diloco", "streaming(count=2, tau=2)", "eager", "co2"])
+def test_windows_as_long_as_speeds_end_together(spec):
+    team = Team(3, spec, 8, codec="fp32")
+    team.paces = [1, 2, 4]
+    for worker, pace in zip(team.workers, team.paces, strict=True):
+        worker.resize(4 * pace)
+    fast, medium, slow = ends(team, 24)
+    assert fast == medium == slow
+    assert len(fast) == 24 // 4 * len(team.workers[0].fragments)
+    assert team.group.statistics().rounds >= len(fast) - 1
+    assert all(torch.equal(w.synced_N, team.workers[0].synced_N) for w in team.workers)
+
+
+def test_a_delay_keeps_its_share_of_a_window():
+    worker = Team(1, "streaming(count=2, tau=4)", 8).workers[0]
+    assert worker.delay == 4
+    for inner_steps, delay in [(16, 8), (4, 2), (1, 0), (8, 4)]:
+        worker.resize(inner_steps)
+        assert (worker.inner_steps, worker.delay) == (inner_steps, delay)
+
+
+def test_fragments_stay_apart_however_often_windows_change():
+    team = Team(1, "streaming(count=2, tau=0)", 10, codec="fp32")
+    worker = team.workers[0]
+    for step in range(400):
+        if worker.step_in_window == 0:
+            worker.resize(9 + step % 3)
+        team.turn(0, step)
+    first, second = (window.step_in_window for window in worker._windows)
+    apart = (second - first) % worker.inner_steps
+    assert abs(apart - worker.inner_steps / 2) <= 1
+
+
+def test_a_resized_worker_resumes_to_the_bit():
+    one, other = (Team(1, "streaming(count=2, tau=4)", 8) for _ in range(2))
+    one.workers[0].resize(4)
+    one.run(range(7))
+    other.workers[0].load_state_dict(one.workers[0].state_dict())
+    assert (other.workers[0].inner_steps, other.workers[0].delay) == (4, 2)
+
+
+def test_a_window_has_at_least_one_step():
+    with pytest.raises(ValueError, match="at least one inner step a window, got 0"):
+        Team(1, "diloco", 8).workers[0].resize(0)

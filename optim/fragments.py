@@ -26,10 +26,12 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec, CodecError
+from atoll.compression.scratch import room
 from atoll.optim.layout import CELL, Layout
 
 TILE = 64  # SparseLoCo's and DeMo's chunks: 64 x 64 values
 MAX_PIECE = 2 * CELL  # values, if TILE rows have no more: parts are cut between pieces
+RUN = CELL  # values: four vectors of so many are 1 MiB, as much as an L2 cache
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 Dims = tuple[int, ...]
 
@@ -70,7 +72,7 @@ class Fragment:
     """Shapes of what is encoded one by one; together F values."""
 
     tensors: tuple[Dims, ...] = ()
-    """Shapes of the tensors in the spans, if their tiles are put in a row; none: no reordering."""
+    """Shapes of all tensors of the vector, if their tiles are put in a row; none: no reordering."""
 
     @cached_property
     def numel(self) -> int:
@@ -122,6 +124,16 @@ class Fragment:
             places.copy_(tiles)
         return cut_F
 
+    def runs(self, values_F: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The fragment's values run by run of the vector: where they belong, and what they are.
+
+        Runs rise, and are short enough to stay in cache; each is good until the next one is taken.
+        """
+        for at, values, shape in self._blocks(values_F):
+            for run in _rows_of_tiles(values, shape):
+                yield slice(at, at + run.numel()), run
+                at += run.numel()
+
     def mask(self, included: Tensor) -> Tensor:
         """Which values lie in some pieces, in the order of the vector.
 
@@ -130,6 +142,15 @@ class Fragment:
         """
         sizes = torch.tensor([math.prod(dims) for dims in self.pieces])
         return self.unordered(torch.repeat_interleave(included, sizes))
+
+    def _blocks(self, values_F: Tensor) -> Iterator[tuple[int, Tensor, Dims]]:
+        """Values of each tensor, or of each span, with their start in the vector; views."""
+        shapes = self.tensors or tuple((stop - start,) for start, stop in self.spans)
+        sizes = [math.prod(shape) for shape in shapes]
+        starts = [start for start, _ in self.spans]
+        if self.tensors:
+            starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        yield from zip(starts, torch.split(values_F, sizes), shapes, strict=True)
 
     def _tiles(self, values_F: Tensor, cut_F: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs of the fragment's values, each with its places in the tensors; views."""
@@ -263,6 +284,34 @@ def _tiled_places(values: Tensor, shape: Dims) -> list[Tensor]:
     tiled_RC = matrix_RC[: down * TILE, : across * TILE]
     tiles = tiled_RC.view(down, TILE, across, TILE).transpose(1, 2)
     return [tiles, matrix_RC[: down * TILE, across * TILE :], matrix_RC[down * TILE :]]
+
+
+def _tile_sizes(shape: Dims) -> list[int]:
+    """How many values lie in whole tiles, right of them and below them."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    down, across = rows // TILE * TILE, columns // TILE * TILE
+    return [down * across, down * (columns - across), (rows - down) * columns]
+
+
+def _rows_of_tiles(values: Tensor, shape: Dims) -> Iterator[Tensor]:
+    """A tensor's values in their own order, given tile by tile; some whole rows at a time."""
+    if len(shape) < 2:
+        yield from torch.split(values, RUN)
+        return
+    columns = math.prod(shape[1:])
+    down, across = shape[0] // TILE, columns // TILE
+    tiles, right, below = torch.split(values, _tile_sizes(shape))
+    tiles = tiles.view(down, across, TILE, TILE).transpose(1, 2)
+    right = right.view(down, TILE, columns - across * TILE)
+    for first in range(0, down, step := max(1, RUN // (TILE * columns))):
+        some = slice(first, min(first + step, down))
+        rows = room(
+            "rows of tiles", (some.stop - first, TILE, columns), values.device, values.dtype
+        )
+        rows[:, :, : across * TILE].view(-1, TILE, across, TILE).copy_(tiles[some])
+        rows[:, :, across * TILE :].copy_(right[some])
+        yield rows.view(-1)
+    yield from torch.split(below, RUN) if below.numel() else ()
 
 
 def _blocks(layout: Layout) -> list[list[int]]:

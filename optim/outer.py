@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from atoll.optim.fragments import Fragment
+from atoll.optim.fragments import Fragment, whole
 from atoll.optim.layout import CELL
 from atoll.optim.state import OuterState, StateError
 
@@ -21,7 +21,7 @@ NORM_BITS = 23  # of a value in a norm: 65,536 squares of 46 bits add up to less
 ADAMW_SUMS = 2  # what AdamW's averages of ones have come to, kept after both moments
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Reads params, momentum and update, and writes new params and new momentum; F values each."""
+"""Reads params, momentum and update, and writes new params and new momentum, value by value."""
 
 
 def nesterov(
@@ -246,7 +246,9 @@ def gossip(
         torch.add(new_m, new_params, out=new_m)
         torch.add(params, new_m, out=new_params)
 
-    return _stepped(state, update_2N[:numel], rule, None)
+    new = _begun(state)
+    rule(state.params_N, state.momentum_N, update_2N[:numel], new.params_N, new.momentum_N)
+    return new
 
 
 def to_fp32(value: float) -> float:
@@ -267,22 +269,29 @@ def to_fp32(value: float) -> float:
 def _stepped(
     state: OuterState, update_F: Tensor, rule: Rule, fragment: Fragment | None
 ) -> OuterState:
-    numel = state.layout.numel
-    new = state.next_blank()
-    new.memory_M[numel:] = state.memory_M[numel:]
-    if fragment is None or fragment.is_whole(numel):
-        _require(update_F, numel)
-        rule(state.params_N, state.momentum_N, update_F, new.params_N, new.momentum_N)
-        return new
+    """Apply a rule by runs of values that stay in cache; what the update is not of is copied."""
+    fragment = fragment or whole(state.layout)
     _require(update_F, fragment.numel)
-    params_F, momentum_F = fragment.take(state.params_N), fragment.take(state.momentum_N)
-    new_params_F, new_momentum_F = torch.empty_like(params_F), torch.empty_like(params_F)
-    rule(params_F, momentum_F, update_F, new_params_F, new_momentum_F)
-    new.params_N.copy_(state.params_N)
-    new.momentum_N.copy_(state.momentum_N)
-    fragment.put_(new.params_N, new_params_F)
-    fragment.put_(new.momentum_N, new_momentum_F)
+    new, done = _begun(state), 0
+    for place, update in fragment.runs(update_F):
+        _copy(state, new, slice(done, place.start))
+        old_params, old_momentum = state.params_N[place], state.momentum_N[place]
+        rule(old_params, old_momentum, update, new.params_N[place], new.momentum_N[place])
+        done = place.stop
+    _copy(state, new, slice(done, state.layout.numel))
     return new
+
+
+def _begun(state: OuterState) -> OuterState:
+    """The next state, of which only the memory beyond the momentum is written."""
+    new, numel = state.next_blank(), state.layout.numel
+    new.memory_M[numel:] = state.memory_M[numel:]
+    return new
+
+
+def _copy(state: OuterState, new: OuterState, place: slice) -> None:
+    new.params_N[place] = state.params_N[place]
+    new.momentum_N[place] = state.momentum_N[place]
 
 
 def _moments(state: OuterState) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,6 +28,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from atoll.optim import vectors
 from atoll.optim.layout import Layout
 
 LEAF_BYTES = 1 << 20  # 0.1 s at 100 Mbit/s: small enough to spread over donors and to retry
@@ -63,7 +64,7 @@ class OuterState:
     served to joiners while training goes on. The tensors are views of the snapshot's bytes.
     """
 
-    def __init__(self, *, layout: Layout, position: int, buffer: bytearray) -> None:
+    def __init__(self, *, layout: Layout, position: int, buffer: bytearray | memoryview) -> None:
         """Take over a snapshot buffer; use `genesis`, `blank` or `Assembly` to make one.
 
         Raises:
@@ -109,13 +110,14 @@ class OuterState:
 
     @classmethod
     def blank(cls, layout: Layout, position: int, memory_numel: int | None = None) -> "OuterState":
-        """A state of zeros, for apply to write; its memory is a momentum by default."""
+        """A state of zeros; its memory is a momentum by default."""
         buffer = bytearray(snapshot_bytes(layout, memory_numel))
         return cls(layout=layout, position=position, buffer=buffer)
 
     def next_blank(self) -> "OuterState":
-        """Zeros for the state after the next entry, with as much memory."""
-        return OuterState.blank(self.layout, self.position + 1, self.memory_M.numel())
+        """Room for the state after the next entry, with as much memory; its values are anything."""
+        buffer = vectors.empty(len(self._buffer) // 4).numpy().data.cast("B")
+        return OuterState(layout=self.layout, position=self.position + 1, buffer=buffer)
 
     def at(self, position: int) -> "OuterState":
         """The same bits at another position: what an entry without an update leaves."""
@@ -277,7 +279,7 @@ def _node(pair: list[bytes]) -> bytes:
     return hashlib.sha256(_NODE + pair[0] + pair[1]).digest() if len(pair) == 2 else pair[0]
 
 
-def _view(buffer: bytearray, numel: int, offset: int) -> Tensor:
+def _view(buffer: bytearray | memoryview, numel: int, offset: int) -> Tensor:
     if sys.byteorder != "little":
         raise StateError("expected a little-endian machine: snapshots are little-endian")
     if numel == 0:

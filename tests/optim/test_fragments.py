@@ -136,3 +136,21 @@ def test_frames_that_do_not_fit_are_refused():
         fragments.decode_pieces(codec, frames[:1], ((5,), (15,)))
     with pytest.raises(FragmentError, match="piece 0"):
         fragments.decode_pieces(codec, frames, ((6,), (14,)))
+
+
+def test_runs_give_every_value_at_its_place_in_rising_order():
+    shapes = ((1_280, 130), (5,), (70, 9, 100), (64, 64), (3, 3), (300, 256), (3 * CELL,))
+    layout = Layout(names=tuple(f"blocks.{i}.w" for i in range(7)), shapes=shapes)
+    vector = torch.randn(layout.numel)
+    for fragment in (
+        fragments.tiled(layout),
+        fragments.whole(layout),
+        *fragments.strided(layout, 3),
+    ):
+        expected, got, done = torch.zeros_like(vector), torch.zeros_like(vector), 0
+        values = fragment.take(vector)
+        fragment.put_(expected, values)
+        for place, run in fragment.runs(values):
+            assert place.start >= done
+            got[place], done = run, place.stop
+        assert torch.equal(got, expected)

@@ -1,4 +1,7 @@
-"""When a run's checkpoints are written, and where: beside its log, one file a position."""
+"""When a run's checkpoints are written and removed, and where: beside its log, a file a position.
+
+Nobody but people needs them: joiners fetch snapshots, and the log replays to any position.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from atoll.coordinator.checkpoints import Checkpoint, CheckpointError, save_checkpoint
+from atoll.coordinator.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    delete_checkpoint,
+    save_checkpoint,
+)
 from atoll.coordinator.follower import Follower
 from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.status import Level
+
+LANDMARK_EVERY = 10  # checkpoints, of which one stays for good
 
 
 class Checkpointing:
@@ -51,18 +61,21 @@ class Checkpointing:
             await self._writing
 
     def _newest_on_disk(self) -> int:
+        return max(self._on_disk(), default=-1)
+
+    def _on_disk(self) -> list[int]:
         found = self._folder.glob(f"{self._spec.run.name}-{'[0-9]' * 8}.safetensors")
-        return max((int(path.stem[-8:]) for path in found), default=-1)
+        return sorted(int(path.stem[-8:]) for path in found)
 
     async def _write(self, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await before
         try:
             path = await asyncio.to_thread(self._write_state)
+            self._say("info", f"checkpoint {path.name} written")
+            await asyncio.to_thread(self._remove_old)
         except CheckpointError as error:
             self._say("error", str(error))
-        else:
-            self._say("info", f"checkpoint {path.name} written")
 
     def _write_state(self) -> Path:
         head, state = self._follower.head_and_state()
@@ -77,3 +90,12 @@ class Checkpointing:
         path = self.path(head.position)
         save_checkpoint(path, checkpoint)
         return path
+
+    def _remove_old(self) -> None:
+        settings = self._spec.coordinator
+        if not settings.keep_checkpoints:
+            return
+        landmarks = LANDMARK_EVERY * max(1, settings.checkpoint_every)
+        for position in self._on_disk()[: -settings.keep_checkpoints]:
+            if position % landmarks:
+                delete_checkpoint(self.path(position), self._follower.run_id)

@@ -96,6 +96,19 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         partial.unlink(missing_ok=True)
 
 
+def delete_checkpoint(path: Path, run_id: bytes) -> None:
+    """Remove a checkpoint of this run.
+
+    Raises:
+        CheckpointError: when the file is of another run, or cannot be removed.
+    """
+    _expect_own(path, run_id)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be removed: {error.strerror}") from None
+
+
 def load_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint and verify it.
 

@@ -307,6 +307,12 @@ class CoordinatorSection(Section):
         ge=0,
         description="Positions between two checkpoints. 0: only at the end of the run.",
     )
+    keep_checkpoints: int = Field(
+        default=3,
+        ge=0,
+        description="How many of the newest checkpoints are kept; of older ones every tenth stays. "
+        "0: all.",
+    )
     metrics_listen: str | None = Field(
         default=None,
         description="Address of a Prometheus endpoint, 'host:port'. Left out: none.",

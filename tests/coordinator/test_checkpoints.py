@@ -1,13 +1,17 @@
+import asyncio
 import dataclasses
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.checkpoints import (
     Checkpoint,
     CheckpointError,
+    delete_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
@@ -132,3 +136,61 @@ def test_tensors_of_another_model(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "b", metadata=metadata)
     with pytest.raises(CheckpointError, match="not those of its layout"):
         load_checkpoint(tmp_path / "b")
+
+
+class Follower:
+    """Stands where it is told to."""
+
+    run_id = b"r" * 32
+    is_current = True
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    @property
+    def head(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(position=self.position, epoch=1, chain=b"c" * 32)
+
+    def head_and_state(self) -> tuple[types.SimpleNamespace, OuterState]:
+        return self.head, make(self.position).state
+
+
+def positions_kept(folder: Path, *, last: int, **coordinator: int) -> list[int]:
+    """Of a run that wrote its checkpoints up to a position."""
+    spec = RunSpec.from_dict({"run": {"name": "test"}, "coordinator": coordinator})
+    follower, said = Follower(), []
+
+    async def run() -> None:
+        checkpoints = Checkpointing(
+            spec, follower, folder, lambda level, text: said.append((level, text))
+        )
+        for follower.position in range(1, last + 1):
+            checkpoints.look()
+            if checkpoints._writing is not None:
+                await checkpoints._writing
+        await checkpoints.close()
+
+    asyncio.run(run())
+    assert {level for level, _ in said} == {"info"}
+    return sorted(int(path.stem[-8:]) for path in folder.iterdir())
+
+
+def test_the_newest_checkpoints_are_kept_and_every_tenth(tmp_path: Path) -> None:
+    kept = positions_kept(tmp_path / "a", last=47, checkpoint_every=2)
+    assert kept == [20, 40, 44, 46, 47]
+    assert positions_kept(tmp_path / "b", last=7, checkpoint_every=1, keep_checkpoints=1) == [7]
+
+
+def test_all_checkpoints_can_be_kept(tmp_path: Path) -> None:
+    every = positions_kept(tmp_path, last=9, checkpoint_every=2, keep_checkpoints=0)
+    assert every == [2, 4, 6, 8, 9]
+
+
+def test_a_checkpoint_of_another_run_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_checkpoint(path, make())
+    with pytest.raises(CheckpointError, match="of run"):
+        delete_checkpoint(path, b"x" * 32)
+    assert load_checkpoint(path).position == 7
+    delete_checkpoint(path, b"r" * 32)
+    assert not path.exists()

@@ -91,6 +91,12 @@ def peak(x_N: Tensor) -> Tensor:
     return torch.abs(x_N, out=scratch("peak", x_N)).amax()
 
 
+def refuse_infinite(witness: float) -> None:
+    """Refuse an input whose witness is NaN or infinite."""
+    if not math.isfinite(witness):
+        raise CodecError("expected finite values, got NaN or infinity in the input")
+
+
 def require_finite(x: Tensor, what: str, *, limit: float = FLOAT_MAX) -> None:
     """Refuse a decoded field that is NaN, infinite or beyond `limit` in magnitude."""
     largest = float(peak(x))
@@ -256,6 +262,23 @@ class Codec(ABC):
             self._read(payload.to(out_N.device), dims, out_N)
         return out_N.view(dims)
 
+    def encode_rows(self, x_RN: Tensor) -> list[bytes]:
+        """Return a frame for each row of `x_RN`, as `encode` does; for many short frames.
+
+        Raises:
+            CodecError: as `encode`.
+        """
+        return [self.encode(x_N) for x_N in x_RN.unbind(0)]
+
+    def decode_rows(self, frames: Sequence[Frame], out_RN: Tensor) -> None:
+        """Decode a frame to each row of `out_RN` (fp32, contiguous), as `decode` does.
+
+        Raises:
+            CodecError: as `decode`.
+        """
+        for frame, out_N in zip(frames, out_RN.unbind(0), strict=True):
+            self.decode(frame, out_N.shape, device=out_N.device, out=out_N)
+
     @abstractmethod
     def _payload_bytes(self, dims: Dims) -> int:
         """Return the payload's length for a non-empty tensor."""
@@ -277,6 +300,17 @@ class Codec(ABC):
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
         """Decode to `out_N`, same device; refuse what no encoder writes and would do harm."""
 
+    def _write_rows(self, x_RN: Tensor, payload_RB: Tensor) -> Tensor:
+        """As `_write`, a payload a row; rows of `payload_RB` are aligned to 8."""
+        dims = (x_RN.shape[1],)
+        pairs = zip(x_RN.unbind(0), payload_RB.unbind(0), strict=True)
+        return peak(torch.stack([self._write(x_N, dims, payload) for x_N, payload in pairs]))
+
+    def _read_rows(self, payload_RB: Tensor, out_RN: Tensor) -> None:
+        """As `_read`, a payload a row."""
+        for payload, out_N in zip(payload_RB.unbind(0), out_RN.unbind(0), strict=True):
+            self._read(payload, tuple(out_N.shape), out_N)
+
     def _frame_key(self, dims: Dims) -> str:
         return str(math.prod(dims))
 
@@ -297,8 +331,7 @@ class Codec(ABC):
             witness = float(self._write_sealed(x_N, dims, payload, seal))
         else:
             witness = self._fill_from_device(x_N, dims, payload)
-        if not math.isfinite(witness):
-            raise CodecError("expected finite values, got NaN or infinity in the input")
+        refuse_infinite(witness)
         return payload.numel()
 
     def _fill_from_device(self, x_N: Tensor, dims: Dims, payload: Tensor) -> float:
@@ -320,12 +353,33 @@ class Codec(ABC):
         """Check all of a frame but its payload's meaning; return the payload (uint8, CPU)."""
         self._check_length(len(data), dims)
         payload = _aligned(data)[HEADER_BYTES:]
-        expected, got = self._sealed(dims, Checksum(payload)), bytes(data[:HEADER_BYTES])
+        self._check_header(bytes(data[:HEADER_BYTES]), self._sealed(dims, Checksum(payload)), dims)
+        return payload
+
+    def _check_header(self, got: bytes, expected: bytes, dims: Dims) -> None:
         if got[:4] != expected[:4]:
             raise CodecError(self._wrong_head(got, dims))
         if got != expected:
             raise CodecError(f"expected an intact {self.spec} frame, got a wrong checksum")
-        return payload
+
+    def _seal_rows(self, frames_RB: Tensor, dims: Dims) -> list[bytes]:
+        """Return the frames whose payloads are written; rows of a multiple of 8 bytes, CPU."""
+        head, frames = self._head(dims), []
+        for payload in frames_RB[:, HEADER_BYTES:].unbind(0):
+            crc = Checksum(payload).value(head).to_bytes(4, "little")
+            frames.append(b"".join((head, crc, payload.numpy().data)))
+        return frames
+
+    def _open_rows(self, frames: Sequence[Frame], dims: Dims) -> Tensor:
+        """Check frames as `_open` does; return their payloads, a row each."""
+        for frame in frames:
+            self._check_length(len(frame), dims)
+        together = torch.frombuffer(bytearray().join(frames), dtype=torch.uint8)
+        payload_RB, head = together.view(len(frames), -1)[:, HEADER_BYTES:], self._head(dims)
+        for frame, payload in zip(frames, payload_RB.unbind(0), strict=True):
+            crc = Checksum(payload).value(head).to_bytes(4, "little")
+            self._check_header(bytes(frame[:HEADER_BYTES]), head + crc, dims)
+        return payload_RB
 
     def _wrong_head(self, got: bytes, dims: Dims) -> str:
         if got[0] != self.code:

@@ -21,13 +21,13 @@ class Checksum:
 
     def __init__(self, payload: Tensor) -> None:
         """Begin; `payload` need not be filled yet."""
-        whole = payload.numel() // SEGMENT_BYTES
-        words = payload[: whole * SEGMENT_BYTES].view(torch.int64)
         self._payload = payload
-        self._whole = whole
-        self._segments = words.view(-1, SEGMENT_SIDE, SEGMENT_SIDE)
-        self._sums = torch.empty((whole, 2, SEGMENT_SIDE), dtype=torch.int64)
+        self._whole = whole = payload.numel() // SEGMENT_BYTES
         self._first = self._done = 0
+        if whole:
+            words = payload[: whole * SEGMENT_BYTES].view(torch.int64)
+            self._segments = words.view(-1, SEGMENT_SIDE, SEGMENT_SIDE)
+            self._sums = torch.empty((whole, 2, SEGMENT_SIDE), dtype=torch.int64)
 
     def postpone(self, written_last: Tensor) -> None:
         """Sum what lies up to the end of `written_last`, a part, only when all is complete."""
@@ -48,11 +48,12 @@ class Checksum:
 
     def value(self, head: bytes) -> int:
         """Return the checksum, the payload being complete, with the start of the header."""
+        crc = zlib.crc32(head)
+        if not self._whole:
+            return zlib.crc32(self._payload.numpy().data, crc)
         self._sum(0, self._first)
         self._sum(self._done, self._whole)
-        crc = zlib.crc32(head)
-        if self._whole:
-            crc = zlib.crc32(self._sums.numpy().data, crc)
+        crc = zlib.crc32(self._sums.numpy().data, crc)
         return zlib.crc32(self._payload[self._whole * SEGMENT_BYTES :].numpy().data, crc)
 
     def _sum(self, start: int, stop: int) -> None:

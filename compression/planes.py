@@ -37,13 +37,13 @@ def run_length(numel: int) -> int:
     return TILE if numel > TILE else numel
 
 
-def planes_of(codes_M: Tensor, numel: int, planes: int, zero: int = 0) -> Tensor:
+def planes_of(codes_M: Tensor, numel: int, planes: int, zero: int = 0, run: int = 0) -> Tensor:
     """Store the first `numel` codes as bytes, in words of two [runs, planes, L / 2].
 
     `codes_M` has any shape and any type whose values fit int8 (fractions are cut off); bytes
     that fill the planes are used where they are.  `zero` fills what they don't.
     """
-    length = run_length(numel)
+    length = run or run_length(numel)
     width = planes * plane_bytes(length, planes)
     runs = numel // length
     if width == length and codes_M.dtype.itemsize == 1 and codes_M.numel() == numel:
@@ -56,12 +56,13 @@ def planes_of(codes_M: Tensor, numel: int, planes: int, zero: int = 0) -> Tensor
     return rows.view(torch.int16).view(runs, planes, -1)
 
 
-def pack_(codes_M: Tensor, bits: int, out: Tensor, numel: int, zero: int = 0) -> None:
+def pack_(codes_M: Tensor, bits: int, out: Tensor, numel: int, zero: int = 0, run: int = 0) -> None:
     """Pack the first `numel` codes, of `bits` (1, 2 or 4) bits each, into the bytes `out`.
 
-    Codes beyond become `zero`.  Byte codes may be overwritten.
+    Codes beyond become `zero`.  Byte codes may be overwritten.  Runs are of `run` codes each, by
+    default as `run_length` says.
     """
-    first, *others, last = planes_of(codes_M, numel, 8 // bits, zero).unbind(1)
+    first, *others, last = planes_of(codes_M, numel, 8 // bits, zero, run).unbind(1)
     for j, plane in enumerate(others, start=1):
         first.add_(plane, alpha=1 << j * bits)
     aligned = out.storage_offset() % 2 == 0
@@ -101,9 +102,12 @@ def _row(weights: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([weights], dtype=torch.float32, device=device)
 
 
-def unpack(packed: Tensor, bits: int, numel: int, *, high: bool) -> Tensor:
-    """Return `numel` codes as bytes (uint8), in the high or the low bits; the others are zero."""
-    length, planes = run_length(numel), 8 // bits
+def unpack(packed: Tensor, bits: int, numel: int, *, high: bool, run: int = 0) -> Tensor:
+    """Return `numel` codes as bytes (uint8), in the high or the low bits; the others are zero.
+
+    Runs as in `pack_`.
+    """
+    length, planes = run or run_length(numel), 8 // bits
     runs = numel // length
     width = packed.numel() // runs
     words = aligned_words(packed).view(runs, 1, width // 8)

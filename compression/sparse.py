@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import HEADER_BYTES, Codec, CodecError, Dims, Frame, Shape, shape_of
-from atoll.compression.planes import pack_runs_, packed_bytes, unpack_runs
+from atoll.compression.planes import pack_, pack_runs_, packed_bytes, unpack, unpack_runs
+from atoll.compression.scratch import room
 
 CHUNK = 4_096  # 12-bit indices; 64 x 64
 
@@ -135,6 +136,22 @@ def read_indices(packed: Tensor, count: int) -> Tensor:
     """Return `count` indices within chunks, int64; not yet checked."""
     high = unpack_runs(packed[count:], 4, count).to(torch.int64)
     return high.bitwise_left_shift_(8).bitwise_or_(packed[:count])
+
+
+def write_index_rows(indices_RK: Tensor, out_RB: Tensor) -> None:
+    """Pack indices within chunks, each row by itself, as `write_indices` does."""
+    rows, count = indices_RK.shape
+    out_RB[:, :count].copy_(indices_RK.bitwise_and(0xFF))
+    high = room("high bits", (rows, packed_bytes(count, 2)), out_RB.device, torch.uint8)
+    pack_(indices_RK >> 8, 4, high.view(-1), indices_RK.numel(), run=count)
+    out_RB[:, count:].copy_(high)
+
+
+def read_index_rows(packed_RB: Tensor, count: int) -> Tensor:
+    """Return `count` indices within chunks a row, int64; not yet checked."""
+    packed = packed_RB[:, count:].reshape(-1)
+    high = unpack(packed, 4, len(packed_RB) * count, high=False, run=count).to(torch.int64)
+    return high.view(-1, count).bitwise_left_shift_(8).bitwise_or_(packed_RB[:, :count])
 
 
 def check_indices(indices_CK: Tensor, size: int) -> None:

@@ -19,15 +19,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.base import BF16_MAX, FLOAT_MAX, TINY, CodecError
+from atoll.compression.base import BF16_MAX, FLOAT_MAX, TINY, CodecError, require_finite
 from atoll.compression.bins import NUM_SUMS, bin_means, store_counts, store_sums
 from atoll.compression.blocks import BlockCodec, block_peaks, squarable
 from atoll.compression.planes import pack_, plane_bytes, unpack
 from atoll.compression.registry import register
-from atoll.compression.scratch import scratch
+from atoll.compression.scratch import room, scratch
 
 FINEST = 2.0**-20  # step over root mean square: bounds t where all values are the same
 BELOW_4 = 4.0 - 2.0**-21
+SCALE_BYTES = 8  # of a block
 
 
 @register
@@ -81,6 +82,42 @@ class TwoBit(BlockCodec):
     def _write_tile(
         self, x_BK: Tensor, factors_BF: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
+        pack_(self._bins(x_BK, factors_BF), 2, codes, numel)
+
+    def _write_rows(self, x_RN: Tensor, payload_RB: Tensor) -> Tensor:
+        """A block a row, all at once."""
+        rows, size = x_RN.shape
+        if not self._is_block(size):
+            return super()._write_rows(x_RN, payload_RB)
+        scales_RS = x_RN.new_empty((rows, self.scales_per_block), dtype=torch.bfloat16)
+        measures_RM = x_RN.new_empty((rows, self.num_measures))
+        self._measure(x_RN, measures_RM)
+        factors_RF = self._factors(measures_RM, scales_RS)
+        codes = room("codes of rows", (rows, size // 4), x_RN.device, torch.uint8)
+        pack_(self._bins(x_RN, factors_RF), 2, codes.view(-1), x_RN.numel(), run=size)
+        self._finish(factors_RF, scales_RS)
+        payload_RB[:, :SCALE_BYTES].view(torch.bfloat16).copy_(scales_RS)
+        payload_RB[:, SCALE_BYTES:].copy_(codes)
+        return measures_RM.amax()
+
+    def _read_rows(self, payload_RB: Tensor, out_RN: Tensor) -> None:
+        size = out_RN.shape[1]
+        if not self._is_block(size):
+            super()._read_rows(payload_RB, out_RN)
+            return
+        scales_RS = payload_RB[:, :SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
+        require_finite(scales_RS, "scales", limit=FLOAT_MAX / self.code_limit)
+        codes = room("codes of rows", (len(out_RN), size // 4), out_RN.device, torch.uint8)
+        packed = codes.copy_(payload_RB[:, SCALE_BYTES:]).view(-1)
+        code_M = unpack(packed, 2, out_RN.numel(), high=False, run=size)
+        look_up(code_M, scales_RS, size, out_RN.view(-1))
+
+    def _is_block(self, size: int) -> bool:
+        """Whether rows of `size` values are one block each, whose codes fill their planes."""
+        return size <= self.block and size == 4 * plane_bytes(size, 4)
+
+    def _bins(self, x_BK: Tensor, factors_BF: Tensor) -> Tensor:
+        """Return the bins (int8 scratch), and store their sums in the factors."""
         gain_B1, offset_B1, _, _, _, *sums = torch.split(factors_BF, 1, 1)
         t_BK = torch.mul(x_BK, gain_B1, out=scratch("work", x_BK)).add_(offset_B1)
         sums_6B = [sums_B1.view(-1) for sums_B1 in sums]
@@ -89,7 +126,7 @@ class TwoBit(BlockCodec):
         store_sums(t_BK, sums_6B)
         store_counts(bins_BK, sums_6B)
         factors_BF[:, 5:].mul_(1 / x_BK.shape[1])
-        pack_(bins_BK, 2, codes, numel)
+        return bins_BK
 
     def _finish(self, factors_BF: Tensor, scales_BS: Tensor) -> None:
         """Turn the sums of the bins into their means."""
@@ -98,10 +135,7 @@ class TwoBit(BlockCodec):
         scales_BS.copy_(means_B4.mul_(unit_B1).clamp_(-BF16_MAX, BF16_MAX))
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
-        code_M = unpack(codes, 2, out_M.numel(), high=False)
-        index_M = scratch("index", out_M, torch.int32).copy_(code_M)
-        add_block_offsets_(index_M, self.block, 4)
-        torch.index_select(scales_BS.reshape(-1), 0, index_M, out=out_M)
+        look_up(unpack(codes, 2, out_M.numel(), high=False), scales_BS, self.block, out_M)
 
 
 def _moments(x_BK: Tensor, measures_BM: Tensor) -> None:
@@ -111,6 +145,13 @@ def _moments(x_BK: Tensor, measures_BM: Tensor) -> None:
     torch.linalg.vector_norm(x_BK, 2, 1, out=measures_BM[:, 1])
     measures_BM[:, 0].mul_(1 / size)
     measures_BM[:, 1].mul_(size**-0.5)
+
+
+def look_up(code_M: Tensor, scales_BS: Tensor, block: int, out_M: Tensor) -> None:
+    """Store the value of each code, by the scales of its block."""
+    index_M = scratch("index", out_M, torch.int32).copy_(code_M)
+    add_block_offsets_(index_M, block, scales_BS.shape[1])
+    torch.index_select(scales_BS.reshape(-1), 0, index_M, out=out_M)
 
 
 def add_block_offsets_(index_M: Tensor, block: int, step: int) -> None:

@@ -1,0 +1,107 @@
+"""Many short frames at once are those of one at a time."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.compression import CodecError, parse
+from atoll.compression.topk import largest_of_chunks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from specs import SPECS as ALL
+
+SPECS = [
+    "topk+2bit",
+    "topk(k=64)+int8",
+    "topk(k=16)+fp32",
+    "topk(k=4096)+2bit",
+    "topk(k=5)+2bit",  # its indices do not fill their planes
+    "topk+2bit(block=64)",  # several blocks a row
+    "topk+int4",
+    "int8",
+    "2bit",
+]
+
+
+def rows(count: int, numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("numel", [4_096, 65_536, 5_000])
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_are_the_frames_of_each(spec, numel):
+    x_RN = rows(5, numel) * torch.tensor([1.0, 1e-6, 30.0, 1e12, 1.0]).unsqueeze(1)
+    one_by_one = [parse(spec).encode(x_N) for x_N in x_RN]
+    assert parse(spec).encode_rows(x_RN) == one_by_one
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_every_codec_decodes_rows_as_it_decodes_frames(spec):
+    codec, x_RN = parse(spec), rows(3, 8_192)
+    frames, out_RN = codec.encode_rows(x_RN), torch.empty(3, 8_192)
+    codec.decode_rows(frames, out_RN)
+    for frame, out_N in zip(frames, out_RN, strict=True):
+        assert torch.equal(codec.decode(frame, 8_192), out_N)
+
+
+def test_rows_without_any_size_are_encoded():
+    """Where squares vanish other factors are taken, and of equal values any."""
+    codec, x_RN = parse("topk+2bit"), rows(3, 8_192)
+    x_RN[1].zero_()
+    x_RN[2] *= 1e-30
+    out_RN = torch.empty_like(x_RN)
+    codec.decode_rows(codec.encode_rows(x_RN), out_RN)
+    assert not out_RN[1].any()
+    assert int((out_RN[0] != 0).sum()) == int((out_RN[2] != 0).sum()) == 128
+    lost, size = (x_RN.double() - out_RN).norm(dim=1), x_RN.double().norm(dim=1)
+    torch.testing.assert_close(lost[2] / size[2], lost[0] / size[0], atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("spec", ["topk+2bit", "topk+fp32", "int8"])
+def test_a_row_with_nan_or_infinity_is_refused(spec, bad):
+    x_RN = rows(3, 4_096)
+    x_RN[1, 77] = bad
+    with pytest.raises(CodecError, match="finite"):
+        parse(spec).encode_rows(x_RN)
+
+
+def test_frames_of_another_length_codec_or_checksum_are_refused():
+    codec, out_RN = parse("topk+2bit"), torch.zeros(2, 4_096)
+    first, second = codec.encode_rows(rows(2, 4_096))
+    with pytest.raises(CodecError, match="bytes"):
+        codec.decode_rows([first, second[:-1]], out_RN)
+    with pytest.raises(CodecError, match="parameters"):
+        codec.decode_rows([first, parse("topk+2bit(width=1)").encode(out_RN[0])], out_RN)
+    with pytest.raises(CodecError, match="checksum"):
+        codec.decode_rows([first, second[:-1] + bytes([second[-1] ^ 1])], out_RN)
+
+
+def test_a_row_whose_indices_do_not_rise_is_refused():
+    codec, out_RN = parse("topk+fp32"), torch.empty(2, 4_096)
+    first, second = (bytearray(frame) for frame in codec.encode_rows(rows(2, 4_096)))
+    indices = 8 + 4 * 64
+    second[indices : indices + 64] = bytes(64)
+    head = codec._header((4_096,), second, len(second))
+    with pytest.raises(CodecError, match="rising"):
+        codec.decode_rows([first, head + second[8:]], out_RN)
+
+
+@pytest.mark.parametrize("k", [1, 32, 64, 1_000, 4_096])
+def test_what_is_above_the_threshold_is_what_topk_takes(k):
+    x_CM = rows(6, 4_096)
+    expected = x_CM.abs().topk(k, dim=1).indices.sort(1).values
+    assert torch.equal(largest_of_chunks(x_CM, k), expected)
+
+
+def test_of_equal_magnitudes_exactly_k_are_taken():
+    x_CM = rows(4, 4_096)
+    x_CM[0].fill_(2.0)
+    x_CM[1, 100:].zero_()
+    x_CM[2, ::2] = -x_CM[2, 1::2]
+    found_CK = largest_of_chunks(x_CM, 63)
+    assert bool((found_CK[:, 1:] > found_CK[:, :-1]).all())
+    taken = x_CM.gather(1, found_CK).abs().sort(1).values
+    assert torch.equal(taken, x_CM.abs().topk(63, dim=1).values.flip(1))

@@ -11,7 +11,7 @@ gives its tail instead (`atoll.peer.corpus`).
 """
 
 from atoll.peer.corpus import Corpus, LocalCorpus, TokenStream
-from atoll.peer.documents import Document, documents, goes_to_validation
+from atoll.peer.documents import Document, documents, expect_source, goes_to_validation
 from atoll.peer.errors import DataError
 from atoll.peer.hub import HUB, HubCorpus
 from atoll.peer.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
@@ -58,6 +58,7 @@ def open_corpus(
     if source.startswith(HUB) or format == "hf":
         name = source.removeprefix(HUB)
         return HubCorpus(name, opened, text_field=text_field, valid_fraction=valid_fraction)
+    expect_source(source)
     found = documents(source, format=format, text_field=text_field)
     try:
         return LocalCorpus.read(

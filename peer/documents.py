@@ -33,6 +33,18 @@ class Document:
     """UTF-8."""
 
 
+def expect_source(source: str) -> None:
+    """Refuse a local source that is not there.
+
+    Raises:
+        DataError: there is no such file or folder.
+    """
+    if source != STDLIB and not Path(source).expanduser().exists():
+        raise DataError(
+            f"data source {source!r} does not exist; expected 'stdlib', a file, a folder or hf:NAME"
+        )
+
+
 def documents(source: str, *, format: str = "auto", text_field: str = "text") -> Iterator[Document]:
     """Yield the documents of a local source in a fixed order.
 
@@ -49,11 +61,8 @@ def documents(source: str, *, format: str = "auto", text_field: str = "text") ->
     if source == STDLIB:
         yield from _stdlib_documents()
         return
+    expect_source(source)
     path = Path(source).expanduser()
-    if not path.exists():
-        raise DataError(
-            f"data source {source!r} does not exist; expected 'stdlib', a file, a folder or hf:NAME"
-        )
     for file in [path] if path.is_file() else _visible_files(path):
         name = file.name if path.is_file() else file.relative_to(path).as_posix()
         yield from _reader(file, format)(file, name, text_field)

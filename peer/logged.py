@@ -24,6 +24,7 @@ from atoll.optim.store import LogStore
 from atoll.peer.contact import Contact
 from atoll.peer.electors import QuorumWatch
 from atoll.peer.learner import learning_rate, steps_until
+from atoll.peer.patience import Patience
 from atoll.peer.recovery import Recovered, Recovery, RecoveryError
 from atoll.peer.reducer import NetworkReducer, Reset
 from atoll.peer.replica import Replica
@@ -48,6 +49,7 @@ class LogParticipation:
         """Build everything; ``settle`` gives it a state."""
         self._session = session
         self._quorum = QuorumWatch()
+        self._patience = Patience()
         self._started = False
         self._build(joined)
 
@@ -244,7 +246,7 @@ class LogParticipation:
         try:
             state = await self._genesis()
         except (CoordinatorError, StateError) as error:
-            self._session.say("warning", f"no first state from the coordinator yet: {error}")
+            self._tell_waiting(f"no first state from the coordinator yet: {error}")
             return
         await self.replica.install(state, self._genesis_chain(), ())
 
@@ -257,20 +259,24 @@ class LogParticipation:
         )
 
     async def _catch_up(self) -> None:
-        before = self.replica.position if self.replica.ready else None
+        before = self.replica.leaps
         try:
             recovered = await self._recovery.run()
         except (RecoveryError, CoordinatorError, LogError) as error:
-            self._session.say("warning", f"cannot catch up yet: {error}")
-            return
-        if recovered is not None:
-            self._tell_recovered(recovered)
-        rewound = before is not None and self.replica.position < before
-        jumped = recovered is not None and recovered.snapshot_position is not None
-        if self._started and (rewound or jumped):
+            self._tell_waiting(f"cannot catch up yet: {error}")
+        else:
+            self._patience.over()
+            if recovered is not None:
+                self._tell_recovered(recovered)
+        if self._started and self.replica.leaps != before:
             self.rounds.withdraw()
             why = f"recovered to position {self.replica.position}"
             self.reducer.deliver(Reset(state=self.replica.state, why=why))
+
+    def _tell_waiting(self, text: str) -> None:
+        level = self._patience.level(self.ctx.now())
+        if level is not None:
+            self._session.say(level, text)
 
     def _tell_recovered(self, recovered: Recovered) -> None:
         self.reporter.recoveries += 1

@@ -39,7 +39,7 @@ from atoll.peer.rounds.messages import Decided, Head
 from atoll.peer.sources import FETCH_ERRORS, Donor, PeerSource, Source, whom_to_ask
 
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
-KEEP_WORK = 4  # entries that are replayed whatever they weigh: a snapshot would cost open work
+KEEP_WORK = 4  # entries a fragment, replayed whatever they weigh: a snapshot would cost open work
 SLOW_STALLS = 0.5  # how long the next answer may take after one has come
 MAX_PASSES = 64  # of catching up with a head that moves on meanwhile
 
@@ -257,7 +257,7 @@ class Recovery:
         replica = self._ctx.replica
         body_bytes = self._body_bytes()
         missing = head.position - replica.position
-        if missing <= KEEP_WORK:
+        if missing <= KEEP_WORK * len(replica.replay.fragments):
             return True
         newest = max(head.snapshots, default=0)
         by_snapshot = replica.state.snapshot_bytes + (head.position - newest) * body_bytes

@@ -80,6 +80,8 @@ class Replica:
         self._compute = compute
         self._on_failure = on_failure
         self._state: OuterState | None = None
+        self.leaps = 0
+        """how often a state was put in place that no entry led to from the one before"""
         self.snapshots: dict[int, OuterState] = {}
         self._leased: tuple[int, float] | None = None
         """the snapshot that somebody fetches, and until when it stays; on the loop's clock"""
@@ -242,6 +244,7 @@ class Replica:
         async with self._lock:
             await self._compute(self._begin_store, state.position, chain, headers)
             self._state, self.chain = state, chain
+            self.leaps += 1
             self.electorate = tuple(electorate)
             self.snapshots = {}
             if state.position % self.snapshot_every == 0:
@@ -323,6 +326,7 @@ class Replica:
             if state.position % self.snapshot_every == 0:
                 self.snapshots[state.position] = state
         self._state = state
+        self.leaps += 1
         self.electorate = self._stored_electorate(state.position)
 
     def _stored_electorate(self, position: int) -> tuple[Elector, ...]:

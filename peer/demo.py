@@ -14,6 +14,7 @@ Errors, besides those of ``atoll.peer.children``::
      +-- DemoStuck       nothing moved for too long; says what
     OutError (ValueError)       the folder for the results holds something, or cannot be made
     ChaosError (ValueError)     too few peers or rounds for a peer to die and to come back
+    ShareError (ValueError)     a share of the time that no peer can train
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 from atoll.coordinator.channel import StatusClient
@@ -66,6 +68,10 @@ class ChaosError(ValueError):
     """Nobody could be killed and come back in such a run."""
 
 
+class ShareError(ValueError):
+    """No peer could train for such a share of the time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     """What a demo is asked for."""
@@ -75,11 +81,15 @@ class DemoOptions:
     out: Path
     device: str = "auto"
     chaos: bool = False
+    shares: Sequence[float] = (1.0,)
+    """of the time that each peer trains, repeated as often as needed: makes unequal peers"""
     program: Sequence[str] = ATOLL
     """what the children are started with"""
 
     def __post_init__(self) -> None:
-        """Raises ChaosError."""
+        """Raises ChaosError, ShareError."""
+        if not self.shares or not all(0 < share <= 1 for share in self.shares):
+            raise ShareError(f"expected shares above 0 up to 1, got {self.shares}")
         if self.chaos:
             expect_room_for_chaos(self.peers, self.spec.run.rounds)
 
@@ -137,6 +147,8 @@ class PeerProcess:
 
     name: str
     folder: Path
+    share: float = 1.0
+    """of the time to train"""
     child: Child | None = None
     recoveries: list[str] = field(default_factory=list)
     wire: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -178,8 +190,8 @@ class Demo:
         self._coordinator_dir = options.out / "coordinator"
         self._coordinator: Child | None = None
         self._peers = [
-            PeerProcess(name=f"peer-{i}", folder=options.out / f"peer-{i}")
-            for i in range(options.peers)
+            PeerProcess(name=f"peer-{i}", folder=options.out / f"peer-{i}", share=share)
+            for i, share in zip(range(options.peers), cycle(options.shares), strict=False)
         ]
         self._victim = self._peers[1] if options.chaos else None
         self._kill: Kill | None = None
@@ -263,6 +275,8 @@ class Demo:
             peer.name,
             "--device",
             self.options.device,
+            "--share",
+            str(peer.share),
             "--listen",
             "/ip4/127.0.0.1/tcp/0",
             "--json",

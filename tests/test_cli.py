@@ -387,6 +387,9 @@ def test_sample_refuses_a_damaged_checkpoint(atoll, tmp_path):
         ("--chaos --rounds 4", "expected at least 5 rounds, got 4"),
         ("--rounds many", "expected a whole number above 0, got 'many'"),
         ("--peers 0", "expected a whole number above 0, got '0'"),
+        ("--shares 1,0", "expected shares above 0 up to 1"),
+        ("--shares all", "expected numbers, as 1,0.5, got 'all'"),
+        ("--windows long", "outer.windows"),
     ],
 )
 def test_a_demo_that_cannot_be_is_refused_before_anything_starts(

@@ -46,6 +46,16 @@ def add_parser(subparsers: Subparsers) -> None:
         help=f"steps of a window (default {INNER_STEPS})",
     )
     parser.add_argument("--method", default="diloco", help="outer method (default diloco)")
+    parser.add_argument(
+        "--windows", default="equal", help="equal, or deadline: by each peer's speed"
+    )
+    parser.add_argument(
+        "--shares",
+        type=_shares,
+        default=(1.0,),
+        metavar="LIST",
+        help="of the time that each peer trains, as 1,0.5",
+    )
     parser.add_argument("--codec", default="auto", help="codec of the updates (the method's)")
     parser.add_argument("--preset", default="nano", help="model preset (default nano)")
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
@@ -74,7 +84,12 @@ def run(args: argparse.Namespace) -> int:
     Device.choose(args.device)
     out: Path = args.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     options = DemoOptions(
-        spec=spec, peers=args.peers, out=out, device=args.device, chaos=args.chaos
+        spec=spec,
+        peers=args.peers,
+        out=out,
+        device=args.device,
+        chaos=args.chaos,
+        shares=args.shares,
     )
     plain = args.plain or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
     demo = Demo(options, say=_say)
@@ -189,7 +204,11 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
             "run": {"name": "demo", "rounds": args.rounds},
             "model": {"preset": args.preset},
             "data": {"source": source},
-            "outer": {"method": args.method, "inner_steps": args.inner_steps},
+            "outer": {
+                "method": args.method,
+                "inner_steps": args.inner_steps,
+                "windows": args.windows,
+            },
             "inner": {
                 "lr": 1e-3,
                 "batch_size": 16,
@@ -247,6 +266,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers, as 1,0.5, got {text!r}") from None
 
 
 def _say(line: str) -> None:

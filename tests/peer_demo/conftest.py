@@ -27,6 +27,7 @@ PROGRAM = """
     name = of("--name") if command == "peer" else "coordinator"
     what = json.loads((here / "what.json").read_text()).get(name, "run")
     starts = here / f"{name}.starts"
+    (here / f"{name}.arguments").write_text(json.dumps(arguments))
     with starts.open("a") as file:
         file.write(f"{os.getpid()}\\n")
     if isinstance(what, list):  # one thing at each start
@@ -84,7 +85,7 @@ class Stage:
         self.command = (sys.executable, "-S", "-E", str(self.program))
         self.said = []
 
-    def demo(self, *, peers=2, rounds=5, chaos=False, **what):
+    def demo(self, *, peers=2, rounds=5, chaos=False, shares=(1.0,), **what):
         names = {name.replace("_", "-"): value for name, value in what.items()}
         (self.folder / "what.json").write_text(json.dumps(names))
         return Demo(
@@ -93,10 +94,18 @@ class Stage:
                 peers=peers,
                 out=self.folder / "out",
                 chaos=chaos,
+                shares=shares,
                 program=self.command,
             ),
             say=self.said.append,
         )
+
+    def shares(self):
+        """What each peer was told of its time."""
+        told = [
+            json.loads(path.read_text()) for path in sorted(self.folder.glob("peer*.arguments"))
+        ]
+        return [float(each[each.index("--share") + 1]) for each in told]
 
     def pids(self):
         return [

@@ -69,6 +69,17 @@ def test_peers_that_end_before_the_run_does_end_the_demo(stage, kit):
     assert "peer-0 ended with exit code 0; expected it to run until the end of the run" in told
 
 
+def test_peers_train_for_their_share_of_the_time(stage, kit):
+    stage.status(state="finished", position=5)
+    ends = {f"peer_{i}": "exit 0" for i in range(3)}
+
+    async def show(feed):
+        return True
+
+    asyncio.run(stage.demo(peers=3, shares=[1.0, 0.25], **ends).run(show))
+    assert stage.shares() == [1.0, 0.25, 1.0]
+
+
 def test_peers_end_with_the_run(stage, kit):
     finished = stage.status(state="finished", position=5)
 

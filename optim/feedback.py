@@ -27,7 +27,20 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec
-from atoll.optim.fragments import Dims, decode_pieces, encode_pieces, grid, piece_slices
+from atoll.compression.blocks import squarable
+from atoll.compression.scratch import scratch
+from atoll.optim import vectors
+from atoll.optim.fragments import (
+    Dims,
+    batches,
+    decode_batch,
+    decode_pieces,
+    encode_batch,
+    grid,
+    piece_slices,
+)
+
+SHORT = 1024  # values: a sum of so many squares in fp32 has seven digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +104,7 @@ class Feedback:
         self.numel = numel
         self.pieces = grid(numel) if pieces is None else tuple(pieces)
         self._slices = piece_slices(self.pieces)
+        self._batches = list(batches(codec, self.pieces))
         self.mass_N = torch.zeros(numel if beta > 0 else 0)
 
     def offer(self, delta_N: Tensor, weight: float) -> Offer:
@@ -103,16 +117,19 @@ class Feedback:
         Raises:
             CodecError: when delta holds NaN or infinity.
         """
-        x_N = self._with_residual(delta_N, weight)
-        frames = encode_pieces(self.codec, x_N, self.pieces)
-        d_N = decode_pieces(self.codec, frames, self.pieces)
-        squares = tuple(float(d_N[piece].double().square().sum()) for piece in self._slices)
-        return Offer(
-            weight=weight,
-            frames=tuple(frames),
-            squares=squares,
-            change_N=self._change(x_N, d_N, weight),
-        )
+        frames, squares = list[bytes](), list[float]()
+        change_N = vectors.empty(self.numel) if self._keeps(weight) else None
+        for batch, codec in self._batches:
+            pieces, cut = self.pieces[batch], self._values(batch)
+            x = self._with_residual(delta_N[cut], cut, weight)
+            sent = scratch("sent", x)
+            of_batch = encode_batch(codec, x, pieces)
+            decode_batch(codec, of_batch, pieces, sent)
+            frames += of_batch
+            squares += sums_of_squares(sent, pieces)
+            if change_N is not None:
+                self._store_change(x, sent, cut, weight, change_N)
+        return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), change_N=change_N)
 
     def settle(
         self,
@@ -143,9 +160,14 @@ class Feedback:
             sent_N = decode_pieces(self.codec, offer.frames, self.pieces)
             change_N = change_N + (sent_N - update_F) * offer.weight
         share = weight / offer.weight
-        for piece, counted in zip(self._slices, included.tolist(), strict=True):
-            if counted:
-                self.mass_N[piece] += change_N[piece] * share
+        for batch, _ in self._batches:
+            counted = included[batch].tolist()
+            if all(counted):
+                self._add(self._values(batch), change_N, share)
+                continue
+            for piece, is_in in zip(self._slices[batch], counted, strict=True):
+                if is_in:
+                    self._add(piece, change_N, share)
 
     def owner_credit(self, part: slice, lost: Tensor) -> None:
         """Keep what the owner's encoding of a part lost: g += W (a - u).
@@ -182,12 +204,45 @@ class Feedback:
             )
         self.mass_N.copy_(state["mass_N"])
 
-    def _with_residual(self, delta_N: Tensor, weight: float) -> Tensor:
-        if self.beta == 0 or weight == 0:
-            return delta_N
-        return delta_N + self.mass_N * (self.beta / weight)
+    def _keeps(self, weight: float) -> bool:
+        """Whether an inclusion at this weight changes the residual."""
+        return self.beta > 0 and weight != 0
 
-    def _change(self, x_N: Tensor, d_N: Tensor, weight: float) -> Tensor | None:
-        if self.beta == 0 or weight == 0:
-            return None
-        return (x_N - d_N) * weight - self.mass_N
+    def _values(self, batch: slice) -> slice:
+        """The values of some pieces."""
+        pieces = self._slices[batch]
+        return slice(pieces[0].start, pieces[-1].stop)
+
+    def _with_residual(self, delta: Tensor, cut: slice, weight: float) -> Tensor:
+        """Some values of x = delta + beta g / w; scratch."""
+        if not self._keeps(weight):
+            return delta
+        share = torch.mul(self.mass_N[cut], self.beta / weight, out=scratch("offered", delta))
+        return torch.add(delta, share, out=share)
+
+    def _add(self, cut: slice, change_N: Tensor, share: float) -> None:
+        change = change_N[cut]
+        if share != 1.0:
+            change = torch.mul(change, share, out=scratch("share", change))
+        self.mass_N[cut] += change
+
+    def _store_change(
+        self, x: Tensor, sent: Tensor, cut: slice, weight: float, change_N: Tensor
+    ) -> None:
+        """Store some values of w (x - d) - g; overwrites `sent`."""
+        lost = torch.sub(x, sent, out=sent).mul_(weight)
+        torch.sub(lost, self.mass_N[cut], out=change_N[cut])
+
+
+def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:
+    """The sum of squares of each of some equally long pieces.
+
+    From norms of short runs in fp32, right to seven digits, unless a square may overflow or vanish.
+    """
+    numel = values.numel() // len(pieces)
+    run = SHORT if numel % SHORT == 0 else numel
+    norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1)
+    if run != SHORT or not squarable(norms):
+        norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1, dtype=torch.float64)
+    sums_P = norms.double().square().view(len(pieces), -1).sum(1)
+    return [float(squares) for squares in sums_P]

@@ -26,11 +26,14 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec, CodecError
-from atoll.compression.scratch import room
+from atoll.compression.base import Frame
+from atoll.compression.scratch import MAX_TILES, room
+from atoll.optim import vectors
 from atoll.optim.layout import CELL, Layout
 
 TILE = 64  # SparseLoCo's and DeMo's chunks: 64 x 64 values
 MAX_PIECE = 2 * CELL  # values, if TILE rows have no more: parts are cut between pieces
+AT_ONCE = MAX_TILES  # pieces that are encoded at once: more calls cost more than the cache gives
 RUN = CELL  # values: four vectors of so many are 1 MiB, as much as an L2 cache
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 Dims = tuple[int, ...]
@@ -227,14 +230,41 @@ def piece_slices(pieces: Sequence[Dims]) -> tuple[slice, ...]:
     return tuple(slices)
 
 
+def batches(codec: Codec, pieces: Sequence[Dims]) -> Iterator[tuple[slice, Codec]]:
+    """Runs of pieces that are encoded at once: which, and by what codec.
+
+    More than one only where they are equally long and the codec looks at values alone.
+    """
+    first = 0
+    while first < len(pieces):
+        dims, own = pieces[first], codec_of(codec, pieces[first])
+        last = first + 1
+        while last < len(pieces) and own.elementwise and last - first < AT_ONCE:
+            if pieces[last] != dims or codec_of(codec, pieces[last]) is not own:
+                break
+            last += 1
+        yield slice(first, last), own
+        first = last
+
+
 def encode_pieces(codec: Codec, values_F: Tensor, pieces: Sequence[Dims]) -> list[bytes]:
     """Encode values piece by piece.
 
     Raises:
         CodecError: when they hold NaN or infinity.
     """
-    cuts = zip(piece_slices(pieces), pieces, strict=True)
-    return [codec_of(codec, dims).encode(values_F[cut].view(dims)) for cut, dims in cuts]
+    frames, slices = list[bytes](), piece_slices(pieces)
+    for batch, own in batches(codec, pieces):
+        values = values_F[slices[batch][0].start : slices[batch][-1].stop]
+        frames += encode_batch(own, values, pieces[batch])
+    return frames
+
+
+def encode_batch(codec: Codec, values: Tensor, pieces: Sequence[Dims]) -> list[bytes]:
+    """Encode the pieces of one of `batches`."""
+    if len(pieces) == 1:
+        return [codec.encode(values.view(pieces[0]))]
+    return codec.encode_rows(values.view(len(pieces), -1))
 
 
 def decode_pieces(codec: Codec, frames: Sequence[bytes], pieces: Sequence[Dims]) -> Tensor:
@@ -249,13 +279,29 @@ def decode_pieces(codec: Codec, frames: Sequence[bytes], pieces: Sequence[Dims])
     if len(frames) != len(pieces):
         raise FragmentError(f"expected {len(pieces)} frames, got {len(frames)}")
     slices = piece_slices(pieces)
-    values_F = torch.empty(slices[-1].stop, dtype=torch.float32)
-    for index, (frame, cut, dims) in enumerate(zip(frames, slices, pieces, strict=True)):
+    values_F = vectors.empty(slices[-1].stop)
+    for batch, own in batches(codec, pieces):
+        values = values_F[slices[batch][0].start : slices[batch][-1].stop]
         try:
-            codec_of(codec, dims).decode(frame, dims, out=values_F[cut].view(dims))
+            decode_batch(own, frames[batch], pieces[batch], values)
         except CodecError as error:
-            raise FragmentError(f"piece {index}: {error}") from error
+            where = f"piece {batch.start}, or one of {len(pieces[batch])} from there on"
+            raise FragmentError(f"{where}: {error}") from error
     return values_F
+
+
+def decode_batch(
+    codec: Codec, frames: Sequence[Frame], pieces: Sequence[Dims], out: Tensor
+) -> None:
+    """Decode the pieces of one of `batches`.
+
+    Raises:
+        CodecError: when a frame is none of its piece.
+    """
+    if len(pieces) == 1:
+        codec.decode(frames[0], pieces[0], out=out.view(pieces[0]))
+    else:
+        codec.decode_rows(frames, out.view(len(pieces), -1))
 
 
 def _named(

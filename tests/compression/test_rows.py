@@ -97,11 +97,14 @@ def test_what_is_above_the_threshold_is_what_topk_takes(k):
 
 
 def test_of_equal_magnitudes_exactly_k_are_taken():
-    x_CM = rows(4, 4_096)
+    x_CM = rows(5, 4_096)
     x_CM[0].fill_(2.0)
+    x_CM[4] = x_CM[3].sign() * (x_CM[3].abs() > 2)  # few levels, as a mean of codes has
     x_CM[1, 100:].zero_()
     x_CM[2, ::2] = -x_CM[2, 1::2]
     found_CK = largest_of_chunks(x_CM, 63)
     assert bool((found_CK[:, 1:] > found_CK[:, :-1]).all())
     taken = x_CM.gather(1, found_CK).abs().sort(1).values
     assert torch.equal(taken, x_CM.abs().topk(63, dim=1).values.flip(1))
+    assert found_CK[0].tolist() == list(range(63))
+    assert torch.equal(found_CK[4], x_CM[4].nonzero().view(-1)[:63])

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from atoll.compression import parse
 from atoll.optim.cells import Cells, body_of
-from atoll.optim.feedback import Feedback
+from atoll.optim.feedback import Feedback, sums_of_squares
 from atoll.optim.layout import CELL
 
 NUM_CELLS = 3
@@ -134,6 +134,35 @@ def test_squares_are_those_of_what_is_sent():
     d_N = decoded(offer.frames).double()
     assert offer.norm == pytest.approx(float(d_N.norm()))
     assert offer.squares[2] == pytest.approx(float(d_N[2 * CELL :].square().sum()))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30, 0.0])
+@pytest.mark.parametrize("numel", [2 * CELL, 7_000])
+def test_sums_of_squares_are_those_in_double(size, numel):
+    values = torch.cat([random(4)[:numel], random(5)[:numel] * size])
+    expected = [float(half.double().square().sum()) for half in values.view(2, -1)]
+    pieces = ((numel,), (numel,))
+    assert sums_of_squares(values, pieces) == pytest.approx(expected, rel=1e-6, abs=0.0)
+
+
+def test_batches_of_cells_are_the_cells_one_by_one():
+    """The formulas of this module in plain tensors, over more cells than go at once."""
+    codec, numel = parse("topk+2bit"), 20 * CELL + 500
+    feedback = Feedback(numel, codec, beta=0.5)
+    generator = torch.Generator().manual_seed(6)
+    mass_N, delta_N = torch.randn(2, numel, generator=generator).unbind(0)
+    feedback.mass_N.copy_(mass_N)
+    offer = feedback.offer(delta_N, 3.0)
+    x_N = delta_N + mass_N * (0.5 / 3.0)
+    frames = [codec.encode(x_C) for x_C in torch.split(x_N, CELL)]
+    assert offer.frames == tuple(frames)
+    sent = [codec.decode(f, x.shape) for f, x in zip(frames, torch.split(x_N, CELL), strict=True)]
+    change_N = (x_N - torch.cat(sent)) * 3.0 - mass_N
+    assert torch.equal(offer.change_N, change_N)
+    included = torch.arange(21) % 18 != 3
+    feedback.settle(offer, included, weight=1.5)
+    counted = included.repeat_interleave(CELL)[:numel]
+    assert torch.equal(feedback.mass_N, torch.where(counted, mass_N + change_N * 0.5, mass_N))
 
 
 def test_residual_stays_bounded_over_many_rounds():

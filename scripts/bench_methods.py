@@ -3,18 +3,22 @@
     ./scripts/bench methods                the saved rows; measures what none are saved of
     ./scripts/bench methods --rerun        measure again (hours on two cores)
     ./scripts/bench methods --workers 4 --tokens-per-param 4 --seeds 1      something shorter
+    ./scripts/bench methods --methods muloco --lr 3e-3      one method, at settings as given
     ./scripts/bench methods --churn        workers that miss rounds, join late, are unequal
 
 Each method runs at its own settings (`METHODS`) in the simulation of `atoll simulate`, by 1, 2, 4
-and 8 workers. Rows are kept in docs/benchmarks/methods.json, those of churn in churn.json beside
-it, unfinished work in build/bench_methods.
+and 8 workers. Rows with equal models, workers, batches, tokens and seeds are compared; their rates,
+windows and inner optimizers may differ. They are kept in docs/benchmarks/methods.json, those of
+churn in churn.json beside it, unfinished work in build/bench_methods.
 """
 
 import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,21 +32,39 @@ ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "methods.json"
 CHURN_SAVED = SAVED.with_name("churn.json")
 CACHE = ROOT / "build" / "bench_methods"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method at the settings that were found for it."""
+
+    spec: str
+    rate: float = 1.0
+    """Inner rate, as a multiple of --lr: AdamW's."""
+    windows: int = 1
+    """H, as a multiple of --inner-steps."""
+    inner: str = ""
+    """Optimizer, in place of the method's own."""
+
+
 METHODS = (
-    "ddp",
-    "diloco",
-    "diloco(codec=int4)",
-    "diloco(codec=2bit, feedback=0)",
-    "streaming",
-    "eager",
-    "co2",
-    "muloco",
-    "muloco(codec=2bit)",
-    "sparseloco",
-    "demo",
-    "dlion",
-    "noloco",
+    Case("ddp"),
+    Case("diloco"),
+    Case("diloco(codec=int4)"),
+    Case("diloco(codec=2bit, feedback=0)"),
+    Case("streaming"),
+    Case("eager"),
+    Case("co2"),
+    Case("muloco", rate=2),
+    Case("muloco(codec=2bit)", rate=2),
+    Case("muloco(codec=sign, feedback=0.5)", rate=2, windows=4),
+    Case("sparseloco"),
+    Case("sparseloco", rate=2, inner="muon"),
+    Case("demo"),
+    Case("dlion"),
+    Case("noloco"),
 )
+OWN_SETTINGS = ("spec", "inner", "lr", "inner_steps")  # of a row, which others need not share
 CHURN = {
     "undisturbed": {},
     "each misses 20% of the rounds": {"drop": 0.2},
@@ -70,7 +92,6 @@ def settings(options: argparse.Namespace, workers: int) -> Settings:
         model=options.model,
         overrides=overrides,
         lr=options.lr,
-        inner=options.inner,
     )
 
 
@@ -85,43 +106,60 @@ def store(file: Path, all_rows: list) -> None:
 
 
 def group_of(row: dict) -> tuple:
-    """Rows that are compared with one another: all settings alike but spec and inner optimizer."""
+    """Rows that are compared with one another: all settings alike but a method's own."""
     shared = asdict(Settings()) | row["settings"]
-    shared = {key: value for key, value in shared.items() if key not in ("spec", "inner")}
+    shared = {key: value for key, value in shared.items() if key not in OWN_SETTINGS}
     return row["seeds"], json.dumps(shared, sort_keys=True)
 
 
 def key_of(row: dict) -> tuple:
-    return group_of(row), row["settings"]["spec"], row["settings"].get("inner", "")
+    own = asdict(Settings()) | row["settings"]
+    return group_of(row), *(own[key] for key in OWN_SETTINGS)
 
 
-def trained(chosen: Settings, options: argparse.Namespace) -> list[Result]:
+def cases(options: argparse.Namespace) -> Sequence[Case]:
+    if not options.methods:
+        return METHODS
+    return [Case(spec, inner=options.inner) for spec in options.methods]
+
+
+def trained(chosen: Settings, case: Case, options: argparse.Namespace) -> list[Result]:
     bench = Bench(chosen, options.device)
     folder = Folder(CACHE, chosen)
+    (method,) = parse_methods(case.spec, chosen)
     return [
         simulate(bench, method, seed=seed, folder=folder, rerun=options.rerun, say=say)
-        for method in parse_methods(",".join(options.methods), chosen)
         for seed in range(options.seeds)
     ]
 
 
-def measure(chosen: Settings, options: argparse.Namespace) -> list[dict]:
-    return [vars(row) for row in rows(trained(chosen, options), chosen)]
+def of_case(shared: Settings, case: Case) -> Settings:
+    return replace(
+        shared,
+        lr=shared.lr * case.rate,
+        inner_steps=shared.inner_steps * case.windows,
+        inner=case.inner,
+    )
+
+
+def measure(shared: Settings, case: Case, options: argparse.Namespace) -> dict:
+    chosen = of_case(shared, case)
+    (row,) = rows(trained(chosen, case, options), chosen)
+    return vars(row)
 
 
 def measure_churn(options: argparse.Namespace) -> list[dict]:
     """Each method under each kind of churn; every row is saved as soon as it is there."""
     for workers in options.workers if wanted(options, CHURN_SAVED) else ():
-        for name, changes in CHURN.items():
-            say(f"{name}, {workers} workers")
-            churned = replace(settings(options, workers), **changes)
-            results = trained(churned, options)
-            for row in map(vars, rows(results, churned)):
-                losses = [r.valid_loss for r in results if r.spec == row["settings"]["spec"]]
-                row |= {"churn": name, "losses": losses}
-                del row["gap_to_ddp"]
-                kept = [r for r in load(CHURN_SAVED) if key_of(r) != key_of(row)]
-                store(CHURN_SAVED, [*kept, row])
+        for case, (name, changes) in product(cases(options), CHURN.items()):
+            say(f"{case.spec}, {name}, {workers} workers")
+            churned = replace(of_case(settings(options, workers), case), **changes)
+            results = trained(churned, case, options)
+            (row,) = map(vars, rows(results, churned))
+            row |= {"churn": name, "losses": [result.valid_loss for result in results]}
+            del row["gap_to_ddp"]
+            kept = [r for r in load(CHURN_SAVED) if key_of(r) != key_of(row)]
+            store(CHURN_SAVED, [*kept, row])
     return load(CHURN_SAVED)
 
 
@@ -156,18 +194,22 @@ def show(all_rows: list[dict]) -> None:
     for group in groups.values():
         first = group[0]["settings"]
         print(
-            f"\n{first['params'] / 1e6:.2g}M parameters, {first['workers']} workers, "
-            f"{first['tokens'] / 1e6:.3g}M tokens, H={first['inner_steps']}, "
+            f"\n{first['params'] / 1e6:.2g}M parameters, {first['workers']} workers of "
+            f"{first['batch_size']} x {first['seq_len']}, {first['tokens'] / 1e6:.3g}M tokens, "
             f"{group[0]['seeds']} seed(s)"
         )
-        print(f"{'':36}{'loss':>8}{'gap':>8}{'bytes/token':>13}{'less than ddp':>15}")
-        for row in group:
-            gap, less = row["gap_to_ddp"], row["traffic_ratio_vs_bf16_ddp"]
-            print(
-                f"{label(row)[:35]:36}{row['valid_loss']:8.3f}"
-                f"{'' if gap is None else f'{100 * gap:+.1f}%':>8}{row['bytes_per_token']:13.1f}"
-                f"{'' if less is None else f'{less:,.0f}x':>15}"
-            )
+        print(f"{'':48}{'rate':>8}{'H':>5}{'loss':>8}{'gap':>8}{'bytes/token':>13}{'less':>9}")
+        for row in sorted(group, key=lambda row: row["valid_loss"]):
+            print(line_of(row))
+
+
+def line_of(row: dict) -> str:
+    gap, less, own = row["gap_to_ddp"], row["traffic_ratio_vs_bf16_ddp"], row["settings"]
+    return (
+        f"{label(row)[:47]:48}{own['lr']:8.2g}{own['inner_steps']:5}{row['valid_loss']:8.4f}"
+        f"{'' if gap is None else f'{100 * gap:+.1f}%':>8}{row['bytes_per_token']:13.2f}"
+        f"{'' if less is None else f'{less:,.0f}x':>9}"
+    )
 
 
 def label(row: dict) -> str:
@@ -177,7 +219,7 @@ def label(row: dict) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", nargs="*", default=METHODS, metavar="SPEC")
+    parser.add_argument("--methods", nargs="*", default=[], metavar="SPEC", help="as given")
     parser.add_argument("--workers", nargs="*", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--tokens-per-param", type=int, default=15)
     parser.add_argument("--tokens", type=int, help="in place of --tokens-per-param")
@@ -188,7 +230,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--inner", default="", help="optimizer, in place of the methods' own")
+    parser.add_argument("--inner", default="", help="of --methods, in place of their own")
     parser.add_argument("--churn", action="store_true", help="of the --methods, with disturbances")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -219,16 +261,20 @@ def main() -> None:
 def measure_methods(options: argparse.Namespace) -> list[dict]:
     all_rows = load(SAVED)
     for workers in options.workers if wanted(options, SAVED) else ():
-        new = measure(settings(options, workers), options)
-        keys = {key_of(row) for row in new}
-        all_rows = [row for row in all_rows if key_of(row) not in keys] + new
-        store(SAVED, with_gaps(all_rows))
+        for case in cases(options):
+            row = measure(settings(options, workers), case, options)
+            all_rows = [old for old in all_rows if key_of(old) != key_of(row)] + [row]
+            store(SAVED, with_gaps(all_rows))
     return all_rows
 
 
 def with_gaps(all_rows: list[dict]) -> list[dict]:
-    """Rows whose data parallel run was saved at another time get their gap to it."""
-    base = {group_of(row): row["valid_loss"] for row in all_rows if row["method"] == "ddp"}
+    """Rows get their gap to the best data parallel run that they are compared with."""
+    base: dict[tuple, float] = {}
+    for row in all_rows:
+        if row["method"] == "ddp":
+            group = group_of(row)
+            base[group] = min(row["valid_loss"], base.get(group, row["valid_loss"]))
     for row in all_rows:
         if group_of(row) in base:
             row["gap_to_ddp"] = row["valid_loss"] / base[group_of(row)] - 1

@@ -231,4 +231,5 @@ def _first_of_equals(
     rank_E = np.cumsum(equal_E)
     first_C = np.searchsorted(chunk_E, np.arange(len(least_C)))
     before_C = (rank_E - equal_E)[first_C]
-    return np.logical_or(~equal_E, rank_E - before_C[chunk_E] <= room_C[chunk_E])
+    taken_E: np.ndarray = ~equal_E | (rank_E - before_C[chunk_E] <= room_C[chunk_E])
+    return taken_E

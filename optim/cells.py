@@ -28,17 +28,18 @@ where the method divides by senders. A receiver MUST check each length against `
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from atoll.compression import Codec, CodecError
 from atoll.compression.sparse import SparseCodec
-from atoll.optim.fragments import Dims, Fragment, codec_of, encode_pieces, grid
+from atoll.optim import vectors
+from atoll.optim.fragments import Dims, Fragment, batches, codec_of, encode_pieces, grid
 from atoll.optim.outer import to_fp32
 from atoll.optim.state import is_finite
 
@@ -66,6 +67,9 @@ class Term:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
     """The cells of one fragment, encoded by one codec, or each by that of its layer."""
+
+    together: ClassVar[bool] = True
+    """Whether equal cells may be encoded and decoded at once."""
 
     codec: Codec
     fragment: Fragment
@@ -198,8 +202,7 @@ class Cells:
             self._mean_of_senders(index, self._terms(index, frame), out_C)
         else:
             self._mean_of_all(index, self._terms(index, frame), out_C)
-        if not is_finite(out_C):
-            raise CodecError("expected finite numbers, got NaN or infinity")
+        require_finite(out_C)
 
     def _terms(self, index: int, frame: Bytes) -> list[Term]:
         view, terms, longest = memoryview(frame), [], self.max_sent_bytes(index)
@@ -236,6 +239,69 @@ class Cells:
             weight_C[sent.indices] += _scalar(term.weight)
         out_C.copy_(torch.where(weight_C > 0, out_C / weight_C, 0.0))
 
+    # consecutive cells
+
+    def runs(self, first: int, stop: int) -> Iterator[tuple[range, Codec]]:
+        """The cells `[first, stop)`, by those that are encoded or decoded at once."""
+        if not self.together:
+            yield from ((range(index, index + 1), self.codec) for index in range(first, stop))
+            return
+        for batch, codec in batches(self.codec, self.fragment.pieces[first:stop]):
+            yield range(first + batch.start, first + batch.stop), codec
+
+    def decode_sent_all(self, first: int, frames: Sequence[Bytes]) -> Tensor:
+        """A member's values of the cells from `first` on, one a frame; flat.
+
+        Raises:
+            CodecError: when one is no frame of its cell.
+        """
+        decoded = []
+        for run, codec in self.runs(first, first + len(frames)):
+            sent = frames[run.start - first : run.stop - first]
+            if len(run) == 1:
+                decoded.append(self.decode_sent(run.start, sent[0]))
+                continue
+            values = self._within(run, run.start)
+            decoded.append(torch.empty(values.stop))
+            codec.decode_rows(sent, decoded[-1].view(len(run), -1))
+        return decoded[0] if len(decoded) == 1 else torch.cat(decoded)
+
+    def encode_mean_all(self, first: int, stop: int, mean: Tensor) -> list[bytes]:
+        """The reduced frames of a mean over the cells `[first, stop)`.
+
+        Raises:
+            CodecError: when it holds NaN or infinity.
+        """
+        frames: list[bytes] = []
+        for run, codec in self.runs(first, stop):
+            values = mean[self._within(run, first)]
+            if len(run) == 1:
+                frames.append(self.encode_mean(run.start, values))
+            else:
+                frames += codec.encode_rows(values.view(len(run), -1))
+        return frames
+
+    def decode_reduced_all(self, first: int, frames: Sequence[Bytes], out: Tensor) -> None:
+        """Decode the reduced frames of the cells from `first` on, as `decode_reduced` does.
+
+        Raises:
+            CodecError: when one is none of its cell.
+        """
+        for run, codec in self.runs(first, first + len(frames)):
+            reduced = frames[run.start - first : run.stop - first]
+            values = out[self._within(run, first)]
+            if len(run) > 1 and not self.gathers:
+                codec.decode_rows(reduced, values.view(len(run), -1))
+                require_finite(values)
+                continue
+            for index, frame in zip(run, reduced, strict=True):
+                self.decode_reduced(index, frame, out[self._within(range(index, index + 1), first)])
+
+    def _within(self, run: range, first: int) -> slice:
+        """The values of some cells in a vector that begins with those of the cell `first`."""
+        values, start = self.values(run.start, run.stop), self.fragment.slices[first].start
+        return slice(values.start - start, values.stop - start)
+
     # bodies
 
     def decode_body(self, body: Bytes, members: int) -> Tensor:
@@ -257,13 +323,31 @@ class Cells:
         frames = unpack(memoryview(body), limits)
         if len(frames) != len(self):
             raise UpdateError(f"expected {len(self)} cells, got {len(frames)}")
-        update_F = torch.empty(self.numel, dtype=torch.float32)
+        update_F = vectors.empty(self.numel)
+        try:
+            self.decode_reduced_all(0, frames, update_F)
+        except CodecError as error:
+            raise self._refusal(frames, update_F) from error
+        return update_F
+
+    def _refusal(self, frames: Sequence[Bytes], update_F: Tensor) -> UpdateError:
+        """Which of the cells does not decode."""
         for index, frame in enumerate(frames):
             try:
                 self.decode_reduced(index, frame, update_F[self.fragment.slices[index]])
             except CodecError as error:
-                raise UpdateError(f"cell {index}: {error}") from error
-        return update_F
+                return UpdateError(f"cell {index}: {error}")
+        return UpdateError("a cell that decodes only by itself")
+
+
+def require_finite(values: Tensor) -> None:
+    """Refuse decoded values that are none.
+
+    Raises:
+        CodecError: when there is NaN or infinity.
+    """
+    if not is_finite(values):
+        raise CodecError("expected finite numbers, got NaN or infinity")
 
 
 def pack(frame: Bytes) -> bytes:

@@ -24,13 +24,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from atoll.compression import CodecError, Fp32, PowerSGD
 from atoll.compression.powersgd import as_matrix, matrix_shape, orthonormal, outer_sum, start_factor
-from atoll.optim.cells import Bytes, Cells, unpack
+from atoll.optim.cells import Bytes, Cells, require_finite, unpack
 from atoll.optim.fragments import Dims, Fragment, piece_slices
 from atoll.optim.layout import Layout
 from atoll.optim.state import OuterState, is_finite
@@ -73,6 +74,8 @@ def cold(layout: Layout, rank: int) -> Tensor:
 class FirstCells(Cells):
     """The factors P of all cells, empty for what is sent whole."""
 
+    together: ClassVar[bool] = False
+
     def encode_mean(self, index: int, mean_C: Tensor) -> bytes:
         """The frame of an orthonormal basis of a mean.
 
@@ -87,6 +90,8 @@ class FirstCells(Cells):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowRankCells(Cells):
     """The cells of a whole model, a tensor each, as factors."""
+
+    together: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse other codecs than `powersgd`.
@@ -177,8 +182,7 @@ class LowRankCells(Cells):
             out_C.copy_(product.view(-1)[: out_C.numel()])
         else:
             out_C.copy_(q)
-        if not is_finite(out_C):
-            raise CodecError("expected finite numbers, got NaN or infinity")
+        require_finite(out_C)
 
     def keep_warm(self, before: OuterState, after: OuterState, body: Bytes) -> None:
         """Put the Qs of an update's body, decoded already, at the end of a new state's memory.

@@ -199,3 +199,42 @@ def test_fragments_take_turns_and_the_log_holds_no_gossip():
     assert [replay.fragment_at(p) for p in range(6)] == [1, 2, 0, 1, 2, 0]
     with pytest.raises(ValueError, match="in the log"):
         Replay(parse_method("noloco"), layers)
+
+
+@pytest.mark.parametrize("spec", ["topk+2bit", "int8", "zstd(int8)", "mixed(w=topk, *=int8)"])
+@pytest.mark.parametrize("cut", [(0, 24), (3, 4), (5, 22), (20, 24)])
+def test_consecutive_cells_are_the_cells_one_by_one(spec, cut):
+    """More of them than go at once, with shorter ones between them."""
+    layout = Layout(names=("w", "b", "v"), shapes=((1_280, 1_024), (5,), (3 * CELL,)))
+    cells = Cells(codec=parse(spec), fragment=tiled(layout))
+    first, stop = cut
+    values, mean = vector(1, cells.numel), vector(2, cells.numel)[cells.values(first, stop)]
+    sent = cells.encode(values)[first:stop]
+    one_by_one = [cells.decode_sent(i, frame) for i, frame in enumerate(sent, first)]
+    assert torch.equal(cells.decode_sent_all(first, sent), torch.cat(one_by_one))
+    reduced = cells.encode_mean_all(first, stop, mean)
+    pieces = torch.split(mean, [piece.numel() for piece in one_by_one])
+    assert reduced == [cells.encode_mean(i, piece) for i, piece in enumerate(pieces, first)]
+    out = torch.empty_like(mean)
+    cells.decode_reduced_all(first, reduced, out)
+    expected = torch.cat([decoded(cells, i, frame) for i, frame in enumerate(reduced, first)])
+    assert torch.equal(out, expected)
+
+
+def test_consecutive_cells_of_gathered_frames_are_decoded():
+    layout = Layout(names=("w",), shapes=((256, 1_024),))
+    cells = gathering("topk+2bit", tiled(layout))
+    reduced = [
+        cells.encode_terms(terms_of(cells, i, (2.0, 2.0, vector(1, 4 * CELL)))) for i in range(4)
+    ]
+    out = torch.empty(2 * CELL)
+    cells.decode_reduced_all(1, reduced[1:3], out)
+    assert torch.equal(out, torch.cat([decoded(cells, i, reduced[i]) for i in (1, 2)]))
+
+
+def test_factors_are_never_taken_together():
+    layout = Layout(names=("a", "b"), shapes=((60, 40), (60, 40)))
+    replay = Replay(parse_method("diloco(codec=powersgd(rank=2))"), layout)
+    cells = replay.cells_at(0)
+    for own in (cells, cells.first):
+        assert [run for run, _ in own.runs(0, 2)] == [range(1), range(1, 2)]

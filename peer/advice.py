@@ -1,8 +1,8 @@
 """Which method, window and codec to take: what was measured here, and the pick that follows.
 
 The gap to data parallel training grows with the window and depends on the method and its codec.
-Both were measured in this project, the second in short runs; the tables below say where. What is
-not in them is not recommended.
+Both were measured in this project, mostly in short runs of small models (`atoll.peer.measured`).
+What was not measured is not recommended, and `diloco` is left only for what is clearly better.
 
 # H inner steps of a window
 """
@@ -20,36 +20,24 @@ from atoll.optim import methods
 from atoll.optim.fragments import FragmentError
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
+from atoll.peer.measured import GAP_BY_WINDOW, METHODS, Measured
 from atoll.peer.plan import Prediction, Setting, fragments_of, predict
 
-GAP_BY_WINDOW = ((1, 0.0), (10, 0.024), (25, 0.039), (50, 0.053), (100, 0.063))
-"""H, and the share by which `diloco` with int8 ends above data parallel: 0.93M parameters, 13.1M
-tokens, 4 workers, one seed (docs/benchmarks/outer.json, the long table)."""
-
-GAP_TO_DILOCO = {
-    "ddp": -0.078,
-    "diloco": 0.0,
-    "diloco(codec=int4)": 0.0,
-    "streaming(tau=2)": 0.018,
-    "sparseloco(average=senders)": 0.056,
-    "muloco": -0.008,
-    "muloco(codec=2bit)": 0.055,
-    "noloco": 0.070,
-    "eager(lr=0.5, momentum=0.0)": 0.078,
-    "co2(lr=0.5, momentum=0.0)": 0.102,
-    "dlion": 0.265,
-}
-"""Share by which a method ends above `diloco` with int8 at the same H; 0.1M parameters, 4 workers
-(docs/benchmarks/methods.json, docs/methods.md). The first six: 15 tokens a parameter, H=20; ddp and
-muloco over three seeds, the others one. The rest: 4 tokens a parameter, H=10, one seed."""
-
+PLAIN = "diloco"
 WINDOWS = (10, 30, 50, 100)
 LOSS_BY_TOKENS = 0.137
 """Loss falls with tokens to this power: data parallel, 0.93M parameters, ends at 1.455 after 2.5M
 tokens and at 1.158 after 13.1M (docs/benchmarks/outer.json). It says what idle time costs."""
 OUTER_KEYS = ("lr", "momentum")  # options with keys of their own in RUN.toml
 COMPRESSION_KEYS = ("codec", "feedback")
-LEVEL = 1.005  # seeds differ by as much: closer than this, traffic decides
+LEVEL = 1.005  # windows of one method that are closer than this: traffic decides
+CLEARLY = 1.02  # methods closer than this may be level: few seeds, small models, short runs
+
+
+ALONE = (
+    "One peer needs no exchange: diloco with its plain settings, so that others can join.",
+    "Say --peers and --mbit again once you know who will; a run keeps what it began with.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +53,16 @@ class Option:
     """Whether this version runs it over the network."""
 
 
-def measured_as(method: Method) -> str | None:
+def measured_as(method: Method) -> Measured | None:
     """The row of the table that a method is; what a row leaves open follows the run."""
-    for spec in GAP_TO_DILOCO:
-        row, given = methods.parse(spec), methods.given(spec)
+    for measured in METHODS:
+        row, given = methods.parse(measured.spec), methods.given(measured.spec)
         left_open = {"lr", "momentum", "peers", "clip_norm"} - given
         decisive = [option.name for option in fields(row) if option.name not in left_open]
         if type(row) is type(method) and all(
             getattr(row, name) == getattr(method, name) for name in decisive
         ):
-            return spec
+            return measured
     return None
 
 
@@ -86,10 +74,9 @@ def gap_of(method: Method, inner_steps: int) -> float | None:
     row = measured_as(method)
     if row is None:
         return None
-    relative = 1.0 + GAP_TO_DILOCO[row]
     if method.every_step:
-        return relative / (1.0 + GAP_TO_DILOCO["ddp"]) - 1.0
-    return (1.0 + _window_gap(inner_steps)) * relative - 1.0
+        return row.to_ddp
+    return (1.0 + _window_gap(inner_steps)) * (1.0 + row.to_diloco) - 1.0
 
 
 def _window_gap(inner_steps: int) -> float:
@@ -130,7 +117,7 @@ def options(
 ) -> list[Option]:
     """All that was measured and fits the model, with every window, in the order of the table."""
     found = []
-    for spec in GAP_TO_DILOCO:
+    for spec in (row.spec for row in METHODS):
         method, runs = methods.parse(spec), runs_over_network(spec)
         for inner_steps in (1,) if method.every_step else windows:
             if _fits(method, model, inner_steps):
@@ -150,9 +137,10 @@ def _fits(method: Method, model: nn.Module, inner_steps: int) -> bool:
 
 def option_of(method: Method, model: nn.Module, setting: Setting, *, inner_steps: int) -> Option:
     """One way to run, of a method that does."""
+    row = measured_as(method)
     return Option(
         prediction=predict(method, model, setting, inner_steps=inner_steps),
-        method=measured_as(method) or method.spec,
+        method=method.spec if row is None else row.spec,
         gap=gap_of(method, inner_steps),
         runs=True,
     )
@@ -165,7 +153,7 @@ def expected(option: Option) -> float:
 
 
 def pick(known: Sequence[Option]) -> Option:
-    """The one to take: the least expected loss at equal time; of those level, the least traffic.
+    """The one to take: `diloco` with its best window, or what is clearly better at equal time.
 
     Raises:
         ValueError: when none runs over the network with a known gap.
@@ -173,16 +161,49 @@ def pick(known: Sequence[Option]) -> Option:
     able = [option for option in known if option.runs and option.gap is not None]
     if not able:
         raise ValueError("expected an option that was measured and runs over the network")
+    plain = [option for option in able if option.method == PLAIN]
+    best = _best(able)
+    if not plain or CLEARLY * expected(best) < expected(_best(plain)):
+        return best
+    return _best(plain)
+
+
+def _best(able: Sequence[Option]) -> Option:
+    """The least expected loss at equal time; of those level, the least traffic."""
     level = LEVEL * min(expected(option) for option in able)
     near = [option for option in able if expected(option) <= level]
     return min(near, key=lambda o: o.prediction.sent_bytes / o.prediction.inner_steps)
 
 
-def reason(option: Option) -> str:
-    """A sentence about what was picked."""
+def reasons(option: Option, known: Sequence[Option]) -> tuple[str, str]:
+    """What was picked, and what other windows and the best other method would come to."""
     cost = option.prediction
-    loss = "" if option.gap is None else f"; loss about {100 * option.gap:.1f}% above data parallel"
-    return (
+    gap = "" if option.gap is None else f"; loss about {100 * option.gap:.1f}% above data parallel"
+    what = (
         f"Take {option.method}, H={cost.inner_steps}: peers compute "
-        f"{100 * cost.utilisation:.0f}% of the time, {cost.sent_bytes / 1e6:.3g} MB a window{loss}."
+        f"{100 * cost.utilisation:.0f}% of the time, {cost.sent_bytes / 1e6:.3g} MB a window{gap}."
+    )
+    others = "; ".join(_against(option, other) for other in _nearest(option, known))
+    return what, f"Expected loss at equal time: {others}."
+
+
+def _nearest(option: Option, known: Sequence[Option]) -> list[Option]:
+    """The next shorter and longer window, and the best of the other methods."""
+    able = [other for other in known if other.runs and other.gap is not None]
+    same = [other for other in able if other.method == option.method]
+    same.sort(key=lambda other: other.prediction.inner_steps)
+    place = same.index(option)
+    rest = [other for other in able if other.method != option.method]
+    return [*same[max(0, place - 1) : place], *same[place + 1 : place + 2], *map(_best, [rest])]
+
+
+def _against(option: Option, other: Option) -> str:
+    cost = other.prediction
+    change = expected(other) / expected(option) - 1.0
+    is_other = other.method != option.method
+    name = f"{other.method} with H={cost.inner_steps}" if is_other else f"H={cost.inner_steps}"
+    unsure = ", too little to be sure" if is_other and change < 0 else ""
+    return (
+        f"{name} {100 * abs(change):.1f}% {'higher' if change > 0 else 'lower'} "
+        f"({100 * cost.utilisation:.0f}% computing){unsure}"
     )

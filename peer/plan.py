@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.cells import LENGTH
@@ -43,6 +43,8 @@ CPU_S_PER_GB = 28.0  # of a peer, for what it sends and as much that it receives
 WIRE_OVERHEAD = 1.011  # headers of TCP, libp2p and messages, at packets of 9,000 bytes
 CONTROL_BYTES_S = 10_000  # of a peer among four: roster, heartbeats, votes; see plan.md
 LINK_MAX_GBIT_S = 1_000
+PROBE_S = 2.0  # in which a step of this machine is timed
+PROBE_MAX_PARAMS = 200_000_000  # tried on a processor; a step of more takes half a minute
 VALUE_S = 7e-9  # of a parameter and window beside the codec: drift, residual, norm, outer step
 SETTLE_S = 0.1  # of a round at the trainer whatever the size: the log on disk, turns of threads
 CODEC_GB_S = {
@@ -278,29 +280,48 @@ def bare_model(spec: RunSpec) -> nn.Module:
         )
 
 
-def measured_step_s(spec: RunSpec, device: str, *, warm: int, timed: int) -> float:
-    """Seconds of an inner step on this machine: the fastest of a few, on random tokens.
+def measured_step_s(spec: RunSpec, device: str, *, seconds: float = PROBE_S) -> float:
+    """Seconds of an inner step on this machine: the fastest of those that fit, on random tokens.
+
+    Args:
+        spec: of the run.
+        device: to train on.
+        seconds: to take; a slow model is given one step beside the first, which does not count.
 
     Raises:
+        PlanError: the model is too large to be tried here.
         DeviceError: the device is not there.
         ModelError: the model can't be built.
     """
-    vocab_size = data.open_tokenizer(spec.data.tokenizer).vocab_size
     chosen = Device.choose(device)
+    _expect_room(spec, chosen)
+    vocab_size = data.open_tokenizer(spec.data.tokenizer).vocab_size
     learner = Learner(build_model(spec, vocab_size), spec.inner, chosen, total_steps=0)
     shape = (spec.inner.batch_size, spec.data.seq_len + 1)
     batch_BT = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_BT] * spec.inner.grad_accumulation
-
-    def step() -> None:
-        learner.gradient(batches, step=0)
-        learner.optimizer.step()
-
-    for _ in range(warm):
-        step()
-    times_s = []
-    for _ in range(timed):
-        began_s = time.perf_counter()
-        step()
-        times_s.append(time.perf_counter() - began_s)
+    ends_s = time.perf_counter() + seconds
+    _timed_step_s(learner, batches)  # caches, kernels, compilation
+    times_s = [_timed_step_s(learner, batches)]
+    while time.perf_counter() < ends_s:
+        times_s.append(_timed_step_s(learner, batches))
     return min(times_s)
+
+
+def _timed_step_s(learner: Learner, batches: Sequence[Tensor]) -> float:
+    began_s = time.perf_counter()
+    learner.gradient(batches, step=0)
+    learner.optimizer.step()
+    return time.perf_counter() - began_s
+
+
+def _expect_room(spec: RunSpec, device: Device) -> None:
+    """Refuse to try a model on a processor that would be at it for minutes."""
+    if device.device.type != "cpu" or spec.model.custom is not None:
+        return
+    params = Layout.of(bare_model(spec)).numel
+    if params > PROBE_MAX_PARAMS:
+        raise PlanError(
+            f"expected --step-ms for a model of {params / 1e6:.0f}M parameters: this machine has "
+            "no accelerator to time a step on"
+        )

@@ -1,7 +1,7 @@
 """`atoll plan`: what a run will cost before it is started."""
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from atoll.coordinator.spec import RunSpec
     from atoll.peer.advice import Option
     from atoll.peer.plan import Setting
-
-WARM_STEPS, TIMED_STEPS = 2, 5
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -34,44 +32,37 @@ def add_parser(subparsers: Subparsers) -> None:
         "--mbit", type=float, required=True, metavar="RATE", help="of each peer's link, up and down"
     )
     add_speed(parser)
-    parser.add_argument(
-        "--step-ms", type=float, metavar="MS", help="what an inner step takes (default: time it)"
-    )
-    parser.add_argument("--device", default="auto", help="to time a step on (default: auto)")
     parser.add_argument("--all", action="store_true", help="every method with every window")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
 
 
 def add_speed(parser: argparse.ArgumentParser) -> None:
-    """Add what is said of links and machines beside a rate."""
+    """Add what is said of links and machines beside a rate, and of a step."""
     parser.add_argument(
         "--rtt-ms", type=float, default=50.0, metavar="MS", help="between two peers (default: 50)"
     )
     parser.add_argument(
         "--cores", type=float, default=2.0, metavar="N", help="of a peer (default: 2)"
     )
+    parser.add_argument(
+        "--step-ms", type=float, metavar="MS", help="what an inner step takes (default: time it)"
+    )
+    parser.add_argument("--device", default="auto", help="to time a step on (default: auto)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict and print."""
     from atoll.coordinator.spec import RunSpec
     from atoll.peer import advice
-    from atoll.peer.plan import Setting, bare_model
+    from atoll.peer.plan import bare_model
 
     spec = RunSpec.load(args.path)
-    step_s = _step_s(args, spec)
-    setting = Setting(
-        peers=args.peers,
-        mbit_s=args.mbit,
-        rtt_s=args.rtt_ms / 1000,
-        step_s=step_s,
-        cores=args.cores,
-    )
+    setting = setting_of(args, spec)
     model = bare_model(spec)
     inner_steps = spec.outer.inner_steps
     mine = advice.option_of(spec.method(), model, setting, inner_steps=inner_steps)
     known = advice.options(model, setting)
-    chosen = advice.pick(known)
+    chosen = advice.pick(known) if setting.peers > 1 else mine
     shown = known if args.all else advice.options(model, setting, windows=(inner_steps,))
     if args.json:
         print_json(_told(args, setting, model, mine, shown, chosen))
@@ -79,16 +70,30 @@ def run(args: argparse.Namespace) -> int:
     print(_heading(args, spec, setting, model))
     for line in table([mine, *shown]):
         print(line)
-    print(f"\n{advice.reason(chosen)}")
+    print()
+    for line in advice.ALONE if setting.peers == 1 else advice.reasons(chosen, known):
+        print(line)
     return 0
 
 
-def _step_s(args: argparse.Namespace, spec: "RunSpec") -> float:
-    from atoll.peer.plan import measured_step_s
+def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":
+    """Peers and links as given; an inner step as given, or timed on this machine.
 
+    Raises:
+        PlanError: a number is out of range, or the model is too large to be timed.
+    """
+    from atoll.peer.plan import Setting, measured_step_s
+
+    told = Setting(
+        peers=args.peers,
+        mbit_s=args.mbit,
+        rtt_s=args.rtt_ms / 1000,
+        step_s=1.0 if args.step_ms is None else args.step_ms / 1000,
+        cores=args.cores,
+    )
     if args.step_ms is not None:
-        return float(args.step_ms) / 1000
-    return measured_step_s(spec, args.device, warm=WARM_STEPS, timed=TIMED_STEPS)
+        return told
+    return replace(told, step_s=measured_step_s(spec, args.device))
 
 
 def _heading(args: argparse.Namespace, spec: "RunSpec", setting: "Setting", model: Any) -> str:  # noqa: ANN401 - a module

@@ -16,6 +16,7 @@ from atoll.optim.robust import Rule
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.holdings import Holdings
+from atoll.peer.rounds.messages import Closed, Group
 from atoll.peer.rounds.pacing import Link
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
@@ -107,6 +108,14 @@ class PeerContext:
             self.on_event("error", f"{short(peer)} is {barred}")
 
 
+class TakesGroup(Protocol):
+    """A place in an attempt, for which a group may come from any member."""
+
+    def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
+        """Begin with a group; raises MalformedRecord where it is not the leader's."""
+        ...
+
+
 @dataclass(kw_only=True)
 class Context(PeerContext):
     """One peer's view of a run with a log, shared by leader, member and voter."""
@@ -118,6 +127,8 @@ class Context(PeerContext):
     scalars: Scalars
     parts: Holdings = field(default_factory=Holdings)
     """reduced parts of the positions in flight"""
+    seats: dict[tuple[int, int, int], TakesGroup] = field(default_factory=dict)
+    """attempts (epoch, position, attempt) that this peer is a member of, or waits to be"""
     rule: Rule | None = None
     """how owners reduce a cell; None: the weighted mean"""
 

@@ -18,6 +18,7 @@ from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log import Certificate, Entry, MalformedRecord, check_certificate
 from atoll.peer.replica import Applied
 from atoll.peer.rounds.ballot import Place
+from atoll.peer.rounds.closing import take_passed
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.flight import Flight, OfferedWindow, Pending
@@ -122,6 +123,7 @@ class Rounds:
         for method in ("prepare", "propose"):
             transport.serve(method, self._serve_vote(method))
         transport.serve("commit", guarded_call(self._serve_commit, fault))
+        transport.serve("group", guarded_call(self._serve_group, fault))
         transport.serve_stream("round", guarded_stream(self.leading.serve, fault))
         transport.serve_stream("reduce", guarded_stream(self._serve_reduce, fault))
         self._archive.serve()
@@ -354,6 +356,9 @@ class Rounds:
         self._spreading.pass_on(decided, announced.tell)
         await self._commit(entry, certificate, parts)
         return b""
+
+    async def _serve_group(self, remote: str, body: bytes) -> bytes:
+        return await take_passed(self._ctx, body)
 
     async def _pass_on_known(self, announced: Announced) -> None:
         """Who holds an entry already passes it on all the same, while it is the newest."""

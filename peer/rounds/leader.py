@@ -26,6 +26,7 @@ from atoll.optim.log import (
 )
 from atoll.optim.weights import cap_weights, clip_factors
 from atoll.peer.rounds.ballot import Leads, Place, leader_of
+from atoll.peer.rounds.closing import Delivery
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.fetching import fetch_part
@@ -37,6 +38,8 @@ from atoll.peer.rounds.messages import (
     PART_DONE,
     READY,
     REPAIR,
+    SEATED,
+    Closed,
     Gone,
     Group,
     GroupMember,
@@ -44,6 +47,7 @@ from atoll.peer.rounds.messages import (
     PartPlan,
     Ready,
     Repair,
+    Seated,
     tagged,
 )
 from atoll.peer.rounds.policies import (
@@ -116,6 +120,8 @@ class Leadership:
         self.votes: Votes | None = None
         self._reducing = True
         self._probed = False
+        self._delivery: Delivery | None = None
+        self._delivering: asyncio.Task[None] | None = None
         if self._has_turn():
             self._begin_votes()
 
@@ -174,6 +180,8 @@ class Leadership:
             session.alive = False
             alive.cancel()
             self.changed.set()
+            if self._delivery is not None and self.sessions[remote] is session:
+                self._delivery.gone(remote)
             await asyncio.gather(alive, return_exceptions=True)
             await self._tell_gone(session)
 
@@ -213,10 +221,11 @@ class Leadership:
         """End all sessions."""
         for session in list(self.sessions.values()):
             await session.stream.close()
-        fetches = [part.fetching for part in self.parts if part.fetching]
-        for task in fetches:
+        tasks = [part.fetching for part in self.parts if part.fetching]
+        tasks += [self._delivering] if self._delivering is not None else []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*fetches, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _await_call(self) -> None:
         """Wait until this attempt is called for: by a quorum, or by the earlier leader's absence.
@@ -249,6 +258,8 @@ class Leadership:
                     return
                 if message[:1] == PART_DONE:
                     self._note_done(session.remote, PartDone.decode(message[1:]))
+                elif message[:1] == SEATED and self._delivery is not None:
+                    self._delivery.note(session.remote, Seated.decode(message[1:]).group)
                 elif message[:1] == READY:
                     await self._take_turn(session.remote, Ready.decode(message[1:]))
 
@@ -295,14 +306,17 @@ class Leadership:
             and all(p.cells < stop - start for p in done.partial)
         )
 
-    async def _send(self, session: Session, kind: bytes, record: Group | Repair | Gone) -> None:
+    async def _send(self, session: Session, kind: bytes, record: Closed | Repair | Gone) -> None:
         try:
             await session.stream.send(tagged(kind, record), timeout_s=self.ctx.settings.stall_s)
         except TransportError:
             session.alive = False
             self.changed.set()
 
-    async def _broadcast(self, kind: bytes, record: Group | Repair | Gone) -> None:
+    async def _send_group(self, member: str, closed: Closed) -> None:
+        await self._send(self.sessions[member], GROUP, closed)
+
+    async def _broadcast(self, kind: bytes, record: Repair | Gone) -> None:
         await asyncio.gather(*(self._send(s, kind, record) for s in self._live()))
 
     def _is_live(self, peer: str) -> bool:
@@ -416,9 +430,14 @@ class Leadership:
         )
         due = self._next_due()
         self.parts = [PartState(plan=plan, owner=plan.owner, due=due) for plan in plans]
-        here = {s.remote for s in live}
+        here = [s.remote for s in live]
         self.left_out = {p: "not ready in time" for p in self.expected if p not in here}
-        await self._broadcast(GROUP, self.group)
+        uplink_of = dict(zip(here, uplinks, strict=True))
+        self._delivery = Delivery(
+            self.ctx, self.group, uplinks_mbit_s=uplink_of, send=self._send_group
+        )
+        await self._delivery.begin()
+        self._delivering = asyncio.create_task(self._delivery.run())
 
     def _rate_mbit_s(self, session: Session) -> float:
         """Of the slower direction; a downlink counts where its owner declares it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from atoll.dht.transport import Stream
 from atoll.optim.log import MalformedRecord
+from atoll.peer.rounds.closing import Seat, inflated
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.messages import (
@@ -16,10 +17,13 @@ from atoll.peer.rounds.messages import (
     PART_DONE,
     READY,
     REPAIR,
+    SEATED,
+    Closed,
     Gone,
     Group,
     Ready,
     Repair,
+    Seated,
     tagged,
 )
 
@@ -43,18 +47,22 @@ async def join(
         AttemptFailed: the leader died, fell silent, or broke the rules.
         Refused: the leader said no, and why.
     """
+
+    def begin(group: Group) -> Exchange:
+        exchange = Exchange(ctx, group, codes if group_weight(ctx, group) else ())
+        on_exchange(exchange)
+        return exchange
+
     await stream.send(tagged(READY, ready), timeout_s=ctx.settings.stall_s)
     alive = asyncio.create_task(_send_alive(ctx, stream))
     try:
-        group = await _await_group(ctx, stream, ready)
-        exchange = Exchange(ctx, group, codes if group_weight(ctx, group) else ())
-        on_exchange(exchange)
-        reports = asyncio.create_task(_send_reports(ctx, stream, exchange))
-        try:
-            await _follow_orders(ctx, stream, exchange)
-        finally:
-            reports.cancel()
-            await asyncio.gather(reports, return_exceptions=True)
+        async with Seat(ctx, ready, stream.remote, begin) as seat:
+            reports = asyncio.create_task(_send_reports(ctx, stream, seat))
+            try:
+                await _follow_orders(ctx, stream, seat)
+            finally:
+                reports.cancel()
+                await asyncio.gather(reports, return_exceptions=True)
     except MalformedRecord as error:
         raise AttemptFailed(f"the leader sent what no leader sends: {error}") from error
     finally:
@@ -68,43 +76,23 @@ def group_weight(ctx: Context, group: Group) -> float:
     return next((m.weight for m in group.members if m.peer_id == ctx.me.peer_id), 0.0)
 
 
-async def _await_group(ctx: Context, stream: Stream, ready: Ready) -> Group:
+async def _follow_orders(ctx: Context, stream: Stream, seat: Seat) -> None:
     while True:
         message = await _recv(ctx, stream)
         if message[:1] == GROUP:
-            return _checked(ctx, Group.decode(message[1:]), ready)
-
-
-def _checked(ctx: Context, group: Group, ready: Ready) -> Group:
-    asked = (ready.epoch, ready.position, ready.attempt)
-    got = (group.epoch, group.position, group.attempt)
-    if got != asked:
-        raise MalformedRecord(f"group: expected (epoch, position, attempt) {asked}, got {got}")
-    if ctx.me not in [m.elector for m in group.members]:
-        raise MalformedRecord("group: expected to be a member of it")
-    covered = 0
-    for plan in group.parts:
-        if plan.start_cell != covered or plan.stop_cell <= covered:
-            raise MalformedRecord("group: expected parts without gap or overlap")
-        if plan.owner >= len(group.members):
-            raise MalformedRecord("group: an owner is not a member")
-        covered = plan.stop_cell
-    num_cells = len(ctx.replay.cells_at(group.position))
-    if covered != num_cells:
-        raise MalformedRecord(f"group: expected {num_cells} cells, got {covered}")
-    return group
-
-
-async def _follow_orders(ctx: Context, stream: Stream, exchange: Exchange) -> None:
-    while True:
-        message = await _recv(ctx, stream)
-        if message[:1] == REPAIR:
-            exchange.repair(Repair.decode(message[1:]))
+            closed = Closed.decode(message[1:])
+            seat.take(closed, inflated(closed.group), passed=False)
+        elif message[:1] == REPAIR:
+            seat.order(Repair.decode(message[1:]))
         elif message[:1] == GONE:
-            exchange.gone(Gone.decode(message[1:]).member)
+            seat.order(Gone.decode(message[1:]))
 
 
-async def _send_reports(ctx: Context, stream: Stream, exchange: Exchange) -> None:
+async def _send_reports(ctx: Context, stream: Stream, seat: Seat) -> None:
+    exchange = await seat.begun()
+    if seat.was_passed:
+        seated = Seated(group=exchange.digest)
+        await stream.send(tagged(SEATED, seated), timeout_s=ctx.settings.stall_s)
     while True:
         done = await exchange.reports.get()
         await stream.send(tagged(PART_DONE, done), timeout_s=ctx.settings.stall_s)

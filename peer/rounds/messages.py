@@ -6,10 +6,11 @@ Calls (one message, one reply)::
     prepare  Prepare   -> Promise    a later leader asks what was accepted before
     propose  Propose   -> Ballot     the leader asks for a vote
     commit   Announced -> b""        an entry with its certificate, and whom to pass it on to
+    group    Closed    -> b""        a closed group, and whom to pass it on to
 
 Streams (duplex; an empty message is a sign of life)::
 
-    round    Ready -> ; <- Group, then (Repair | Gone)* ; PartDone* ->   member and leader
+    round    Ready -> ; <- Closed, (Repair | Gone)* ; Seated, PartDone* ->   member and leader
     reduce   Reduce, cells -> ; <- cells, PartDone                        member and owner
     part     PartRequest ->  <- pieces of a part that the entry names by digest
     headers  Span ->         <- Decided*                                 entries with certificates
@@ -38,8 +39,9 @@ from atoll.optim.log import (
 )
 from atoll.optim.outer import to_fp32
 
-PROTOCOL = 3
+PROTOCOL = 4
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
+MAX_GROUP_BYTES = 1 << 20
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
 
 Weight = Annotated[FiniteFloat, Field(ge=0)]
@@ -128,6 +130,8 @@ class PartPlan(Record):
 class Group(Record):
     """A closed group."""
 
+    max_bytes: ClassVar[int] = MAX_GROUP_BYTES
+
     epoch: Count
     position: Count
     attempt: Count
@@ -140,6 +144,23 @@ class Group(Record):
     def digest(self) -> bytes:
         """What names the group."""
         return sha256(self.encode())
+
+
+class Closed(Record):
+    """A group on its way to its members, as its leader closed it."""
+
+    group: Annotated[bytes, Field(max_length=MAX_GROUP_BYTES)]
+    """the record, deflated"""
+    signature: Signature
+    """of the leader, by which members believe it whoever it comes from"""
+    tell: Annotated[tuple[Count, ...], Field(max_length=4096)]
+    """members that the receiver passes it on to"""
+
+
+class Seated(Record):
+    """A member says that somebody passed it the group."""
+
+    group: Digest
 
 
 class Repair(Record):
@@ -268,7 +289,7 @@ class SnapshotMeta(Record):
     leaves: bytes
 
 
-READY, GROUP, REPAIR, GONE = b"R", b"G", b"P", b"X"
+READY, GROUP, SEATED, REPAIR, GONE = b"R", b"G", b"S", b"P", b"X"
 PART_DONE, CELL, REDUCE, ALIVE = b"D", b"C", b"H", b""
 
 

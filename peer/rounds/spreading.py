@@ -1,16 +1,18 @@
-"""How a decided entry reaches everyone: along a tree, so that nobody sends it to more than eight.
+"""How an entry, or a group, reaches everyone: along a tree, nobody sends it to more than eight.
 
 With P members an entry has some 190 P bytes; a leader that sent it to each of a thousand would be
 at it for fifteen seconds.  Who is told an entry is also told whom to pass it on to, and does so
 once it has verified the certificate and holds the body.  Who does not take it within a stall is
 passed over: the next of its branch is told, and told of the rest.  One that takes it and does not
-pass it on costs the others time alone: who hears of no decision looks for it at others.
+pass it on costs the others time alone: who hears of no decision looks for it at others.  Groups go
+the same way (`closing.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import Announced, Decided
@@ -19,15 +21,62 @@ FAN_OUT = 8  # a thousand peers in four steps, and eight copies of an entry are 
 CALL_STALLS = 4  # of a call that may have to fetch parts before it answers
 
 
+Body = Callable[[Sequence[str]], bytes]
+"""What a peer is sent that passes it on to these."""
+
+
+class Tree:
+    """Calls of one method that go on from peer to peer."""
+
+    def __init__(self, ctx: Context, method: str) -> None:
+        """Nothing under way."""
+        self._ctx = ctx
+        self._method = method
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def tell(self, peers: Sequence[str], body: Body) -> None:
+        """Return when those that were called have answered, or the next of their branch."""
+        await asyncio.gather(*(self._tell_branch(branch, body) for branch in branches(peers)))
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Do something until it is done or the tree is closed; who cannot be told is no error."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _tell_branch(self, branch: Sequence[str], body: Body) -> None:
+        for index, peer in enumerate(branch):
+            call = self.spawn(self._call(peer, body(branch[index + 1 :])))
+            await asyncio.wait({call}, timeout=self._ctx.settings.stall_s)
+            if call.done() and not call.cancelled() and call.exception() is None:
+                return
+
+    async def _call(self, peer: str, body: bytes) -> None:
+        timeout_s = CALL_STALLS * self._ctx.settings.stall_s
+        await self._ctx.transport.call(peer, self._method, body, timeout_s=timeout_s)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # a peer that could not be told: said nowhere, it looks by itself
+
+
 class Spreading:
     """What this peer tells of the newest decided entry."""
 
     def __init__(self, ctx: Context) -> None:
         """Nothing told yet."""
         self._ctx = ctx
+        self._tree = Tree(ctx, "commit")
         self._entry = b""
         self._told: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def tell(self, decided: Decided, peers: Sequence[str]) -> None:
         """Tell peers of an entry, each at most once, until those that were called have answered.
@@ -40,43 +89,22 @@ class Spreading:
             self._entry, self._told = decided.entry, {self._ctx.me.peer_id}
         new = [peer for peer in dict.fromkeys(peers) if peer not in self._told]
         self._told.update(new)
-        await asyncio.gather(*(self._tell_branch(decided, branch) for branch in branches(new)))
+        await self._tree.tell(new, partial(_announced, decided))
 
     def pass_on(self, decided: Decided, peers: Sequence[str]) -> None:
         """`tell`, in the background."""
         if peers:
-            self._spawn(self.tell(decided, peers))
+            self._tree.spawn(self.tell(decided, peers))
 
     async def close(self) -> None:
         """End what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tree.close()
 
-    async def _tell_branch(self, decided: Decided, branch: Sequence[str]) -> None:
-        for index, peer in enumerate(branch):
-            call = self._spawn(self._call(peer, decided, branch[index + 1 :]))
-            await asyncio.wait({call}, timeout=self._ctx.settings.stall_s)
-            if call.done() and not call.cancelled() and call.exception() is None:
-                return
 
-    async def _call(self, peer: str, decided: Decided, rest: Sequence[str]) -> None:
-        body = Announced(
-            entry=decided.entry, certificate=decided.certificate, tell=tuple(rest)
-        ).encode()
-        timeout_s = CALL_STALLS * self._ctx.settings.stall_s
-        await self._ctx.transport.call(peer, "commit", body, timeout_s=timeout_s)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # a peer that could not be told: said nowhere, it looks by itself
+def _announced(decided: Decided, tell: Sequence[str]) -> bytes:
+    return Announced(
+        entry=decided.entry, certificate=decided.certificate, tell=tuple(tell)
+    ).encode()
 
 
 def branches(peers: Sequence[str]) -> list[tuple[str, ...]]:

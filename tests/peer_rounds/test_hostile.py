@@ -26,7 +26,7 @@ from atoll.peer.rounds.messages import (
 sys.path.insert(0, str(Path(__file__).parent))
 from swarm import Swarm
 
-CALLS = ("prepare", "propose", "commit")
+CALLS = ("prepare", "propose", "commit", "group")
 STREAMS = ("round", "reduce", "part", "headers", "body", "leaves")
 GARBAGE = (b"", b"\x00", b"R", b"H\xc1", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff", b"x" * 100_000)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from atoll.optim import methods
 from atoll.peer import models
 from atoll.peer.simulate import Bench, Folder, Result, parse_methods, simulate
 from atoll.peer.simulation_report import rows
@@ -152,6 +153,8 @@ def measure_churn(options: argparse.Namespace) -> list[dict]:
     """Each method under each kind of churn; every row is saved as soon as it is there."""
     for workers in options.workers if wanted(options, CHURN_SAVED) else ():
         for case, (name, changes) in product(cases(options), CHURN.items()):
+            if "speeds" in changes and methods.parse(case.spec).every_step:
+                continue  # no window that could follow a speed
             say(f"{case.spec}, {name}, {workers} workers")
             churned = replace(of_case(settings(options, workers), case), **changes)
             results = trained(churned, case, options)

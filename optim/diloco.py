@@ -26,7 +26,7 @@ class DiLoCo(Worker):
     """
 
     def _delta(self, fragment: Fragment, local_N: Tensor) -> Tensor:
-        return fragment.ordered(fragment.cut(self._synced_N) - fragment.cut(local_N))
+        return fragment.difference(self._synced_N, local_N)
 
     def _follow(self, commit: Commit, window: Window) -> None:
         """Move local by the two rules at the top of this module, parameter by parameter."""

@@ -127,6 +127,19 @@ class Fragment:
             places.copy_(tiles)
         return cut_F
 
+    def difference(self, a_N: Tensor, b_N: Tensor) -> Tensor:
+        """What `take` gives of a - b, in one pass."""
+        values_F = vectors.empty(self.numel)
+        if self.tensors:
+            for (tiles, a), (_, b) in zip(
+                self._tiles(values_F, a_N), self._tiles(values_F, b_N), strict=True
+            ):
+                torch.sub(a, b, out=tiles)
+            return values_F
+        for (start, stop), out in zip(self.spans, self._of_spans(values_F), strict=True):
+            torch.sub(a_N[start:stop], b_N[start:stop], out=out)
+        return values_F
+
     def runs(self, values_F: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The fragment's values run by run of the vector: where they belong, and what they are.
 
@@ -148,12 +161,19 @@ class Fragment:
 
     def _blocks(self, values_F: Tensor) -> Iterator[tuple[int, Tensor, Dims]]:
         """Values of each tensor, or of each span, with their start in the vector; views."""
-        shapes = self.tensors or tuple((stop - start,) for start, stop in self.spans)
-        sizes = [math.prod(shape) for shape in shapes]
-        starts = [start for start, _ in self.spans]
-        if self.tensors:
-            starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        yield from zip(starts, torch.split(values_F, sizes), shapes, strict=True)
+        if not self.tensors:
+            for (start, _), values in zip(self.spans, self._of_spans(values_F), strict=True):
+                yield start, values, (values.numel(),)
+            return
+        start = 0
+        for shape in self.tensors:
+            stop = start + math.prod(shape)
+            yield start, values_F[start:stop], shape
+            start = stop
+
+    def _of_spans(self, values_F: Tensor) -> Sequence[Tensor]:
+        """The values of each span; views."""
+        return torch.split(values_F, [stop - start for start, stop in self.spans])
 
     def _tiles(self, values_F: Tensor, cut_F: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs of the fragment's values, each with its places in the tensors; views."""

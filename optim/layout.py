@@ -18,6 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from atoll.optim import vectors
+
 CELL = 65_536  # values; 64 KiB in int8, which is one piece of a paced flow
 MAX_NUMEL = 1 << 40  # a layout from a stranger claims no more than 4 TiB of fp32
 MAX_JSON_BYTES = 1 << 24  # 100,000 parameters with names of 150 letters
@@ -101,7 +103,7 @@ class Layout:
         Raises:
             LayoutError: when the module is not of this layout.
         """
-        params_N = torch.empty(self.numel, dtype=torch.float32)
+        params_N = vectors.empty(self.numel)
         for piece, param in self._pairs(params_N, module):
             piece.copy_(param.detach())
         return params_N

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 LONG = 1 << 20  # values: shorter ones come from the heap, which is warm anyway
 SPARE = 2  # of a length: a round lets go of one while it takes the next
-LENGTHS = 4  # whose memory is kept: a run has few, a program with many runs forgets old ones
+LENGTHS = 8  # whose memory is kept: vectors, states and parts; programs with many runs forget some
 
 _spare: dict[int, deque[np.ndarray]] = {}
 
@@ -31,6 +32,11 @@ def empty(numel: int) -> Tensor:
     lease = memory[:]  # an object of its own, which all tensors of it keep alive
     weakref.finalize(lease, _keep, memory).atexit = False
     return torch.from_numpy(lease)
+
+
+def cat(parts: Sequence[Tensor]) -> Tensor:
+    """Vectors one after another, as a new one."""
+    return torch.cat(list(parts), out=empty(sum(part.numel() for part in parts)))
 
 
 def _taken(numel: int) -> np.ndarray:

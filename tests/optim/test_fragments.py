@@ -154,3 +154,15 @@ def test_runs_give_every_value_at_its_place_in_rising_order():
             assert place.start >= done
             got[place], done = run, place.stop
         assert torch.equal(got, expected)
+
+
+def test_a_difference_is_what_is_taken_of_it():
+    shapes = ((1_280, 130), (5,), (70, 9, 100), (64, 64), (3, 3), (300, 256))
+    layout = Layout(names=tuple(f"blocks.{i}.w" for i in range(6)), shapes=shapes)
+    a, b = torch.randn(layout.numel), torch.randn(layout.numel)
+    for fragment in (
+        fragments.tiled(layout),
+        fragments.whole(layout),
+        *fragments.strided(layout, 3),
+    ):
+        assert torch.equal(fragment.difference(a, b), fragment.take(a - b))

@@ -43,3 +43,9 @@ def test_short_vectors_are_plain_ones():
     assert short.shape == (5,)
     assert short.dtype == torch.float32
     assert 5 not in vectors._spare
+
+
+def test_vectors_are_put_one_after_another():
+    parts = [torch.randn(3), torch.randn(1), torch.randn(4)]
+    assert torch.equal(vectors.cat(parts), torch.cat(parts))
+    assert torch.equal(vectors.cat(parts[:1]), parts[0])

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ WINDOW_S = 60.0
 MEASURED = 1  # the second round: peers have met
 SETTLE_S = 10.0  # what is still told after the last commit
 SPREAD_S = 0.5  # windows end within it
-GROUPS = ((4, 4), (16, 16), (64, 64), (256, 64))
+GROUPS = ((16, 16), (64, 16), (256, 16), (1000, 16), (64, 64), (256, 64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,10 @@ class Row:
     peer_messages: float
     """median over the others"""
     peer_bytes: float
+    most_bytes: int
+    """of the one of the others that sends most"""
+    connections: float
+    """median of the others: peers that it exchanged messages with"""
     messages_by_method: dict[str, int]
     """of all peers together"""
     bytes_by_method: dict[str, int]
@@ -98,11 +102,20 @@ class CountingNetwork(MemoryNetwork):
         super().__init__(*args, **options)
         self.messages: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
+        self.met: defaultdict[str, set[str]] = defaultdict(set)
+
+    def forget(self) -> None:
+        """Count from here."""
+        self.messages.clear()
+        self.bytes.clear()
+        self.met.clear()
 
     def _send(self, pipe: Any, size: int, action: Callable[[], None]) -> float:
         key = pipe.src.peer_id, pipe.method
         self.messages[key] += 1
         self.bytes[key] += size + FRAME_BYTES
+        self.met[pipe.src.peer_id].add(pipe.dst.peer_id)
+        self.met[pipe.dst.peer_id].add(pipe.src.peer_id)
         return super()._send(pipe, size, action)
 
 
@@ -138,8 +151,7 @@ async def warm_round(swarm: Swarm, peers: Sequence[SwarmPeer], cells: int) -> Ro
     assert isinstance(network, CountingNetwork)
     await all_at(swarm, peers, MEASURED)
     await asyncio.sleep(SETTLE_S)
-    network.messages.clear()
-    network.bytes.clear()
+    network.forget()
     records.clear()
     began_cpu_s = time.process_time()
     await all_at(swarm, peers, MEASURED + 1)
@@ -159,6 +171,8 @@ async def warm_round(swarm: Swarm, peers: Sequence[SwarmPeer], cells: int) -> Ro
         leader_bytes=sent[leader],
         peer_messages=statistics.median(messages[name] for name in others),
         peer_bytes=statistics.median(sent[name] for name in others),
+        most_bytes=max(sent[name] for name in others),
+        connections=statistics.median(len(network.met[name]) for name in others),
         messages_by_method=of_methods(network.messages),
         bytes_by_method=of_methods(network.bytes),
         roster_reads=sum(records),
@@ -238,15 +252,15 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
     lines = [
         "| peers | parts | electors | messages: leader | a peer | control, kB: leader | a peer "
-        "| entry, kB | roster records read by a peer | rendezvous, s | round, s | MB a peer "
-        "| CPU, s | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| at most | connections | entry, kB | rendezvous, s | round, s | MB a peer | CPU, s "
+        "| commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         lines.append(
             f"| {r.peers} | {r.cells} | {r.electors} | {r.leader_messages:,} "
             f"| {r.peer_messages:,.0f} | {r.leader_bytes / 1e3:,.0f} | {r.peer_bytes / 1e3:,.0f} "
-            f"| {r.entry_bytes / 1e3:,.1f} | {r.roster_reads / r.peers:,.1f} "
+            f"| {r.most_bytes / 1e3:,.0f} | {r.connections:,.0f} | {r.entry_bytes / 1e3:,.1f} "
             f"| {r.rendezvous_s:.2f} | {r.round_s:.2f} | {r.peer_mb:.1f} | {r.cpu_s:.0f} "
             f"| {r.commit} |"
         )

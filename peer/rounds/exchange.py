@@ -79,7 +79,8 @@ class Exchange:
         self._factors: Factors | None = None
         if isinstance(self.cells, LowRankCells) and codes:
             self._factors = Factors(self.cells, ctx.replica.state, codes)
-        self.me = [m.peer_id for m in group.members].index(ctx.me.peer_id)
+        self._index = {m.peer_id: index for index, m in enumerate(group.members)}
+        self.me = self._index[ctx.me.peer_id]
         self.generation = dict.fromkeys(range(len(group.parts)), 0)
         self.parts: dict[int, PartDone] = {}
         self.credits: dict[int, Tensor] = {}
@@ -188,7 +189,7 @@ class Exchange:
             await self._send_results(owned, head, stream)
             await receiving
         except TransportError as error:
-            if member in owned.reducer.waiting_for:
+            if owned.reducer.waits_for(member):
                 await self._drop(owned, member, reason=str(error))
             raise
         finally:
@@ -241,10 +242,9 @@ class Exchange:
         return barred
 
     def _member(self, remote: str) -> int:
-        for index, member in enumerate(self.group.members):
-            if member.peer_id == remote:
-                return index
-        raise Refused("not-a-member", f"expected a member of the group, got {remote}")
+        if remote not in self._index:
+            raise Refused("not-a-member", f"expected a member of the group, got {remote}")
+        return self._index[remote]
 
     async def _await_owned(self, head: Reduce) -> OwnedPart:
         # The order to repair reaches members at different times; a stream may come before it.
@@ -323,7 +323,7 @@ class Exchange:
 
     async def _receive(self, owned: OwnedPart, member: int, stream: Stream) -> None:
         try:
-            while member in owned.reducer.waiting_for:
+            while owned.reducer.waits_for(member):
                 message = await stream.recv(timeout_s=self.group.stall_s)
                 if message is None:
                     raise PeerUnreachable("the stream ended before the part was complete")

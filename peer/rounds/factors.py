@@ -70,6 +70,10 @@ class FactorReducer:
         """Members of which frames are still missing."""
         return self._first.waiting_for | self._second.waiting_for
 
+    def waits_for(self, member: int) -> bool:
+        """Whether frames of a member are still missing."""
+        return self._first.waits_for(member) or self._second.waits_for(member)
+
     def arrived(self, member: int) -> int:
         """How many cells of ``member`` arrived, both frames."""
         return self._second.arrived(member)

@@ -127,6 +127,9 @@ class PartReducer:
         limits = [part.max_sent_bytes(index) for index in range(part.num_cells)]
         self._incoming = {member: FrameBuffer(limits) for member in shares}
         self._live = set(shares)
+        self._last = -1
+        """one of the members of whom the fewest cells came; -1 while none is known"""
+        self._done: tuple[bytes, PartDone] | None = None
         self._sum_N = torch.zeros(part.count)
         self._weight = [0.0] * part.num_cells
         self._credit_N = torch.zeros(part.count)
@@ -146,7 +149,11 @@ class PartReducer:
     @property
     def waiting_for(self) -> set[int]:
         """Members of which cells are still missing."""
-        return {m for m in self._live if self._arrived[m] < self.part.num_cells}
+        return {m for m in self._live if self.waits_for(m)}
+
+    def waits_for(self, member: int) -> bool:
+        """Whether cells of a member are still missing."""
+        return member in self._live and self._arrived[member] < self.part.num_cells
 
     def arrived(self, member: int) -> int:
         """How many cells of ``member`` arrived."""
@@ -199,7 +206,12 @@ class PartReducer:
         return ready > 0
 
     def done(self, part: int, generation: int) -> tuple[bytes, PartDone]:
-        """The part's bytes and the owner's word on them."""
+        """The part's bytes and the owner's word on them; put together once, whoever asks first."""
+        if self._done is None:
+            self._done = self._put_together(part, generation)
+        return self._done
+
+    def _put_together(self, part: int, generation: int) -> tuple[bytes, PartDone]:
         body = b"".join(self.frames)
         partial = tuple(
             Prefix(member=m, cells=cells)
@@ -230,8 +242,12 @@ class PartReducer:
         return self._credit_N
 
     def _ready_cells(self) -> int:
-        cells = [self._arrived[m] for m in self._live]
-        return min(cells, default=self.part.num_cells)
+        """Cells of which nobody's is missing; found anew once the last of all has come further."""
+        encoded = len(self.frames)
+        if self._last in self._live and self._arrived[self._last] == encoded:
+            return encoded
+        self._last = min(self._live, key=self._arrived.__getitem__, default=-1)
+        return self._arrived[self._last] if self._last >= 0 else self.part.num_cells
 
     def _encode(self, index: int) -> bytes:
         if self.part.cells.gathers:

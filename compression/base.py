@@ -372,8 +372,8 @@ class Codec(ABC):
 
     def _open_rows(self, frames: Sequence[Frame], dims: Dims) -> Tensor:
         """Check frames as `_open` does; return their payloads, a row each."""
-        for frame in frames:
-            self._check_length(len(frame), dims)
+        for length in {len(frame) for frame in frames}:
+            self._check_length(length, dims)
         together = torch.frombuffer(bytearray().join(frames), dtype=torch.uint8)
         payload_RB, head = together.view(len(frames), -1)[:, HEADER_BYTES:], self._head(dims)
         for frame, payload in zip(frames, payload_RB.unbind(0), strict=True):

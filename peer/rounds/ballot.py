@@ -1,9 +1,9 @@
 """Who leads, who votes, and for what: single-decree Paxos, one decree a position.
 
-Lamport, "Paxos Made Simple" (2001).  The ballot of attempt ``a`` belongs to one leader,
-``leader_order[a % electors]``, so the attempt alone orders ballots.  Attempt 0 has a fixed leader
-and needs no promises.  All of it lives in memory and dies with the process: a restarted peer is
-another incarnation, and so another elector.
+Lamport, "Paxos Made Simple" (2001).  Ballots are numbered by attempts.  ``TERM`` attempts in a row
+are a term, which one elector leads, ``leader_order[term % electors]``: a leader whose proposal lost
+its bytes has others left.  Attempt 0 has a fixed leader and needs no promises.  All of it lives in
+memory and dies with the process: a restarted peer is another incarnation, and so another elector.
 
 Nothing here waits or sends; ``tests/peer_rounds/test_model_check.py`` drives these same classes
 through every order of messages, crashes and restarts.
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from atoll.dht.transport import Refused
 from atoll.optim.log import Elector, is_quorum, leader_order
+
+TERM = 4  # attempts of one leader: each but the first is for a proposal that nobody can vote for
 
 
 class Place(NamedTuple):
@@ -34,10 +36,15 @@ class Accepted:
     entry: bytes
 
 
-def leader_of(electorate: Sequence[Elector], position: int, attempt: int) -> Elector:
-    """Who leads an attempt."""
+def term_of(attempt: int) -> int:
+    """The term that an attempt belongs to."""
+    return attempt // TERM
+
+
+def leader_of(electorate: Sequence[Elector], position: int, term: int) -> Elector:
+    """Who leads a term."""
     order = leader_order(electorate, position)
-    return electorate[order[attempt % len(order)]]
+    return electorate[order[term % len(order)]]
 
 
 class Acceptor:
@@ -114,7 +121,7 @@ class Booth:
             )
         if self._me not in self._electorate:
             raise Refused("no-elector", "this peer does not vote at this position")
-        leader = leader_of(self._electorate, place.position, attempt)
+        leader = leader_of(self._electorate, place.position, term_of(attempt))
         if remote != leader.peer_id:
             raise Refused("not-the-leader", f"expected {leader.peer_id} at attempt {attempt}")
 
@@ -196,7 +203,7 @@ class Leads:
             Refused: another elector leads it, or it was led before: a leader that proposed twice
                 could decide a position twice.
         """
-        self.check(place, attempt, electorate)
+        self.check(place, term_of(attempt), electorate)
         if place > self._furthest:
             self._furthest, self._led = place, set()
         if place < self._furthest or attempt in self._led:
@@ -204,17 +211,17 @@ class Leads:
         self._led.add(attempt)
         return Proposer(attempt=attempt, electors=len(electorate))
 
-    def check(self, place: Place, attempt: int, electorate: Sequence[Elector]) -> None:
-        """Whether the attempt is this process's to lead.
+    def check(self, place: Place, term: int, electorate: Sequence[Elector]) -> None:
+        """Whether the term is this process's to lead.
 
         Raises:
             Refused: it is not.
         """
         if not electorate:
             raise Refused("no-elector", "this peer knows no electorate; it has to recover first")
-        leader = leader_of(electorate, place.position, attempt)
+        leader = leader_of(electorate, place.position, term)
         if leader != self._me:
-            raise Refused("not-the-leader", f"expected {leader.peer_id} to lead this attempt")
+            raise Refused("not-the-leader", f"expected {leader.peer_id} to lead term {term}")
 
 
 def value_to_propose(promises: Sequence[Accepted | None]) -> bytes | None:

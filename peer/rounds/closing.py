@@ -31,7 +31,7 @@ Send = Callable[[str, Closed], Awaitable[None]]
 
 
 def group_payload(run_id: bytes, digest: bytes) -> bytes:
-    """What the leader of a group signs; the record holds epoch, position and attempt."""
+    """What the leader of a group signs; the record holds epoch, position and term."""
     return b"atoll group 1" + run_id + digest
 
 
@@ -122,7 +122,7 @@ class Delivery:
 
 
 class Seat:
-    """A member's place in an attempt: begins with the group, whoever brings it first."""
+    """A member's place in a term: begins with the group, whoever brings it first."""
 
     def __init__(
         self, ctx: Context, ready: Ready, leader: str, begin: Callable[[Group], Exchange]
@@ -153,7 +153,7 @@ class Seat:
 
     @property
     def _key(self) -> tuple[int, int, int]:
-        return self._ready.epoch, self._ready.position, self._ready.attempt
+        return self._ready.epoch, self._ready.position, self._ready.term
 
     async def begun(self) -> Exchange:
         """The exchange, once there is one."""
@@ -205,9 +205,9 @@ class Seat:
 
 def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None:
     """Raises MalformedRecord unless a group is the one that was asked for, and whole."""
-    got = (group.epoch, group.position, group.attempt)
+    got = (group.epoch, group.position, group.term)
     if got != asked:
-        raise MalformedRecord(f"group: expected (epoch, position, attempt) {asked}, got {got}")
+        raise MalformedRecord(f"group: expected (epoch, position, term) {asked}, got {got}")
     me = ctx.me.peer_id, ctx.me.incarnation
     if me not in [(m.peer_id, m.incarnation) for m in group.members]:
         raise MalformedRecord("group: expected to be a member of it")
@@ -228,14 +228,14 @@ async def take_passed(ctx: Context, body: bytes) -> bytes:
 
     Raises:
         MalformedRecord: it is no group.
-        Refused: it is none that this peer waits for.  That is no fault: of an early attempt two
+        Refused: it is none that this peer waits for.  That is no fault: of an early term two
             leaders, or two groups of one, may be under way.
     """
     closed = Closed.decode(body)
     group = inflated(closed.group)
-    seat = ctx.seats.get((group.epoch, group.position, group.attempt))
+    seat = ctx.seats.get((group.epoch, group.position, group.term))
     if seat is None:
-        raise Refused("no-seat", f"no report to attempt {group.attempt} is open here")
+        raise Refused("no-seat", f"no report to term {group.term} is open here")
     try:
         seat.take(closed, group, passed=True)
     except MalformedRecord as error:

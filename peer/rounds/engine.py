@@ -25,7 +25,16 @@ from atoll.peer.rounds.flight import Flight, OfferedWindow, Pending
 from atoll.peer.rounds.guard import guarded_call, guarded_stream
 from atoll.peer.rounds.leading import Leading, OnLed
 from atoll.peer.rounds.member import CONNECT_STALLS
-from atoll.peer.rounds.messages import PROTOCOL, REDUCE, Announced, Decided, Head, Known, Reduce
+from atoll.peer.rounds.messages import (
+    PROTOCOL,
+    REDUCE,
+    Announced,
+    Decided,
+    Head,
+    Known,
+    Reduce,
+    Voted,
+)
 from atoll.peer.rounds.policies import positions_ahead
 from atoll.peer.rounds.serving import Archive
 from atoll.peer.rounds.spreading import Spreading
@@ -86,7 +95,8 @@ class Rounds:
         self._on_settled = on_settled
         self._on_phase = on_phase
         ctx.link.declare(uplink_mbit_s)
-        self.voter = Voter(ctx, reach=self._reach)
+        self.voter = Voter(ctx, reach=self._reach, on_certified=self._certified)
+        self._committing: set[asyncio.Task[None]] = set()
         self._spreading = Spreading(ctx)
         self.leading = Leading(
             ctx,
@@ -122,6 +132,7 @@ class Rounds:
         transport.serve("head", guarded_call(self._serve_head, fault))
         for method in ("prepare", "propose"):
             transport.serve(method, self._serve_vote(method))
+        transport.serve("voted", guarded_call(self._serve_voted, fault))
         transport.serve("commit", guarded_call(self._serve_commit, fault))
         transport.serve("group", guarded_call(self._serve_group, fault))
         transport.serve_stream("round", guarded_stream(self.leading.serve, fault))
@@ -196,6 +207,11 @@ class Rounds:
         """End everything that is under way."""
         await self.leading.close()
         await self._spreading.close()
+        await self.voter.close()
+        committing = list(self._committing)
+        for task in committing:
+            task.cancel()
+        await asyncio.gather(*committing, return_exceptions=True)
         if self._catching_up is not None:
             self._catching_up.cancel()
             await asyncio.gather(self._catching_up, return_exceptions=True)
@@ -248,6 +264,16 @@ class Rounds:
     async def _commit(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
         update_N = await self.voter.update(entry)
         await self._ctx.replica.append(entry, certificate, body, update_N)
+
+    def _certified(self, entry: Entry, certificate: Certificate) -> None:
+        """The votes that others told this peer made a certificate; the leader tells the rest."""
+        task = asyncio.create_task(self._commit_own_vote(entry, certificate))
+        self._committing.add(task)
+        task.add_done_callback(self._committing.discard)
+
+    async def _commit_own_vote(self, entry: Entry, certificate: Certificate) -> None:
+        body = await self.voter.gather(entry, self._ctx.me.peer_id)
+        await self._commit(entry, certificate, body)
 
     # what a decided entry means for this peer
 
@@ -332,6 +358,10 @@ class Rounds:
             return await self.voter.answer(remote, method, body)
 
         return answer
+
+    async def _serve_voted(self, remote: str, body: bytes) -> bytes:
+        await self.voter.take_vote(remote, Voted.decode(body))
+        return b""
 
     async def _serve_commit(self, remote: str, body: bytes) -> bytes:
         announced = Announced.decode(body)

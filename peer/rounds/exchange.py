@@ -128,14 +128,20 @@ class Exchange:
         """Whether the bytes of a part may still come by themselves."""
         return not self._tasks[part].done()
 
-    async def arrival(self, start_cell: int, stop_cell: int) -> None:
+    async def arrival(self, start_cell: int, stop_cell: int) -> bool:
         """See `Arriving`: waits while the part's bytes keep coming."""
         for part, plan in enumerate(self.group.parts):
-            if (plan.start_cell, plan.stop_cell) != (start_cell, stop_cell):
-                continue
-            task = self._tasks[part]
-            while not task.done() and self._ctx.now() < self._came_at.get(part, 0.0) + QUIET_S:
-                await asyncio.wait({task}, timeout=QUIET_S / 4)
+            if (plan.start_cell, plan.stop_cell) == (start_cell, stop_cell):
+                return await self._arrival(part)
+        return False
+
+    async def _arrival(self, part: int) -> bool:
+        asked_at = self._ctx.now()
+        while not (task := self._tasks[part]).done():
+            if self._ctx.now() >= max(asked_at, self._came_at.get(part, 0.0)) + QUIET_S:
+                return True
+            await asyncio.wait({task}, timeout=QUIET_S / 4)
+        return False
 
     async def close(self) -> None:
         """End all streams."""

@@ -7,9 +7,12 @@ peer take memory nor keep it waiting beyond a stall for each piece.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
-from atoll.dht.transport import PeerUnreachable, Refused, Stream
+from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log import MalformedRecord, Record, sha256
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
@@ -22,21 +25,60 @@ from atoll.peer.rounds.messages import (
 )
 
 MAX_SPAN = 4096  # headers of one request
+QUIET_STALLS = 0.5  # after which another peer is asked too
 
 
-async def fetch_part(ctx: Context, peer: str, digest: bytes, wire_bytes: int) -> bytes:
-    """A reduced part of the position in progress.
+async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_bytes: int) -> bytes:
+    """A reduced part of the position in progress, of the first peer that gives it.
+
+    They are asked one after the other.  One that sends nothing for half a stall may be gone: the
+    next is asked beside it.
 
     Raises:
-        TransportError: the peer cannot be reached or does not have it.
-        MalformedRecord: the peer sent other bytes.
+        PeerUnreachable: nobody gave it.
     """
     request = PartRequest(digest=digest, wire_bytes=wire_bytes)
+    waiting = deque(peer for peer in dict.fromkeys(peers) if peer != ctx.me.peer_id)
+    asked: dict[asyncio.Task[bytes], _Progress] = {}
+    quiet_s = QUIET_STALLS * ctx.settings.stall_s
+    try:
+        while waiting or asked:
+            if waiting and all(ctx.now() >= each.came_at + quiet_s for each in asked.values()):
+                progress = _Progress(came_at=ctx.now())
+                work = _fetch_part(ctx, waiting.popleft(), request, progress)
+                asked[asyncio.create_task(work)] = progress
+            timeout_s = quiet_s if waiting else None
+            done, _ = await asyncio.wait(
+                asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                del asked[task]
+                with suppress(TransportError, MalformedRecord):
+                    return task.result()
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    raise PeerUnreachable(f"nobody gave the part {digest.hex()[:12]}")
+
+
+@dataclass(kw_only=True)
+class _Progress:
+    """How a fetch goes."""
+
+    came_at: float
+    """when the last bytes came, or when it began"""
+
+
+async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _Progress) -> bytes:
+    body = bytearray()
     async with await _open(ctx, peer, "part", request) as stream:
-        body = await _exactly(ctx, stream, wire_bytes)
-    if sha256(body) != digest:
-        raise MalformedRecord(f"expected the part {digest.hex()[:12]} of {peer}, got other bytes")
-    return body
+        while len(body) < request.wire_bytes:
+            body += await _message(ctx, stream)
+            progress.came_at = ctx.now()
+    if sha256(body) != request.digest:
+        raise MalformedRecord(f"expected the part {request.digest.hex()[:12]}, got other bytes")
+    return bytes(body)
 
 
 async def fetch_headers(ctx: Context, peer: str, start: int, stop: int) -> list[Decided]:

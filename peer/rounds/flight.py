@@ -1,7 +1,7 @@
-"""A contribution under way to one position: this peer's attempts, from its offer to its decision.
+"""A contribution under way to one position: from its offer to its decision.
 
-A position that is not decided next is reduced early, by the leader that its first attempt will have
-if the electorate stays as it is.  When its turn comes the attempt goes on where it stands.  If by
+A position that is not decided next is reduced early, by the leader that its first term will have
+if the electorate stays as it is.  When its turn comes the term goes on where it stands.  If by
 then another elector leads it, or the early reduction failed, the same frozen contribution begins
 anew: nothing was decided with it.
 """
@@ -63,7 +63,7 @@ class Host(Protocol):
         ...
 
     def count_failure(self) -> None:
-        """An attempt failed."""
+        """A term failed."""
         ...
 
     async def catch_up(self) -> None:
@@ -93,36 +93,43 @@ class Flight:
         return replica.epoch != self.place.epoch or replica.position > self.place.position
 
     async def run(self) -> None:
-        """One attempt after the other, until the position is decided."""
-        attempt = 0
+        """One term after the other, until the position is decided."""
+        term = 0
         while not self._is_over:
             electorate = self._ctx.replica.electorate
             if not electorate:
                 await asyncio.sleep(self._ctx.alive_s)
                 continue
             if not self._is_early:
-                attempt = max(attempt, self._host.voter.promised)
-            leader = leader_of(electorate, self.place.position, attempt)
-            if await self._may_try_again(leader, attempt):
+                term = max(term, self._host.voter.term)
+            leader = leader_of(electorate, self.place.position, term)
+            if await self._may_try_again(leader, term):
                 continue
-            attempt += 1
-            if attempt % len(electorate) == 0:
+            term += 1
+            if term % len(electorate) == 0:
                 await asyncio.sleep(self._ctx.settings.stall_s)
 
-    async def _may_try_again(self, leader: Elector, attempt: int) -> bool:
-        """Go through an attempt; whether the same one is next, else the next leader's is."""
+    async def _may_try_again(self, leader: Elector, term: int) -> bool:
+        """Go through a term; whether the same one is next, else the next leader's is."""
         try:
-            await self._attempt(leader, attempt)
+            await self._attempt(leader, term)
         except (AttemptFailed, TransportError) as error:
             if self._is_early:
                 return await self._failed_early(error)
+            if self._lost_lead(leader, term):
+                return True
             if isinstance(error, Refused):
                 return await self._refused(error, leader.peer_id)
             self._host.count_failure()
-            text = f"round {self.place.position + 1}, attempt {attempt}: {error}"
+            text = f"round {self.place.position + 1}, term {term}: {error}"
             self._ctx.on_event("warning", text)
             return False
         return True
+
+    def _lost_lead(self, leader: Elector, term: int) -> bool:
+        """Whether the entry before gave the term to another: it was a wrong leader that failed."""
+        electorate = self._ctx.replica.electorate
+        return bool(electorate) and leader_of(electorate, self.place.position, term) != leader
 
     async def _failed_early(self, error: Exception) -> bool:
         """Begin anew with the next entry: it may name another leader, or bring the turn."""
@@ -150,11 +157,11 @@ class Flight:
         self._ctx.on_event("warning", f"round {position + 1}: {short(leader)} refused: {error}")
         return False
 
-    async def _attempt(self, leader: Elector, attempt: int) -> None:
-        """Take part until that fails, or until an entry gives the first attempt to another."""
+    async def _attempt(self, leader: Elector, term: int) -> None:
+        """Take part until that fails, or until an entry gives the first term to another."""
         self._show("wait")
-        joining = asyncio.create_task(self._join(leader.peer_id, attempt))
-        watching = asyncio.create_task(self._watch(leader, attempt))
+        joining = asyncio.create_task(self._join(leader.peer_id, term))
+        watching = asyncio.create_task(self._watch(leader, term))
         try:
             await asyncio.wait({joining, watching}, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
@@ -164,7 +171,7 @@ class Flight:
                 task.cancel()
             await asyncio.gather(joining, watching, return_exceptions=True)
 
-    async def _watch(self, leader: Elector, attempt: int) -> None:
+    async def _watch(self, leader: Elector, term: int) -> None:
         """Return when the leader is the wrong one; at the turn, tell the right one."""
         replica, early = self._ctx.replica, self._is_early
         while self._is_early:
@@ -172,7 +179,7 @@ class Flight:
             electorate = replica.electorate
             if self._is_over or not electorate:
                 return
-            if leader_of(electorate, self.place.position, attempt) != leader:
+            if leader_of(electorate, self.place.position, term) != leader:
                 self._tell_in_vain(leader)
                 return
         if self.pending.turn_at is None:
@@ -180,7 +187,7 @@ class Flight:
         self._show(self.phase)
         if early and self._stream is not None:
             with suppress(TransportError):
-                await self._report(self._stream, attempt)
+                await self._report(self._stream, term)
         await replica.passed(self.place.position)
 
     def _tell_in_vain(self, leader: Elector) -> None:
@@ -191,23 +198,23 @@ class Flight:
                 f"{short(leader.peer_id)} does not lead it",
             )
 
-    async def _join(self, leader: str, attempt: int) -> None:
+    async def _join(self, leader: str, term: int) -> None:
         stream = await self._line_to(leader)
         self._stream = stream
         try:
-            ready = self._ready(attempt)
+            ready = self._ready(term)
             frames = self.pending.window.offer.frames
-            await join(self._ctx, stream, ready, frames, partial(self._joined, attempt))
+            await join(self._ctx, stream, ready, frames, partial(self._joined, term))
         finally:
             self._stream = None
             if self.pending.exchange is not None:
                 await self.pending.exchange.close()
 
-    def _joined(self, attempt: int, exchange: Exchange) -> None:
+    def _joined(self, term: int, exchange: Exchange) -> None:
         self.pending.exchange = exchange
-        leadership = self._host.leading.at(self.place, attempt)
-        if leadership is not None:
-            leadership.exchange = exchange
+        leadership = self._host.leading.at(self.place, term)
+        if leadership is not None and leadership.parts is not None:
+            leadership.parts.exchange = exchange
             exchange.on_part = leadership.changed.set
         self._show("reduce")
 
@@ -217,17 +224,17 @@ class Flight:
         connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
         return await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
 
-    async def _report(self, stream: Stream, attempt: int) -> None:
-        message = tagged(READY, self._ready(attempt))
+    async def _report(self, stream: Stream, term: int) -> None:
+        message = tagged(READY, self._ready(term))
         await stream.send(message, timeout_s=self._ctx.settings.stall_s)
 
-    def _ready(self, attempt: int) -> Ready:
+    def _ready(self, term: int) -> Ready:
         replica, window = self._ctx.replica, self.pending.window
         return Ready(
             protocol=PROTOCOL,
             epoch=self.place.epoch,
             position=self.place.position,
-            attempt=attempt,
+            term=term,
             stands_at=replica.position,
             chain=replica.chain,
             incarnation=self._ctx.me.incarnation,

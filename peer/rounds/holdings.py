@@ -14,8 +14,12 @@ from torch import Tensor
 class Arriving(Protocol):
     """A reduction under way."""
 
-    async def arrival(self, start_cell: int, stop_cell: int) -> None:
-        """Return once a part is complete here, or no more of it comes."""
+    async def arrival(self, start_cell: int, stop_cell: int) -> bool:
+        """Return once a part is complete here, or nothing of it came for a while.
+
+        Returns:
+            Whether it may still come.
+        """
         ...
 
 

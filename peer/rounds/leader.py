@@ -1,4 +1,4 @@
-"""The leader of one attempt at one position: group, parts, repair, votes, certificate.
+"""The leader of one term at one position: group, parts, repair, votes, certificate.
 
 A leadership begins with the first peer that reports ready, whether or not the leader itself is
 ready; it may lead a group that it is not a member of.  All its waits are bounded: sessions by signs
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log import (
@@ -19,17 +20,14 @@ from atoll.optim.log import (
     Entry,
     Member,
     Part,
-    Partial,
     StateRoot,
     is_quorum,
     next_electorate,
 )
 from atoll.optim.weights import cap_weights, clip_factors
-from atoll.peer.rounds.ballot import Leads, Place, leader_of
+from atoll.peer.rounds.ballot import TERM, Leads, Place, leader_of
 from atoll.peer.rounds.closing import Delivery
-from atoll.peer.rounds.context import Context, short
-from atoll.peer.rounds.exchange import Exchange
-from atoll.peer.rounds.fetching import fetch_part
+from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.member import AttemptFailed
 from atoll.peer.rounds.messages import (
     ALIVE,
@@ -44,17 +42,16 @@ from atoll.peer.rounds.messages import (
     Group,
     GroupMember,
     PartDone,
-    PartPlan,
     Ready,
     Repair,
     Seated,
     tagged,
 )
+from atoll.peer.rounds.parts import Parts
 from atoll.peer.rounds.policies import (
     Close,
     Rendezvous,
     close_decision,
-    new_owner,
     round_deadline_s,
     split_cells,
 )
@@ -63,7 +60,6 @@ from atoll.peer.rounds.votes import Outcome, Votes, ask_head
 
 PROBE_S = 1.0  # how often the leader looks for peers that it still waits for
 DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
-OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 ALONE_GRACES = 3  # graces after which a group without a quorum of electors closes all the same
 
@@ -82,40 +78,26 @@ class Session:
 
 
 @dataclass(kw_only=True)
-class PartState:
-    """Where a part stands."""
-
-    plan: PartPlan
-    owner: int
-    due: float
-    """when an owner that lives but has not finished loses the part; on the context's clock"""
-    generation: int = 0
-    done: PartDone | None = None
-    fetching: asyncio.Task[None] | None = None
-
-
-@dataclass(kw_only=True)
 class Leadership:
-    """One attempt that this peer leads: its reduction perhaps before its turn, its votes at it."""
+    """One term that this peer leads: its reduction perhaps before its turn, its votes at it."""
 
     ctx: Context
     voter: Voter
     leads: Leads
     place: Place
-    attempt: int
+    term: int
     check: Check
     """whether a member may take part"""
     group: Group | None = None
-    exchange: Exchange | None = None
+    parts: Parts | None = None
     sessions: dict[str, Session] = field(default_factory=dict)
-    parts: list[PartState] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expected: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     """peers that the group was closed without, and why"""
 
     def __post_init__(self) -> None:
-        """Begin; Refused where it is the attempt's turn and it is not this peer's to lead."""
+        """Begin; Refused where it is the position's turn and it is not this peer's to lead."""
         self.cells = self.ctx.replay.cells_at(self.position)
         self.votes: Votes | None = None
         self._reducing = True
@@ -140,7 +122,7 @@ class Leadership:
         return (replica.epoch, replica.position) == self.place
 
     def _begin_votes(self) -> Votes:
-        """Fix what the attempt is about: the electorate, and the entry that it follows.
+        """Fix what the term is about: the electorate, and the entry that it follows.
 
         Raises:
             Refused: it is another elector's, or was led before.
@@ -152,7 +134,8 @@ class Leadership:
                 voter=self.voter,
                 place=self.place,
                 electorate=electorate,
-                proposer=self.leads.begin(self.place, self.attempt, electorate),
+                leads=self.leads,
+                attempt=self.term * TERM,
                 is_live=self._is_live,
             )
         return self.votes
@@ -191,22 +174,52 @@ class Leadership:
         Raises:
             AttemptFailed: a later ballot took over, or no quorum answered.
         """
-        if self.attempt:
+        if self.term:
             await self._await_call()
             votes = self._begin_votes()
             adopted = await votes.collect_promises()
             if adopted is not None:
                 return await votes.decide(adopted, None)
         await self._gather_group()
-        failure = await self._reduce()
-        self._reducing = False
+        reduce_by = self._reduce_by()
+        failure = await self._reduce(reduce_by)
         if failure and not self._has_turn():
             raise AttemptFailed(f"reduced early: {failure}")
         while not self._has_turn():
             await self.ctx.replica.passed(self.ctx.replica.position)
-        votes = self._begin_votes()
-        entry = self._null_entry(failure) if failure else self._update_entry()
-        return await votes.decide(entry, self._closed_group().deadline_s)
+        try:
+            return await self._propose(self._begin_votes(), failure, reduce_by)
+        finally:
+            self._reducing = False
+
+    async def _propose(self, votes: Votes, failure: str, reduce_by: float) -> Outcome:
+        """Have an entry decided; where a part of it is lost, reduce that again and propose anew."""
+        deadline_s = self._closed_group().deadline_s
+        while not failure:
+            outcome = await self._unless_lost(votes.decide(self._update_entry(), deadline_s))
+            if outcome is not None:
+                return outcome
+            failure = await self._reduce(reduce_by)
+            adopted = await votes.try_again()
+            if adopted is not None:
+                return await votes.decide(adopted, deadline_s)
+        return await votes.decide(self._null_entry(failure), deadline_s)
+
+    async def _unless_lost(self, deciding: Coroutine[None, None, Outcome]) -> Outcome | None:
+        """What is decided; None if a part is lost that those who vote may still wait for."""
+        votes = asyncio.create_task(deciding)
+        lost = asyncio.create_task(self._await_loss())
+        try:
+            await asyncio.wait({votes, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return votes.result() if votes.done() else None
+        finally:
+            for task in (votes, lost):
+                task.cancel()
+            await asyncio.gather(votes, lost, return_exceptions=True)
+
+    async def _await_loss(self) -> None:
+        while not self._closed_parts().lost():
+            await self._await_change(self.ctx.alive_s)
 
     async def until_left(self) -> None:
         """Wait until the members have heard of the decision and ended their sessions, or a while.
@@ -221,18 +234,18 @@ class Leadership:
         """End all sessions."""
         for session in list(self.sessions.values()):
             await session.stream.close()
-        tasks = [part.fetching for part in self.parts if part.fetching]
-        tasks += [self._delivering] if self._delivering is not None else []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.parts is not None:
+            await self.parts.close()
+        if self._delivering is not None:
+            self._delivering.cancel()
+            await asyncio.gather(self._delivering, return_exceptions=True)
 
     async def _await_call(self) -> None:
-        """Wait until this attempt is called for: by a quorum, or by the earlier leader's absence.
+        """Wait until this term is called for: by a quorum, or by the earlier leader's absence.
 
         One peer with a bad link to a healthy leader must not end that leader's round.
         """
-        earlier = leader_of(self.electorate, self.position, self.attempt - 1).peer_id
+        earlier = leader_of(self.electorate, self.position, self.term - 1).peer_id
         watching = asyncio.create_task(self._await_absence(earlier))
         deadline = self.ctx.now() + ALONE_GRACES * self.ctx.settings.grace_s
         try:
@@ -269,7 +282,7 @@ class Leadership:
         Raises:
             Refused: it has not come here, and does not soon: the next leader tries.
         """
-        if (ready.epoch, ready.position, ready.attempt) != (*self.place, self.attempt):
+        if (ready.epoch, ready.position, ready.term) != (*self.place, self.term):
             raise Refused("bad-ready", f"expected a report at {tuple(self.place)}")
         await self.check(remote, ready)
 
@@ -286,25 +299,9 @@ class Leadership:
             await self._broadcast(GONE, Gone(member=members.index(remote)))
 
     def _note_done(self, remote: str, done: PartDone) -> None:
-        if self.group is None or done.part >= len(self.parts):
-            return
-        part = self.parts[done.part]
-        owner = self.group.members[part.owner].peer_id
-        if owner == remote and done.generation == part.generation and self._is_sound(part, done):
-            part.done = done
+        if self.parts is not None:
+            self.parts.note(remote, done)
             self.changed.set()
-
-    def _is_sound(self, part: PartState, done: PartDone) -> bool:
-        """Whether an owner's word can be logged: its length, and members by their prefixes."""
-        start, stop = part.plan.start_cell, part.plan.stop_cell
-        members = len(self._closed_group().members)
-        named = [p.member for p in done.partial]
-        return (
-            done.wire_bytes <= self.cells.max_body_bytes(members, start, stop)
-            and named == sorted(set(named))
-            and all(m < members for m in named)
-            and all(p.cells < stop - start for p in done.partial)
-        )
 
     async def _send(self, session: Session, kind: bytes, record: Closed | Repair | Gone) -> None:
         try:
@@ -417,7 +414,7 @@ class Leadership:
         self.group = Group(
             epoch=self.place.epoch,
             position=self.position,
-            attempt=self.attempt,
+            term=self.term,
             members=tuple(members),
             parts=tuple(plans),
             stall_s=stall_s,
@@ -428,8 +425,14 @@ class Leadership:
                 before=max(0, self.position - self.ctx.replica.position),
             ),
         )
-        due = self._next_due()
-        self.parts = [PartState(plan=plan, owner=plan.owner, due=due) for plan in plans]
+        self.parts = Parts(
+            self.ctx,
+            self.group,
+            self.cells,
+            is_live=self._is_live,
+            order=partial(self._broadcast, REPAIR),
+            changed=self.changed,
+        )
         here = [s.remote for s in live]
         self.left_out = {p: "not ready in time" for p in self.expected if p not in here}
         uplink_of = dict(zip(here, uplinks, strict=True))
@@ -447,18 +450,17 @@ class Leadership:
 
     # the reduction
 
-    async def _reduce(self) -> str:
-        """Return once all parts are here, or why they will not be."""
+    def _reduce_by(self) -> float:
         group = self._closed_group()
-        if not any(member.weight > 0 for member in group.members):
+        return self.ctx.now() + group.deadline_s + 2 * group.stall_s
+
+    async def _reduce(self, deadline: float) -> str:
+        """Return once all parts are done, here or on their way, or why they will not be."""
+        if not any(member.weight > 0 for member in self._closed_group().members):
             return "nobody brought work that counts"
-        deadline = self.ctx.now() + group.deadline_s + 2 * group.stall_s
-        while not all(self._held(part) for part in self.parts):
+        while not await self._closed_parts().settle():
             if self.ctx.now() > deadline:
                 return "no part of it could be reduced in time"
-            for index, part in enumerate(self.parts):
-                if not self._held(part):
-                    await self._chase(index, part)
             if not self._live():
                 return "every member left"
             await self._await_change(self.ctx.alive_s)
@@ -469,62 +471,10 @@ class Leadership:
             raise AttemptFailed("the group was not closed")
         return self.group
 
-    def _held(self, part: PartState) -> bool:
-        return part.done is not None and self.ctx.parts.body(part.done.digest) is not None
-
-    async def _chase(self, index: int, part: PartState) -> None:
-        """Fetch a part that is done, or give it to a new owner if its owner is gone."""
-        if part.fetching is not None and not part.fetching.done():
-            return
-        if self.exchange is not None and self.exchange.busy(index):
-            if self._owner_lives(part):
-                return
-        elif part.done is not None and part.fetching is None:
-            part.fetching = asyncio.create_task(self._fetch(part.done))
-            return
-        elif self._owner_lives(part) and part.done is None:
-            return
-        await self._repair(index, part)
-
-    def _owner_lives(self, part: PartState) -> bool:
-        """Whether its owner may still finish a part: it is there, and not overdue."""
-        owner = self._closed_group().members[part.owner].peer_id
-        return self.sessions[owner].alive and (part.done is not None or self.ctx.now() < part.due)
-
-    def _next_due(self) -> float:
-        return self.ctx.now() + OWNERS_SHARE * self._closed_group().deadline_s
-
-    async def _fetch(self, done: PartDone) -> None:
-        for session in self._live():
-            with suppress(TransportError, ValueError):
-                peer = session.remote
-                body = await fetch_part(self.ctx, peer, done.digest, done.wire_bytes)
-                self.ctx.parts.put(self.position, done.digest, body)
-                break
-        self.changed.set()
-
-    async def _repair(self, index: int, part: PartState) -> None:
-        alive = self._alive_members()
-        load: dict[int, int] = {}
-        for state in self.parts:
-            cells = state.plan.stop_cell - state.plan.start_cell
-            load[state.owner] = load.get(state.owner, 0) + cells
-        owner = new_owner((part.owner,), alive, load)
-        if owner is None:
-            owner = new_owner((), alive, load)
-        if owner is None:
-            return
-        part.owner, part.done, part.fetching = owner, None, None
-        part.due = self._next_due()
-        part.generation += 1
-        name = short(self._closed_group().members[owner].peer_id)
-        self.ctx.on_event("warning", f"round {self.position + 1}: part {index} goes to {name}")
-        order = Repair(part=index, generation=part.generation, owner=owner, senders=tuple(alive))
-        await self._broadcast(REPAIR, order)
-
-    def _alive_members(self) -> list[int]:
-        members = self._closed_group().members
-        return [i for i, m in enumerate(members) if self.sessions[m.peer_id].alive]
+    def _closed_parts(self) -> Parts:
+        if self.parts is None:
+            raise AttemptFailed("the group was not closed")
+        return self.parts
 
     # entries
 
@@ -543,7 +493,7 @@ class Leadership:
             )
             for m in group.members
         )
-        parts = tuple(_logged(part, self._gone_without_work()) for part in self.parts)
+        parts = self._closed_parts().logged(self._gone_without_work())
         return self._entry("update", members, parts)
 
     def _gone_without_work(self) -> list[int]:
@@ -595,19 +545,3 @@ def admit(ready: Sequence[tuple[str, Ready]], *, clip_at: float) -> list[GroupMe
         )
         for (peer, r), weight, clip in zip(ready, weights, clips, strict=True)
     ]
-
-
-def _logged(part: PartState, gone: Sequence[int]) -> Part:
-    done = part.done
-    if done is None:
-        raise AttemptFailed("a part is not done")
-    cells = {member: 0 for member in gone} | {p.member: p.cells for p in done.partial}
-    return Part(
-        start_cell=part.plan.start_cell,
-        stop_cell=part.plan.stop_cell,
-        owner=part.owner,
-        generation=part.generation,
-        wire_bytes=done.wire_bytes,
-        digest=done.digest,
-        partial=tuple(Partial(member=m, cells=c) for m, c in sorted(cells.items())),
-    )

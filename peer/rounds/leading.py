@@ -1,4 +1,4 @@
-"""The attempts that this peer leads: who may report ready for one, and what a certificate sets off.
+"""The terms that this peer leads: who may report ready for one, and what a certificate sets off.
 
 A peer leads the position that is decided next, and early, those ahead of it whose first leader it
 would be if the electorate stayed as it is.  Of an early one only the reduction is done before its
@@ -38,7 +38,7 @@ Commit = Callable[[Entry, Certificate, bytes], Awaitable[None]]
 
 
 class Leading:
-    """Leaderships by (epoch, position, attempt)."""
+    """Leaderships by (epoch, position, term)."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class Leading:
         self._leaderships: dict[tuple[int, int, int], Leadership] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def at(self, place: Place, attempt: int) -> Leadership | None:
-        """The leadership of an attempt, if it is under way here."""
-        return self._leaderships.get((place.epoch, place.position, attempt))
+    def at(self, place: Place, term: int) -> Leadership | None:
+        """The leadership of a term, if it is under way here."""
+        return self._leaderships.get((place.epoch, place.position, term))
 
     def left_out(self, place: Place) -> dict[str, str]:
         """Whom groups of a position were closed without, and why."""
@@ -84,7 +84,7 @@ class Leading:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def line_to_myself(self) -> Stream:
-        """A stream by which this peer is a member of an attempt that it leads."""
+        """A stream by which this peer is a member of a term that it leads."""
         here, there = stream_pair(self._ctx.me.peer_id, "round")
         self._spawn(self._serve_myself(there))
         return here
@@ -112,9 +112,9 @@ class Leading:
         await self._check(remote, ready)
         replica = self._ctx.replica
         place = Place(ready.epoch, ready.position)
-        self._leads.check(place, ready.attempt, replica.electorate)
-        if ready.position == replica.position and ready.attempt < self._voter.promised:
-            raise Refused("superseded", f"attempt {self._voter.promised} is under way")
+        self._leads.check(place, ready.term, replica.electorate)
+        if ready.position == replica.position and ready.term < self._voter.term:
+            raise Refused("superseded", f"term {self._voter.term} is under way")
         await self._lead(ready).serve(remote, ready, stream)
 
     async def _check(self, remote: str, ready: Ready) -> None:
@@ -142,7 +142,7 @@ class Leading:
         same = (replica.position, replica.chain) == (ready.stands_at, ready.chain)
         on_the_log = replica.epoch == ready.epoch and (same or ready.stands_at < replica.position)
         near = ready.stands_at <= ready.position <= ready.stands_at + self._ahead
-        first = ready.attempt == 0 or ready.position == replica.position
+        first = ready.term == 0 or ready.position == replica.position
         if not (on_the_log and near and first):
             raise Refused(
                 "elsewhere",
@@ -152,15 +152,15 @@ class Leading:
             )
 
     def _lead(self, ready: Ready) -> Leadership:
-        """The leadership of an attempt of ours; it starts with the first call."""
-        key = (ready.epoch, ready.position, ready.attempt)
+        """The leadership of a term of ours; it starts with the first call."""
+        key = (ready.epoch, ready.position, ready.term)
         if key not in self._leaderships:
             leadership = Leadership(
                 ctx=self._ctx,
                 voter=self._voter,
                 leads=self._leads,
                 place=Place(ready.epoch, ready.position),
-                attempt=ready.attempt,
+                term=ready.term,
                 check=self._check,
             )
             self._leaderships[key] = leadership
@@ -172,15 +172,15 @@ class Leading:
             outcome = await self._unless_over(leadership, leadership.run())
             if outcome is None:
                 return
-            body = await self._voter.gather(outcome.entry, self._ctx.me.peer_id)
             announced = self._spawn(self._announce(leadership, outcome.entry, outcome.certificate))
+            body = await self._voter.gather(outcome.entry, self._ctx.me.peer_id)
             await self._commit(outcome.entry, outcome.certificate, body)
             self._on_led(outcome.entry, outcome.certificate, body)
             await announced
             await leadership.until_left()
         except (AttemptFailed, TransportError, ValueError) as error:
             if not (isinstance(error, Refused) and error.code == "not-the-leader"):
-                text = f"round {key[1] + 1}, attempt {key[2]} led here failed: {error}"
+                text = f"round {key[1] + 1}, term {key[2]} led here failed: {error}"
                 self._ctx.on_event("warning", text)
         finally:
             self._leaderships.pop(key, None)  # first, so that nobody joins what is over
@@ -189,7 +189,7 @@ class Leading:
     async def _unless_over(
         self, leadership: Leadership, work: Coroutine[None, None, T]
     ) -> T | None:
-        """What ``work`` gives, None if the attempt is no longer this peer's to lead before."""
+        """What ``work`` gives, None if the term is no longer this peer's to lead before."""
         working = asyncio.create_task(work)
         over = asyncio.create_task(self._await_end(leadership))
         try:
@@ -205,7 +205,7 @@ class Leading:
         replica, place = self._ctx.replica, leadership.place
         with suppress(Refused):
             while replica.epoch == place.epoch and replica.position <= place.position:
-                self._leads.check(place, leadership.attempt, replica.electorate)
+                self._leads.check(place, leadership.term, replica.electorate)
                 await replica.passed(replica.position)
 
     async def _announce(

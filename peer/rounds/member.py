@@ -1,4 +1,4 @@
-"""A member's side of one attempt: report to the leader, reduce, and stay until it is decided."""
+"""A member's side of one term: report to the leader, reduce, and stay until it is decided."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONNECT_STALLS = 3  # a first contact with a leader may have to dial
 
 
 class AttemptFailed(Exception):  # noqa: N818
-    """This attempt decides nothing; the next leader tries."""
+    """This term decides nothing; the next leader tries."""
 
 
 async def join(

@@ -5,6 +5,7 @@ Calls (one message, one reply)::
     head     Known     -> Head       where the peer stands; also the test whether it is alive
     prepare  Prepare   -> Promise    a later leader asks what was accepted before
     propose  Propose   -> Ballot     the leader asks for a vote
+    voted    Voted     -> b""        an elector tells the others of its vote
     commit   Announced -> b""        an entry with its certificate, and whom to pass it on to
     group    Closed    -> b""        a closed group, and whom to pass it on to
 
@@ -87,7 +88,7 @@ class Ready(Record):
     protocol: Count
     epoch: Count
     position: Count
-    attempt: Count
+    term: Count
     stands_at: Count
     """where the sender stands in the log: at ``position``, or before it, if it reduces early"""
     chain: Digest
@@ -134,7 +135,7 @@ class Group(Record):
 
     epoch: Count
     position: Count
-    attempt: Count
+    term: Count
     members: Annotated[tuple[GroupMember, ...], Field(min_length=1, max_length=4096)]
     parts: tuple[PartPlan, ...]
     stall_s: Weight
@@ -206,7 +207,7 @@ class Reduce(Record):
 
 
 class Prepare(Record):
-    """A leader of a later attempt asks for promises."""
+    """A leader asks, before any attempt but the first, for promises."""
 
     epoch: Count
     position: Count
@@ -235,6 +236,16 @@ class Propose(Record):
 class Ballot(Record):
     """A vote's signature."""
 
+    signature: Signature
+
+
+class Voted(Record):
+    """A vote, as the electors of a small electorate tell each other."""
+
+    epoch: Count
+    position: Count
+    attempt: Count
+    entry: Digest
     signature: Signature
 
 

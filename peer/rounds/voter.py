@@ -7,12 +7,11 @@ manifest, and finds everything in the entry that follows from rules to follow fr
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from atoll.dht.transport import PeerUnreachable, Refused, TransportError
+from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.cells import UpdateError
 from atoll.optim.log import (
     Elector,
@@ -23,28 +22,42 @@ from atoll.optim.log import (
     next_electorate,
     vote_payload,
 )
-from atoll.peer.rounds.ballot import Booth, Place
+from atoll.peer.rounds.ballot import Booth, Place, term_of
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import fetch_part
-from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose
+from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose, Voted
 from atoll.peer.rounds.policies import positions_ahead
+from atoll.peer.rounds.tally import OnCertified, Tally
 
 
 class Voter:
     """Answers ``prepare`` and ``propose`` for the position that this peer stands at."""
 
-    def __init__(self, ctx: Context, *, reach: Callable[[int], Awaitable[None]]) -> None:
-        """No position yet; ``reach`` waits a moment until this peer stands at one."""
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        reach: Callable[[int], Awaitable[None]],
+        on_certified: OnCertified,
+    ) -> None:
+        """No position yet.
+
+        Args:
+            ctx: this peer's.
+            reach: waits a moment until this peer stands at a position.
+            on_certified: told of a certificate that the votes of others made here.
+        """
         self._ctx = ctx
         self._reach = reach
         self._booth = Booth(ctx.me)
+        self._tally = Tally(ctx, on_certified)
         self._verified: dict[bytes, Tensor | None] = {}
 
     @property
-    def promised(self) -> int:
-        """The attempt below which nothing is accepted at this position."""
+    def term(self) -> int:
+        """The term below which nothing is accepted at this position."""
         self._turn()
-        return self._booth.promised
+        return term_of(self._booth.promised)
 
     async def answer(self, remote: str, method: str, body: bytes) -> bytes:
         """The reply to a call.
@@ -73,6 +86,7 @@ class Voter:
         place, before = Place(replica.epoch, replica.position), self._booth.here
         if self._booth.turn(place, replica.electorate):
             self._verified.clear()
+            self._tally.turn(replica.electorate)
             self._ctx.parts.decided_up_to(place.position)
             if place.epoch != before.epoch:
                 self._ctx.parts.clear()
@@ -97,32 +111,57 @@ class Voter:
         await self._verify(entry, body)
         self._turn()
         self._booth.accept(remote, place, ask.attempt, ask.entry)
-        return Ballot(signature=self._ctx.sign(vote_payload(entry, ask.attempt)))
+        signature = self._ctx.sign(vote_payload(entry, ask.attempt))
+        voted = Voted(
+            epoch=entry.epoch,
+            position=entry.position,
+            attempt=ask.attempt,
+            entry=entry.digest,
+            signature=signature,
+        )
+        self._tally.vote(entry, voted, remote)
+        return Ballot(signature=signature)
+
+    async def take_vote(self, remote: str, voted: Voted) -> None:
+        """Another elector voted.
+
+        Raises:
+            Refused: not here, or it is no elector.
+        """
+        place = Place(voted.epoch, voted.position)
+        await self._come_to(place)
+        if place == self._booth.here:
+            self._tally.take(remote, voted)
+
+    async def close(self) -> None:
+        """Tell nobody of votes any more."""
+        await self._tally.close()
 
     async def gather(self, entry: Entry, source: str) -> bytes:
         """The body of an entry, from the parts in hand and from ``source`` for the rest."""
-        pieces: list[bytes] = []
-        for part in entry.parts:
-            held, arriving = self._ctx.parts, self._ctx.parts.arriving.get(entry.position)
-            if held.body(part.digest) is None and arriving is not None:
-                await arriving.arrival(part.start_cell, part.stop_cell)
-            body = held.body(part.digest)
-            if body is None:
-                body = await self._fetch(entry, part, source)
-                held.put(entry.position, part.digest, body)
-            pieces.append(body)
-        return b"".join(pieces)
+        return b"".join([await self._body(entry, part, source) for part in entry.parts])
+
+    async def _body(self, entry: Entry, part: Part, source: str) -> bytes:
+        """A part's bytes: in hand, or as they come, or of others; nobody may have them all yet."""
+        held = self._ctx.parts
+        while (body := held.body(part.digest)) is None:
+            arriving = held.arriving.get(entry.position)
+            comes = arriving is not None and await arriving.arrival(part.start_cell, part.stop_cell)
+            if held.body(part.digest) is not None:
+                continue
+            try:
+                held.put(entry.position, part.digest, await self._fetch(entry, part, source))
+            except PeerUnreachable:
+                if not comes:
+                    raise
+        return body
 
     async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:
         """From ``source``, else from anyone who voted for the entry or took part in it."""
         electors = [e.peer_id for e in self._ctx.replica.electorate]
         members = [m.peer_id for m in entry.members]
-        for peer in dict.fromkeys([source, *electors, *members]):
-            if peer == self._ctx.me.peer_id:
-                continue
-            with suppress(TransportError, LogError):
-                return await fetch_part(self._ctx, peer, part.digest, part.wire_bytes)
-        raise PeerUnreachable(f"nobody gave the part {part.digest.hex()[:12]}")
+        peers = [source, *electors, *members]
+        return await fetch_part(self._ctx, peers, part.digest, part.wire_bytes)
 
     async def update(self, entry: Entry) -> Tensor | None:
         """The update of an entry as it was decoded for the vote; None where it was not."""

@@ -19,7 +19,7 @@ from atoll.optim.log import (
     is_quorum,
     vote_payload,
 )
-from atoll.peer.rounds.ballot import Accepted, Place, Proposer
+from atoll.peer.rounds.ballot import TERM, Accepted, Leads, Place, term_of
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.member import AttemptFailed
 from atoll.peer.rounds.messages import Ballot, Head, Known, Prepare, Promise, Propose
@@ -41,15 +41,40 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Votes:
-    """The polls of one attempt.  The rules are ``Proposer``'s and the certificate's."""
+    """The polls of one term.  The rules are ``Proposer``'s and the certificate's."""
 
     ctx: Context
     voter: Voter
     place: Place
     electorate: tuple[Elector, ...]
-    proposer: Proposer
+    leads: Leads
+    attempt: int
+    """the first of the term"""
     is_live: Callable[[str], bool]
     """whether a peer is known to be alive; others are looked at before they are asked"""
+
+    def __post_init__(self) -> None:
+        """Begin the first attempt.
+
+        Raises:
+            Refused: it is another elector's, or was led before.
+        """
+        self.proposer = self.leads.begin(self.place, self.attempt, self.electorate)
+
+    async def try_again(self) -> Entry | None:
+        """Begin the term's next attempt, for an entry in place of one that nobody could vote for.
+
+        Returns:
+            As ``collect_promises``.
+
+        Raises:
+            AttemptFailed: no quorum promised, or the term has no attempt left.
+        """
+        attempt = self.proposer.attempt + 1
+        if term_of(attempt) != term_of(self.attempt):
+            raise AttemptFailed(f"{TERM} proposals lost a part")
+        self.proposer = self.leads.begin(self.place, attempt, self.electorate)
+        return await self.collect_promises()
 
     async def collect_promises(self) -> Entry | None:
         """The entry that has to be proposed, None where the choice is free.

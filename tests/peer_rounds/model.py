@@ -16,7 +16,7 @@ and restores what their objects hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from atoll.dht.transport import Refused
@@ -30,7 +30,7 @@ from atoll.optim.log import (
     vote_payload,
 )
 from atoll.peer.rounds import ballot
-from atoll.peer.rounds.ballot import Accepted, Booth, Leads, Place, Proposer
+from atoll.peer.rounds.ballot import TERM, Accepted, Booth, Leads, Place, Proposer
 
 HERE, NEXT = Place(1, 0), Place(1, 1)
 
@@ -84,19 +84,22 @@ Rule = Callable[[int, Process, Any], Change]
 
 
 class Model:
-    """Electors 0..n-1, attempts 0..a-1, and so many restarts or returns to a position."""
+    """Electors 0..n-1, some attempts, and so many restarts or returns to a position."""
 
-    def __init__(self, electors: int, attempts: int, mishaps: int) -> None:
+    def __init__(self, electors: int, attempts: Sequence[int], mishaps: int) -> None:
         self.electorate = tuple(elector(i, 0) for i in range(electors))
         self.attempts, self.mishaps = attempts, mishaps
-        further = range(attempts + electors)  # those beyond ``attempts`` are for ``finish``
-        self.leaders = [self.electorate.index(self.leader(a)) for a in further]
+        term = ballot.term_of(max(attempts)) + 1
+        self.further = [TERM * (term + i) for i in range(electors)]
+        """attempts for ``finish``"""
+        every = (*attempts, *self.further)
+        self.leaders = {a: self.electorate.index(self.leader(a)) for a in every}
         self._entries: dict[int, Entry] = {}
         self._winners: dict[frozenset[Message], frozenset[int]] = {}
         self._changes: dict[tuple[object, ...], Change] = {}
 
     def leader(self, attempt: int) -> Elector:
-        return ballot.leader_of(self.electorate, HERE.position, attempt)
+        return ballot.leader_of(self.electorate, HERE.position, ballot.term_of(attempt))
 
     def explore(self) -> set[State]:
         """Every reachable state.
@@ -120,7 +123,7 @@ class Model:
     def start(self) -> State:
         """Every leader has asked, nobody has answered."""
         state = State(tuple(Process() for _ in self.electorate), frozenset())
-        for attempt in range(self.attempts):
+        for attempt in self.attempts:
             (state,) = self._step(state, self.leaders[attempt], self._begin, attempt)
         return state
 
@@ -176,7 +179,7 @@ class Model:
         if state.mishaps < self.mishaps:
             yield from self._mishaps(state, decided)
         if state.mishaps:
-            for attempt in range(self.attempts):
+            for attempt in self.attempts:
                 yield from self._step(state, self.leaders[attempt], self._begin, attempt)
 
     def _deliver(self, state: State, index: int, ask: Message) -> Iterator[State]:
@@ -234,7 +237,7 @@ class Model:
         """Choose and propose as soon as that is allowed; each process has a value of its own."""
         sent = Message("prepare", proposer.attempt)
         if proposer.free:
-            own = proposer.attempt + 8 * process.incarnation
+            own = proposer.attempt + 64 * process.incarnation
             chosen = as_value(proposer.choose(as_entry(own)))
             sent = Message("propose", proposer.attempt, chosen)
         return with_lead(process, proposer), sent
@@ -273,8 +276,7 @@ class Model:
         Its attempt is beyond all that were promised; messages of earlier ones come no more.
         """
         intact = [i for i, p in enumerate(state.processes) if not (p.incarnation or p.returned)]
-        last = range(self.attempts, len(self.leaders))
-        attempt = next(a for a in last if self.leaders[a] in intact)
+        attempt = next(a for a in self.further if self.leaders[a] in intact)
         leader = self.electorate[self.leaders[attempt]]
         proposer = Leads(leader).begin(HERE, attempt, self.electorate)
         processes = list(state.processes)

@@ -189,7 +189,9 @@ FLIGHTS = 3
 STEP_S = 0.12  # shorter than a reduction at a round trip of 50 ms, so that some are always early
 # A cut lasts on: one that hits the commit of a position hits the next one too, from its beginning.
 STRUCK_S = COMMIT_S | {"cut": 6.0}
-NEXT_S = STRUCK_S | {"freeze": 4.0}  # the frozen may lead this one too, and is asked once more
+NEXT_S = STRUCK_S | {"freeze": 4.0, "cut": 7.0}
+"""The frozen may lead this one too, and is asked once more; the cut off wait for each other in this
+one from its beginning, and hear of its end from the third."""
 SHORT_OUTAGE_S = 4.0
 QUIET_S = 30.0  # enough for all that is under way to be decided, and for who is behind to catch up
 

@@ -112,6 +112,8 @@ class SwarmPeer:
     """what was offered last of each fragment"""
     under_way: dict[int, Open] = field(default_factory=dict)
     """by fragment"""
+    seen: int = 0
+    """positions that it ever applied: it may go back and through them again"""
 
     def __post_init__(self) -> None:
         numel = self.swarm.layout.numel
@@ -274,7 +276,7 @@ class SwarmPeer:
         here, count = self.replica.position, len(self.steps)
         turn = here + (fragment - self.swarm.replay.fragment_at(here)) % count
         self.latest[fragment] = delta_F
-        if weight or turn not in self.offers:
+        if turn >= self.seen and (weight or turn not in self.offers):
             self.offers[turn] = delta_F  # one that weighs nothing is in no mean
         self.rounds.offer(
             OfferedWindow(
@@ -290,6 +292,7 @@ class SwarmPeer:
     def _on_settled(self, settled: Settled) -> None:
         self.settled.append(settled)
         entry = settled.applied.entry
+        self.seen = max(self.seen, entry.position + 1)
         open_ = self.under_way.get(entry.fragment)
         if open_ is not None and settled.settles == open_.number:
             del self.under_way[entry.fragment]

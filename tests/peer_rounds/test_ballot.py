@@ -5,6 +5,7 @@ import pytest
 from atoll.dht.transport import Refused
 from atoll.optim.log import Elector
 from atoll.peer.rounds.ballot import (
+    TERM,
     Accepted,
     Acceptor,
     Booth,
@@ -12,6 +13,7 @@ from atoll.peer.rounds.ballot import (
     Place,
     Proposer,
     leader_of,
+    term_of,
     value_to_propose,
 )
 
@@ -43,7 +45,7 @@ HERE, NEXT = Place(1, 4), Place(1, 5)
 
 
 def leads(position, attempt):
-    return leader_of((ME, OTHER), position, attempt)
+    return leader_of((ME, OTHER), position, term_of(attempt))
 
 
 def refusal(call, *args):
@@ -55,13 +57,13 @@ def refusal(call, *args):
 def test_a_booth_refuses_by_name():
     booth = Booth(ME)
     booth.turn(HERE, (ME, OTHER))
-    leader, other = leads(4, 1).peer_id, leads(4, 0).peer_id
-    assert booth.prepare(leader, HERE, 1) is None
-    assert refusal(booth.prepare, leader, NEXT, 1) == "elsewhere"
-    assert refusal(booth.prepare, other, HERE, 1) == "not-the-leader"
+    leader, other = leads(4, TERM).peer_id, leads(4, 0).peer_id
+    assert booth.prepare(leader, HERE, TERM) is None
+    assert refusal(booth.prepare, leader, NEXT, TERM) == "elsewhere"
+    assert refusal(booth.prepare, other, HERE, TERM) == "not-the-leader"
     assert refusal(booth.accept, other, HERE, 0, b"late") == "superseded"
     booth.turn(HERE, (OTHER,))
-    assert refusal(booth.accept, leader, HERE, 1, b"entry") == "no-elector"
+    assert refusal(booth.accept, leader, HERE, TERM, b"entry") == "no-elector"
 
 
 def test_a_booth_votes_no_more_where_it_was_before():
@@ -76,12 +78,13 @@ def test_a_booth_votes_no_more_where_it_was_before():
 
 
 def test_an_attempt_is_led_once_and_by_its_leader():
-    attempt = next(a for a in (0, 1) if leads(4, a) == ME)
+    attempt = next(a for a in (0, TERM) if leads(4, a) == ME)
     mine = Leads(ME)
     mine.begin(HERE, attempt, (ME, OTHER))
     assert refusal(mine.begin, HERE, attempt, (ME, OTHER)) == "superseded"
-    mine.begin(HERE, attempt + 2, (ME, OTHER))
-    assert refusal(mine.begin, HERE, attempt + 1, (ME, OTHER)) == "not-the-leader"
+    mine.begin(HERE, attempt + 1, (ME, OTHER))
+    mine.begin(HERE, attempt + 2 * TERM, (ME, OTHER))
+    assert refusal(mine.begin, HERE, attempt + TERM, (ME, OTHER)) == "not-the-leader"
     assert refusal(mine.begin, HERE, attempt, ()) == "no-elector"
     again = Leads(Elector(peer_id="me", incarnation="1"))
     assert refusal(again.begin, HERE, attempt, (ME, OTHER)) == "not-the-leader"
@@ -89,7 +92,7 @@ def test_an_attempt_is_led_once_and_by_its_leader():
 
 def test_an_attempt_of_a_position_that_was_left_is_not_led_again():
     mine = Leads(ME)
-    attempts = {p: next(a for a in (0, 1) if leads(p, a) == ME) for p in (4, 5)}
+    attempts = {p: next(a for a in (0, TERM) if leads(p, a) == ME) for p in (4, 5)}
     mine.begin(HERE, attempts[4], (ME, OTHER))
     mine.begin(NEXT, attempts[5], (ME, OTHER))
     assert refusal(mine.begin, HERE, attempts[4], (ME, OTHER)) == "superseded"

@@ -79,7 +79,7 @@ def ready(peer, **changes):
         "protocol": PROTOCOL,
         "epoch": 1,
         "position": peer.replica.position,
-        "attempt": 0,
+        "term": 0,
         "stands_at": peer.replica.position,
         "chain": peer.replica.chain,
         "incarnation": "f" * 32,

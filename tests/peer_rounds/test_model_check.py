@@ -11,15 +11,33 @@ import pytest
 from atoll.dht.transport import Refused
 from atoll.optim import log
 from atoll.peer.rounds import ballot
-from atoll.peer.rounds.ballot import Acceptor, Booth, Leads
+from atoll.peer.rounds.ballot import TERM, Acceptor, Booth, Leads
 
 sys.path.insert(0, str(Path(__file__).parent))
 from model import DecidedTwice, Message, Model
 
 
+def terms(count):
+    """The first attempts of so many leaders."""
+    return [TERM * term for term in range(count)]
+
+
+AGAIN = [0, 1, TERM]  # the first leader proposes anew, then there is another
+
+
 @pytest.mark.parametrize(
     ("electors", "attempts", "mishaps", "least"),
-    [(1, 2, 1, 5), (2, 3, 2, 1_000), (3, 2, 2, 5_000), (3, 3, 0, 14_000), (4, 2, 1, 20_000)],
+    [
+        (1, terms(2), 1, 5),
+        (2, terms(3), 2, 1_000),
+        (3, terms(2), 2, 5_000),
+        (3, terms(3), 0, 14_000),
+        (4, terms(2), 1, 20_000),
+        (2, AGAIN, 2, 1_000),
+        (3, [0, 1], 2, 4_000),
+        (3, AGAIN, 0, 14_000),
+        (4, [0, 1], 1, 10_000),
+    ],
 )
 def test_no_order_of_events_decides_a_position_twice(electors, attempts, mishaps, least):
     assert len(Model(electors, attempts, mishaps).explore()) > least
@@ -27,12 +45,13 @@ def test_no_order_of_events_decides_a_position_twice(electors, attempts, mishaps
 
 @pytest.mark.slow
 def test_no_order_of_events_decides_a_position_twice_in_the_larger_worlds():
-    assert len(Model(3, 3, 1).explore()) > 50_000
+    assert len(Model(3, terms(3), 1).explore()) > 50_000
+    assert len(Model(3, AGAIN, 1).explore()) > 50_000
 
 
 @pytest.mark.parametrize("electors", [1, 2, 3, 4])
 def test_where_nothing_fails_the_first_attempt_decides(electors):
-    model = Model(electors, 1, 0)
+    model = Model(electors, terms(1), 0)
     state = model.start()
     for message in sorted(state.messages):
         for index in range(electors):
@@ -41,7 +60,9 @@ def test_where_nothing_fails_the_first_attempt_decides(electors):
     assert model.winners(state.messages) == {0}
 
 
-@pytest.mark.parametrize(("electors", "attempts"), [(2, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("electors", "attempts"), [(2, terms(3)), (3, terms(2)), (3, AGAIN), (4, terms(2))]
+)
 def test_from_every_state_a_quorum_that_fails_no_more_decides(electors, attempts):
     """What was decided stays; where nothing was, something is."""
     model = Model(electors, attempts, 0)
@@ -54,7 +75,7 @@ def test_from_every_state_a_quorum_that_fails_no_more_decides(electors, attempts
 
 @pytest.mark.parametrize("electors", [3, 4])
 def test_one_elector_that_starts_again_does_not_stop_the_others(electors):
-    model = Model(electors, 2, 1)
+    model = Model(electors, terms(2), 1)
     restarted = [s for s in model.explore() if any(p.incarnation for p in s.processes)]
     assert len(restarted) > 500
     assert all(len(model.finish(state)) == 1 for state in restarted[::7])
@@ -82,37 +103,51 @@ def test_half_of_the_electors_are_no_quorum(monkeypatch):
     monkeypatch.setattr(ballot, "is_quorum", plurality)
     monkeypatch.setattr(log, "is_quorum", plurality)
     with pytest.raises(DecidedTwice):
-        Model(4, 2, 0).explore()
+        Model(4, terms(2), 0).explore()
 
 
 def test_a_leader_must_not_ignore_what_was_accepted(monkeypatch):
     monkeypatch.setattr(ballot, "value_to_propose", lambda promises: None)
     with pytest.raises(DecidedTwice):
-        Model(3, 2, 0).explore()
+        Model(3, terms(2), 0).explore()
 
 
 def test_a_leader_must_adopt_the_entry_of_the_highest_attempt(monkeypatch):
     monkeypatch.setattr(ballot, "value_to_propose", any_promise_is_as_good)
     with pytest.raises(DecidedTwice):
-        Model(3, 3, 0).explore()
+        Model(3, terms(3), 0).explore()
 
 
 def test_a_leader_must_wait_for_a_quorum_of_promises(monkeypatch):
     monkeypatch.setattr(ballot.Proposer, "free", property(lambda self: bool(self.promises)))
     with pytest.raises(DecidedTwice):
-        Model(3, 2, 0).explore()
+        Model(3, terms(2), 0).explore()
+
+
+def test_a_leader_that_proposes_anew_needs_promises(monkeypatch):
+    free = property(lambda self: self.attempt in (0, 1) or len(self.promises) * 2 > self._electors)
+    monkeypatch.setattr(ballot.Proposer, "free", free)
+    with pytest.raises(DecidedTwice):
+        Model(3, [0, 1], 0).explore()
+
+
+def test_a_leader_must_not_propose_two_entries_at_one_attempt(monkeypatch):
+    monkeypatch.setattr(Acceptor, "accept", vote_for_anything)
+    monkeypatch.setattr(ballot, "value_to_propose", lambda promises: None)
+    with pytest.raises(DecidedTwice):
+        Model(3, [0, 1], 0).explore()
 
 
 def test_a_promise_must_be_remembered(monkeypatch):
     monkeypatch.setattr(Acceptor, "prepare", lambda self, attempt: True)
     with pytest.raises(DecidedTwice):
-        Model(3, 2, 0).explore()
+        Model(3, terms(2), 0).explore()
 
 
 def test_a_vote_of_an_earlier_attempt_must_be_refused(monkeypatch):
     monkeypatch.setattr(Acceptor, "accept", vote_for_anything)
     with pytest.raises(DecidedTwice):
-        Model(3, 2, 0).explore()
+        Model(3, terms(2), 0).explore()
 
 
 def test_a_process_that_starts_again_must_not_vote_as_the_one_before(monkeypatch):
@@ -122,13 +157,13 @@ def test_a_process_that_starts_again_must_not_vote_as_the_one_before(monkeypatch
 
     monkeypatch.setattr(Booth, "check", check)
     with pytest.raises(DecidedTwice):
-        Model(3, 2, 1).explore()
+        Model(3, terms(2), 1).explore()
 
 
 def test_a_process_that_starts_again_must_not_lead_as_the_one_before(monkeypatch):
     monkeypatch.setattr(Leads, "check", lambda self, place, attempt, electorate: None)
     with pytest.raises(DecidedTwice):
-        Model(3, 2, 1).explore()
+        Model(3, terms(2), 1).explore()
 
 
 def test_a_replica_that_comes_back_to_a_position_must_not_vote_there_again(monkeypatch):
@@ -139,4 +174,4 @@ def test_a_replica_that_comes_back_to_a_position_must_not_vote_there_again(monke
 
     monkeypatch.setattr(Booth, "turn", turn)
     with pytest.raises(DecidedTwice):
-        Model(3, 2, 1).explore()
+        Model(3, terms(2), 1).explore()

@@ -31,7 +31,7 @@ def a_group(members):
     return Group(
         epoch=1,
         position=2,
-        attempt=0,
+        term=0,
         members=tuple(
             GroupMember(
                 peer_id=f"peer{i}",
@@ -175,8 +175,8 @@ def test_a_group_that_the_leader_did_not_sign_is_refused_and_the_round_goes_on(
         forger, victim = peers[0], peers[1]
         forger.window_s = 60.0
         await swarm.until(lambda: len(victim.ctx.seats) == 1)
-        (epoch, position, attempt), _ = next(iter(victim.ctx.seats.items()))
-        fields = {"epoch": epoch, "position": position, "attempt": attempt}
+        (epoch, position, term), _ = next(iter(victim.ctx.seats.items()))
+        fields = {"epoch": epoch, "position": position, "term": term}
         group = a_group(2).model_copy(update=fields)
         signature = forger.identity.sign(group_payload(RUN_ID, group.digest))
         closed = Closed(group=deflated(group), signature=signature, tell=())

@@ -11,6 +11,7 @@ import asyncio
 import math
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,6 +91,8 @@ class NetworkReducer(TrainerSide):
         self._offers: dict[int, Offered] = {}
         """what is on offer, by fragment"""
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="atoll-encode")
+        """one thread, which reads and changes the residuals in the order in which it is asked"""
+        self._settling: deque[Future[None]] = deque()
         self._joining: set[int] = set()
         """fragments of which this peer's next contribution does not count yet"""
 
@@ -208,6 +211,7 @@ class NetworkReducer(TrainerSide):
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals, and where in the log they were taken."""
+        self._await_residuals()
         return {
             "position": self._position,
             "feedback": [residual.state_dict() for residual in self._residuals],
@@ -223,6 +227,7 @@ class NetworkReducer(TrainerSide):
             )
             return
         self._joining.clear()
+        self._await_residuals()
         for residual, saved_state in zip(self._residuals, state["feedback"], strict=True):
             residual.load_state_dict(saved_state)
         current = self._in_loop(lambda: self._replica.state)
@@ -240,7 +245,9 @@ class NetworkReducer(TrainerSide):
 
     def close(self) -> None:
         """Leave the run: roster, connections, threads."""
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        for offered in self._offers.values():
+            offered.encoding.cancel()
+        self._encoder.shutdown(wait=False)
         super().close()
 
     # inside
@@ -285,24 +292,13 @@ class NetworkReducer(TrainerSide):
             self._reset(decided.state, decided.why)
             return
         entry, state = decided.applied.entry, decided.applied.state
-        residual, included = self._residuals[entry.fragment], None
-        offered = self._offers.get(entry.fragment)
+        included, offered = None, self._offers.get(entry.fragment)
         settles = offered is not None and decided.settles == offered.number
-        if offered is not None:
-            futures.wait([offered.encoding])  # it reads the residual
         if offered is not None and settles:
             if decided.included is not None:
                 included = torch.tensor(decided.included, dtype=torch.bool)
-                mine = next(m for m in entry.members if m.elector == self._me)
-                residual.settle(
-                    offered.offer,
-                    included,
-                    weight=mine.weight * mine.clip,
-                    update_F=decided.applied.update_F,
-                )
             del self._offers[entry.fragment]
-        for part, lost_N in decided.credits:
-            residual.owner_credit(part, lost_N)
+        self._settle_later(self._settle_residual, decided, offered, included)
         self._position = state.position
         self._deliver(
             Commit(
@@ -317,6 +313,35 @@ class NetworkReducer(TrainerSide):
         if offered is not None and settles and (included is None or not included.any()):
             self._drop_what_grew(entry, offered.offer.norm, state)
 
+    def _settle_residual(
+        self, decided: Settled, offered: Offered | None, included: Tensor | None
+    ) -> None:
+        """Take what an entry did with this peer's contribution, and with its part."""
+        entry, update_F = decided.applied.entry, decided.applied.update_F
+        residual = self._residuals[entry.fragment]
+        if offered is not None and included is not None:
+            mine = next(m for m in entry.members if m.elector == self._me)
+            share = mine.weight * mine.clip
+            residual.settle(offered.offer, included, weight=share, update_F=update_F)
+        for part, lost_N in decided.credits:
+            residual.owner_credit(part, lost_N)
+
+    def _settle_later(self, function: Callable[..., None], *arguments: object) -> None:
+        """Do something with a residual after all that was asked of the encoder before."""
+        while self._settling and self._settling[0].done():
+            self._settling.popleft().result()
+        try:
+            self._settling.append(self._encoder.submit(function, *arguments))
+        except RuntimeError:  # closed: it takes nothing more, but ends what it has
+            self._await_residuals()
+            function(*arguments)
+
+    def _await_residuals(self) -> None:
+        """Return when nothing reads or changes a residual; raises what went wrong."""
+        futures.wait([offered.encoding for offered in self._offers.values()])
+        while self._settling:
+            self._settling.popleft().result()
+
     def _drop_what_grew(self, entry: Entry, norm: float, state: OuterState) -> None:
         """Drop work that was left out so often that it would outweigh what the others bring."""
         if self.method.every_step:
@@ -328,9 +353,7 @@ class NetworkReducer(TrainerSide):
 
     def _reset(self, state: OuterState, why: str) -> None:
         self._on_event("warning", f"dropped this peer's open work: {why}")
-        futures.wait(
-            [offered.encoding for offered in self._offers.values()]
-        )  # they read the residuals
+        self._await_residuals()
         for residual in self._residuals:
             residual.reset()
         self._arrive(state)

@@ -189,12 +189,59 @@ def test_the_trainer_goes_on_while_its_contribution_is_encoded(bench, monkeypatc
     waiting = threading.Thread(target=each.reducer.wait)
     waiting.start()
     waiting.join(0.1)
-    assert float(each.residual()[0]) == 0.0
+    assert each.reducer.position == 1
+    assert float(each.reducer._residuals[0].mass_N[0]) == 0.0
     go_on.set()
     assert each.offered.wait(10)
     each.reducer.deliver(decided(1, ME, settles=1, included=[True] * 2))
     waiting.join(10)
     assert [commit.position for commit in each.commits] == [1, 2]
+    assert float(each.residual()[0]) == 3.0
+
+
+def test_the_trainer_goes_on_while_its_residual_is_settled(bench, monkeypatch):
+    """What is saved, and what is offered next, holds the settlement nevertheless."""
+    each, go_on, credit = bench(), threading.Event(), Feedback.owner_credit
+
+    def slow(*arguments):
+        assert go_on.wait(10)
+        credit(*arguments)
+
+    monkeypatch.setattr(Feedback, "owner_credit", slow)
+    each.start()
+    number = each.submit().number
+    credits = [(slice(0, 1), torch.tensor([3.0]))]
+    each.reducer.deliver(decided(0, ME, settles=number, included=[True] * 2, credits=credits))
+    each.reducer.wait()
+    assert [commit.position for commit in each.commits] == [1]
+    each.reducer.submit(contribution(1))
+    threading.Timer(0.1, go_on.set).start()
+    assert float(each.residual()[0]) == 3.0
+    frames = each.reducer._offers[0].offer.frames
+    assert float(SPEC.method().codec.decode(frames[0], CELL)[0]) == pytest.approx(1.3)
+
+
+def test_a_settlement_that_fails_is_raised(bench, monkeypatch):
+    each = bench(patience_s=0.3)
+    each.start()
+
+    def broken(*arguments):
+        raise ValueError("no such part")
+
+    monkeypatch.setattr(Feedback, "owner_credit", broken)
+    credits = [(slice(0, 1), torch.tensor([3.0]))]
+    each.reducer.deliver(decided(0, OTHER, credits=credits))
+    each.reducer.wait()
+    with pytest.raises(ValueError, match="no such part"):
+        each.residual()
+
+
+def test_entries_that_come_after_the_end_still_settle_the_residual(bench):
+    each = bench()
+    each.start()
+    each.reducer.close()
+    each.reducer.deliver(decided(0, OTHER, credits=[(slice(0, 1), torch.tensor([3.0]))]))
+    each.reducer.wait()
     assert float(each.residual()[0]) == 3.0
 
 

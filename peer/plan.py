@@ -3,15 +3,15 @@
 Bytes are the lengths of the codecs' frames over the method's own fragments, from the shapes of
 the model alone. Time is modelled:
 
-    round  = ROUND_TRIPS rtt + max(link, cpu)
-    link   = bytes on the wire / rate            cpu = CPU_S_PER_GB bytes on the wire / cores
-    window = H steps + encode + apply + what of the round is not hidden by its delay
+    round  = trips rtt + max(bytes on the wire / rate, cpu / cores)
+    cpu    = CPU_S_PER_ROUND + CPU_S_PER_CELL cells + CPU_S_PER_GB bytes on the wire + arithmetic
+    window = H steps + at the trainer + what of encoding, round and applying its delay does not hide
+           >= all processor time of a peer / cores
 
-The constants of a round were fitted to six settings without loss and with equal links, which they
-give within 6%: int8 and int4, 4 to 8 hosts, 10 Mbit/s to 1 Gbit/s; two more were off by 10%
-(docs/benchmarks/plan.md). Encoding and applying take what they took in docs/benchmarks/codecs.md,
-allreduce.md and demo.md. Links with loss, links of different rates, and peers that arrive late are
-not modelled.
+The arithmetic of a method is timed on this machine (`atoll.peer.work`). The other constants were
+fitted to rounds between hosts without loss and with equal links; what the prediction is worth is in
+docs/benchmarks/plan.md. Links with loss, links of different rates, and peers that arrive late are
+not modelled, nor steps that want the processor at the same time.
 
     PlanError (ValueError)   links or a number of peers that nothing can be said about
 
@@ -37,33 +37,24 @@ from atoll.peer import data, models
 from atoll.peer.devices import Device
 from atoll.peer.learner import Learner
 from atoll.peer.trainer import build_model
+from atoll.peer.work import timed
 
-ROUND_TRIPS = 9.0  # group closed, first bytes of streams, parts, votes, certificate
-CPU_S_PER_GB = 28.0  # of a peer, for what it sends and as much that it receives, in the round
+ROUND_TRIPS = 7.0  # group closed, first bytes of streams, parts, votes, certificate
+TRIPS_A_DOUBLING = 0.5  # more, each time that what goes to one peer doubles:
+YOUNG_STREAM_BYTES = 1 << 18  # what a stream lets be under way at first
+CPU_S_PER_GB = 6.2  # of a peer, for streams of what it sends and as much that it receives
+CPU_S_PER_CELL = 0.38e-3  # of a peer, for frames on their ways to owners and back
+CPU_SHARE_PACED = (
+    0.13  # of a processor, while a link is filled: turns of senders, readings of rates
+)
+CPU_S_PER_ROUND = 0.02  # of a peer, whatever the size: votes, entry, log
 WIRE_OVERHEAD = 1.011  # headers of TCP, libp2p and messages, at packets of 9,000 bytes
 CONTROL_BYTES_S = 10_000  # of a peer among four: roster, heartbeats, votes; see plan.md
 LINK_MAX_GBIT_S = 1_000
 PROBE_S = 2.0  # in which a step of this machine is timed
 PROBE_MAX_PARAMS = 200_000_000  # tried on a processor; a step of more takes half a minute
-VALUE_S = 7e-9  # of a parameter and window beside the codec: drift, residual, norm, outer step
-SETTLE_S = 0.1  # of a round at the trainer whatever the size: the log on disk, turns of threads
-CODEC_GB_S = {
-    "fp32": (1.73, 2.22),
-    "fp16": (1.96, 2.57),
-    "bf16": (3.13, 3.29),
-    "int8": (2.12, 4.07),
-    "int8-dynamic": (1.10, 1.78),
-    "int4": (1.72, 3.63),
-    "fp4": (1.26, 1.88),
-    "nf4": (1.02, 1.73),
-    "2bit": (0.47, 1.51),
-    "ternary": (0.94, 1.87),
-    "sign": (1.97, 3.67),
-    "topk(k=64)+2bit": (0.44, 3.08),
-    "dct(k=32)": (0.44, 0.47),
-}
-"""GB of fp32 values that one thread encodes and decodes a second (docs/benchmarks/codecs.md)."""
-SLOW_GB_S = (0.3, 1.5)  # of codecs that are not in the table
+VALUE_S = 4e-9  # of a parameter at the trainer: what it trained taken out, the commit put in
+SETTLE_S = 0.02  # of a round at the trainer whatever the size: turns of threads
 
 
 class PlanError(ValueError):
@@ -142,10 +133,12 @@ def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: 
     layout = Layout.of(model)
     fragments = fragments_of(method, layout)
     sent = [sent_bytes(method, fragment, setting.peers) for fragment in fragments]
-    rounds_s = [round_s(size, setting) for size in sent]
+    cpus_s = [cpu_s(method, f, size, setting) for f, size in zip(fragments, sent, strict=True)]
+    rounds_s = [round_s(size, setting, cpu) for size, cpu in zip(sent, cpus_s, strict=True)]
     window_s = inner_steps * setting.step_s
-    waits_s = _waits_s(rounds_s, window_s, method.hidden_steps(inner_steps) * setting.step_s)
-    lost_s = waits_s + sum(_codec_s(method, fragment, setting.peers) for fragment in fragments)
+    lost_s = _lost_s(method, fragments, rounds_s, setting, window_s)
+    busy_s = sum(cpus_s) + layout.numel * (VALUE_S + _beside_s(method))
+    lost_s = max(lost_s, busy_s / setting.cores - window_s)
     return Prediction(
         spec=method.spec,
         inner_steps=inner_steps,
@@ -198,30 +191,59 @@ def _copy_bytes(method: Method, fragments: Sequence[Fragment], peers: int) -> fl
     return sum(cells_of(method, f).max_body_bytes(peers) for f in fragments) / peers
 
 
-def round_s(sent: float, setting: Setting) -> float:
-    """Seconds of one reduction in which a peer sends so many bytes of payload."""
+def cpu_s(method: Method, fragment: Fragment, sent: float, setting: Setting) -> float:
+    """Seconds of one processor that a peer needs within a round in which it sends so many bytes."""
     if setting.peers == 1:
         return 0.0
-    wire = sent * WIRE_OVERHEAD
-    link_s = wire * 8 / (setting.mbit_s * 1e6)
-    cpu_s = wire / 1e9 * CPU_S_PER_GB / setting.cores
-    return ROUND_TRIPS * setting.rtt_s + max(link_s, cpu_s)
+    streams_s = (
+        CPU_S_PER_ROUND
+        + CPU_S_PER_CELL * len(fragment.pieces)
+        + CPU_S_PER_GB * sent * WIRE_OVERHEAD / 1e9
+        + CPU_SHARE_PACED * link_s(sent, setting)
+    )
+    return streams_s + fragment.numel * timed(method).inside_s(method, setting.peers)
 
 
-def _waits_s(rounds_s: Sequence[float], window_s: float, hidden_s: float) -> float:
-    """Of a window: what each round takes beyond its delay, or all of them beyond the window."""
-    late_s = sum(max(0.0, seconds - hidden_s) for seconds in rounds_s)
-    return max(late_s, sum(rounds_s) - window_s)
+def link_s(sent: float, setting: Setting) -> float:
+    """Seconds in which a link carries so many bytes of payload."""
+    return sent * WIRE_OVERHEAD * 8 / (setting.mbit_s * 1e6)
 
 
-def _codec_s(method: Method, fragment: Fragment, peers: int) -> float:
-    """Encoding before a round, decoding and applying after it.
+def round_s(sent: float, setting: Setting, cpu: float) -> float:
+    """Seconds of one reduction.
 
-    What is sent is decoded at once by the sender, whose residual is what was lost.
+    Args:
+        sent: bytes of payload that a peer sends.
+        setting: peers and links.
+        cpu: as `cpu_s` gives.
     """
-    encode, decode = CODEC_GB_S.get(method.codec.spec, SLOW_GB_S)
-    frames = 1 + (peers if method.reduction == "gather" else 1)
-    return SETTLE_S + fragment.numel * (VALUE_S + 4e-9 / encode + frames * 4e-9 / decode)
+    if setting.peers == 1:
+        return 0.0
+    doublings = math.log2(1 + sent * WIRE_OVERHEAD / (setting.peers - 1) / YOUNG_STREAM_BYTES)
+    waits_s = (ROUND_TRIPS + TRIPS_A_DOUBLING * doublings) * setting.rtt_s
+    return waits_s + max(link_s(sent, setting), cpu / setting.cores)
+
+
+def _beside_s(method: Method) -> float:
+    """Of a value: what is encoded before a round and applied after it, beside the trainer."""
+    work = timed(method)
+    return work.offer_s + work.apply_s
+
+
+def _lost_s(
+    method: Method,
+    fragments: Sequence[Fragment],
+    rounds_s: Sequence[float],
+    setting: Setting,
+    window_s: float,
+) -> float:
+    """Of a window: what its rounds take beyond their delay or beyond it, and the trainer's part."""
+    hidden_s = method.hidden_steps(round(window_s / setting.step_s)) * setting.step_s
+    beside_s = _beside_s(method) / min(1.0, setting.cores)
+    travels_s = [s + f.numel * beside_s for s, f in zip(rounds_s, fragments, strict=True)]
+    late_s = sum(max(0.0, seconds - hidden_s) for seconds in travels_s)
+    trainer_s = sum(SETTLE_S + f.numel * VALUE_S for f in fragments)
+    return max(late_s, sum(travels_s) - window_s) + trainer_s
 
 
 def memory_bytes(method: Method, model: nn.Module, peers: int) -> int:

@@ -1,10 +1,11 @@
 """Peers of speeds 1, 2 and 4 in one real run, with equal windows and with windows by their speed.
 
-    ./scripts/bench windows                        both, 12 rounds each: about five minutes
+    ./scripts/bench windows                        both, 16 rounds each: about six minutes
     ./scripts/bench windows --rounds 30 --json
 
-Coordinator and peers are processes, as `atoll demo` starts them; the model is nano, and each of its
-steps lasts as long as its peer's speed says, so that what else the machine does changes little.
+Coordinator and peers are processes, as `atoll demo` starts them; the model is nano with small
+batches, and each of its steps lasts as long as its peer's speed says, most of it asleep, so that
+what else the machine does changes little.
 
     all here      rounds with a contribution of every peer
     waited        share of the time in which a peer waited for others, mean and most
@@ -65,7 +66,7 @@ class Row:
     seconds: float
     """from the first decided round to the last"""
     waited: tuple[float, ...]
-    """share of the time, of each peer"""
+    """share of the time, of each peer, the slowest first"""
     valid_loss: float
 
 
@@ -77,7 +78,7 @@ def spec_of(options, windows):
             "run": {"name": "windows", "rounds": options.rounds},
             "model": {"custom": "bench_windows:paced"},
             "outer": {"inner_steps": options.inner_steps, "windows": windows},
-            "inner": {"lr": 1e-3, "warmup_steps": 2 * options.inner_steps},
+            "inner": {"lr": 1e-3, "warmup_steps": 2 * options.inner_steps, "batch_size": 4},
             "round": {"min_peers": len(SPEEDS), "stall_s": 3.0},
             "coordinator": {
                 "listen": "127.0.0.1:0",
@@ -116,9 +117,13 @@ async def run(options, windows, out):
         all_here=sum(count == len(SPEEDS) for count in present),
         tokens=done.status.tokens_total,
         seconds=history[-1].at - history[0].at,
-        waited=tuple(1 - peer.utilisation for peer in done.status.peers),
+        waited=tuple(1 - peer.utilisation for peer in sorted(done.status.peers, key=name)),
         valid_loss=held_out_loss(spec, checkpoint),
     )
+
+
+def name(peer):
+    return peer.name
 
 
 def line(row):
@@ -144,9 +149,9 @@ def main():
     if sys.argv[1:2] == ["--as-atoll"]:
         return as_atoll(float(sys.argv[2]), sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--inner-steps", type=int, default=20)
-    parser.add_argument("--step-ms", type=float, default=150.0, help="of the fastest peer")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--inner-steps", type=int, default=12)
+    parser.add_argument("--step-ms", type=float, default=300.0, help="of the fastest peer")
     parser.add_argument("--windows", choices=WINDOWS, help="one kind only")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     options = parser.parse_args()

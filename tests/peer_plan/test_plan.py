@@ -13,6 +13,7 @@ from atoll.optim.layout import Layout
 from atoll.peer import plan
 from atoll.peer.plan import PlanError, Setting, predict
 from atoll.peer.trainer import build_model
+from atoll.peer.work import Work, timed
 
 SPECS = (
     "ddp",
@@ -76,29 +77,63 @@ def test_bytes_are_those_that_workers_send(spec, peers):
     assert expected == pytest.approx(frames, abs=peers)
 
 
+INT8 = Work(offer_s=3.9e-9, reduce_s=6.3e-9, frame_s=0.0, apply_s=1.2e-9)
+"""As timed where the rounds below were measured."""
+
+
 @pytest.mark.parametrize(
     ("peers", "mbit_s", "rtt_s", "measured_s", "measured_mb"),
-    [(4, 100, 0.05, 1.61, 15.43), (8, 100, 0.05, 2.41, 18.00), (4, 1000, 0.01, 0.97, 15.41)],
+    [(4, 100, 0.05, 1.72, 15.43), (8, 100, 0.05, 2.51, 18.00), (4, 1000, 0.01, 0.66, 15.41)],
 )
-def test_rounds_that_were_measured_are_within_6_percent(
-    peers, mbit_s, rtt_s, measured_s, measured_mb
+def test_rounds_that_were_measured_are_within_15_percent(
+    peers, mbit_s, rtt_s, measured_s, measured_mb, monkeypatch
 ):
-    """docs/benchmarks/allreduce.md, rounds of commit 09574f6: all hosts share two cores."""
+    """docs/benchmarks/plan.md, 10M parameters: all hosts share two cores."""
+    monkeypatch.setattr(plan, "timed", lambda method: INT8)
     setting = Setting(peers=peers, mbit_s=mbit_s, rtt_s=rtt_s, step_s=1.0, cores=2 / peers)
     layout = Layout(names=("all",), shapes=((10_000_000,),))
     method = methods.parse("diloco")
     (fragment,) = plan.fragments_of(method, layout)
     assert plan.body_bytes(method, fragment) == 10_157_474
     sent = plan.sent_bytes(method, fragment, peers)
-    assert plan.round_s(sent, setting) == pytest.approx(measured_s, rel=0.06)
+    cpu_s = plan.cpu_s(method, fragment, sent, setting)
+    assert plan.round_s(sent, setting, cpu_s) == pytest.approx(measured_s, rel=0.15)
     assert sent * plan.WIRE_OVERHEAD / 1e6 == pytest.approx(measured_mb, rel=0.005)
 
 
 def test_a_slow_link_bounds_a_round_and_a_slow_machine_too():
     slow = Setting(peers=4, mbit_s=1.0, rtt_s=0.0, step_s=1.0, cores=1000.0)
-    assert plan.round_s(125_000, slow) == pytest.approx(plan.WIRE_OVERHEAD, rel=0.01)
-    busy = Setting(peers=4, mbit_s=1e6, rtt_s=0.0, step_s=1.0, cores=0.001)
-    assert plan.round_s(1e6, busy) == pytest.approx(28.0 * plan.WIRE_OVERHEAD, rel=0.01)
+    assert plan.round_s(125_000, slow, 0.1) == pytest.approx(plan.WIRE_OVERHEAD, rel=0.01)
+    busy = Setting(peers=4, mbit_s=1e6, rtt_s=0.0, step_s=1.0, cores=0.01)
+    assert plan.round_s(1e6, busy, 0.1) == pytest.approx(10.0)
+
+
+def test_nothing_is_faster_than_the_processor(monkeypatch):
+    """However much of its rounds a method hides."""
+    monkeypatch.setattr(
+        plan, "timed", lambda method: Work(offer_s=1e-5, reduce_s=2e-5, frame_s=0.0, apply_s=3e-5)
+    )
+    setting = Setting(peers=4, mbit_s=1e6, rtt_s=0.0, step_s=0.01, cores=0.5)
+    cost = predict(methods.parse("eager"), net(), setting, inner_steps=10)
+    busy_s = 6e-5 * Layout.of(net()).numel / 0.5
+    assert 0.1 + cost.lost_s > busy_s > 1.0
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_work_of_a_method_is_timed_once(spec):
+    threads = torch.get_num_threads()
+    work = timed(methods.parse(spec))
+    assert work == timed(methods.parse(spec))
+    assert min(work.offer_s, work.reduce_s, work.apply_s) > 0
+    assert torch.get_num_threads() == threads
+
+
+def test_gathered_frames_cost_more_the_more_peers_there_are():
+    gathers, means = methods.parse("sparseloco"), methods.parse("diloco")
+    work = timed(gathers)
+    assert work.inside_s(gathers, 9) == pytest.approx(work.reduce_s + 8 * work.frame_s)
+    assert work.frame_s > 0
+    assert timed(means).inside_s(means, 9) == timed(means).reduce_s
 
 
 def costs(spec: str, mbit_s: float, step_s: float = 0.5) -> plan.Prediction:
@@ -111,7 +146,7 @@ def test_delays_hide_what_fits_into_them():
         costs(spec, 1.0) for spec in ("diloco", "eager", "streaming(tau=2)")
     )
     assert waiting.lost_s > waiting.round_s
-    assert late.lost_s == pytest.approx(waiting.lost_s - waiting.round_s)
+    assert late.lost_s == pytest.approx(waiting.lost_s - waiting.round_s, abs=0.01)
     assert streaming.utilisation > 0.95 > waiting.utilisation
     assert streaming.lost_s == pytest.approx(2 * plan.SETTLE_S, abs=0.01)
 

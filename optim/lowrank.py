@@ -34,7 +34,7 @@ from atoll.compression.powersgd import as_matrix, matrix_shape, orthonormal, out
 from atoll.optim.cells import Bytes, Cells, require_finite, unpack
 from atoll.optim.fragments import Dims, Fragment, piece_slices
 from atoll.optim.layout import Layout
-from atoll.optim.state import OuterState, is_finite
+from atoll.optim.state import OuterState, StateError, is_finite
 
 MIN_COMPRESSION_RATE = 2.0  # of PyTorch's PowerSGD hook: what shrinks by less is sent as it is
 INPUT = Fp32()  # how a member keeps its own matrices until they are settled
@@ -201,7 +201,13 @@ class LowRankCells(Cells):
         self.put_warm(before, after, qs)
 
     def put_warm(self, before: OuterState, after: OuterState, qs: Sequence[Tensor]) -> None:
-        """Put new Qs at the end of a new state's memory; where one is zero the old one stays."""
+        """Put new Qs at the end of a new state's memory; where one is zero the old one stays.
+
+        Raises:
+            StateError: when both states share one memory.
+        """
+        if after.memory_M is before.memory_M:
+            raise StateError("expected a state with a memory of its own, got one that shares it")
         for old, new, q in zip(self.warm(before), self.warm(after), qs, strict=True):
             new.copy_(q.view_as(new) if bool(q.any()) else old)
 

@@ -107,7 +107,7 @@ def descend(
     signed: bool = False,
     fragment: Fragment | None = None,
 ) -> OuterState:
-    """Plain descent, along the update or its sign; momentum keeps its bits.
+    """Plain descent, along the update or its sign; both states share one memory.
 
         theta' = (1 - lr decay) theta - lr u        or sign(u) in place of u
 
@@ -125,12 +125,11 @@ def descend(
     lr_, kept = _scalar(lr), _scalar(1.0 - lr * decay)
 
     def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
-        new_m.copy_(m)
         step = torch.mul(torch.sign(u) if signed else u, lr_)
         torch.mul(params, kept, out=new_params)
         torch.sub(new_params, step, out=new_params)
 
-    return _stepped(state, update_F, rule, fragment)
+    return _stepped(state, update_F, rule, fragment, moves_memory=False)
 
 
 def adamw(
@@ -267,12 +266,17 @@ def to_fp32(value: float) -> float:
 
 
 def _stepped(
-    state: OuterState, update_F: Tensor, rule: Rule, fragment: Fragment | None
+    state: OuterState,
+    update_F: Tensor,
+    rule: Rule,
+    fragment: Fragment | None,
+    *,
+    moves_memory: bool = True,
 ) -> OuterState:
     """Apply a rule by runs of values that stay in cache; what the update is not of is copied."""
     fragment = fragment or whole(state.layout)
     _require(update_F, fragment.numel)
-    new, done = _begun(state), 0
+    new, done = _begun(state) if moves_memory else state.next_with_memory(), 0
     for place, update in fragment.runs(update_F):
         _copy(state, new, slice(done, place.start))
         old_params, old_momentum = state.params_N[place], state.momentum_N[place]
@@ -291,7 +295,8 @@ def _begun(state: OuterState) -> OuterState:
 
 def _copy(state: OuterState, new: OuterState, place: slice) -> None:
     new.params_N[place] = state.params_N[place]
-    new.momentum_N[place] = state.momentum_N[place]
+    if new.memory_M is not state.memory_M:
+        new.momentum_N[place] = state.momentum_N[place]
 
 
 def _moments(state: OuterState) -> tuple[Tensor, Tensor, Tensor]:

@@ -61,24 +61,35 @@ class OuterState:
     """Parameters and the outer step's memory after the entry before `position`.
 
     Immutable by convention: applying an update writes new buffers, so a state can be hashed and
-    served to joiners while training goes on. The tensors are views of the snapshot's bytes.
+    served to joiners while training goes on.
     """
 
-    def __init__(self, *, layout: Layout, position: int, buffer: bytearray | memoryview) -> None:
-        """Take over a snapshot buffer; use `genesis`, `blank` or `Assembly` to make one.
+    def __init__(
+        self, *, layout: Layout, position: int, params_N: Tensor, memory_M: Tensor
+    ) -> None:
+        """Take over vectors, fp32 on the CPU; consecutive states may share a memory."""
+        self.layout = layout
+        self.position = position
+        self.params_N = params_N
+        self.memory_M = memory_M
+
+    @classmethod
+    def from_snapshot(cls, layout: Layout, position: int, buffer: bytearray) -> "OuterState":
+        """Take over the bytes of a snapshot.
 
         Raises:
-            StateError: when the buffer is too short for the parameters, or no fp32 values.
+            StateError: when they are too short for the parameters, or no fp32 values.
         """
         if len(buffer) < 4 * layout.numel or len(buffer) % 4:
             raise StateError(
                 f"expected fp32 values, {layout.numel} parameters first; got {len(buffer)} bytes"
             )
-        self.layout = layout
-        self.position = position
-        self._buffer = buffer
-        self.params_N = _view(buffer, layout.numel, 0)
-        self.memory_M = _view(buffer, len(buffer) // 4 - layout.numel, 4 * layout.numel)
+        return cls(
+            layout=layout,
+            position=position,
+            params_N=_view(buffer, layout.numel, 0),
+            memory_M=_view(buffer, len(buffer) // 4 - layout.numel, 4 * layout.numel),
+        )
 
     @property
     def momentum_N(self) -> Tensor:  # noqa: N802
@@ -111,27 +122,36 @@ class OuterState:
     @classmethod
     def blank(cls, layout: Layout, position: int, memory_numel: int | None = None) -> "OuterState":
         """A state of zeros; its memory is a momentum by default."""
-        buffer = bytearray(snapshot_bytes(layout, memory_numel))
-        return cls(layout=layout, position=position, buffer=buffer)
+        memory_M = torch.zeros(layout.numel if memory_numel is None else memory_numel)
+        params_N = torch.zeros(layout.numel)
+        return cls(layout=layout, position=position, params_N=params_N, memory_M=memory_M)
 
     def next_blank(self) -> "OuterState":
         """Room for the state after the next entry, with as much memory; its values are anything."""
-        buffer = vectors.empty(len(self._buffer) // 4).numpy().data.cast("B")
-        return OuterState(layout=self.layout, position=self.position + 1, buffer=buffer)
+        return self._next(vectors.empty(self.memory_M.numel()))
+
+    def next_with_memory(self) -> "OuterState":
+        """As `next_blank`, but of the parameters only: the memory is this state's own."""
+        return self._next(self.memory_M)
 
     def at(self, position: int) -> "OuterState":
         """The same bits at another position: what an entry without an update leaves."""
-        return OuterState(layout=self.layout, position=position, buffer=self._buffer)
+        return OuterState(
+            layout=self.layout,
+            position=position,
+            params_N=self.params_N,
+            memory_M=self.memory_M,
+        )
 
     @property
     def snapshot_bytes(self) -> int:
         """Length of the snapshot."""
-        return len(self._buffer)
+        return 4 * (self.params_N.numel() + self.memory_M.numel())
 
     @property
     def num_leaves(self) -> int:
         """Number of leaves of the snapshot."""
-        return -(-len(self._buffer) // LEAF_BYTES)
+        return -(-self.snapshot_bytes // LEAF_BYTES)
 
     def read_leaf(self, index: int) -> bytes:
         """Bytes of one leaf of the snapshot.
@@ -165,8 +185,22 @@ class OuterState:
     def _leaves(self) -> tuple[bytes, ...]:
         return tuple(hashlib.sha256(self._leaf(i)).digest() for i in range(self.num_leaves))
 
-    def _leaf(self, index: int) -> memoryview:
-        return memoryview(self._buffer)[index * LEAF_BYTES : (index + 1) * LEAF_BYTES]
+    def _next(self, memory_M: Tensor) -> "OuterState":
+        return OuterState(
+            layout=self.layout,
+            position=self.position + 1,
+            params_N=vectors.empty(self.layout.numel),
+            memory_M=memory_M,
+        )
+
+    def _leaf(self, index: int) -> bytes | memoryview:
+        start, stop = index * LEAF_BYTES, (index + 1) * LEAF_BYTES
+        params, memory = _bytes(self.params_N), _bytes(self.memory_M)
+        here = params[start:stop]
+        if len(here) == LEAF_BYTES:
+            return here
+        there = memory[max(0, start - len(params)) : max(0, stop - len(params))]
+        return b"".join((here, there)) if here else there
 
 
 class Assembly:
@@ -242,7 +276,7 @@ class Assembly:
                 f"expected {len(self._digests)} leaves, {len(self._missing)} are missing, "
                 f"the first is {min(self._missing)}"
             )
-        state = OuterState(layout=self._layout, position=self._position, buffer=self._buffer)
+        state = OuterState.from_snapshot(self._layout, self._position, self._buffer)
         state.require_finite()
         return state
 
@@ -279,9 +313,19 @@ def _node(pair: list[bytes]) -> bytes:
     return hashlib.sha256(_NODE + pair[0] + pair[1]).digest() if len(pair) == 2 else pair[0]
 
 
-def _view(buffer: bytearray | memoryview, numel: int, offset: int) -> Tensor:
+def _bytes(vector: Tensor) -> memoryview:
+    """A vector's values as they are in a snapshot; no copy."""
+    _require_little_endian()
+    return vector.numpy().data.cast("B") if vector.numel() else memoryview(b"")
+
+
+def _require_little_endian() -> None:
     if sys.byteorder != "little":
         raise StateError("expected a little-endian machine: snapshots are little-endian")
+
+
+def _view(buffer: bytearray, numel: int, offset: int) -> Tensor:
+    _require_little_endian()
     if numel == 0:
         return torch.empty(0)
     return torch.frombuffer(buffer, dtype=torch.float32, count=numel, offset=offset)

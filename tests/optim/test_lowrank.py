@@ -15,6 +15,7 @@ from atoll.optim.methods import parse
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction import LowRankReduction
 from atoll.optim.replay import Replay
+from atoll.optim.state import StateError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toys import Team, net
@@ -134,3 +135,10 @@ def test_who_misses_a_round_keeps_its_error():
 def test_methods_that_cut_by_themselves_take_no_factors(spec):
     assert parse(spec).rank == 0
     assert parse(spec).reduction == "mean"
+
+
+def test_qs_are_never_written_into_a_memory_that_two_states_share():
+    method, reduction = reduction_of(f"diloco(codec={EXACT})", 1)
+    state = method.genesis(LAYOUT, torch.zeros(LAYOUT.numel))
+    with pytest.raises(StateError, match="memory of its own"):
+        reduction.cells.put_warm(state, state.next_with_memory(), reduction.cells.warm(state))

@@ -78,7 +78,7 @@ def test_apply_leaves_the_old_state_as_it_was():
     root = state.root()
     new = nesterov(state, hashed(N, 2), lr=0.5, momentum=0.5)
     assert (state.position, new.position) == (0, 1)
-    assert OuterState(layout=layout, position=0, buffer=state._buffer).root() == root
+    assert state.at(0).root() == root
     assert new.root() != root
 
 
@@ -223,6 +223,15 @@ def test_rules_without_a_second_moment_keep_the_bits_of_what_else_is_there():
     new = nesterov(state, hashed(N, 2), lr=0.7, momentum=0.9)
     assert torch.equal(new.memory_M[N:], memory_M[N:])
     assert not torch.equal(new.momentum_N, state.momentum_N)
+
+
+def test_descent_keeps_the_memory_without_a_copy():
+    layout = Layout(names=("w",), shapes=((N,),))
+    state = OuterState.genesis(layout, hashed(N, 1), hashed(N + 7, 3))
+    new = descend(state, hashed(N, 2), lr=0.5)
+    assert torch.equal(new.params_N, hashed(N, 1) - hashed(N, 2) * 0.5)
+    assert new.memory_M.data_ptr() == state.memory_M.data_ptr()
+    assert torch.equal(state.memory_M, hashed(N + 7, 3))
 
 
 def test_a_fragment_moves_alone_and_in_the_bits_of_the_whole():

@@ -59,7 +59,7 @@ def test_memory_of_another_length_is_refused(state):
     with pytest.raises(SnapshotMismatch, match="leaf digests"):
         assembly(state, memory_numel=900_000)
     with pytest.raises(StateError, match="fp32 values"):
-        OuterState(layout=LAYOUT, position=0, buffer=bytearray(4))
+        OuterState.from_snapshot(LAYOUT, 0, bytearray(4))
 
 
 def test_leaves_are_digests_of_one_mebibyte_each(state):
@@ -67,6 +67,18 @@ def test_leaves_are_digests_of_one_mebibyte_each(state):
         hashlib.sha256(state.read_leaf(i)).digest() for i in range(state.num_leaves)
     ]
     assert [len(state.read_leaf(i)) for i in range(3)] == [LEAF_BYTES, LEAF_BYTES, 302_848]
+
+
+def test_a_state_that_shares_its_memory_has_the_snapshot_of_its_own_values(state):
+    """Also of a leaf that begins among the parameters and ends in the memory."""
+    new = state.next_with_memory()
+    new.params_N.copy_(state.params_N * 2)
+    assert new.memory_M.data_ptr() == state.memory_M.data_ptr()
+    assert new.position == state.position + 1
+    own = OuterState.genesis(LAYOUT, state.params_N * 2, state.memory_M)
+    assert new.root() == own.root() != state.root()
+    snapshot = b"".join(new.read_leaf(i) for i in range(new.num_leaves))
+    assert snapshot == new.params_N.numpy().tobytes() + new.memory_M.numpy().tobytes()
 
 
 def test_root_by_hand(state):

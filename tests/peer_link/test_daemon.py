@@ -89,6 +89,24 @@ def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, 
     assert [e.kind for e in daemon.events][-1] == "stopped"
 
 
+def test_a_slow_peer_takes_shorter_windows_than_the_others_as_their_records_say(
+    organise, kit, start
+):
+    outer = {"inner_steps": 8, "windows": "deadline"}
+    organiser = organise(
+        kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 2, "grace_s": 10.0}, outer=outer)
+    )
+    start(organiser.invite, "fast")
+    start(organiser.invite, "slow", share=0.05)
+
+    def windows():
+        return {peer.name: peer.inner_steps for peer in organiser.status().peers}
+
+    kit.until(lambda: windows() == {"fast": 8, "slow": 4}, "windows by speed")
+    position = organiser.status().position
+    kit.until(lambda: members(organiser, after=position) == 2, "a round of both")
+
+
 def test_a_peer_of_a_finished_run_has_nothing_to_do(organise, kit, start):
     organiser = organise(kit.tiny_spec())
     start(organiser.invite).join()

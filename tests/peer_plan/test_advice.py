@@ -212,6 +212,7 @@ def test_init_chooses_for_peers_and_links(tmp_path, capsys):
     assert spec.model.preset == "30m"
     chosen = picked_for_30m()
     assert spec.outer.inner_steps == chosen.prediction.inner_steps
+    assert spec.outer.windows == "deadline"
     assert advice.measured_as(spec.method()) == MEASURED[chosen.method]
 
 

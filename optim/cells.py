@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec, CodecError
+from atoll.compression.scratch import room
 from atoll.compression.sparse import SparseCodec
 from atoll.optim import vectors
 from atoll.optim.fragments import Dims, Fragment, batches, codec_of, encode_pieces, grid
@@ -249,22 +250,23 @@ class Cells:
         for batch, codec in batches(self.codec, self.fragment.pieces[first:stop]):
             yield range(first + batch.start, first + batch.stop), codec
 
-    def decode_sent_all(self, first: int, frames: Sequence[Bytes]) -> Tensor:
-        """A member's values of the cells from `first` on, one a frame; flat.
+    def decode_runs(self, first: int, frames: Sequence[Bytes]) -> Iterator[tuple[range, Tensor]]:
+        """A member's values of the cells from `first` on, one a frame: cells, and their values.
+
+        Values are flat, and good until the next ones are taken.
 
         Raises:
             CodecError: when one is no frame of its cell.
         """
-        decoded = []
         for run, codec in self.runs(first, first + len(frames)):
             sent = frames[run.start - first : run.stop - first]
             if len(run) == 1:
-                decoded.append(self.decode_sent(run.start, sent[0]))
+                yield run, self.decode_sent(run.start, sent[0])
                 continue
-            values = self._within(run, run.start)
-            decoded.append(torch.empty(values.stop))
-            codec.decode_rows(sent, decoded[-1].view(len(run), -1))
-        return decoded[0] if len(decoded) == 1 else torch.cat(decoded)
+            shape = (len(run), math.prod(self.dims(run.start)))
+            values = room("decoded cells", shape, torch.device("cpu"), torch.float32)
+            codec.decode_rows(sent, values)
+            yield run, values.view(-1)
 
     def encode_mean_all(self, first: int, stop: int, mean: Tensor) -> list[bytes]:
         """The reduced frames of a mean over the cells `[first, stop)`.

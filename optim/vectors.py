@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 LONG = 1 << 20  # values: shorter ones come from the heap, which is warm anyway
-SPARE = 2  # of a length: a round lets go of one while it takes the next
+SPARE = 4  # of a length: pseudo-gradient, residual's change, update and the state before it
 LENGTHS = 8  # whose memory is kept: vectors, states and parts; programs with many runs forget some
 
 _spare: dict[int, deque[np.ndarray]] = {}

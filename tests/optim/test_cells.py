@@ -211,7 +211,9 @@ def test_consecutive_cells_are_the_cells_one_by_one(spec, cut):
     values, mean = vector(1, cells.numel), vector(2, cells.numel)[cells.values(first, stop)]
     sent = cells.encode(values)[first:stop]
     one_by_one = [cells.decode_sent(i, frame) for i, frame in enumerate(sent, first)]
-    assert torch.equal(cells.decode_sent_all(first, sent), torch.cat(one_by_one))
+    runs = [(run, values.clone()) for run, values in cells.decode_runs(first, sent)]
+    assert [index for run, _ in runs for index in run] == list(range(first, stop))
+    assert torch.equal(torch.cat([values for _, values in runs]), torch.cat(one_by_one))
     reduced = cells.encode_mean_all(first, stop, mean)
     pieces = torch.split(mean, [piece.numel() for piece in one_by_one])
     assert reduced == [cells.encode_mean(i, piece) for i, piece in enumerate(pieces, first)]

@@ -19,6 +19,7 @@ not modelled, nor steps that want the processor at the same time.
 """
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -328,6 +329,14 @@ def measured_step_s(spec: RunSpec, device: str, *, seconds: float = PROBE_S) -> 
     while time.perf_counter() < ends_s:
         times_s.append(_timed_step_s(learner, batches))
     return min(times_s)
+
+
+def is_busy() -> bool:
+    """Whether other programs want more processors than this machine has, as far as it tells."""
+    try:
+        return os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+    except OSError:
+        return False
 
 
 def _timed_step_s(learner: Learner, batches: Sequence[Tensor]) -> float:

@@ -112,7 +112,7 @@ def _for_peers(args: argparse.Namespace, fields: dict[str, Any]) -> Chosen:
 
     from atoll.coordinator.spec import RunSpec
     from atoll.peer import advice
-    from atoll.peer.commands.plan import setting_of
+    from atoll.peer.commands.plan import how_timed, setting_of
     from atoll.peer.plan import bare_model
 
     plain = RunSpec.from_dict(fields)
@@ -122,11 +122,10 @@ def _for_peers(args: argparse.Namespace, fields: dict[str, Any]) -> Chosen:
     taken = advice.as_run(option.method, option.prediction.inner_steps)
     if option.prediction.inner_steps > 1:
         taken["outer"]["windows"] = "deadline"  # people's machines are seldom equally fast
-    how = "timed on this machine" if args.step_ms is None else "as given"
     what, others = advice.reasons(option, known)
     return Chosen(
         spec=RunSpec.from_dict(fields | taken),
-        why=(what, f"A step takes {1000 * setting.step_s:.0f} ms ({how}). {others}"),
+        why=(what, f"A step takes {1000 * setting.step_s:.0f} ms ({how_timed(args)}). {others}"),
         numbers={
             "setting": asdict(setting),
             "step_measured": args.step_ms is None,

@@ -19,8 +19,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "plan",
         description="Say what a run will cost: bytes, time of a round, utilisation and memory.\n"
-        "For the methods and codecs that were measured, and which to take. Nothing is trained but\n"
-        "a few steps to time one, and not even that with --step-ms.",
+        "For the methods and codecs that were measured, and which to take. What they compute is\n"
+        "timed on this machine, and so are a few steps, unless --step-ms is given.",
         examples="atoll plan RUN.toml --peers 8 --mbit 100\n"
         "atoll plan RUN.toml --peers 4 --mbit 50 --rtt-ms 80 --step-ms 120 --json",
     )
@@ -42,7 +42,11 @@ def add_speed(parser: argparse.ArgumentParser) -> None:
         "--rtt-ms", type=float, default=50.0, metavar="MS", help="between two peers (default: 50)"
     )
     parser.add_argument(
-        "--cores", type=float, default=2.0, metavar="N", help="of a peer (default: 2)"
+        "--cores",
+        type=float,
+        default=2.0,
+        metavar="N",
+        help="that a peer has for its rounds, 0.5 where four peers share two (default: 2)",
     )
     parser.add_argument(
         "--step-ms", type=float, metavar="MS", help="what an inner step takes (default: time it)"
@@ -96,8 +100,18 @@ def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":
     return replace(told, step_s=measured_step_s(spec, args.device))
 
 
+def how_timed(args: argparse.Namespace) -> str:
+    """Where the time of a step is from."""
+    from atoll.peer.plan import is_busy
+
+    if args.step_ms is not None:
+        return "as given"
+    busy = ", which is busy: give --step-ms for when it is not" if is_busy() else ""
+    return f"timed on this machine{busy}"
+
+
 def _heading(args: argparse.Namespace, spec: "RunSpec", setting: "Setting", model: Any) -> str:  # noqa: ANN401 - a module
-    how = "timed here" if args.step_ms is None else "as given"
+    how = how_timed(args)
     name = spec.model.custom or spec.model.preset
     return (
         f"{name}, {_params(model) / 1e6:.3g}M parameters; {setting.peers} peers, "

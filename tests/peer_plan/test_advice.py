@@ -233,6 +233,15 @@ def test_init_times_a_step_and_tells_programs_why(tmp_path, capsys):
     assert spec.outer.inner_steps == told["chosen"]["prediction"]["inner_steps"]
 
 
+@pytest.mark.parametrize(("load", "busy"), [(0.1, False), (1000.0, True)])
+def test_a_step_that_was_timed_on_a_busy_machine_says_so(run_toml, capsys, monkeypatch, load, busy):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    assert run("plan", run_toml, "--peers", "2", "--mbit", "50", "--device", "cpu") == 0
+    told = capsys.readouterr().out
+    assert "timed on this machine" in told
+    assert ("which is busy: give --step-ms" in told) == busy
+
+
 def test_one_peer_begins_alone_with_plain_settings(tmp_path, capsys):
     path = tmp_path / "RUN.toml"
     assert run("init", str(path), "--peers", "1") == 0

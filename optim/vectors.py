@@ -28,8 +28,8 @@ def empty(numel: int) -> Tensor:
     """An fp32 vector on the CPU; its values are anything."""
     if numel < LONG:
         return torch.empty(numel, dtype=torch.float32)
-    memory = _taken(numel)
-    lease = memory[:]  # an object of its own, which all tensors of it keep alive
+    memory = _taken(-(-numel // LONG) * LONG)  # parts of a round differ a little in length
+    lease = memory[:numel]  # an object of its own, which all tensors of it keep alive
     weakref.finalize(lease, _keep, memory).atexit = False
     return torch.from_numpy(lease)
 
@@ -39,11 +39,11 @@ def cat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), out=empty(sum(part.numel() for part in parts)))
 
 
-def _taken(numel: int) -> np.ndarray:
+def _taken(length: int) -> np.ndarray:
     try:
-        return _spare[numel].pop()
+        return _spare[length].pop()
     except (KeyError, IndexError):
-        return np.empty(numel, dtype=np.float32)
+        return np.empty(length, dtype=np.float32)
 
 
 def _keep(memory: np.ndarray) -> None:

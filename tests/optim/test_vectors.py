@@ -32,10 +32,16 @@ def test_memory_that_a_view_holds_is_not_given_out():
 def test_of_each_length_some_memory_is_kept_and_no_more():
     held = [vectors.empty(N) for _ in range(vectors.SPARE + 3)]
     del held
-    assert len(vectors._spare[N]) == vectors.SPARE
+    assert len(vectors._spare[2 * vectors.LONG]) == vectors.SPARE
     for more in range(1, vectors.LENGTHS + 3):
-        vectors.empty(N + more)
+        vectors.empty(N + more * vectors.LONG)
     assert len(vectors._spare) <= vectors.LENGTHS
+
+
+def test_nearly_equal_lengths_share_memory():
+    first = address(2 * vectors.LONG)
+    assert address(2 * vectors.LONG - 7) == first
+    assert vectors.empty(2 * vectors.LONG - 7).shape == (2 * vectors.LONG - 7,)
 
 
 def test_short_vectors_are_plain_ones():

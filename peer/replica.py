@@ -125,8 +125,13 @@ class Replica:
         certificate: Certificate,
         body: bytes,
         update_N: Tensor | None = None,
+        *,
+        since: float | None = None,
     ) -> bool:
         """Apply the next entry; False where its position is decided already.
+
+        ``since`` is when its certificate came, on the loop's clock: what was done for it before
+        this call counts as applying too.
 
         Raises:
             LogError: the entry does not follow, its certificate or its body is invalid.
@@ -143,7 +148,7 @@ class Replica:
                 chain=self.chain,
             )
             check_certificate(entry, certificate, self.electorate, self._verify)
-            await self._apply(entry, certificate, body, update_N)
+            await self._apply(entry, certificate, body, update_N, since)
         await self._notify()
         return True
 
@@ -163,10 +168,15 @@ class Replica:
         return True
 
     async def _apply(
-        self, entry: Entry, certificate: Certificate, body: bytes, update_N: Tensor | None
+        self,
+        entry: Entry,
+        certificate: Certificate,
+        body: bytes,
+        update_N: Tensor | None,
+        since: float | None = None,
     ) -> None:
-        loop = asyncio.get_running_loop()
-        started, opened = loop.time(), self.opened
+        loop, opened = asyncio.get_running_loop(), self.opened
+        started = loop.time() if since is None else since
         if self.replay.by_factors and update_N is None and entry.kind == "update":
             self.replay.check(entry)
             update_N = await self._compute(self.replay.decode, entry, body)

@@ -218,6 +218,7 @@ class RoundsHost:
         began_s = time.monotonic()
         offer = await self.compute(self.feedback.offer, self.delta_N, 1000.0)
         encode_s = time.monotonic() - began_s
+        offered_s = time.monotonic()
         self.rounds.offer(
             OfferedWindow(number=number, offer=offer, tokens=10_000, steps=10, loss=2.0)
         )
@@ -225,6 +226,7 @@ class RoundsHost:
         link = self.ctx.link
         return facts | {
             "encode_s": encode_s,
+            "offered_s": offered_s,
             "pace": link.pacer.rate_mbit_s,
             "up": link.uplink_mbit_s,
         }

@@ -8,7 +8,8 @@
 
 Every host is a process of its own (`allreduce_host.py`) in a network namespace of `wan_lab.py`;
 root is needed. Ours is a real p2pd, log and rounds engine without a trainer. A round runs from the
-group closed to the certificate held by all hosts; finding each other is not in it. The bound is
+group closed to the certificate held by all hosts; finding each other is not in it. (Codes leave
+before that: `from_last_ready_s` counts from the last host's report.) The bound is
 what the uplinks must carry at least: 2 (P-1) / P of the encoded bytes, or with unequal links the
 best split of owners. Other peers (`allreduce_rivals.py`) are timed from their group's start to the
 last host's result.
@@ -280,10 +281,15 @@ def phases(rounds: Sequence[Sequence[Facts]]) -> Facts:
         max(a["applied_s"] for a in answers) - min(a["started_s"] for a in answers)
         for answers in rounds
     ]
+    from_ready = [
+        max(a["ended_s"] for a in answers) - max(a["offered_s"] for a in answers)
+        for answers in rounds
+    ]
     medians = {key: round(statistics.median(values), 3) for key, values in slowest.items()}
     return medians | {
         "encode_s": round(statistics.median(encode), 3),
         "applied_by_all_s": round(statistics.median(applied), 3),
+        "from_last_ready_s": round(statistics.median(from_ready), 3),
     }
 
 

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from atoll.coordinator.status import Level
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Transport, TransportError
-from atoll.optim.log import Elector, Verify
+from atoll.optim.log import Elector, Entry, Verify
 from atoll.optim.replay import Replay
 from atoll.optim.robust import Rule
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.holdings import Holdings
-from atoll.peer.rounds.messages import Closed, Group
+from atoll.peer.rounds.messages import Closed, Group, PlannedPart
 from atoll.peer.rounds.pacing import Link
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
@@ -128,9 +128,23 @@ class Context(PeerContext):
     parts: Holdings = field(default_factory=Holdings)
     """reduced parts of the positions in flight"""
     seats: dict[tuple[int, int, int], TakesGroup] = field(default_factory=dict)
-    """attempts (epoch, position, attempt) that this peer is a member of, or waits to be"""
+    """terms (epoch, position, term) that this peer is a member of, or waits to be"""
     rule: Rule | None = None
     """how owners reduce a cell; None: the weighted mean"""
+    last_parts: dict[int, tuple[PlannedPart, ...]] = field(default_factory=dict)
+    """by fragment: how the last entry was cut, which the next one is expected to be too"""
+
+    def note_parts(self, entry: Entry) -> None:
+        """An entry was applied."""
+        if entry.kind == "update":
+            self.last_parts[entry.fragment] = tuple(
+                PlannedPart(
+                    start_cell=part.start_cell,
+                    stop_cell=part.stop_cell,
+                    owner=entry.members[part.owner].peer_id,
+                )
+                for part in entry.parts
+            )
 
     @property
     def known_epoch(self) -> int | None:

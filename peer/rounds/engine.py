@@ -28,17 +28,20 @@ from atoll.peer.rounds.member import CONNECT_STALLS
 from atoll.peer.rounds.messages import (
     PROTOCOL,
     REDUCE,
+    UPFRONT,
     Announced,
     Decided,
     Head,
     Known,
     Reduce,
+    Upfront,
     Voted,
 )
 from atoll.peer.rounds.policies import positions_ahead
 from atoll.peer.rounds.serving import Archive
 from atoll.peer.rounds.spreading import Spreading
 from atoll.peer.rounds.trace import RoundTrace, round_trace
+from atoll.peer.rounds.upfront import HeldStream, check_upfront, not_upfront
 from atoll.peer.rounds.voter import Voter
 
 REACH_TRIES = 4  # a commit may be under way: look again this often before refusing a peer
@@ -262,8 +265,9 @@ class Rounds:
             self._on_phase(phase, self._ctx.replica.position)
 
     async def _commit(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
+        since = self._ctx.now()
         update_N = await self.voter.update(entry)
-        await self._ctx.replica.append(entry, certificate, body, update_N)
+        await self._ctx.replica.append(entry, certificate, body, update_N, since=since)
 
     def _certified(self, entry: Entry, certificate: Certificate) -> None:
         """The votes that others told this peer made a certificate; the leader tells the rest."""
@@ -279,6 +283,7 @@ class Rounds:
 
     def _settle(self, applied: Applied) -> None:
         entry = applied.entry
+        self._ctx.note_parts(entry)
         pending = self._pending.pop(entry.fragment, None)
         included = entry.included_cells(self._ctx.me.peer_id, self._ctx.me.incarnation)
         if pending is not None and pending.exchange is None:
@@ -400,11 +405,50 @@ class Rounds:
 
     async def _serve_reduce(self, remote: str, stream: Stream) -> None:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
+        if message is not None and message[:1] == UPFRONT:
+            return await self._serve_upfront(remote, Upfront.decode(message[1:]), stream)
         if message is None or message[:1] != REDUCE:
-            raise Refused("bad-head", "expected a Reduce record first")
+            raise Refused("bad-head", "expected a Reduce or an Upfront record first")
         head = Reduce.decode(message[1:])
         exchange = await self._await_exchange(head)
         await exchange.serve(remote, head, stream)
+
+    async def _serve_upfront(self, remote: str, head: Upfront, stream: Stream) -> None:
+        """Keep codes until their group is closed, or can't be any more."""
+        await self._reach(max(0, head.position - self._ahead))
+        limit = check_upfront(self._ctx, remote, head)
+        async with HeldStream(stream, limit, self._ctx.settings.stall_s) as held:
+            exchange = await self._await_planned(head, held)
+            reduce = exchange.takes_upfront(remote, head)
+            await exchange.serve(remote, reduce, held)
+
+    async def _await_planned(self, head: Upfront, held: HeldStream) -> Exchange:
+        """The exchange of the position, which codes came before.
+
+        Raises:
+            Refused: there will be none, or their sender took them back.
+        """
+        passed = asyncio.create_task(self._ctx.replica.passed(head.position))
+        try:
+            while not (passed.done() or held.reading.done()):
+                self._grouped.clear()
+                pending = self._pending_at(head.position)
+                exchange = pending.exchange if pending is not None else None
+                if exchange is not None and not exchange.is_over:
+                    return exchange
+                grouped = asyncio.create_task(self._wait_grouped())
+                try:
+                    await asyncio.wait(
+                        {passed, grouped, held.reading}, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    grouped.cancel()
+        finally:
+            passed.cancel()
+        raise not_upfront(head.position)
+
+    async def _wait_grouped(self) -> None:
+        await self._grouped.wait()
 
     async def _await_exchange(self, head: Reduce) -> Exchange:
         """The exchange that a stream belongs to; the group may reach us after the stream does."""

@@ -8,7 +8,8 @@ is named by (part, generation); a repair starts the next generation and forgets 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,6 +32,7 @@ from atoll.peer.rounds.messages import (
     PartDone,
     Reduce,
     Repair,
+    Upfront,
     tagged,
 )
 from atoll.peer.rounds.owned import OwnedPart
@@ -43,6 +45,8 @@ from atoll.peer.rounds.reduction import (
     Share,
     batches,
 )
+from atoll.peer.rounds.sending import CODES, RESULTS, Bulk, send_paced
+from atoll.peer.rounds.upfront import NOT_UPFRONT, UpfrontCodes, not_upfront, plan_of
 
 # A first contact may have to dial; together with a stall's slack a pair that is cut off from each
 # other then costs a round less than 3 s at the default stall of 1.5 s.
@@ -50,7 +54,10 @@ CONNECT_STALLS = 1.5
 SENDERS_SHARE = 0.5  # of the deadline: a slow sender costs itself, not the part or the round
 DIAL_PAUSE_STALLS = 0.1  # between tries of a first contact
 QUIET_S = 0.5  # after which a part that was coming is better fetched from somebody who has it
-CODES, RESULTS = 0, 1  # what goes first
+
+
+class _NotUpfront(Exception):  # noqa: N818
+    """An owner did not keep what came before the group."""
 
 
 class PartLost(Exception):  # noqa: N818
@@ -69,11 +76,26 @@ class ExchangeTimes:
 class Exchange:
     """One group's reduction, from one member's place."""
 
-    def __init__(self, ctx: Context, group: Group, codes: Sequence[bytes]) -> None:
-        """Codes are one frame a cell of the fragment; empty for a member of weight 0."""
+    def __init__(
+        self,
+        ctx: Context,
+        group: Group,
+        codes: Sequence[bytes],
+        upfront: UpfrontCodes | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            ctx: this peer's.
+            group: closed, with this peer in it.
+            codes: one frame a cell of the fragment; empty for a member of weight 0.
+            upfront: what left before the group was closed; it counts if it fits.
+        """
         self._ctx = ctx
         self.group = group
         self.digest = group.digest
+        self.plan = plan_of(group).digest
+        self._upfront = upfront if upfront is not None and upfront.digest == self.plan else None
         self.cells = ctx.replay.cells_at(group.position)
         self._codes = codes
         self._factors: Factors | None = None
@@ -91,6 +113,7 @@ class Exchange:
         self.reports: asyncio.Queue[PartDone] = asyncio.Queue()
         self.left_out: dict[int, str] = {}
         """members that this peer went on without, and why"""
+        self.is_over = False
         self.times = ExchangeTimes(started=ctx.now())
         self._owned: dict[tuple[int, int], OwnedPart] = {}
         self._norms: dict[int, Norms] = {}
@@ -145,6 +168,7 @@ class Exchange:
 
     async def close(self) -> None:
         """End all streams."""
+        self.is_over = True
         arriving, position = self._ctx.parts.arriving, self.group.position
         if arriving.get(position) is self:
             del arriving[position]
@@ -156,28 +180,25 @@ class Exchange:
     async def _send_paced(
         self, stream: Stream, messages: Collection[bytes], first: int, leg: int
     ) -> None:
-        """Send bulk messages in their turns, with signs of life while they wait.
-
-        Args:
-            stream: to whom.
-            messages: what.
-            first: number of the first message on this stream: receivers get theirs in turn.
-            leg: codes or results.
-        """
         to = self._member(stream.remote)
-        turn_of = (to - self.me) % len(self.group.members)
-        timeout_s = self.group.deadline_s if leg == CODES else self.group.stall_s
-        for number, message in enumerate(messages, first):
-            order = (self.group.position, leg, number, turn_of)
-            turn = self._ctx.link.pacer.turn(len(message), order)
-            try:
-                while not turn.done():
-                    await asyncio.wait({turn}, timeout=self._ctx.alive_s)
-                    if not turn.done():
-                        await stream.send(ALIVE, timeout_s=self.group.stall_s)
-            finally:
-                turn.cancel()
-            await stream.send(CELL + message, timeout_s=timeout_s)
+        bulk = Bulk(
+            position=self.group.position,
+            leg=leg,
+            turn=(to - self.me) % len(self.group.members),
+            timeout_s=self.group.deadline_s if leg == CODES else self.group.stall_s,
+        )
+        await send_paced(self._ctx, stream, messages, first, bulk)
+
+    def takes_upfront(self, remote: str, head: Upfront) -> Reduce:
+        """What a stream is that came before the group.
+
+        Raises:
+            Refused: it does not fit the group, or is of another contribution.
+        """
+        member = self.group.members[self._member(remote)]
+        if head.plan != self.plan or head.norm != member.norm:
+            raise not_upfront(head.position)
+        return Reduce(position=head.position, group=self.digest, part=head.part, generation=0)
 
     async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
         """Answer a member's stream for a part that this peer owns.
@@ -381,14 +402,51 @@ class Exchange:
             self._ctx.on_event("warning", text)
 
     async def _exchange_with(self, owner: str, part: int, generation: int) -> None:
+        if self._upfront is not None and generation == 0:
+            stream = await self._upfront.stream(part)
+            with suppress(_NotUpfront):
+                if stream is not None:
+                    return await self._go_on_with(self._upfront, stream, part)
         stream = await self._open(owner)
         to_answer: asyncio.Queue[list[bytes]] = asyncio.Queue()
-        sending = asyncio.create_task(self._send_codes(stream, part, generation, to_answer))
+        sending = self._send_codes(stream, part, generation, to_answer)
+        await self._converse(stream, sending, part, generation, to_answer)
+
+    async def _go_on_with(self, upfront: UpfrontCodes, stream: Stream, part: int) -> None:
+        """Codes are under way already.
+
+        Raises:
+            _NotUpfront: the owner did not keep them.
+        """
+        try:
+            await self._converse(
+                stream, self._sent_upfront(upfront, part), part, 0, asyncio.Queue()
+            )
+        except Refused as error:
+            if error.code == NOT_UPFRONT:
+                raise _NotUpfront from error
+            raise
+
+    async def _sent_upfront(self, upfront: UpfrontCodes, part: int) -> None:
+        await upfront.sent(part)
+        self._unsent.discard(part)
+        self._note_sent()
+
+    async def _converse(
+        self,
+        stream: Stream,
+        sending: Coroutine[None, None, None],
+        part: int,
+        generation: int,
+        to_answer: asyncio.Queue[list[bytes]],
+    ) -> None:
+        """Send and collect at once."""
+        sender = asyncio.create_task(sending)
         try:
             await self._collect(stream, part, generation, to_answer)
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
             await stream.close()
 
     async def _open(self, owner: str) -> Stream:

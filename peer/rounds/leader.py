@@ -42,6 +42,7 @@ from atoll.peer.rounds.messages import (
     Group,
     GroupMember,
     PartDone,
+    PartPlan,
     Ready,
     Repair,
     Seated,
@@ -52,9 +53,11 @@ from atoll.peer.rounds.policies import (
     Close,
     Rendezvous,
     close_decision,
+    kept_parts,
     round_deadline_s,
     split_cells,
 )
+from atoll.peer.rounds.upfront import expected_plan
 from atoll.peer.rounds.voter import Voter
 from atoll.peer.rounds.votes import Outcome, Votes, ask_head
 
@@ -408,7 +411,7 @@ class Leadership:
         ready = [(s.remote, s.ready) for s in live]
         members = admit(ready, clip_at=self.ctx.replay.method.clip_at)
         uplinks = [s.ready.uplink_mbit_s for s in live]
-        plans = split_cells(self.cells.sizes, [self._rate_mbit_s(session) for session in live])
+        plans = self._cut(live)
         body_bytes = self.cells.max_body_bytes(len(live))
         stall_s = self.ctx.settings.stall_s
         self.group = Group(
@@ -441,6 +444,20 @@ class Leadership:
         )
         await self._delivery.begin()
         self._delivering = asyncio.create_task(self._delivery.run())
+
+    def _cut(self, live: Sequence[Session]) -> Sequence[PartPlan]:
+        """The parts, as the last entry had them where its owners are here and that is no worse."""
+        rates = [self._rate_mbit_s(session) for session in live]
+        best = split_cells(self.cells.sizes, rates)
+        expected = expected_plan(self.ctx, self.position)
+        place = {session.remote: index for index, session in enumerate(live)}
+        if expected is None or not {part.owner for part in expected.parts} <= set(place):
+            return best
+        last = [
+            PartPlan(start_cell=part.start_cell, stop_cell=part.stop_cell, owner=place[part.owner])
+            for part in expected.parts
+        ]
+        return kept_parts(last, best, rates)
 
     def _rate_mbit_s(self, session: Session) -> float:
         """Of the slower direction; a downlink counts where its owner declares it."""

@@ -26,6 +26,7 @@ from atoll.peer.rounds.messages import (
     Seated,
     tagged,
 )
+from atoll.peer.rounds.upfront import begin_upfront
 
 CONNECT_STALLS = 3  # a first contact with a leader may have to dial
 
@@ -49,12 +50,13 @@ async def join(
     """
 
     def begin(group: Group) -> Exchange:
-        exchange = Exchange(ctx, group, codes if group_weight(ctx, group) else ())
+        exchange = Exchange(ctx, group, codes if group_weight(ctx, group) else (), upfront)
         on_exchange(exchange)
         return exchange
 
     await stream.send(tagged(READY, ready), timeout_s=ctx.settings.stall_s)
     alive = asyncio.create_task(_send_alive(ctx, stream))
+    upfront = begin_upfront(ctx, ready, codes)
     try:
         async with Seat(ctx, ready, stream.remote, begin) as seat:
             reports = asyncio.create_task(_send_reports(ctx, stream, seat))
@@ -68,6 +70,8 @@ async def join(
     finally:
         alive.cancel()
         await asyncio.gather(alive, return_exceptions=True)
+        if upfront is not None:
+            await upfront.close()
         await stream.close()
 
 

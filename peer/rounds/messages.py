@@ -12,7 +12,7 @@ Calls (one message, one reply)::
 Streams (duplex; an empty message is a sign of life)::
 
     round    Ready -> ; <- Closed, (Repair | Gone)* ; Seated, PartDone* ->   member and leader
-    reduce   Reduce, cells -> ; <- cells, PartDone                        member and owner
+    reduce   (Reduce | Upfront), cells -> ; <- cells, PartDone              member and owner
     part     PartRequest ->  <- pieces of a part that the entry names by digest
     headers  Span ->         <- Decided*                                 entries with certificates
     body     Span ->         <- pieces of the bodies, one entry after another
@@ -206,6 +206,37 @@ class Reduce(Record):
     generation: Count
 
 
+class PlannedPart(Record):
+    """Who is expected to reduce which cells."""
+
+    start_cell: Count
+    stop_cell: Count
+    owner: PeerId
+
+
+class Plan(Record):
+    """How a position is cut, whoever its members are."""
+
+    epoch: Count
+    position: Count
+    parts: tuple[PlannedPart, ...]
+
+    @property
+    def digest(self) -> bytes:
+        """What names the plan."""
+        return sha256(self.encode())
+
+
+class Upfront(Record):
+    """The head of a reduction stream that comes before the group is closed."""
+
+    position: Count
+    plan: Digest
+    part: Count
+    norm: Weight
+    """as in the Ready record of the contribution that the codes are of"""
+
+
 class Prepare(Record):
     """A leader asks, before any attempt but the first, for promises."""
 
@@ -301,7 +332,7 @@ class SnapshotMeta(Record):
 
 
 READY, GROUP, SEATED, REPAIR, GONE = b"R", b"G", b"S", b"P", b"X"
-PART_DONE, CELL, REDUCE, ALIVE = b"D", b"C", b"H", b""
+PART_DONE, CELL, REDUCE, UPFRONT, ALIVE = b"D", b"C", b"H", b"E", b""
 
 
 def tagged(kind: bytes, record: Record) -> bytes:

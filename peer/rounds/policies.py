@@ -25,6 +25,7 @@ MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut furt
 # Positions that may be reduced before their turn: each holds frames, sums and parts in memory, and
 # is reduced again where an entry before it changes who leads.  Four in flight hide a reduction of
 # four windows; one that takes longer has a link that its run is too large for.
+KEEP_PARTS = 1.25  # a new cut makes members send their codes, half of the bytes, once more
 MAX_AHEAD = 3
 
 
@@ -112,6 +113,35 @@ def split_cells(sizes: Sequence[int], rates_mbit_s: Sequence[float]) -> list[Par
                 plans.append(PartPlan(start_cell=start, stop_cell=stop, owner=owner))
                 start = stop
     return plans
+
+
+def kept_parts(
+    last: Sequence[PartPlan], best: Sequence[PartPlan], rates_mbit_s: Sequence[float]
+) -> Sequence[PartPlan]:
+    """The parts of the last entry, unless the best ones of now are done much sooner.
+
+    Codes that left before the group closed are those of the last entry's parts.
+
+    Args:
+        last: its owners being members now.
+        best: of the same cells.
+        rates_mbit_s: of the slower direction of each member's link.
+    """
+    slower = _transfer(last, rates_mbit_s) > KEEP_PARTS * _transfer(best, rates_mbit_s)
+    return best if slower else last
+
+
+def _transfer(plans: Sequence[PartPlan], rates_mbit_s: Sequence[float]) -> float:
+    """When the last member's link is done, in the time of a whole vector at 1 Mbit/s."""
+    total = plans[-1].stop_cell
+    shares = [0.0] * len(rates_mbit_s)
+    for plan in plans:
+        shares[plan.owner] += (plan.stop_cell - plan.start_cell) / total
+    others = len(shares) - 1
+    return max(
+        (1 - share + others * share) / max(rate, 1e-3)
+        for share, rate in zip(shares, rates_mbit_s, strict=True)
+    )
 
 
 def _nearest(ends: Sequence[int], target: float) -> int:

@@ -66,7 +66,7 @@ def rounds_in(folder, seconds, *, tau):
     decided = []
 
     async def scenario(swarm):
-        swarm.network.default.latency_s = FAR_S
+        swarm.network.default.latency_s = 1.5 * FAR_S
         peers = await swarm.start(3, window_s=1.0, tau=tau)
         await swarm.until(lambda: swarm.now() > seconds, timeout_s=2 * seconds)
         decided.append(min(p.replica.position for p in peers))
@@ -80,7 +80,7 @@ def test_a_reduction_that_takes_longer_than_a_step_holds_nobody_up(tmp_path, mon
     monkeypatch.setattr(policies, "MAX_AHEAD", 0)
     one = rounds_in(tmp_path / "one", 30.0, tau=4)
     assert many >= 27
-    assert one <= 24
+    assert one <= 20
 
 
 def strike_at(folder, message):

@@ -311,7 +311,7 @@ def test_a_part_that_was_reduced_again_does_not_claim_the_dead(tmp_path):
             position=2,
             victim=not_the_leader(2),
             strike=lambda peer: peer.kill(),
-            after_s=0.06,
+            after_s=0.04,
         )
         await swarm.until(lambda: fault.at is not None)
         await swarm.until(lambda: all(p.replica.position > 2 for p in fault.survivors))

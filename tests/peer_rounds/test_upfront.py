@@ -1,0 +1,249 @@
+"""Codes that leave before the group closes: they arrive, count once, and are refused by name."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.dht.memory import run_virtual
+from atoll.optim.log import Entry
+from atoll.peer.rounds import upfront
+from atoll.peer.rounds.messages import REDUCE, UPFRONT, PartPlan, Upfront, tagged
+from atoll.peer.rounds.policies import kept_parts, split_cells
+
+sys.path.insert(0, str(Path(__file__).parent))
+from strikes import expect_no_work_lost, expect_sums
+from swarm import Swarm
+from test_hostile import send
+
+SLOW_MBIT_S = 2.0  # a vector of 200 kB takes 0.8 s
+
+
+def run(folder, scenario, **options):
+    async def main():
+        swarm = Swarm(folder, **({"codec": "fp32"} | options))
+        try:
+            await scenario(swarm)
+            assert swarm.network.errors == []
+        finally:
+            await swarm.stop()
+
+    run_virtual(main())
+
+
+def passed(peers, position):
+    return all(p.replica.position > position for p in peers)
+
+
+def heads(monkeypatch):
+    """How many streams began in each way, by position."""
+    seen = {UPFRONT: [], REDUCE: []}
+    encode = tagged
+
+    def noted(kind, record):
+        if kind in seen:
+            seen[kind].append(record.position)
+        return encode(kind, record)
+
+    monkeypatch.setattr("atoll.peer.rounds.upfront.tagged", noted)
+    monkeypatch.setattr("atoll.peer.rounds.exchange.tagged", noted)
+    return seen
+
+
+def test_from_the_second_round_on_codes_leave_upfront(tmp_path, monkeypatch):
+    seen = heads(monkeypatch)
+
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: passed(peers, 3))
+        assert 0 in seen[REDUCE]
+        assert {1, 2, 3} & set(seen[REDUCE]) == set()
+        assert {1, 2, 3} <= set(seen[UPFRONT])
+        assert swarm.same_bits(peers)
+        expect_sums(swarm, peers[0])
+
+    run(tmp_path, scenario)
+
+
+def reduce_s(peer):
+    trace = peer.settled[-1].trace
+    return trace.send_s + trace.reduce_s
+
+
+def reduced_in(folder):
+    """Seconds of a round between two slow links that are ready and a fast one that comes late."""
+    took = []
+
+    async def scenario(swarm):
+        links = [SLOW_MBIT_S, SLOW_MBIT_S, 100.0]
+        peers = [swarm.add(link_mbit_s=link, declared_mbit_s=link) for link in links]
+        for peer in peers:
+            peer.transport.downlink_bytes_s = 0.0
+        peers[2].window_s = 7.5
+        await swarm.begin(peers)
+        await swarm.until(lambda: passed(peers, 3))
+        took.append(reduce_s(peers[0]))
+        assert all(len(entry.complete_members()) == 3 for entry in log(peers[0]))
+        assert swarm.same_bits(peers)
+
+    run(folder, scenario, codec="int8")
+    return took[0]
+
+
+def test_who_waits_for_a_straggler_has_sent_its_codes_by_then(tmp_path, monkeypatch):
+    """Their uplinks have only results left to carry."""
+    upfront_s = reduced_in(tmp_path / "upfront")
+    monkeypatch.setattr("atoll.peer.rounds.member.begin_upfront", lambda *_: None)
+    assert upfront_s < 0.6 * reduced_in(tmp_path / "late")
+
+
+def log(peer):
+    rows = peer.replica.store.headers(0, peer.replica.position)
+    return [Entry.decode(row.entry) for row in rows]
+
+
+def test_a_joiner_that_owns_parts_makes_the_others_send_again(tmp_path, monkeypatch):
+    """The cut is another one then: upfront codes are refused, and sent as the group says."""
+    seen = heads(monkeypatch)
+
+    async def scenario(swarm):
+        slow = [swarm.add(declared_mbit_s=2.0) for _ in range(3)]
+        await swarm.begin(slow)
+        await swarm.until(lambda: passed(slow, 2))
+        joiner = swarm.add(declared_mbit_s=500.0)
+        await joiner.start()
+        await swarm.until(lambda: passed([*slow, joiner], 5))
+        cut_anew = [p for p in seen[REDUCE] if p]
+        assert cut_anew
+        assert set(cut_anew) <= set(seen[UPFRONT])
+        owners = {e.members[part.owner].peer_id for e in log(slow[0])[3:] for part in e.parts}
+        assert joiner.identity.peer_id in owners
+        assert swarm.same_bits([*slow, joiner])
+        expect_sums(swarm, slow[0])
+
+    run(tmp_path, scenario)
+
+
+def test_an_owner_that_died_while_training_costs_no_work(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: passed(peers, 2))
+        peers[3].kill()
+        rest, killed_at = peers[:3], peers[0].replica.position
+        await swarm.until(lambda: passed(rest, killed_at + 2))
+        assert swarm.same_bits(rest)
+        for peer in rest:
+            expect_no_work_lost(peer)
+
+    run(tmp_path, scenario)
+
+
+def test_what_was_withdrawn_is_not_counted(tmp_path):
+    """A contribution that is offered anew has another norm: codes of the old one are of no use."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=5.0)
+        peers[2].window_s = 7.5
+        await swarm.until(lambda: passed(peers, 2))
+        await asyncio.sleep(6.0)
+        first = next(iter(peers[0].under_way.values()))
+        peers[0].rounds.withdraw()
+        peers[0].drift_N *= 2.0
+        peers[0].work_N += peers[0].drift_N / 2.0
+        peers[0].under_way.clear()
+        peers[0].latest.clear()
+        peers[0].offers.clear()
+        peers[0]._hand_in(0, peers[0].drift_N.clone())
+        second = next(iter(peers[0].under_way.values()))
+        assert second.offer.norm != first.offer.norm
+        position = peers[0].replica.position
+        await swarm.until(lambda: passed(peers, position))
+        entry = log(peers[1])[position]
+        norms = {m.peer_id: m.norm for m in entry.members}
+        assert norms[peers[0].identity.peer_id] == second.offer.norm
+        assert swarm.same_bits(peers)
+        for peer in peers:
+            expect_no_work_lost(peer)
+
+    run(tmp_path, scenario)
+
+
+def test_upfront_codes_that_fit_nothing_are_refused_by_name(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: passed(peers, 2))
+        owner = peers[0]
+        position = owner.replica.position
+        plan = upfront.expected_plan(owner.ctx, position)
+        mine = [i for i, p in enumerate(plan.parts) if p.owner == owner.identity.peer_id]
+        theirs = [i for i, p in enumerate(plan.parts) if p.owner != owner.identity.peer_id]
+        fields = {"position": position, "plan": plan.digest, "part": mine[0]}
+        fields |= {"norm": 1.0}
+        member, stranger = peers[1].transport, swarm.network.transport("stranger")
+        assert (await send(stranger, owner, "reduce", head(fields))).code == upfront.NOT_UPFRONT
+        for change in (
+            {"position": position - 1},
+            {"position": position + 1},
+            {"plan": bytes(32)},
+            {"part": theirs[0]},
+            {"part": 10_000},
+        ):
+            refusal = await send(member, owner, "reduce", head(fields | change))
+            assert refusal.code == upfront.NOT_UPFRONT, change
+        cells = b"C" + bytes((1 << 20) - 1)
+        refusal = await send(member, owner, "reduce", head(fields), cells)
+        assert refusal.code == upfront.NOT_UPFRONT
+        await swarm.until(lambda: passed(peers, position + 1))
+        assert swarm.same_bits(peers)
+        expect_sums(swarm, peers[0])
+
+    run(tmp_path, scenario)
+
+
+def head(fields):
+    return tagged(UPFRONT, Upfront(**fields))
+
+
+def test_a_held_stream_gives_what_came_in_order_and_no_more_than_its_limit():
+    class Fake:
+        remote, method = "peer", "reduce"
+
+        def __init__(self, messages):
+            self.messages = list(messages)
+
+        async def recv(self, *, timeout_s):
+            if not self.messages:
+                await asyncio.sleep(1000.0)
+            return self.messages.pop(0)
+
+        async def close(self):
+            pass
+
+    async def main():
+        async with upfront.HeldStream(Fake([b"", b"Cab", b"", b"Ccd", None]), 6, 1.5) as held:
+            got = [await held.recv(timeout_s=1.0) for _ in range(5)]
+        assert got == [b"", b"Cab", b"", b"Ccd", None]
+        async with upfront.HeldStream(Fake([b"Cab", b"Ccd", b"Cef"]), 6, 1.5) as held:
+            assert [await held.recv(timeout_s=1.0) for _ in range(2)] == [b"Cab", b"Ccd"]
+            with pytest.raises(upfront.Refused, match="too-long"):
+                await held.recv(timeout_s=1.0)
+
+    run_virtual(main())
+
+
+def plans(*cuts):
+    return [PartPlan(start_cell=a, stop_cell=b, owner=o) for a, b, o in cuts]
+
+
+def test_the_last_cut_is_kept_while_it_is_nearly_as_good():
+    even = split_cells([1_000_000] * 12, [100.0] * 3)
+    assert (
+        kept_parts(even, split_cells([1_000_000] * 12, [100.0, 110.0, 95.0]), [100.0, 110.0, 95.0])
+        is even
+    )
+    rates = [100.0, 20.0, 100.0, 100.0]
+    even = split_cells([1_000_000] * 12, [100.0] * 4)
+    better = split_cells([1_000_000] * 12, rates)
+    assert kept_parts(even, better, rates) is better
+    assert kept_parts(plans((0, 2, 0), (2, 4, 1)), plans((0, 4, 0)), [9.0, 9.0])[0].stop_cell == 2

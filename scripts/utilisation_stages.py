@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""What a round costs a peer's processor, stage by stage: one process, one thread, no network.
+
+    utilisation_stages.py --methods diloco "sparseloco(merge=select, tau=32)" --json
+
+A worker trains nothing: noise moves its parameters. The other members' frames are those of other
+noise. Stages are those of a real round, by the same classes; what it does besides (messages, votes,
+the log, waiting) is in `bench utilisation` only. Times are processor time, the least of some
+rounds; the system's share of it is mostly for fresh pages.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `atoll` does
+import torch
+from torch import Tensor
+
+from atoll.coordinator.spec import RunSpec
+from atoll.optim import inner
+from atoll.optim.cells import pack
+from atoll.optim.layout import Layout
+from atoll.optim.reducer import Commit, Contribution, Settle
+from atoll.optim.replay import Replay
+from atoll.peer.rounds.messages import PIECE_BYTES, PartDone
+from atoll.peer.rounds.reduction import PartRange, PartReceiver, PartReducer, Share, batches
+from atoll.peer.trainer import build_model
+
+METHODS = ("sparseloco(merge=select, tau=32)", "diloco")
+WEIGHT = 256.0
+NOISE = 1e-3
+INNER_STEPS = 32
+VOCABULARY = 256  # of bytes
+
+
+class Clock:
+    """Processor seconds of stages, by name: user and system."""
+
+    def __init__(self) -> None:
+        """Nothing was timed."""
+        self.rounds: list[dict[str, tuple[float, float]]] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a block as a part of a stage of this round."""
+        before = resource.getrusage(resource.RUSAGE_THREAD)
+        yield
+        after = resource.getrusage(resource.RUSAGE_THREAD)
+        user, system = self.rounds[-1].get(name, (0.0, 0.0))
+        user += after.ru_utime - before.ru_utime
+        self.rounds[-1][name] = user, system + after.ru_stime - before.ru_stime
+
+    def least_ms(self) -> dict[str, tuple[float, float]]:
+        """All and the system's share, of the round where a stage took least; the first warms up."""
+        least = {name: min((r[name] for r in self.rounds[1:]), key=sum) for name in self.rounds[1]}
+        stages = {name: (1e3 * sum(times), 1e3 * times[1]) for name, times in least.items()}
+        totals = (sum(ms for ms, _ in stages.values()), sum(ms for _, ms in stages.values()))
+        return stages | {"together": totals}
+
+
+class Alone:
+    """A reducer that keeps what it is given."""
+
+    position = 0
+
+    def __init__(self, replay: Replay) -> None:
+        """For one fragment."""
+        self.fragments = replay.fragments
+        self.handed_in: Contribution | None = None
+
+    def start(self, layout: object, params_N: Tensor, settle: Settle) -> Tensor:
+        """See `Reducer`."""
+        self.settle = settle
+        return params_N
+
+    def submit(self, contribution: Contribution) -> None:
+        """See `Reducer`."""
+        self.handed_in = contribution
+
+    def wait(self) -> None:
+        """See `Reducer`."""
+
+
+class Rounds:
+    """One peer's work in rounds of so many members, of which it is the first."""
+
+    def __init__(self, method: str, model: str, members: int) -> None:
+        """Build the model and the others' contributions."""
+        toml = f'[run]\nname="stages"\n[model]\npreset="{model}"\n[outer]\nmethod="{method}"\n'
+        spec = RunSpec.from_toml(toml + f"inner_steps={INNER_STEPS}\n")
+        self.clock, self.model = Clock(), build_model(spec, VOCABULARY)
+        layout = Layout.of(self.model)
+        self.replay = Replay(spec.method(), layout)
+        self.alone = Alone(self.replay)
+        still = inner.build("sgd", self.model, lr=0.0)
+        self.worker = self.replay.method.worker(
+            self.model, still, self.alone, inner_steps=INNER_STEPS
+        )
+        self.state = self.replay.method.genesis(layout, self.worker.synced_N)
+        self.cells, self.residual = self.replay.cells_at(0), self.replay.residual(0)
+        self.noise = [NOISE * torch.randn(shape) for shape in layout.shapes]
+        self.others = [self._frames_of_another() for _ in range(members - 1)]
+        cuts = [len(self.cells) * part // members for part in range(members + 1)]
+        self.parts = [
+            PartRange(start_cell=start, stop_cell=stop, cells=self.cells)
+            for start, stop in itertools.pairwise(cuts)
+        ]
+
+    def _frames_of_another(self) -> tuple[bytes, ...]:
+        other = self.replay.residual(0)
+        return other.offer(NOISE * torch.randn(self.cells.numel), WEIGHT).frames
+
+    def play(self) -> None:
+        """One round."""
+        self.clock.rounds.append({})
+        stage = self.clock.stage
+        self._train()
+        assert self.alone.handed_in is not None, "a window has ended"
+        with stage("encoder: contribution"):
+            offer = self.residual.offer(self.alone.handed_in.delta_N, WEIGHT)
+        frames = [offer.frames, *self.others]
+        with stage("owner: add, average, encode"):
+            owner = reduced(self.parts[0], frames)
+        parts = [owner.decoded_N]
+        for part in self.parts[1:]:
+            theirs = reduced(part, frames)
+            messages, done = batches(theirs.frames, PIECE_BYTES), theirs.done(0, 0)[1]
+            with stage("receiver: the other parts"):
+                parts.append(received(part, messages, done, len(frames)))
+        update_F = torch.cat(parts)
+        with stage("log: apply"):
+            lr, momentum = self.replay.method.scalars(1e-3)
+            self.state = self.replay.method.apply(
+                self.state, update_F, fragment=self.cells.fragment, lr=lr, momentum=momentum
+            )
+        included = torch.ones(len(self.cells), dtype=torch.bool)
+        with stage("encoder: residual"):
+            self.residual.settle(offer, included, weight=WEIGHT, update_F=update_F)
+            if owner.credit_N is not None:
+                self.residual.owner_credit(self.parts[0].values, owner.credit_N)
+        commit = Commit(
+            fragment=0,
+            position=self.state.position,
+            params_N=self.state.params_N,
+            included=included,
+            members=len(frames),
+        )
+        with stage("trainer: copies"):
+            self.alone.settle(commit)
+
+    def _train(self) -> None:
+        """A window of steps, of which the first moves all parameters."""
+        with torch.no_grad():
+            for param, noise in zip(self.model.parameters(), self.noise, strict=True):
+                param.add_(noise)
+        for _ in range(INNER_STEPS):
+            with self.clock.stage("trainer: copies"):
+                self.worker.advance(tokens=1, loss=2.0)
+
+
+def reduced(part: PartRange, frames: Sequence[Sequence[bytes]]) -> PartReducer:
+    """An owner that was given all members' cells of a part, message by message, in turns."""
+    share = Share(weight=WEIGHT, clip=1.0, norm=1e9)
+    owner = PartReducer(part=part, shares={member: share for member in range(len(frames))})
+    cells = slice(part.start_cell, part.stop_cell)
+    messages = [batches([pack(frame) for frame in sent[cells]], PIECE_BYTES) for sent in frames]
+    for turn in zip(*messages, strict=True):
+        for member, message in enumerate(turn):
+            owner.add_all(member, memoryview(message))
+        owner.advance()
+    return owner
+
+
+def received(part: PartRange, messages: Iterable[bytes], done: PartDone, members: int) -> Tensor:
+    """What a member makes of a part's messages."""
+    receiver = PartReceiver(part=part, members=members)
+    for message in messages:
+        receiver.take(memoryview(message))
+    receiver.finish(done)
+    return receiver.decoded_N
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = arguments.add_argument
+    add("--methods", nargs="*", default=METHODS, metavar="SPEC")
+    add("--model", default="30m", help="a preset of RUN.toml")
+    add("--members", type=int, default=4)
+    add("--rounds", type=int, default=4, help="of which the first does not count")
+    add("--json", action="store_true", help="milliseconds as JSON on the last line")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    for method in options.methods:
+        rounds = Rounds(method, options.model, options.members)
+        for _ in range(options.rounds):
+            rounds.play()
+        found[method] = rounds.clock.least_ms()
+        print(f"{method}, {rounds.cells.numel:,} values, {options.members} members")
+        for name, (ms, system_ms) in found[method].items():
+            print(f"  {name:30}{ms:8.1f} ms, of the system {system_ms:6.1f}")
+    if options.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

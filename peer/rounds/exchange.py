@@ -416,7 +416,7 @@ class Exchange:
         """Codes are under way already.
 
         Raises:
-            _NotUpfront: the owner did not keep them.
+            _NotUpfront: the owner did not keep them, or never answered.
         """
         try:
             await self._converse(
@@ -426,6 +426,10 @@ class Exchange:
             if error.code == NOT_UPFRONT:
                 raise _NotUpfront from error
             raise
+        except PeerUnreachable as error:
+            if part in self._came_at:
+                raise
+            raise _NotUpfront from error  # it may have broken long before the group was closed
 
     async def _sent_upfront(self, upfront: UpfrontCodes, part: int) -> None:
         await upfront.sent(part)

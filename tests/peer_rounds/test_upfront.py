@@ -9,6 +9,7 @@ import pytest
 from atoll.dht.memory import run_virtual
 from atoll.optim.log import Entry
 from atoll.peer.rounds import upfront
+from atoll.peer.rounds.ballot import leader_of
 from atoll.peer.rounds.messages import REDUCE, UPFRONT, PartPlan, Upfront, tagged
 from atoll.peer.rounds.policies import kept_parts, split_cells
 
@@ -96,6 +97,27 @@ def test_who_waits_for_a_straggler_has_sent_its_codes_by_then(tmp_path, monkeypa
     upfront_s = reduced_in(tmp_path / "upfront")
     monkeypatch.setattr("atoll.peer.rounds.member.begin_upfront", lambda *_: None)
     assert upfront_s < 0.6 * reduced_in(tmp_path / "late")
+
+
+def test_a_connection_that_breaks_before_the_group_closes_costs_nobody_its_place(tmp_path):
+    """What waits at an owner is lost with its stream, and sent again."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(4, window_s=5.0)
+        peers[3].window_s = 7.5
+        await swarm.until(lambda: passed(peers, 2))
+        position = peers[0].replica.position
+        leader = leader_of(peers[0].replica.electorate, position, 0).peer_id
+        a, b = [p for p in peers[:3] if p.identity.peer_id != leader][:2]
+        await swarm.until(lambda: {p.rounds.statistics().phase for p in (a, b)} == {"wait"})
+        await asyncio.sleep(0.5)
+        swarm.network.reset(a.identity.peer_id, b.identity.peer_id)
+        await swarm.until(lambda: passed(peers, position))
+        assert len(log(a)[position].complete_members()) == 4
+        assert swarm.same_bits(peers)
+        expect_sums(swarm, a)
+
+    run(tmp_path, scenario)
 
 
 def log(peer):

@@ -24,6 +24,7 @@ Errors::
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Protocol
 
 from atoll.dht.streams import Mark
@@ -40,6 +41,7 @@ CALL, STREAM = 0, 1
 HEADER_BYTES = 5
 MAX_OPEN_BYTES = 3 + MAX_METHOD_CHARS + MAX_ADMISSION_BYTES
 MAX_REFUSAL_BYTES = 1024
+REFUSAL_CODE = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 SCRATCH_BYTES = 1 << 14  # longer payloads are read straight into their own memory
 WRITE_WINDOW_BYTES = 1 << 18  # unsent bytes after which `send` waits
 
@@ -270,4 +272,4 @@ def decode_refusal(payload: bytes, peer: str) -> Refused:
     printable = "".join(
         c if c.isprintable() else "?" for c in payload[end:].decode(errors="replace")
     )
-    return Refused(code if code.isidentifier() else BAD_MESSAGE, printable, peer=peer)
+    return Refused(code if REFUSAL_CODE.fullmatch(code) else BAD_MESSAGE, printable, peer=peer)

@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from atoll.dht.frames import decode_refusal, encode_refusal
 from atoll.dht.serving import Handlers
 from atoll.dht.streams import Mark, StreamEnd, within
 from atoll.dht.transport import (
@@ -454,7 +455,7 @@ class MemoryTransport:
             self.handlers.check(remote, admission)
             outcome = await self.handlers.answer(remote, there.method, body)
         except Exception as error:
-            outcome = self.handlers.refusal(error, self.peer_id)
+            outcome = self._refusal(error)
         await self._awake()
         size = len(outcome) if isinstance(outcome, bytes) else len(str(outcome))
         self.network._send(back, size, lambda: call.settle(outcome))
@@ -471,9 +472,14 @@ class MemoryTransport:
             await self.handlers.run(stream)
         except Exception as error:
             await self._awake()
-            stream.refuse(self.handlers.refusal(error, self.peer_id))
+            stream.refuse(self._refusal(error))
         finally:
             await stream.close()
+
+    def _refusal(self, error: Exception) -> Refused:
+        """What libp2p's framing would make of it on its way."""
+        wire = encode_refusal(self.handlers.refusal(error, self.peer_id))
+        return decode_refusal(wire, self.peer_id)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -279,13 +279,13 @@ def table(rows: list[Facts]) -> str:
     """For people."""
     lines = [
         f"{'method':36}{'Mbit/s':>7}{'step ms':>8}{'utilisation':>12}{'waited':>8}"
-        f"{'rounds':>8}{'MB a window':>12}{'CPU s':>7}"
+        f"{'rounds':>8}{'MB a window':>12}{'CPU s':>7}  commit"
     ]
     for row in rows:
         lines.append(
             f"{row['method'][:35]:36}{row['mbit_s']:7.0f}{row['step_ms']:8.0f}"
             f"{100 * row['utilisation']:11.1f}%{100 * row['waited']:7.1f}%"
-            f"{row['rounds']:5d}/{row['windows']:<2d}{row['sent_mb']:12.2f}{row['cpu_s']:7.2f}"
+            f"{row['rounds']:5d}/{row['windows']:<2d}{row['sent_mb']:12.2f}{row['cpu_s']:7.2f}  {row['commit']}"
         )
     return "\n".join(lines)
 

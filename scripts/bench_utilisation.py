@@ -285,7 +285,8 @@ def table(rows: list[Facts]) -> str:
         lines.append(
             f"{row['method'][:35]:36}{row['mbit_s']:7.0f}{row['step_ms']:8.0f}"
             f"{100 * row['utilisation']:11.1f}%{100 * row['waited']:7.1f}%"
-            f"{row['rounds']:5d}/{row['windows']:<2d}{row['sent_mb']:12.2f}{row['cpu_s']:7.2f}  {row['commit']}"
+            f"{row['rounds']:5d}/{row['windows']:<2d}{row['sent_mb']:12.2f}{row['cpu_s']:7.2f}"
+            f"  {row['commit']}"
         )
     return "\n".join(lines)
 

@@ -1,8 +1,9 @@
 """The reducer of a networked peer: the trainer's thread on one side, the rounds' loop on the other.
 
 The trainer submits and waits; everything else happens in the loop.  Entries that the loop applies
-come back through one queue, in the order of the log, and are settled on the trainer's thread, so
-that parameters and residual are touched by one thread only.
+come back through one queue, in the order of the log, and the trainer's thread moves its parameters
+by them.  A third thread encodes what is submitted and settles the residual, in the order in which
+it is asked, so that parameters and residual are touched by one thread each.
 """
 
 from __future__ import annotations

@@ -209,14 +209,16 @@ class Voter:
         self._check_root(entry)
 
     def _check_root(self, entry: Entry) -> None:
-        """A root may be absent only where it is not known here either, as after a rewind."""
-        scheduled = self._ctx.replica.root_scheduled(entry.position)
-        due = self._ctx.replica.root_due(entry.position)
-        got = entry.state_root
-        if got is None and due is None:
+        """A root may be absent: a leader that was started again has no state but the newest.
+
+        Were that refused, its own vote for such an entry would bind the leaders after it.
+        """
+        got, scheduled = entry.state_root, self._ctx.replica.root_scheduled(entry.position)
+        if got is None:
             return
-        if got is None or got.position != scheduled:
+        if got.position != scheduled:
             raise Refused("bad-root", f"expected the root of state {scheduled}")
+        due = self._ctx.replica.root_due(entry.position)
         if due is not None and got.root != due[1]:
             raise Refused(
                 "bad-root", f"expected root {due[1].hex()[:12]} of state {due[0]}, got another"

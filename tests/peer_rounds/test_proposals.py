@@ -42,6 +42,25 @@ def rows(peer):
     return peer.replica.store.headers(0, peer.replica.position)
 
 
+def test_a_leader_without_the_state_whose_root_is_due_leads_all_the_same(tmp_path):
+    """As one that was started again: it votes for its entry, which then binds the others."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        due_at = 4
+        await swarm.until(lambda: passed(peers, due_at - 2))
+        await swarm.until(lambda: all(due_at - 2 in p.replica.snapshots for p in peers))
+        del leader_at(peers, due_at).replica.snapshots[due_at - 2]
+        await swarm.until(lambda: passed(peers, due_at + 2))
+        row = rows(peers[0])[due_at]
+        assert Entry.decode(row.entry).state_root is None
+        assert Certificate.decode(row.certificate).attempt == 0
+        assert Entry.decode(rows(peers[0])[due_at + 2].entry).state_root is not None
+        assert swarm.same_bits(peers)
+
+    run(tmp_path, scenario)
+
+
 def test_electors_need_no_commit(tmp_path):
     async def scenario(swarm):
         swarm.network.on_message = lambda src, dst, method, n: method != "commit"

@@ -106,7 +106,12 @@ class Parts:
         return tuple(_logged(part, part.done, gone) for part in self._parts if part.done)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End what is under way, and let go of the exchange.
+
+        A leadership is a cycle of references: what it holds stays until the collector comes by,
+        which may be many rounds later, and an exchange has some bytes for each value.
+        """
+        self.exchange = None
         fetches = [part.fetching for part in self._parts if part.fetching]
         for task in fetches:
             task.cancel()

@@ -252,6 +252,7 @@ class HeldStream:
     async def _stop(self) -> None:
         self.reading.cancel()
         await asyncio.gather(self.reading, return_exceptions=True)
+        self._messages = asyncio.Queue()  # the frame of a cancelled task keeps this object
 
     async def __aenter__(self) -> Self:
         """The stream itself."""

@@ -1,6 +1,7 @@
 """Codes that leave before the group closes: they arrive, count once, and are refused by name."""
 
 import asyncio
+import gc
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from atoll.dht.memory import run_virtual
 from atoll.optim.log import Entry
 from atoll.peer.rounds import upfront
 from atoll.peer.rounds.ballot import leader_of
+from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.messages import REDUCE, UPFRONT, PartPlan, Upfront, tagged
 from atoll.peer.rounds.policies import kept_parts, split_cells
 
@@ -118,6 +120,26 @@ def test_a_connection_that_breaks_before_the_group_closes_costs_nobody_its_place
         expect_sums(swarm, a)
 
     run(tmp_path, scenario)
+
+
+def test_what_a_round_holds_is_let_go_when_it_is_over(tmp_path):
+    """Not when the collector comes by: an exchange has some bytes for each value of the model."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=2.0)
+        await swarm.until(lambda: passed(peers, 5))
+        await swarm.until(lambda: all(p.rounds.statistics().phase == "train" for p in peers))
+        await asyncio.sleep(1.0)
+        alive = gc.get_objects()
+        assert [o.group.position for o in alive if type(o) is Exchange] == []
+        assert sum(o._messages.qsize() for o in alive if type(o) is upfront.HeldStream) == 0
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(tmp_path, scenario)
+    finally:
+        gc.enable()
 
 
 def log(peer):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.optim import vectors
 from atoll.optim.cells import LENGTH, Cells, Term, UpdateError, pack, unpack
 from atoll.optim.robust import Rule
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone, Prefix
@@ -130,9 +131,11 @@ class PartReducer:
         self._last = -1
         """one of the members of whom the fewest cells came; -1 while none is known"""
         self._done: tuple[bytes, PartDone] | None = None
-        self._sum_N = torch.zeros(part.count)
+        self._sum_N = vectors.empty(part.count)
+        self._begun = 0
+        """cells of which there is a sum"""
         self._weight = [0.0] * part.num_cells
-        self._credit_N = torch.zeros(part.count)
+        self._credit_N = vectors.empty(0 if part.cells.gathers else part.count)
         self.frames: list[bytes] = []
         self._hash = hashlib.sha256()
 
@@ -168,18 +171,7 @@ class PartReducer:
         """
         if member not in self._live:
             return
-        index = self._arrived[member]
-        if index >= self.part.num_cells:
-            raise CellRefused(f"expected {self.part.num_cells} cells, got one more")
-        cell_N = self._decode(index, frame)
-        self._check_norm(member, cell_N)
-        share = self._shares[member]
-        if not self.part.cells.gathers:
-            self._values(self._sum_N, index).add_(cell_N, alpha=share.weight * share.clip)
-        if self._keeps and share.weight > 0:
-            self._held.setdefault(index, {})[member] = bytes(frame)
-        self._weight[index] += share.weight
-        self._arrived[member] += 1
+        self._add_frames(member, [frame])
 
     def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
         """Take the next cells of ``member``, as frames or as the message that holds them.
@@ -189,8 +181,8 @@ class PartReducer:
         """
         if member not in self._live:
             return
-        for frame in self._incoming[member].frames_of(cells):
-            self.add(member, frame)
+        if frames := self._incoming[member].frames_of(cells):
+            self._add_frames(member, frames)
 
     def drop(self, member: int) -> None:
         """Expect nothing more of ``member``; what arrived stays."""
@@ -198,11 +190,11 @@ class PartReducer:
 
     def advance(self) -> bool:
         """Encode the cells that are complete; whether there was one."""
-        ready = self._ready_cells()
-        for index in range(len(self.frames), ready):
-            frame = pack(self._encode(index))
-            self._hash.update(frame)
-            self.frames.append(frame)
+        first, ready = len(self.frames), self._ready_cells()
+        if first < ready:
+            frames = [pack(frame) for frame in self._encode(first, ready)]
+            self._hash.update(b"".join(frames))
+            self.frames += frames
         return ready > 0
 
     def done(self, part: int, generation: int) -> tuple[bytes, PartDone]:
@@ -237,9 +229,12 @@ class PartReducer:
         return self._sum_N
 
     @property
-    def credit_N(self) -> Tensor:  # noqa: N802
-        """What encoding the mean lost, times the weight behind it: W (a - u) on this part."""
-        return self._credit_N
+    def credit_N(self) -> Tensor | None:  # noqa: N802
+        """What encoding the mean lost, times the weight behind it: W (a - u) on this part.
+
+        None where frames are gathered: nothing is lost.
+        """
+        return None if self.part.cells.gathers else self._credit_N
 
     def _ready_cells(self) -> int:
         """Cells of which nobody's is missing; found anew once the last of all has come further."""
@@ -249,19 +244,55 @@ class PartReducer:
         self._last = min(self._live, key=self._arrived.__getitem__, default=-1)
         return self._arrived[self._last] if self._last >= 0 else self.part.num_cells
 
-    def _encode(self, index: int) -> bytes:
+    def _add_frames(self, member: int, frames: Sequence[bytes | memoryview]) -> None:
+        """Take the next cells of a member, by runs that are decoded at once."""
+        first, start = self._arrived[member], self.part.start_cell
+        if first + len(frames) > self.part.num_cells:
+            raise CellRefused(f"expected {self.part.num_cells} cells, got one more")
+        for run, values in self.part.cells.decode_runs(start + first, frames):
+            taken = frames[run.start - start - first : run.stop - start - first]
+            self._add_run(member, taken, values)
+
+    def _add_run(self, member: int, frames: Sequence[bytes | memoryview], values: Tensor) -> None:
+        first, share = self._arrived[member], self._shares[member]
+        self._check_norm(member, values)
+        if not self.part.cells.gathers:
+            sum_N = self._sum_of(first, first + len(frames))
+            sum_N.add_(values, alpha=share.weight * share.clip)
+        for index, frame in enumerate(frames, first):
+            if self._keeps and share.weight > 0:
+                self._held.setdefault(index, {})[member] = bytes(frame)
+            self._weight[index] += share.weight
+        self._arrived[member] += len(frames)
+
+    def _sum_of(self, first: int, stop: int) -> Tensor:
+        """The sums of the cells ``[first, stop)``; those that nobody has begun are made 0 first."""
+        if stop > self._begun:
+            self._values(self._sum_N, self._begun, stop).zero_()
+            self._begun = stop
+        return self._values(self._sum_N, first, stop)
+
+    def _encode(self, first: int, stop: int) -> list[bytes]:
+        """The reduced frames of some cells, which are complete."""
         if self.part.cells.gathers:
-            return self._gather(index)
-        weight = self._weight[index]
+            return [self._gather(index) for index in range(first, stop)]
+        start, mean_N = self.part.start_cell, self._sum_of(first, stop)
+        for index in range(first, stop):
+            self._average(index)
+        frames = self.part.cells.encode_mean_all(start + first, start + stop, mean_N)
+        lost_N = self._values(self._credit_N, first, stop).copy_(mean_N)
+        self.part.cells.decode_reduced_all(start + first, frames, mean_N)
+        lost_N.sub_(mean_N)
+        for index in range(first, stop):
+            self._values(self._credit_N, index).mul_(self._weight[index])
+        return frames
+
+    def _average(self, index: int) -> None:
+        """Turn the sum of a cell into its mean, or into what the rule makes of it."""
         mean_N = self._values(self._sum_N, index)
-        if weight > 0:
-            mean_N.div_(weight)
+        if self._weight[index] > 0:
+            mean_N.div_(self._weight[index])
         self._reject(index, mean_N)
-        frame = self.part.cells.encode_mean(self.part.start_cell + index, mean_N)
-        lost_N = self._values(self._credit_N, index).copy_(mean_N)
-        self._read(index, frame, mean_N)
-        lost_N.sub_(mean_N).mul_(weight)
-        return frame
 
     def _gather(self, index: int) -> bytes:
         """All frames of a cell as one; nothing is lost, so there is no credit."""
@@ -273,7 +304,8 @@ class PartReducer:
                 for m, sent in held
             ]
         )
-        self._read(index, frame, self._values(self._sum_N, index))
+        at = self.part.start_cell + index
+        self.part.cells.decode_reduced(at, frame, self._values(self._sum_N, index))
         return frame
 
     def _reject(self, index: int, mean_N: Tensor) -> None:
@@ -291,14 +323,13 @@ class PartReducer:
     def _decode(self, index: int, frame: bytes | memoryview) -> Tensor:
         return self.part.cells.decode_sent(self.part.start_cell + index, frame)
 
-    def _read(self, index: int, frame: bytes, out_N: Tensor) -> None:
-        self.part.cells.decode_reduced(self.part.start_cell + index, frame, out_N)
+    def _values(self, vector_N: Tensor, first: int, stop: int | None = None) -> Tensor:
+        """Those of the cell ``first``, or of the cells ``[first, stop)``."""
+        last = first if stop is None else stop - 1
+        return vector_N[self.part.cell(first).start : self.part.cell(last).stop]
 
-    def _values(self, vector_N: Tensor, index: int) -> Tensor:
-        return vector_N[self.part.cell(index)]
-
-    def _check_norm(self, member: int, cell_N: Tensor) -> None:
-        norm = self._norms.add(member, self._exchange, float(torch.dot(cell_N, cell_N)))
+    def _check_norm(self, member: int, values: Tensor) -> None:
+        norm = self._norms.add(member, self._exchange, float(torch.dot(values, values)))
         declared = self._shares[member].norm
         if not norm <= declared * NORM_SLACK + 1e-12:
             raise CellRefused(f"expected a norm of at most {declared:.3g}, got {norm:.3g} so far")
@@ -315,7 +346,7 @@ class PartReceiver:
         self._messages: list[bytes] = []
         self._num_cells = 0
         self._hash = hashlib.sha256()
-        self.decoded_N = torch.empty(part.count)
+        self.decoded_N = vectors.empty(part.count)
 
     def take(self, data: memoryview) -> list[bytes]:
         """Take a message; there is nothing to answer.
@@ -326,10 +357,12 @@ class PartReceiver:
         """
         part, first = self._part, self._num_cells
         frames = self._buffer.feed(data)
-        for index, frame in enumerate(frames, first):
-            values_N = self.decoded_N[part.cell(index)]
-            part.cells.decode_reduced(part.start_cell + index, frame, values_N)
-        self._num_cells += len(frames)
+        if frames:
+            self._num_cells += len(frames)
+            start, stop = part.cell(first).start, part.cell(self._num_cells - 1).stop
+            part.cells.decode_reduced_all(
+                part.start_cell + first, frames, self.decoded_N[start:stop]
+            )
         self._messages.append(bytes(data))
         self._hash.update(data)
         return []

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-import torch
 from torch import Tensor
 
 from atoll.dht.transport import PeerUnreachable, Refused
+from atoll.optim import vectors
 from atoll.optim.cells import UpdateError
 from atoll.optim.log import (
     Elector,
@@ -167,7 +167,7 @@ class Voter:
         """The update of an entry as it was decoded for the vote; None where it was not."""
         came = self._decoded(entry)
         return (
-            await self._ctx.compute(torch.cat, came) if came else self._verified.get(entry.digest)
+            await self._ctx.compute(vectors.cat, came) if came else self._verified.get(entry.digest)
         )
 
     async def _verify(self, entry: Entry, body: bytes) -> None:

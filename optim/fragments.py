@@ -374,7 +374,7 @@ def _rows_of_tiles(values: Tensor, shape: Dims) -> Iterator[Tensor]:
         rows = room(
             "rows of tiles", (some.stop - first, TILE, columns), values.device, values.dtype
         )
-        rows[:, :, : across * TILE].view(-1, TILE, across, TILE).copy_(tiles[some])
+        rows[:, :, : across * TILE].view(len(rows), TILE, across, TILE).copy_(tiles[some])
         rows[:, :, across * TILE :].copy_(right[some])
         yield rows.view(-1)
     yield from torch.split(below, RUN) if below.numel() else ()

@@ -249,8 +249,8 @@ class Run:
 
     def members_since(self, position):
         """How many took part in the newest round, if that is later than a position."""
-        newest = self.status().history[-1]
-        return newest.members if newest.position > position else 0
+        newest = self.status().history[-1:]
+        return newest[0].members if newest and newest[0].position > position else 0
 
     def expect_equal_states(self, since):
         """Watch until all peers have told the digest of one state; no two may ever differ."""

@@ -16,7 +16,7 @@ from atoll.optim.robust import Rule
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.holdings import Holdings
-from atoll.peer.rounds.messages import Closed, Group, PlannedPart
+from atoll.peer.rounds.messages import Closed, Group, PlannedPart, planned_parts
 from atoll.peer.rounds.pacing import Link
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
@@ -137,14 +137,7 @@ class Context(PeerContext):
     def note_parts(self, entry: Entry) -> None:
         """An entry was applied."""
         if entry.kind == "update":
-            self.last_parts[entry.fragment] = tuple(
-                PlannedPart(
-                    start_cell=part.start_cell,
-                    stop_cell=part.stop_cell,
-                    owner=entry.members[part.owner].peer_id,
-                )
-                for part in entry.parts
-            )
+            self.last_parts[entry.fragment] = planned_parts(entry.parts, entry.members)
 
     @property
     def known_epoch(self) -> int | None:

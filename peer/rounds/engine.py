@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from atoll.dht.transport import Refused, Stream, TransportError
-from atoll.optim.log import Certificate, Entry, MalformedRecord, check_certificate
+from atoll.optim.log import (
+    Certificate,
+    Entry,
+    LogError,
+    MalformedRecord,
+    check_certificate,
+)
 from atoll.peer.replica import Applied
 from atoll.peer.rounds.ballot import Place
 from atoll.peer.rounds.closing import take_passed
@@ -276,8 +282,11 @@ class Rounds:
         task.add_done_callback(self._committing.discard)
 
     async def _commit_own_vote(self, entry: Entry, certificate: Certificate) -> None:
-        body = await self.voter.gather(entry, self._ctx.me.peer_id)
-        await self._commit(entry, certificate, body)
+        try:
+            body = await self.voter.gather(entry, self._ctx.me.peer_id)
+            await self._commit(entry, certificate, body)
+        except (TransportError, LogError):  # as where no commit arrives
+            self.kick_catch_up()
 
     # what a decided entry means for this peer
 

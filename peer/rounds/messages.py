@@ -24,6 +24,7 @@ cells the kind ``CELL`` and whole frames, each with its length before it (``atol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, FiniteFloat
@@ -33,6 +34,8 @@ from atoll.optim.log import (
     Digest,
     Elector,
     Incarnation,
+    Member,
+    Part,
     PeerId,
     Record,
     Signature,
@@ -212,6 +215,20 @@ class PlannedPart(Record):
     start_cell: Count
     stop_cell: Count
     owner: PeerId
+
+
+def planned_parts(
+    parts: Sequence[PartPlan | Part], members: Sequence[GroupMember | Member]
+) -> tuple[PlannedPart, ...]:
+    """The parts of a group or of an entry, by their owners' names."""
+    return tuple(
+        PlannedPart(
+            start_cell=part.start_cell,
+            stop_cell=part.stop_cell,
+            owner=members[part.owner].peer_id,
+        )
+        for part in parts
+    )
 
 
 class Plan(Record):

@@ -30,6 +30,7 @@ from atoll.peer.rounds.messages import (
     PlannedPart,
     Ready,
     Upfront,
+    planned_parts,
     tagged,
 )
 from atoll.peer.rounds.reduction import batches
@@ -41,15 +42,8 @@ SEND_STALLS = 20  # for one message to an owner that is there, but may be on a s
 
 def plan_of(group: Group) -> Plan:
     """How a group cuts its position."""
-    parts = (
-        PlannedPart(
-            start_cell=part.start_cell,
-            stop_cell=part.stop_cell,
-            owner=group.members[part.owner].peer_id,
-        )
-        for part in group.parts
-    )
-    return Plan(epoch=group.epoch, position=group.position, parts=tuple(parts))
+    parts = planned_parts(group.parts, group.members)
+    return Plan(epoch=group.epoch, position=group.position, parts=parts)
 
 
 def expected_plan(ctx: Context, position: int) -> Plan | None:
@@ -65,8 +59,7 @@ def begin_upfront(ctx: Context, ready: Ready, codes: Sequence[bytes]) -> Upfront
     plan = expected_plan(ctx, ready.position)
     if plan is None or not ready.weight or ready.term:
         return None
-    known = {*ctx.seen, *(elector.peer_id for elector in ctx.replica.electorate)}
-    if not {part.owner for part in plan.parts} <= known | {ctx.me.peer_id}:
+    if not {part.owner for part in plan.parts} <= _known(ctx) | {ctx.me.peer_id}:
         return None
     return UpfrontCodes(ctx, plan, codes, ready.norm)
 
@@ -163,10 +156,9 @@ def check_upfront(ctx: Context, remote: str, head: Upfront) -> int:
         Refused: they are of no use here; the sender keeps them for the group.
     """
     plan = expected_plan(ctx, head.position)
-    known = {*ctx.seen, *(elector.peer_id for elector in ctx.replica.electorate)}
     if (
         plan is None
-        or remote not in known
+        or remote not in _known(ctx)
         or head.position < ctx.replica.position
         or plan.digest != head.plan
         or head.part >= len(plan.parts)
@@ -174,6 +166,11 @@ def check_upfront(ctx: Context, remote: str, head: Upfront) -> int:
     ):
         raise not_upfront(head.position)
     return most_bytes(ctx.replay.cells_at(head.position), plan.parts[head.part])
+
+
+def _known(ctx: Context) -> set[str]:
+    """Peers of the roster, and electors."""
+    return {*ctx.seen, *(elector.peer_id for elector in ctx.replica.electorate)}
 
 
 def not_upfront(position: int) -> Refused:

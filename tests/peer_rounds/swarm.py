@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.compression import parse
 from atoll.dht.identity import Identity, verify
-from atoll.dht.memory import MemoryNetwork
+from atoll.dht.memory import MemoryNetwork, run_virtual
 from atoll.dht.roster import MemoryBoard, PeerRecord
 from atoll.optim import methods
 from atoll.optim.feedback import Offer
@@ -390,6 +390,20 @@ class Swarm:
                 self.network.thaw(peer.identity.peer_id)
                 await peer.stop()
         await _bury()
+
+
+def run_swarm(folder: Path, scenario: Callable[[Swarm], Awaitable[None]], **options: Any) -> None:
+    """A scenario in a fresh swarm; no handler may have raised anything but a refusal."""
+
+    async def main() -> None:
+        swarm = Swarm(folder, **({"codec": "fp32"} | options))
+        try:
+            await scenario(swarm)
+            assert swarm.network.errors == []
+        finally:
+            await swarm.stop()
+
+    run_virtual(main())
 
 
 async def _bury() -> None:

@@ -46,6 +46,10 @@ def test_no_order_of_events_decides_a_position_twice(electors, attempts, mishaps
 @pytest.mark.slow
 def test_no_order_of_events_decides_a_position_twice_in_the_larger_worlds():
     assert len(Model(3, terms(3), 1).explore()) > 50_000
+
+
+@pytest.mark.exhaustive
+def test_no_order_of_events_decides_twice_where_a_leader_proposes_anew_and_peers_restart():
     assert len(Model(3, AGAIN, 1).explore()) > 50_000
 
 

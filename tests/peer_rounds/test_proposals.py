@@ -13,24 +13,8 @@ from atoll.peer.rounds.messages import Voted
 from atoll.peer.rounds.tally import MAX_ELECTORS, Tally
 
 sys.path.insert(0, str(Path(__file__).parent))
-from strikes import expect_no_work_lost, expect_sums
-from swarm import Swarm
-
-
-def run(folder, scenario, **options):
-    async def main():
-        swarm = Swarm(folder, **({"codec": "fp32"} | options))
-        try:
-            await scenario(swarm)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
-
-    run_virtual(main())
-
-
-def passed(peers, position):
-    return all(p.replica.position > position for p in peers)
+from strikes import expect_no_work_lost, expect_sums, passed
+from swarm import run_swarm
 
 
 def leader_at(peers, position):
@@ -58,7 +42,7 @@ def test_a_leader_without_the_state_whose_root_is_due_leads_all_the_same(tmp_pat
         assert Entry.decode(rows(peers[0])[due_at + 2].entry).state_root is not None
         assert swarm.same_bits(peers)
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def test_electors_need_no_commit(tmp_path):
@@ -69,7 +53,7 @@ def test_electors_need_no_commit(tmp_path):
         assert all(Certificate.decode(row.certificate).attempt == 0 for row in rows(peers[0]))
         assert swarm.same_bits(peers)
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def test_what_was_voted_for_is_decided_without_the_leader(tmp_path):
@@ -95,7 +79,7 @@ def test_what_was_voted_for_is_decided_without_the_leader(tmp_path):
         await swarm.until(lambda: passed(rest, position + 2))
         assert swarm.same_bits(rest)
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def test_a_part_that_is_lost_after_the_proposal_is_reduced_again_by_the_same_leader(tmp_path):
@@ -129,7 +113,7 @@ def test_a_part_that_is_lost_after_the_proposal_is_reduced_again_by_the_same_lea
         for peer in rest:
             expect_no_work_lost(peer)
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def electors(count):

@@ -16,27 +16,11 @@ from atoll.peer.rounds.messages import REDUCE, UPFRONT, PartPlan, Upfront, tagge
 from atoll.peer.rounds.policies import kept_parts, split_cells
 
 sys.path.insert(0, str(Path(__file__).parent))
-from strikes import expect_no_work_lost, expect_sums
-from swarm import Swarm
+from strikes import expect_no_work_lost, expect_sums, passed
+from swarm import run_swarm
 from test_hostile import send
 
 SLOW_MBIT_S = 2.0  # a vector of 200 kB takes 0.8 s
-
-
-def run(folder, scenario, **options):
-    async def main():
-        swarm = Swarm(folder, **({"codec": "fp32"} | options))
-        try:
-            await scenario(swarm)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
-
-    run_virtual(main())
-
-
-def passed(peers, position):
-    return all(p.replica.position > position for p in peers)
 
 
 def heads(monkeypatch):
@@ -66,7 +50,7 @@ def test_from_the_second_round_on_codes_leave_upfront(tmp_path, monkeypatch):
         assert swarm.same_bits(peers)
         expect_sums(swarm, peers[0])
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def reduce_s(peer):
@@ -90,7 +74,7 @@ def reduced_in(folder):
         assert all(len(entry.complete_members()) == 3 for entry in log(peers[0]))
         assert swarm.same_bits(peers)
 
-    run(folder, scenario, codec="int8")
+    run_swarm(folder, scenario, codec="int8")
     return took[0]
 
 
@@ -119,7 +103,7 @@ def test_a_connection_that_breaks_before_the_group_closes_costs_nobody_its_place
         assert swarm.same_bits(peers)
         expect_sums(swarm, a)
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def test_what_a_round_holds_is_let_go_when_it_is_over(tmp_path):
@@ -137,7 +121,7 @@ def test_what_a_round_holds_is_let_go_when_it_is_over(tmp_path):
     gc.collect()
     gc.disable()
     try:
-        run(tmp_path, scenario)
+        run_swarm(tmp_path, scenario)
     finally:
         gc.enable()
 
@@ -166,7 +150,7 @@ def test_a_joiner_that_owns_parts_makes_the_others_send_again(tmp_path, monkeypa
         assert swarm.same_bits([*slow, joiner])
         expect_sums(swarm, slow[0])
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def test_an_owner_that_died_while_training_costs_no_work(tmp_path):
@@ -180,7 +164,7 @@ def test_an_owner_that_died_while_training_costs_no_work(tmp_path):
         for peer in rest:
             expect_no_work_lost(peer)
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def test_what_was_withdrawn_is_not_counted(tmp_path):
@@ -210,7 +194,7 @@ def test_what_was_withdrawn_is_not_counted(tmp_path):
         for peer in peers:
             expect_no_work_lost(peer)
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def test_upfront_codes_that_fit_nothing_are_refused_by_name(tmp_path):
@@ -242,7 +226,7 @@ def test_upfront_codes_that_fit_nothing_are_refused_by_name(tmp_path):
         assert swarm.same_bits(peers)
         expect_sums(swarm, peers[0])
 
-    run(tmp_path, scenario)
+    run_swarm(tmp_path, scenario)
 
 
 def head(fields):

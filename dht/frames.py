@@ -148,6 +148,7 @@ class Connection(asyncio.BufferedProtocol):
         self._sink = sink
         self._reader = FrameReader(sink)
         self._transport: asyncio.Transport | None = None
+        self._is_lost = False
         self.is_full = False
         self.is_paused = False
 
@@ -186,7 +187,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Of asyncio."""
-        self.is_full = False
+        self._is_lost, self.is_full = True, False
         self._sink.on_connection_lost(exc)
         self._sink.on_writable()
 
@@ -224,8 +225,8 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Ends it now."""
-        if self._transport is not None:
+        """Ends it now; nothing once it has ended, where asyncio's transport may raise."""
+        if self._transport is not None and not self._is_lost:
             self._transport.abort()
 
     def _fail(self, error: FrameError) -> None:

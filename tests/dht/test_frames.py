@@ -1,4 +1,5 @@
 import asyncio
+import socket
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from atoll.dht.frames import (
     HEADER_BYTES,
     MAX_OPEN_BYTES,
     SCRATCH_BYTES,
+    Connection,
     FrameError,
     FrameReader,
     decode_open,
@@ -30,6 +32,12 @@ class Sink:
 
     def on_frame(self, mark, payload):
         self.frames.append((mark, payload))
+
+    def on_writable(self):
+        """Nobody writes."""
+
+    def on_connection_lost(self, error):
+        self.lost.set_result(error)
 
 
 def frame(mark, payload=b""):
@@ -187,3 +195,23 @@ def test_endless_empty_messages_stop_the_reading():
         assert HEADER_BYTES * 40_000 == s.bytes_received
 
     in_loop(check)
+
+
+def test_abort_after_a_close_that_still_had_bytes_to_send():
+    async def scenario():
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        sink = Sink()
+        sink.lost = asyncio.get_running_loop().create_future()
+        _, connection = await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: Connection(sink), near
+        )
+        connection.write(Mark.DATA, bytes(MAX_MESSAGE_BYTES))
+        connection.close()
+        while await asyncio.to_thread(far.recv, 1 << 20):
+            pass
+        assert await sink.lost is None
+        connection.abort()
+        far.close()
+
+    asyncio.run(scenario())

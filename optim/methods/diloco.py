@@ -1,15 +1,22 @@
-"""`diloco`: H inner steps, then Nesterov on the averaged pseudo-gradient (arXiv:2311.08105)."""
+"""`diloco`: H inner steps, then Nesterov on the averaged pseudo-gradient (arXiv:2311.08105).
+
+With `tau` above 0 the reduction travels for so many inner steps, at most a window, and what was
+trained meanwhile stays; with `count` above 1 the model is cut in fragments that take turns, as in
+`streaming`. The paper waits, and sends all at once.
+"""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.optim import fragments as cuts
 from atoll.optim.defaults import outer_defaults
 from atoll.optim.diloco import DiLoCo
 from atoll.optim.fragments import Fragment
-from atoll.optim.methods.base import Method
+from atoll.optim.layout import Layout
+from atoll.optim.methods.base import Method, require
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import nesterov
 from atoll.optim.reducer import Reducer
@@ -30,11 +37,43 @@ class DiLoCoMethod(Method):
     momentum: float = 0.9
     """Outer momentum."""
 
+    tau: int = 0
+    """Inner steps that a reduction travels while training goes on; 0 waits for it."""
+
+    count: int = 1
+    """Number of fragments."""
+
+    pattern: Literal["strided", "sequential"] = "strided"
+    """Which blocks make a fragment, where there are several."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MethodError: when one is out of range.
+        """
+        require(self.tau >= 0, "a tau of at least 0", self.tau)
+        require(self.count >= 1, "at least one fragment", self.count)
+        require(
+            self.count == 1 or not self.rank, "one fragment with powersgd's factors", self.count
+        )
+
+    def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
+        """All at once, or blocks of the model by the pattern; in tensors if the codec wants it."""
+        if self.count == 1:
+            return super().fragments(layout)
+        cut = cuts.strided if self.pattern == "strided" else cuts.sequential
+        return cut(layout, self.count, tensors=not self.codec.elementwise)
+
     @classmethod
     def defaults_for(cls, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:
         """Learning rate and momentum that follow the length of the run."""
         lr, momentum = outer_defaults(rounds, inner_steps, peers)
         return {"lr": lr, "momentum": momentum}
+
+    def hidden_steps(self, inner_steps: int) -> int:
+        """As `tau` says."""
+        return self.tau
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:
         """Those of the run."""
@@ -56,4 +95,4 @@ class DiLoCoMethod(Method):
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
         """As `Method.worker`."""
-        return DiLoCo(model, inner, reducer, inner_steps=inner_steps)
+        return DiLoCo(model, inner, reducer, inner_steps=inner_steps, delay=self.tau)

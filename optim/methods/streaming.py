@@ -11,16 +11,13 @@ error feedback.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.compression import Codec, Fp4
-from atoll.optim import fragments as cuts
 from atoll.optim.diloco import DiLoCo
-from atoll.optim.fragments import Fragment
-from atoll.optim.layout import Layout
 from atoll.optim.methods.base import require
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.registry import register
@@ -41,9 +38,6 @@ class StreamingMethod(DiLoCoMethod):
     count: int = 2
     """Number of fragments; about three layers each in the paper."""
 
-    pattern: Literal["strided", "sequential"] = "strided"
-    """Which blocks make a fragment."""
-
     tau: int = 5
     """Inner steps that a reduction travels."""
 
@@ -56,18 +50,8 @@ class StreamingMethod(DiLoCoMethod):
         Raises:
             MethodError: when one is out of range.
         """
-        require(self.count >= 1, "at least one fragment", self.count)
-        require(self.tau >= 0, "a tau of at least 0", self.tau)
+        super().__post_init__()
         require(0 <= self.alpha <= 1, "an alpha between 0 and 1", self.alpha)
-
-    def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
-        """Blocks of the model, by the pattern; in tensors if the codec looks at them."""
-        cut = cuts.strided if self.pattern == "strided" else cuts.sequential
-        return cut(layout, self.count, tensors=not self.codec.elementwise)
-
-    def hidden_steps(self, inner_steps: int) -> int:
-        """As `tau` says."""
-        return self.tau
 
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int

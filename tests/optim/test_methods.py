@@ -16,6 +16,7 @@ from toys import Team, backward, flat, net, sgd
 SETTINGS = {
     "diloco": (3, {}),
     "muloco": (3, {}),
+    "muloco(count=2, tau=2, codec=sign, feedback=0.5)": (4, {}),
     "ddp": (1, {}),
     "ddp(codec=powersgd(rank=1))": (1, {}),
     "ddp(codec=int8, feedback=1.0)": (1, {}),
@@ -136,6 +137,7 @@ def test_bytes_are_those_of_the_frames():
         ("diloco(lr=fast)", "number"),
         ("diloco(weights=speed)", "one of rate, tokens, equal"),
         ("streaming(alpha=2)", "between 0 and 1"),
+        ("diloco(count=2, codec=powersgd)", "one fragment"),
         ("streaming(count=2", "name or name"),
         ("diloco(codec=int8(block=2)", "brackets"),
         ("x" * 2_000, "1000 characters"),

@@ -1,4 +1,4 @@
-"""`streaming`: equal to DiLoCo where it has to be, and to the paper's rule elsewhere."""
+"""Fragments and delays: equal to DiLoCo where they have to be, and to a plain rule elsewhere."""
 
 import sys
 from pathlib import Path
@@ -25,8 +25,11 @@ def test_one_fragment_without_delay_and_alpha_is_diloco(codec):
     assert all(torch.equal(streaming.local(i), diloco.local(i)) for i in range(3))
 
 
-def plain_streaming(workers, fragments, steps, *, inner_steps, tau, alpha, lr, mu):
-    """Streaming DiLoCo on flat vectors, written from the paper's description."""
+def plain_streaming(workers, fragments, steps, *, inner_steps, tau, merge, lr, mu):
+    """Streaming DiLoCo on flat vectors, written from the paper's description.
+
+    `merge` makes the new local values of the local ones, of synced and of what was sent.
+    """
     models = [net() for _ in range(workers)]
     inners = [adamw(model) for model in models]
     synced = flat(models[0])
@@ -38,34 +41,53 @@ def plain_streaming(workers, fragments, steps, *, inner_steps, tau, alpha, lr, m
         for index, (model, inner) in enumerate(zip(models, inners, strict=True)):
             backward(model, 100 * (step - 1) + index)
             inner.step()
-        for index, mask in travelling.pop(step, []):
+        for index, mask, sent in travelling.pop(step, []):
             u = buffers[index]
             momenta[index] = mu * momenta[index] + u
             synced = torch.where(mask, synced - lr * (u + mu * momenta[index]), synced)
-            for model in models:
-                merged = torch.where(mask, alpha * flat(model) + (1 - alpha) * synced, flat(model))
+            for model, submitted in zip(models, sent, strict=True):
+                merged = torch.where(mask, merge(flat(model), synced, submitted), flat(model))
                 torch.nn.utils.vector_to_parameters(merged, model.parameters())
         for index, mask in enumerate(fragments):
             if step >= max(offsets[index], 1) and (step - offsets[index]) % inner_steps == 0:
-                deltas = torch.stack([synced - flat(model) for model in models])
+                sent = [flat(model) for model in models]
+                deltas = torch.stack([synced - local for local in sent])
                 buffers[index] = torch.where(mask, deltas.mean(0), 0.0)
-                travelling.setdefault(step + tau, []).append((index, mask))
+                travelling.setdefault(step + tau, []).append((index, mask, sent))
     return synced, [flat(model) for model in models]
 
 
-@pytest.mark.parametrize("pattern", ["strided", "sequential"])
-def test_fragments_delay_and_alpha_are_the_papers(pattern):
-    spec = f"streaming(count=2, tau=2, alpha=0.5, pattern={pattern}, codec=fp32, clip_at=0)"
-    team = Team(3, spec, 6, lr=0.7, momentum=0.6)
+def half_of_each(local, synced, submitted):
+    return 0.5 * local + 0.5 * synced
+
+
+def with_what_was_trained_since(local, synced, submitted):
+    return synced + (local - submitted)
+
+
+@pytest.mark.parametrize(
+    ("spec", "merge"),
+    [
+        ("streaming(count=2, tau=2, alpha=0.5, pattern=strided)", half_of_each),
+        ("streaming(count=2, tau=2, alpha=0.5, pattern=sequential)", half_of_each),
+        ("diloco(count=2, tau=2)", with_what_was_trained_since),
+        ("diloco(tau=3)", with_what_was_trained_since),
+        ("diloco(tau=6)", with_what_was_trained_since),
+    ],
+)
+def test_fragments_and_delays_are_those_of_a_plain_implementation(spec, merge):
+    method = parse(spec, codec="fp32", clip_at="0", lr=0.7, momentum=0.6)
+    team = Team(3, method, 6)
     team.run(range(25))
-    method = parse(spec)
     masks = []
     layout = Layout.of(net())
     for fragment in method.fragments(layout):
         mask = torch.zeros(layout.numel)
         fragment.put_(mask, torch.ones(fragment.numel))
         masks.append(mask.bool())
-    synced, locals_ = plain_streaming(3, masks, 25, inner_steps=6, tau=2, alpha=0.5, lr=0.7, mu=0.6)
+    synced, locals_ = plain_streaming(
+        3, masks, 25, inner_steps=6, tau=method.tau, merge=merge, lr=0.7, mu=0.6
+    )
     torch.testing.assert_close(team.workers[0].synced_N, synced, rtol=1e-4, atol=1e-5)
     for index in range(3):
         torch.testing.assert_close(team.local(index), locals_[index], rtol=1e-4, atol=1e-5)
@@ -88,9 +110,10 @@ def test_peak_of_a_round_shrinks_with_the_fragments():
 
 
 @pytest.mark.parametrize("tau", [-1, 7])
-def test_delay_beyond_a_window_is_refused(tau):
+@pytest.mark.parametrize("name", ["streaming", "muloco"])
+def test_delay_beyond_a_window_is_refused(name, tau):
     with pytest.raises(ValueError, match=r"tau|delay"):
-        Team(1, f"streaming(tau={tau})", 6)
+        Team(1, f"{name}(tau={tau})", 6)
 
 
 def test_more_fragments_than_blocks_are_refused():

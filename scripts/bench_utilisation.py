@@ -9,7 +9,8 @@ A coordinator and peers as in a run, each in a network namespace of `wan_lab.py`
 over a model of 30M parameters whose inner steps only take time (`utilisation_host.py`). Utilisation
 is the time of the inner steps over all time, from the first window after the warm-up on, the
 slowest peer's. A row counts only with as many rounds as windows: a peer that nobody waits for would
-be busy too.
+be busy too. What of the time is lost neither to waiting nor to steps that ended late are the
+trainer's own copies.
 """
 
 import argparse
@@ -28,6 +29,9 @@ from typing import IO, Any
 import psutil
 from bench_allreduce import lab_is_possible, load
 from wan_lab import Link, WanLab
+
+from atoll.coordinator.spec import RunSpec, template
+from atoll.peer.advice import as_run
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = Path(__file__).resolve().parent / "utilisation_host.py"
@@ -53,11 +57,13 @@ class Row:
     inner_steps: int
     windows: int
     rounds: int
-    """decided while the windows were trained"""
+    """decided while the windows were trained; with fragments as many a window"""
     utilisation: float
     """of the slowest peer"""
     waited: float
-    """share of the time in which a trainer waited; the rest of what is lost is its own copies"""
+    """share of the time in which a trainer waited"""
+    overslept: float
+    """share by which steps ended late, as no core was free; what else is lost is own copies"""
     encode_s: float
     """in a thread of its own, beside the inner steps"""
     sent_mb: float
@@ -82,20 +88,13 @@ class Point:
 
 def run_toml(point: Point, options: argparse.Namespace) -> str:
     """The run's description."""
-    return f"""
-[run]
-name = "utilisation"
-[model]
-preset = "{options.model}"
-[outer]
-method = "{point.method}"
-inner_steps = {options.inner_steps}
-[round]
-min_peers = {options.hosts}
-snapshot_every = 1000
-[coordinator]
-checkpoint_every = 0
-"""
+    told = {
+        "run": {"name": "utilisation"},
+        "model": {"preset": options.model},
+        "round": {"min_peers": options.hosts, "snapshot_every": 1000},
+        "coordinator": {"checkpoint_every": 0},
+    }
+    return template(RunSpec.from_dict(told | as_run(point.method, options.inner_steps)))
 
 
 class Hosts:
@@ -182,6 +181,7 @@ def measure(point: Point, options: argparse.Namespace, log: IO[bytes]) -> Row:
         rounds=min(a["rounds"] for a in answers),
         utilisation=min(a["utilisation"] for a in answers),
         waited=max(a["waited"] for a in answers),
+        overslept=max(a["overslept"] for a in answers),
         encode_s=max(a["encode_s"] for a in answers),
         sent_mb=sent / share / 1e6,
         cpu_s=used_s / share,
@@ -278,15 +278,16 @@ def saved() -> list[Facts]:
 def table(rows: list[Facts]) -> str:
     """For people."""
     lines = [
-        f"{'method':36}{'Mbit/s':>7}{'step ms':>8}{'utilisation':>12}{'waited':>8}"
-        f"{'rounds':>8}{'MB a window':>12}{'CPU s':>7}  commit"
+        f"{'method':46}{'H':>4}{'Mbit/s':>7}{'step ms':>8}{'utilisation':>12}{'waited':>8}"
+        f"{'overslept':>10}{'rounds':>8}{'MB a window':>12}{'CPU s':>7}  commit"
     ]
     for row in rows:
+        overslept = f"{100 * row['overslept']:9.1f}%" if "overslept" in row else f"{'':10}"
         lines.append(
-            f"{row['method'][:35]:36}{row['mbit_s']:7.0f}{row['step_ms']:8.0f}"
-            f"{100 * row['utilisation']:11.1f}%{100 * row['waited']:7.1f}%"
-            f"{row['rounds']:5d}/{row['windows']:<2d}{row['sent_mb']:12.2f}{row['cpu_s']:7.2f}"
-            f"  {row['commit']}"
+            f"{row['method'][:45]:46}{row['inner_steps']:4d}{row['mbit_s']:7.0f}"
+            f"{row['step_ms']:8.0f}{100 * row['utilisation']:11.1f}%{100 * row['waited']:7.1f}%"
+            f"{overslept}{row['rounds']:5d}/{row['windows']:<2d}{row['sent_mb']:12.2f}"
+            f"{row['cpu_s']:7.2f}  {row['commit']}"
         )
     return "\n".join(lines)
 

@@ -39,6 +39,8 @@ class EmulatedTraining:
         self._params = list(model.parameters())
         self._noise = NOISE * torch.randn(max(param.numel() for param in self._params))
         self._step = 0
+        self.overslept_s = 0.0
+        """by how much steps ended later than they should, since the machine was busy"""
 
     def step(self, inner_steps: int) -> None:
         """Move one of `inner_steps` parts of the parameters; wait until the step's time is over."""
@@ -48,6 +50,7 @@ class EmulatedTraining:
                 param.add_(self._noise_like(param))
         self._step += 1
         time.sleep(max(0.0, ends_s - time.monotonic()))
+        self.overslept_s += time.monotonic() - ends_s
 
     def _noise_like(self, param: Tensor) -> Tensor:
         return self._noise[: param.numel()].view(param.shape)
@@ -74,7 +77,7 @@ def train(reducer: NetworkReducer, told: Facts) -> None:
     began_s = window(1)
     while worker.statistics().included < told["warmup"]:
         began_s = window(1)
-    before = worker.statistics()
+    before, overslept_s = worker.statistics(), emulated.overslept_s
     tell({"warm": True})
     seconds = window(told["windows"]) - began_s
     after = worker.statistics()
@@ -83,6 +86,7 @@ def train(reducer: NetworkReducer, told: Facts) -> None:
             "utilisation": told["windows"] * inner_steps * told["step_s"] / seconds,
             "rounds": after.position - before.position,
             "included": after.included - before.included,
+            "overslept": (emulated.overslept_s - overslept_s) / seconds,
             "waited": (after.wait_s - before.wait_s) / seconds,
             "encode_s": reducer.encode_s,
             "params": worker.layout.numel,

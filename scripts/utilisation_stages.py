@@ -27,6 +27,7 @@ from atoll.optim.cells import pack
 from atoll.optim.layout import Layout
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.replay import Replay
+from atoll.peer.advice import as_run
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone
 from atoll.peer.rounds.reduction import PartRange, PartReceiver, PartReducer, Share, batches
 from atoll.peer.trainer import build_model
@@ -91,8 +92,8 @@ class Rounds:
 
     def __init__(self, method: str, model: str, members: int) -> None:
         """Build the model and the others' contributions."""
-        toml = f'[run]\nname="stages"\n[model]\npreset="{model}"\n[outer]\nmethod="{method}"\n'
-        spec = RunSpec.from_toml(toml + f"inner_steps={INNER_STEPS}\n")
+        told = {"model": {"preset": model}} | as_run(method, INNER_STEPS)
+        spec = RunSpec.from_dict(told)
         self.clock, self.model = Clock(), build_model(spec, VOCABULARY)
         layout = Layout.of(self.model)
         self.replay = Replay(spec.method(), layout)

@@ -37,6 +37,10 @@ class Strike:
         self.before, self.first = self.swarm.network.on_message, self.swarm.network.num_messages
         self.swarm.network.on_message = self.on_message
 
+    def disarm(self) -> None:
+        """Nothing is struck any more: who stops frozen would wait for ever."""
+        self.swarm.network.on_message = self.before
+
     def on_message(self, src: str, dst: str, method: str, n: int) -> None:
         if self.before is not None:
             self.before(src, dst, method, n)
@@ -81,6 +85,7 @@ async def check_strike(swarm: Swarm, strike: Strike, expect: Expect) -> float | 
     strike.arm()
     await swarm.until(lambda: strike.at_s is not None or passed(swarm.peers, strike.position))
     if strike.at_s is None:
+        strike.disarm()
         return None
     took_s = await decided_after(swarm, strike)
     limit_s = COMMIT_S[strike.kind]

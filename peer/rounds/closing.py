@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Self
@@ -20,11 +19,11 @@ from atoll.dht.transport import Refused
 from atoll.optim.log import MalformedRecord
 from atoll.peer.rounds import spreading
 from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.exchange import Exchange
-from atoll.peer.rounds.messages import MAX_GROUP_BYTES, Closed, Gone, Group, Ready, Repair
+from atoll.peer.rounds.messages import Closed, Gone, Group, Ready, Repair
 
 PATIENCE_STALLS = 0.5  # that members have to pass a group on, beside the time of its transfer
-LEVEL = 1  # of zlib: names of fields and the text of PeerIDs shrink to half at any level
 
 Send = Callable[[str, Closed], Awaitable[None]]
 """(member, group): on its session."""
@@ -35,21 +34,9 @@ def group_payload(run_id: bytes, digest: bytes) -> bytes:
     return b"atoll group 1" + run_id + digest
 
 
-def deflated(group: Group) -> bytes:
-    """A group as it travels."""
-    return zlib.compress(group.encode(), LEVEL)
-
-
-def inflated(data: bytes) -> Group:
+def group_of(closed: Closed) -> Group:
     """The group that travelled; MalformedRecord on anything else, before it takes memory."""
-    reader = zlib.decompressobj()
-    try:
-        record = reader.decompress(data, MAX_GROUP_BYTES)
-    except zlib.error as error:
-        raise MalformedRecord(f"group: not deflated: {error}") from None
-    if not reader.eof or reader.unused_data:
-        raise MalformedRecord(f"group: expected at most {MAX_GROUP_BYTES} bytes and no more")
-    return Group.decode(record)
+    return Group.decode(inflated(closed.group, Group.max_bytes))
 
 
 class Delivery:
@@ -67,7 +54,7 @@ class Delivery:
         self._passing: set[str] = set()
         self._lost = False
         self._changed = asyncio.Event()
-        self._group = deflated(group)
+        self._group = deflated(group.encode())
         self._signature = ctx.sign(group_payload(ctx.replica.run_id, group.digest))
         self._mbit_s = max(0.1, statistics.median(uplinks_mbit_s.values()))
 
@@ -232,7 +219,7 @@ async def take_passed(ctx: Context, body: bytes) -> bytes:
             leaders, or two groups of one, may be under way.
     """
     closed = Closed.decode(body)
-    group = inflated(closed.group)
+    group = group_of(closed)
     seat = ctx.seats.get((group.epoch, group.position, group.term))
     if seat is None:
         raise Refused("no-seat", f"no report to term {group.term} is open here")

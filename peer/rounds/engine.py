@@ -26,6 +26,7 @@ from atoll.peer.replica import Applied
 from atoll.peer.rounds.ballot import Place
 from atoll.peer.rounds.closing import take_passed
 from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.deflating import inflated
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.flight import Flight, OfferedWindow, Pending
 from atoll.peer.rounds.guard import guarded_call, guarded_stream
@@ -379,12 +380,13 @@ class Rounds:
 
     async def _serve_commit(self, remote: str, body: bytes) -> bytes:
         announced = Announced.decode(body)
-        entry = Entry.decode(announced.entry)
+        record = inflated(announced.entry, Entry.max_bytes)
+        entry = Entry.decode(record)
         replica = self._ctx.replica
         if replica.position <= entry.position <= replica.position + self._ahead + 1:
             await self._reach(entry.position)
         if entry.position < replica.position:
-            await self._pass_on_known(announced)
+            await self._pass_on_known(record, announced.tell)
             return b""
         if (entry.epoch, entry.position) != (replica.epoch, replica.position):
             self.kick_catch_up()
@@ -396,7 +398,7 @@ class Rounds:
         except (TransportError, MalformedRecord) as error:
             self.kick_catch_up()
             raise Refused("no-parts", str(error)) from error
-        decided = Decided(entry=announced.entry, certificate=announced.certificate)
+        decided = Decided(entry=record, certificate=announced.certificate)
         self._spreading.pass_on(decided, announced.tell)
         await self._commit(entry, certificate, parts)
         return b""
@@ -404,13 +406,13 @@ class Rounds:
     async def _serve_group(self, remote: str, body: bytes) -> bytes:
         return await take_passed(self._ctx, body)
 
-    async def _pass_on_known(self, announced: Announced) -> None:
+    async def _pass_on_known(self, record: bytes, tell: Sequence[str]) -> None:
         """Who holds an entry already passes it on all the same, while it is the newest."""
         store, last = self._ctx.replica.store, self._ctx.replica.position - 1
         known = await self._ctx.compute(store.get, last)
-        if known is not None and known.entry == announced.entry:
+        if known is not None and known.entry == record:
             decided = Decided(entry=known.entry, certificate=known.certificate)
-            self._spreading.pass_on(decided, announced.tell)
+            self._spreading.pass_on(decided, tell)
 
     async def _serve_reduce(self, remote: str, stream: Stream) -> None:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)

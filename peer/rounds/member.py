@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from atoll.dht.transport import Stream
 from atoll.optim.log import MalformedRecord
-from atoll.peer.rounds.closing import Seat, inflated
+from atoll.peer.rounds.closing import Seat, group_of
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.messages import (
@@ -85,7 +85,7 @@ async def _follow_orders(ctx: Context, stream: Stream, seat: Seat) -> None:
         message = await _recv(ctx, stream)
         if message[:1] == GROUP:
             closed = Closed.decode(message[1:])
-            seat.take(closed, inflated(closed.group), passed=False)
+            seat.take(closed, group_of(closed), passed=False)
         elif message[:1] == REPAIR:
             seat.order(Repair.decode(message[1:]))
         elif message[:1] == GONE:

@@ -43,7 +43,7 @@ from atoll.optim.log import (
 )
 from atoll.optim.outer import to_fp32
 
-PROTOCOL = 4
+PROTOCOL = 5
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
 MAX_GROUP_BYTES = 1 << 20
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
@@ -270,6 +270,7 @@ class Promise(Record):
     attempt: Count
     accepted_attempt: Count
     entry: bytes
+    """deflated; empty: none"""
 
 
 class Propose(Record):
@@ -279,6 +280,7 @@ class Propose(Record):
 
     attempt: Count
     entry: bytes
+    """deflated"""
 
 
 class Ballot(Record):
@@ -312,6 +314,7 @@ class Announced(Record):
     max_bytes: ClassVar[int] = 18 << 20
 
     entry: bytes
+    """deflated"""
     certificate: bytes
     tell: Annotated[tuple[PeerId, ...], Field(max_length=4096)]
     """whom the receiver passes it on to"""

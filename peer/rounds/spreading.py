@@ -1,20 +1,20 @@
 """How an entry, or a group, reaches everyone: along a tree, nobody sends it to more than eight.
 
-With P members an entry has some 190 P bytes; a leader that sent it to each of a thousand would be
-at it for fifteen seconds.  Who is told an entry is also told whom to pass it on to, and does so
-once it has verified the certificate and holds the body.  Who does not take it within a stall is
-passed over: the next of its branch is told, and told of the rest.  One that takes it and does not
-pass it on costs the others time alone: who hears of no decision looks for it at others.  Groups go
-the same way (`closing.py`).
+With P members an entry has some 190 P bytes, half of it deflated; a leader that sent it to each
+of a thousand would be at it for eight seconds.  Who is told an entry is also told whom to pass it
+on to, and does so once it has verified the certificate and holds the body.  Who does not take it
+within a stall is passed over: the next of its branch is told, and told of the rest.  One that takes
+it and does not pass it on costs the others time alone: who hears of no decision looks for it at
+others.  Groups go the same way (`closing.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 
 from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.deflating import deflated
 from atoll.peer.rounds.messages import Announced, Decided
 
 FAN_OUT = 8  # a thousand peers in four steps, and eight copies of an entry are what one sends
@@ -89,7 +89,7 @@ class Spreading:
             self._entry, self._told = decided.entry, {self._ctx.me.peer_id}
         new = [peer for peer in dict.fromkeys(peers) if peer not in self._told]
         self._told.update(new)
-        await self._tree.tell(new, partial(_announced, decided))
+        await self._tree.tell(new, _announcing(decided))
 
     def pass_on(self, decided: Decided, peers: Sequence[str]) -> None:
         """`tell`, in the background."""
@@ -101,10 +101,14 @@ class Spreading:
         await self._tree.close()
 
 
-def _announced(decided: Decided, tell: Sequence[str]) -> bytes:
-    return Announced(
-        entry=decided.entry, certificate=decided.certificate, tell=tuple(tell)
-    ).encode()
+def _announcing(decided: Decided) -> Body:
+    entry = deflated(decided.entry)
+
+    def body(tell: Sequence[str]) -> bytes:
+        announced = Announced(entry=entry, certificate=decided.certificate, tell=tuple(tell))
+        return announced.encode()
+
+    return body
 
 
 def branches(peers: Sequence[str]) -> list[tuple[str, ...]]:

@@ -24,6 +24,7 @@ from atoll.optim.log import (
 )
 from atoll.peer.rounds.ballot import Booth, Place, term_of
 from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose, Voted
 from atoll.peer.rounds.policies import positions_ahead
@@ -98,11 +99,12 @@ class Voter:
         return Promise(
             attempt=ask.attempt,
             accepted_attempt=accepted.attempt if accepted else 0,
-            entry=accepted.entry if accepted else b"",
+            entry=deflated(accepted.entry) if accepted else b"",
         )
 
     async def _propose(self, remote: str, ask: Propose) -> Ballot:
-        entry = Entry.decode(ask.entry)
+        record = inflated(ask.entry, Entry.max_bytes)
+        entry = Entry.decode(record)
         place = Place(entry.epoch, entry.position)
         await self._come_to(place)
         self._booth.check(remote, place, ask.attempt)
@@ -110,7 +112,7 @@ class Voter:
         body = await self.gather(entry, remote)
         await self._verify(entry, body)
         self._turn()
-        self._booth.accept(remote, place, ask.attempt, ask.entry)
+        self._booth.accept(remote, place, ask.attempt, record)
         signature = self._ctx.sign(vote_payload(entry, ask.attempt))
         voted = Voted(
             epoch=entry.epoch,

@@ -21,6 +21,7 @@ from atoll.optim.log import (
 )
 from atoll.peer.rounds.ballot import TERM, Accepted, Leads, Place, term_of
 from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.member import AttemptFailed
 from atoll.peer.rounds.messages import Ballot, Head, Known, Prepare, Promise, Propose
 from atoll.peer.rounds.voter import Voter
@@ -88,8 +89,11 @@ class Votes:
 
         def take(index: int, answer: bytes) -> None:
             promise = Promise.decode(answer)
-            accepted = Accepted(attempt=promise.accepted_attempt, entry=promise.entry)
-            self.proposer.promise(index, accepted if promise.entry else None)
+            accepted = None
+            if promise.entry:
+                record = inflated(promise.entry, Entry.max_bytes)
+                accepted = Accepted(attempt=promise.accepted_attempt, entry=record)
+            self.proposer.promise(index, accepted)
 
         promised = await self._poll("prepare", ask.encode(), self._default_s, take)
         self._expect_quorum(promised, f"promised attempt {self.proposer.attempt}")
@@ -103,7 +107,7 @@ class Votes:
             AttemptFailed: no quorum voted.
         """
         entry = Entry.decode(self.proposer.choose(own.encode()))
-        ask = Propose(attempt=self.proposer.attempt, entry=entry.encode())
+        ask = Propose(attempt=self.proposer.attempt, entry=deflated(entry.encode()))
         payload = vote_payload(entry, self.proposer.attempt)
         signatures: dict[int, bytes] = {}
 

@@ -8,6 +8,7 @@ import pytest
 
 from atoll.dht.memory import run_virtual
 from atoll.dht.transport import BAD_MESSAGE, Refused, TransportError
+from atoll.peer.rounds.deflating import deflated
 from atoll.peer.rounds.messages import (
     PROTOCOL,
     READY,
@@ -146,7 +147,7 @@ def test_a_proposal_of_one_who_does_not_lead_is_refused(tmp_path):
         last = peer.replica.store.get(position - 1)
         prepare = Prepare(epoch=1, position=position, attempt=5).encode()
         assert (await ask(stranger, peer, "prepare", prepare)).code == "not-the-leader"
-        old = Propose(attempt=0, entry=last.entry).encode()
+        old = Propose(attempt=0, entry=deflated(last.entry)).encode()
         assert (await ask(stranger, peer, "propose", old)).code == "elsewhere"
 
     attacked(tmp_path, attack)
@@ -156,7 +157,9 @@ def test_an_entry_with_a_certificate_of_another_is_not_applied(tmp_path):
     async def attack(stranger, peer):
         position = peer.replica.position
         older, last = (peer.replica.store.get(position - n) for n in (2, 1))
-        replayed = Announced(entry=last.entry, certificate=older.certificate, tell=()).encode()
+        replayed = Announced(
+            entry=deflated(last.entry), certificate=older.certificate, tell=()
+        ).encode()
         assert await stranger.call(peer.identity.peer_id, "commit", replayed, timeout_s=5.0) == b""
         assert peer.replica.position >= position
 

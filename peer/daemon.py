@@ -51,7 +51,7 @@ class DaemonEvent:
     """Something that a program which runs a peer may want to know."""
 
     kind: str
-    """``event``, ``phase``, ``ready`` or ``stopped``"""
+    """``event``, ``phase``, ``ready``, ``round`` (one that was decided) or ``stopped``"""
     position: int
     text: str
     level: Level = "info"
@@ -67,7 +67,7 @@ class PeerDaemon:
         self._stopping = threading.Event()
         self._trainer: Trainer | None = None
         self._link: Link | None = None
-        self._tokens_before = 0
+        self._told_round = 0
 
     def stop(self) -> None:
         """End after the step in progress; from a signal handler or any thread."""
@@ -125,8 +125,8 @@ class PeerDaemon:
         self._resume(trainer, paths)
         if self._stopping.is_set():
             return False
-        device = trainer.statistics().device
-        self._emit("ready", f"{short(link.peer_id)} trains on {device} from {link.position}")
+        self._told_round = link.position
+        self._emit("ready", self._introduction(link, trainer.statistics().device))
         trainer.run()
         if trainer.finished and not self._stopping.is_set():
             link.wait_until_stored(STORED_S, self._stopping)
@@ -145,8 +145,29 @@ class PeerDaemon:
         _log.log(_LEVELS[level], text)
         self._emit("event", text, level)
 
+    def _introduction(self, link: Link, device: str) -> str:
+        me = f"{self._options.link.name or 'this peer'} ({short(link.peer_id)})"
+        if link.position:
+            return f"{me} trains on {device} after round {link.position}"
+        peers = link.spec.round.min_peers
+        start = f"{peers} peer{'' if peers == 1 else 's'}"
+        return f"{me} trains on {device}; the run starts with {start}"
+
     def _tell_phase(self, phase: str, position: int) -> None:
         self._on_event(DaemonEvent(kind="phase", position=position, text=phase))
+        if phase == "train" and position > self._told_round:
+            self._told_round = position
+            self._tell_round(position)
+
+    def _tell_round(self, position: int) -> None:
+        if self._trainer is None or self._link is None:
+            return
+        stats, rounds = self._trainer.statistics(), self._link.spec.run.rounds
+        self._emit(
+            "round",
+            f"round {position}{f'/{rounds}' if rounds else ''}  loss {stats.loss:.3f}  "
+            f"{stats.tokens_per_s:,.0f} tok/s  util {stats.utilisation:.1%}",
+        )
 
     def _emit(self, kind: str, text: str, level: Level = "info") -> None:
         position = self._link.position if self._link is not None else 0

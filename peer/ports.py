@@ -42,11 +42,10 @@ def _reason(error: OSError | OverflowError) -> str:
 
 
 def expect_free(listen: Iterable[str], *, remedy: str) -> None:
-    """Check the TCP addresses among multiaddrs, but those that take any port.
+    """Check the TCP addresses among multiaddrs; port 0 is any, of a host that must be ours.
 
     Raises:
         PortInUse: one of them cannot be listened on.
     """
     for found in filter(None, map(_TCP.fullmatch, listen)):
-        if int(found["port"]):
-            free_port(found["host"], int(found["port"]), remedy=remedy)
+        free_port(found["host"], int(found["port"]), remedy=remedy)

@@ -6,10 +6,12 @@ import logging
 import math
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.peer.commands import Subparsers, add_stop_with_stdin, new_parser
+from atoll.peer.commands.watching import read_invite
 from atoll.peer.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--state-dir", type=Path, metavar="DIR", help="default: one by the run")
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1, mps or cpu")
     parser.add_argument("--data", metavar="PATH", help="where the run's data is on this machine")
-    parser.add_argument("--name", type=_name, default="", help="what the dashboard calls this peer")
+    parser.add_argument("--name", type=_name, help="what the dashboard calls this peer")
     parser.add_argument(
         "--listen",
         type=_multiaddr,
@@ -69,18 +71,17 @@ def run(args: argparse.Namespace) -> int:
     if args.stop_with_stdin:
         stop_with_stdin()
     logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
-    from atoll.peer.commands.watching import read_invite
+    invite = read_invite(args.invite)  # before torch is imported, which takes seconds
     from atoll.peer.daemon import DaemonOptions, PeerDaemon, stop_on_signals
     from atoll.peer.paths import peer_state_dir
     from atoll.peer.reporting import LinkRates
     from atoll.peer.session import LinkOptions
 
-    invite = read_invite(args.invite)
     options = DaemonOptions(
         link=LinkOptions(
             invite=invite,
             state_dir=args.state_dir or peer_state_dir(invite.run_id.hex()),
-            name=args.name,
+            name=args.name or "",
             listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
             announce=tuple(args.announce or ()),
             rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
@@ -161,8 +162,14 @@ def _expect_data(source: str | None) -> None:
 
 
 def _as_text(event: "DaemonEvent") -> None:
-    if event.kind != "phase":
-        print(f"[{event.position}] {event.text}", file=sys.stderr, flush=True)
+    """As the coordinator tells its rounds; a stranger's words steer no terminal."""
+    from atoll.coordinator.dashboard import text
+
+    if event.kind == "phase":
+        return
+    level = "" if event.level == "info" else f"{event.level}  "
+    line = f"{text.clock_time(time.time())}  {level}{text.clean(event.text)}"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _as_json(event: "DaemonEvent") -> None:

@@ -1,6 +1,7 @@
 """`atoll peer` as its owner sees it: what it prints, and its exit code."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -118,10 +119,11 @@ def test_a_port_in_use_is_refused_at_once(peer):
     assert "--listen" in result.err
 
 
-def test_an_address_of_another_machine_is_refused_at_once(peer):
-    result = peer(NOBODY, "--listen", "/ip4/203.0.113.7/tcp/4001")
+@pytest.mark.parametrize("port", [4001, 0])
+def test_an_address_of_another_machine_is_refused_at_once(peer, port):
+    result = peer(NOBODY, "--listen", f"/ip4/203.0.113.7/tcp/{port}")
     assert result.code == 2
-    assert "cannot listen on 203.0.113.7:4001" in result.err
+    assert f"cannot listen on 203.0.113.7:{port}" in result.err
 
 
 def stop_once(condition, number=signal.SIGTERM):
@@ -154,7 +156,10 @@ def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise
     first = peer(organiser.invite)
     assert (first.code, first.out) == (0, "")
     assert organiser.status().state == "finished"
-    assert "trains on cpu" in first.err
+    assert re.search(
+        r"^[\d:]{8}  this peer \(\w{6}\) trains on cpu; the run starts with 1 ", first.err
+    )
+    assert re.search(r"^[\d:]{8}  round 3/3  loss \d\.\d{3}  [\d,]+ tok/s  util ", first.err, re.M)
     paths.trainer.write_bytes(b"garbage")
     again = peer(organiser.invite)
     assert again.code == 0

@@ -18,7 +18,7 @@ is the same one, with the same invite:
 Exceptions:
 
     SetupError
-      WrongDirectory    of another run, or not a coordinator's; says in which fields they differ
+      WrongDirectory    of another run (says where they differ), not a coordinator's, or damaged
       InUse             the directory or the port is in use
 """
 
@@ -53,13 +53,14 @@ from atoll.coordinator.spec import RunSpec, run_id
 from atoll.coordinator.spec_problems import SpecError
 from atoll.dht import verify
 from atoll.optim.log import genesis_chain
-from atoll.optim.state import OuterState
+from atoll.optim.state import DIGEST_BYTES, OuterState
 from atoll.optim.store import LogStore
 
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 512  # answered at once; more are refused by gRPC
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
+_DAMAGED = "damaged; put back a copy, or start the run in a new directory"
 
 
 class SetupError(Exception):
@@ -67,7 +68,7 @@ class SetupError(Exception):
 
 
 class WrongDirectory(SetupError):  # noqa: N818
-    """A state directory of another run, or of something else."""
+    """A state directory of another run, of something else, or a damaged one."""
 
 
 class InUse(SetupError):  # noqa: N818
@@ -269,7 +270,7 @@ def _expect_spec(spec: RunSpec, path: Path) -> None:
         try:
             stored = RunSpec.from_json(path.read_bytes())
         except SpecError as error:
-            raise WrongDirectory(f"{path}: {error}") from None
+            raise WrongDirectory(f"{path}: {_DAMAGED} ({error})") from None
         differences = stored.differences(spec)
         if differences:
             raise WrongDirectory(
@@ -283,10 +284,18 @@ def _expect_spec(spec: RunSpec, path: Path) -> None:
 
 def _genesis_root(genesis: Callable[[], OuterState], path: Path) -> tuple[OuterState | None, bytes]:
     if path.exists():
-        return None, bytes.fromhex(path.read_text())
+        return None, _read_root(path)
     state = genesis()
     write_private(path, state.root().hex().encode())
     return state, state.root()
+
+
+def _read_root(path: Path) -> bytes:
+    with contextlib.suppress(ValueError):
+        root = bytes.fromhex(path.read_bytes().decode("ascii"))
+        if len(root) == DIGEST_BYTES:
+            return root
+    raise WrongDirectory(f"{path}: {_DAMAGED}")
 
 
 def _same_genesis(genesis: Callable[[], OuterState], root: bytes) -> OuterState:

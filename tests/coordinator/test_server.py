@@ -166,7 +166,13 @@ def test_two_coordinators_in_one_directory_or_on_one_port(kit: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("keys.json", KeysError), ("log/log.sqlite", StoreCorrupt)]
+    ("name", "kind"),
+    [
+        ("keys.json", KeysError),
+        ("log/log.sqlite", StoreCorrupt),
+        ("spec.json", WrongDirectory),
+        ("genesis.root", WrongDirectory),
+    ],
 )
 def test_a_damaged_file_stops_it(
     kit: Any, tmp_path: Path, name: str, kind: type[Exception]

@@ -109,7 +109,7 @@ def _event_line(event: Event, known: Mapping[str, str], name: Callable[[str], st
 
 
 def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
-    if _told_state(current) == (_told_state(previous) if previous is not None else ""):
+    if previous is not None and _standing(previous) == _standing(current):
         return []
     at = text.clock_time(current.now)
     match _told_state(current):
@@ -125,6 +125,12 @@ def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
             return [f"{at}  stalled: no round has been committed for too long"]
         case _:
             return [] if previous is None else [f"{at}  training"]
+
+
+def _standing(status: RunStatus) -> tuple[str, int]:
+    """The state, and while it is told of who comes, how many are here."""
+    state = _told_state(status)
+    return state, num_present(status) if state == "waiting" else 0
 
 
 def _told_state(status: RunStatus) -> str:

@@ -82,6 +82,9 @@ def test_waiting_training_and_finished_are_said(sample):
     waiting = sample(0, state="waiting", num_peers=2, num_gone=1)
     started, done = sample(0), sample(1, state="finished")
     assert without_clock(lines(None, waiting)) == ["waiting for peers: 1 of 2 here"]
+    more = sample(0, state="waiting", num_peers=3, num_gone=1)
+    assert without_clock(lines(waiting, more)) == ["waiting for peers: 2 of 2 here"]
+    assert lines(waiting, waiting) == []
     assert without_clock(lines(waiting, started)) == ["training"]
     assert without_clock(lines(started, done))[-1] == (
         "finished after 1 rounds: 307k tokens, loss 5.108"

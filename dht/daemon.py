@@ -186,7 +186,8 @@ class Daemon:
         if not self._ready.is_set():
             await asyncio.sleep(0)
             words = " | ".join(self._log) or "nothing"
-            raise DaemonError(f"p2pd did not start within {STARTUP_S:g} s; it said: {words}")
+            how = f"did not start within {STARTUP_S:g} s" if self.is_alive else "ended at its start"
+            raise DaemonError(f"p2pd {how}; it said: {words}")
         await self._identify()
         (self._folder / "key").unlink()  # p2pd has read it
 

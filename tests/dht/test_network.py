@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -472,6 +473,23 @@ def test_p2pd_that_dies_comes_back_with_the_same_identity_and_port(swarm, a, b):
         assert b.peer_id in await a.roster.peers()
 
     swarm.run(main(), timeout_s=60)
+
+
+def test_a_p2pd_that_resets_hiveminds_connection_fills_no_log(swarm, a, caplog):
+    async def reset():
+        raise ConnectionResetError
+
+    async def main():
+        control = a._p2p._client.control
+        control._read_task.cancel()
+        control._read_task = asyncio.create_task(reset())
+        pid = a.daemon.pid
+        while a.daemon.pid == pid or a._p2p is None:
+            await asyncio.sleep(0.05)
+
+    swarm.run(main())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_wire_bytes_are_the_kernels_and_cover_the_payload(swarm, a, b):

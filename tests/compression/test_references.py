@@ -41,7 +41,7 @@ class Bucket:
         return True
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD

@@ -129,6 +129,7 @@ class PeerDaemon:
         self._emit("ready", self._introduction(link, trainer.statistics().device))
         trainer.run()
         if trainer.finished and not self._stopping.is_set():
+            self._tell("info", f"the run has all its rounds, {link.position}")
             link.wait_until_stored(STORED_S, self._stopping)
         return trainer.finished
 

@@ -219,6 +219,7 @@ class Demo:
                 await self._start_peer(peer)
             if not await self._watch(show):
                 return None
+            self._say("all rounds are done; the peers and the coordinator stop")
         finally:
             await self._stop_all()
         return DemoRun(

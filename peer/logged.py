@@ -283,7 +283,7 @@ class LogParticipation:
         how = f"{recovered.entries} entries"
         if recovered.snapshot_position is not None:
             how = f"the snapshot at {recovered.snapshot_position} and {how}"
-        donors = ", ".join(short(name) for name in recovered.donors) or "nobody"
+        donors = ", ".join(map(_donor, recovered.donors)) or "nobody"
         self._session.say(
             "info",
             f"recovered from position {recovered.from_position} to {recovered.to_position}: "
@@ -337,3 +337,7 @@ def run_key_verifier(run_key: bytes) -> Callable[[bytes, bytes], bool]:
         return True
 
     return check
+
+
+def _donor(name: str) -> str:
+    return name if name == CoordinatorSource.name else short(name)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -166,3 +167,13 @@ def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise
     assert "starting with a fresh inner optimizer" in again.err
     assert str(paths.trainer) in again.err
     assert "resumed at position 3" in again.err
+    assert "the run has all its rounds, 3" in again.err
+
+
+def test_a_peer_that_lost_its_log_says_from_whom_it_has_it_again(peer, paths, organise, kit):
+    organiser = organise(kit.tiny_spec())
+    peer(organiser.invite)
+    shutil.rmtree(paths.log)
+    again = peer(organiser.invite)
+    assert again.code == 0
+    assert re.search(r"recovered from position 0 to 3: .* from coordinator in ", again.err)

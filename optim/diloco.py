@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atoll.optim.fragments import Fragment
 from atoll.optim.reducer import Commit
 from atoll.optim.worker import Window, Worker
 
@@ -25,13 +24,13 @@ class DiLoCo(Worker):
     bytes; a peer whose contribution is left out trains on and contributes both windows at once.
     """
 
-    def _delta(self, fragment: Fragment, local_N: Tensor) -> Tensor:
-        return fragment.difference(self._synced_N, local_N)
+    def _delta(self, index: int, local_F: Tensor) -> Tensor:
+        return self.fragments[index].difference(self._synced[index], local_F)
 
-    def _follow(self, commit: Commit, window: Window) -> None:
+    def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         """Move local by the two rules at the top of this module, parameter by parameter."""
         fragment, pending = self.fragments[commit.fragment], window.pending
-        new_F, old_F = fragment.cut(commit.params_N), fragment.cut(self._synced_N)
+        old_F = self._synced[commit.fragment]
         vectors = [new_F, old_F]
         if pending is not None and commit.included is not None:
             vectors.append(pending.local_N)

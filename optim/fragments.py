@@ -97,17 +97,19 @@ class Fragment:
 
     def put_(self, vector_N: Tensor, values_F: Tensor) -> None:
         """Write the fragment's values back to where they belong."""
-        values_F, at = self.unordered(values_F), 0
-        for start, stop in self.spans:
-            vector_N[start:stop] = values_F[at : at + stop - start]
-            at += stop - start
+        self.put_cut_(vector_N, self.unordered(values_F))
+
+    def put_cut_(self, vector_N: Tensor, cut_F: Tensor) -> None:
+        """Write back what `cut` gave."""
+        for (start, stop), values in zip(self.spans, self._of_spans(cut_F), strict=True):
+            vector_N[start:stop] = values
 
     def cut(self, vector_N: Tensor) -> Tensor:
         """The fragment's values in the order of the vector; a view where it is one span."""
         if len(self.spans) == 1:
             start, stop = self.spans[0]
             return vector_N[start:stop]
-        return torch.cat([vector_N[start:stop] for start, stop in self.spans])
+        return vectors.cat([vector_N[start:stop] for start, stop in self.spans])
 
     def ordered(self, cut_F: Tensor) -> Tensor:
         """Values in the fragment's order, given those in the order of the vector."""
@@ -127,17 +129,15 @@ class Fragment:
             places.copy_(tiles)
         return cut_F
 
-    def difference(self, a_N: Tensor, b_N: Tensor) -> Tensor:
-        """What `take` gives of a - b, in one pass."""
+    def difference(self, a_F: Tensor, b_F: Tensor) -> Tensor:
+        """What `ordered` gives of a - b, in one pass."""
         values_F = vectors.empty(self.numel)
-        if self.tensors:
-            for (tiles, a), (_, b) in zip(
-                self._tiles(values_F, a_N), self._tiles(values_F, b_N), strict=True
-            ):
-                torch.sub(a, b, out=tiles)
-            return values_F
-        for (start, stop), out in zip(self.spans, self._of_spans(values_F), strict=True):
-            torch.sub(a_N[start:stop], b_N[start:stop], out=out)
+        if not self.tensors:
+            return torch.sub(a_F, b_F, out=values_F)
+        for (tiles, a), (_, b) in zip(
+            self._tiles(values_F, a_F), self._tiles(values_F, b_F), strict=True
+        ):
+            torch.sub(a, b, out=tiles)
         return values_F
 
     def runs(self, values_F: Tensor) -> Iterator[tuple[slice, Tensor]]:

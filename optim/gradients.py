@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.optim.fragments import Fragment
 from atoll.optim.reducer import Commit, Reducer
 from atoll.optim.worker import Window, Worker
 
@@ -41,13 +40,13 @@ class GradientWorker(Worker):
     def _message(self, grad_N: Tensor) -> Tensor:
         """What is sent for a gradient."""
 
-    def _delta(self, fragment: Fragment, local_N: Tensor) -> Tensor:
+    def _delta(self, index: int, local_N: Tensor) -> Tensor:
         message_N = self._message(self.layout.gradient(self.model))
         self._sent_N = message_N if self._owed_N is None else message_N + self._owed_N
         self._owed_N = None
         return self._sent_N
 
-    def _follow(self, commit: Commit, window: Window) -> None:
+    def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         self.layout.load_(self.model, commit.params_N)
 
     def _close(self, commit: Commit, window: Window) -> None:

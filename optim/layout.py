@@ -94,18 +94,23 @@ class Layout:
         """
         return cell_slice(self.numel, index)
 
-    def flatten(self, module: nn.Module) -> Tensor:
+    def flatten(self, module: nn.Module, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
         """Copy a module's parameters to a new vector.
 
+        Args:
+            module: of this layout.
+            spans: runs of the vector, as in `parameters_in`; all of it by default.
+
         Returns:
-            params_N, fp32 on the CPU.
+            params_N, or those of the runs, fp32 on the CPU.
 
         Raises:
             LayoutError: when the module is not of this layout.
         """
-        params_N = vectors.empty(self.numel)
-        for piece, param in self._pairs(params_N, module):
-            piece.copy_(param.detach())
+        spans = ((0, self.numel),) if spans is None else spans
+        params_N = vectors.empty(sum(stop - start for start, stop in spans))
+        for param, place in self.parameters_in(module, spans):
+            params_N[place].view(param.shape).copy_(param.detach())
         return params_N
 
     def load_(self, module: nn.Module, params_N: Tensor) -> None:

@@ -27,15 +27,15 @@ class Overlapped(Worker):
         self._restart()
 
     def _restart(self) -> None:
-        self._start_N: Tensor = self._synced_N
-        self._sent_N: Tensor = torch.zeros_like(self._synced_N)
-        self._owed_N: Tensor = torch.zeros_like(self._synced_N)
+        self._start_N: Tensor = self.synced_N
+        self._sent_N: Tensor = torch.zeros_like(self.synced_N)
+        self._owed_N: Tensor = torch.zeros_like(self.synced_N)
 
     @abstractmethod
     def _next_start(self) -> Tensor:
         """Where the next window begins, right after the last one was handed in."""
 
-    def _delta(self, fragment: Fragment, local_N: Tensor) -> Tensor:
+    def _delta(self, index: int, local_N: Tensor) -> Tensor:
         self._sent_N = self._start_N - local_N + self._owed_N
         return self._sent_N
 
@@ -44,7 +44,7 @@ class Overlapped(Worker):
         self._start_N = self._next_start()
         self.layout.load_(self.model, self._start_N)
 
-    def _follow(self, commit: Commit, window: Window) -> None:
+    def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         """Keep what was left out; local moves when the window has ended."""
         if not commit.settles:
             return

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.optim import vectors
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.reducer import Commit, Contribution, Reducer
@@ -172,17 +173,24 @@ class Worker(ABC):
         self._statistics = WorkerStatistics()
         self._arrived: list[Commit] = []
         self._decided = 0
-        self._synced_N = reducer.start(self.layout, self.layout.flatten(model), self._settle)
+        synced_N = reducer.start(self.layout, self.layout.flatten(model), self._settle)
         self.fragments = tuple(reducer.fragments)
+        self._synced = self._cut(synced_N)
+        """what all replicas share, a vector a fragment; each is replaced, never changed"""
         self._windows = [Window() for _ in self.fragments]
         self._begin_windows(reducer.position)
-        self.layout.load_(model, self._synced_N)
+        self.layout.load_(model, synced_N)
         self._resumed_s = time.perf_counter()
 
     @property
     def synced_N(self) -> Tensor:  # noqa: N802
         """The parameters that all replicas share, fp32 on the CPU. Read only."""
-        return self._synced_N
+        if len(self.fragments) == 1:
+            return self._synced[0]
+        synced_N = vectors.empty(self.layout.numel)
+        for fragment, synced_F in zip(self.fragments, self._synced, strict=True):
+            fragment.put_cut_(synced_N, synced_F)
+        return synced_N
 
     @property
     def step_in_window(self) -> int:
@@ -258,7 +266,7 @@ class Worker(ABC):
             "model": self.model.state_dict(),
             "inner": self.inner.state_dict(),
             "reducer": self.reducer.state_dict(),
-            "synced_N": self._synced_N,
+            "synced_N": self.synced_N,
             "inner_steps": self.inner_steps,
             "statistics": vars(self._statistics).copy(),
             **first,
@@ -277,7 +285,7 @@ class Worker(ABC):
             raise LayoutError("expected the state of this model, got that of another layout")
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
-        self._synced_N = state["synced_N"].clone()
+        self._synced = self._cut(state["synced_N"].clone())
         self._set_window(state["inner_steps"])
         windows = [state, *state.get("fragments", [])]
         for window, saved in zip(self._windows, windows, strict=True):
@@ -291,12 +299,15 @@ class Worker(ABC):
     # what a method says
 
     @abstractmethod
-    def _delta(self, fragment: Fragment, local_N: Tensor) -> Tensor:
-        """What is sent at the end of a window, of a fragment."""
+    def _delta(self, index: int, local_F: Tensor) -> Tensor:
+        """What is sent at the end of a window, of a fragment whose parameters stand at local."""
 
     @abstractmethod
-    def _follow(self, commit: Commit, window: Window) -> None:
-        """Move local along a commit; `synced_N` still holds the parameters before it."""
+    def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
+        """Move local to a commit's parameters; `_synced` still holds those before it.
+
+        `new_F` are those of the commit's fragment, in the order of the vector, as `local_F` is.
+        """
 
     def _train(self) -> None:
         """Change local by what the gradients say."""
@@ -318,6 +329,9 @@ class Worker(ABC):
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a hook
         """Take over what `_own_state` gave."""
+
+    def _cut(self, synced_N: Tensor) -> list[Tensor]:
+        return [fragment.cut(synced_N) for fragment in self.fragments]
 
     # windows
 
@@ -347,19 +361,17 @@ class Worker(ABC):
         return any(w.pending is not None and w.pending.age >= self.delay for w in self._windows)
 
     def _contribution(self, index: int) -> Contribution:
-        fragment, window = self.fragments[index], self._windows[index]
-        local_N = self.layout.flatten(self.model)
-        delta_F = self._delta(fragment, local_N)
+        window = self._windows[index]
+        local_F = self.layout.flatten(self.model, self.fragments[index].spans)
+        delta_F = self._delta(index, local_F)
         if not is_finite(delta_F):
             self._discard()
-            local_N, delta_F = self._synced_N, torch.zeros_like(delta_F)
+            local_F, delta_F = self._synced[index], torch.zeros_like(delta_F)
         losses = [float(loss) for loss in window.losses]
         loss = sum(losses) / len(losses) if losses else float("nan")
         number = self._statistics.windows
         self._statistics = replace(self._statistics, windows=number + 1, loss=loss)
-        window.pending = Pending(
-            local_N=fragment.cut(local_N), tokens=window.tokens, steps=window.steps
-        )
+        window.pending = Pending(local_N=local_F, tokens=window.tokens, steps=window.steps)
         window.step_in_window = 0
         window.losses = []
         return Contribution(
@@ -385,7 +397,7 @@ class Worker(ABC):
             max(window.steps for window in self._windows),
             self._statistics.position,
         )
-        self.layout.load_(self.model, self._synced_N)
+        self.layout.load_(self.model, self.synced_N)
         self.inner.state.clear()
         for window in self._windows:
             window.disown()
@@ -443,23 +455,16 @@ class Worker(ABC):
 
     def _take(self, commit: Commit) -> None:
         window = self._windows[commit.fragment]
-        self._follow(commit, window)
+        new_F = self.fragments[commit.fragment].cut(commit.params_N)
+        self._follow(commit, new_F, window)
         if commit.settles:
             self._close(commit, window)
-        self._synced_N = self._moved(commit)
+        self._synced[commit.fragment] = new_F
         self._statistics = replace(self._statistics, position=commit.position)
-
-    def _moved(self, commit: Commit) -> Tensor:
-        """Synced after a commit, of whose parameters only its own fragment's are taken."""
-        if len(self.fragments) == 1:
-            return commit.params_N
-        fragment, synced_N = self.fragments[commit.fragment], self._synced_N.clone()
-        fragment.put_(synced_N, fragment.take(commit.params_N))
-        return synced_N
 
     def _reset(self, commit: Commit) -> None:
         self.layout.load_(self.model, commit.params_N)
-        self._synced_N = commit.params_N
+        self._synced = self._cut(commit.params_N)
         self._begin_windows(commit.position)
         self._restart()
         stats = self._statistics

@@ -104,4 +104,4 @@ class CO2(Overlapped):
     """Begins each window at the common parameters."""
 
     def _next_start(self) -> Tensor:
-        return self._synced_N
+        return self.synced_N

@@ -88,12 +88,12 @@ class Eager(Overlapped):
 
     def _restart(self) -> None:
         super()._restart()
-        self._fresh_N: Tensor = torch.zeros_like(self._synced_N)
-        self._overlay_N: Tensor = torch.zeros_like(self._synced_N)
-        self._overlay_momentum_N: Tensor = torch.zeros_like(self._synced_N)
+        self._fresh_N: Tensor = torch.zeros_like(self.synced_N)
+        self._overlay_N: Tensor = torch.zeros_like(self.synced_N)
+        self._overlay_momentum_N: Tensor = torch.zeros_like(self.synced_N)
 
-    def _follow(self, commit: Commit, window: Window) -> None:
-        super()._follow(commit, window)
+    def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
+        super()._follow(commit, new_F, window)
         self._members = commit.members or self._members
 
     def _next_start(self) -> Tensor:
@@ -103,7 +103,7 @@ class Eager(Overlapped):
         self._fresh_N = fresh_N
         self._overlay_momentum_N = self._overlay_momentum_N * mu + x_N
         self._overlay_N = self._overlay_N - (x_N + self._overlay_momentum_N * mu) * lr
-        return self._synced_N + self._overlay_N
+        return self.synced_N + self._overlay_N
 
     def _own_state(self) -> dict[str, Any]:
         return super()._own_state() | {

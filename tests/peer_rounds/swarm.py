@@ -118,7 +118,7 @@ class SwarmPeer:
     def __post_init__(self) -> None:
         numel = self.swarm.layout.numel
         self.drift_N, self.work_N, self.counted_N = (torch.zeros(numel) for _ in range(3))
-        self.rng = torch.Generator().manual_seed(int(self.incarnation, 16))
+        self.rng = torch.Generator().manual_seed(int(self.incarnation[:8], 16))
         store = LogStore(
             self.swarm.folder / f"{self.identity.peer_id}-{self.incarnation}",
             run_id=RUN_ID,
@@ -361,7 +361,8 @@ class Swarm:
 
     def add(self, identity: Identity | None = None, **options: Any) -> SwarmPeer:
         identity = identity or identity_of(len(self.peers))
-        incarnation = f"{len(self.peers):032x}"
+        # as it is in a run: no two alike, and hard to deflate
+        incarnation = sha256(str(len(self.peers)).encode()).hex()[:32]
         peer = SwarmPeer(swarm=self, identity=identity, incarnation=incarnation, **options)
         self.peers.append(peer)
         return peer

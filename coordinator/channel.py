@@ -90,6 +90,12 @@ class StatusClient:
             failure = from_grpc(error, self._target)
         except TimeoutError:
             failure = CoordinatorUnreachable(f"{self._target}: nothing moved in time")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # gRPC says so to all calls of a channel that is closed, here after another call's end
+            failure = CoordinatorUnreachable(f"{self._target}: the connection was given up")
         if isinstance(failure, CoordinatorUnreachable):
             await self._give_up(channel)
         raise failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ from atoll.coordinator.status import Event, RoundTrace
 from atoll.dht import Identity
 from atoll.optim.log import Certificate, SignedEpoch
 from atoll.optim.state import Assembly
+
+NOBODY = Invite(
+    addresses=("127.0.0.1:9",), run_id=bytes(32), run_key=bytes(32), tls_sha256=bytes(32)
+)
 
 
 def test_joining_gives_what_a_peer_needs(kit: Any, tmp_path: Path) -> None:
@@ -228,6 +233,39 @@ def test_strangers_are_turned_away(kit: Any, tmp_path: Path) -> None:
                 await attempt(other_invite(invite, tls_sha256=b"t" * 32))
             with pytest.raises(NotWelcome, match="token"):
                 await StatusClient(other_invite(invite, token=b"")).status()
+
+    kit.run(main())
+
+
+def test_a_call_whose_connection_another_call_gave_up_has_failed_and_was_not_cancelled(
+    kit: Any,
+) -> None:
+    """Who waits for a status would take a cancellation for an order to stop."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            client = StatusClient(NOBODY)
+            client._channel = grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}")
+            waiting = asyncio.create_task(client.status())
+            accepted, _ = await asyncio.to_thread(silent.accept)
+            await client._give_up(client._channel)
+            with accepted, pytest.raises(CoordinatorUnreachable, match="given up"):
+                await waiting
+
+    kit.run(main())
+
+
+def test_a_call_that_is_cancelled_is_cancelled(kit: Any) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            client = StatusClient(NOBODY)
+            client._channel = grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}")
+            waiting = asyncio.create_task(client.status())
+            accepted, _ = await asyncio.to_thread(silent.accept)
+            waiting.cancel()
+            with accepted, pytest.raises(asyncio.CancelledError):
+                await waiting
+            await client.close()
 
     kit.run(main())
 

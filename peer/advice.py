@@ -3,8 +3,9 @@
 The gap to data parallel training grows with the window and depends on the method and its codec.
 Both were measured in this project, mostly in short runs of small models (`atoll.peer.measured`).
 What was not measured is not recommended, and `diloco` is left only for what is clearly better.
+What is compared is the loss at equal time: idle links and costly inner optimizers both count.
 
-# H inner steps of a window
+# H inner steps of a window, N parameters
 """
 
 import math
@@ -14,14 +15,18 @@ from itertools import pairwise
 
 from torch import nn
 
+from atoll.compression.sparse import SparseCodec
+from atoll.coordinator.sections import InnerSection
 from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.spec_problems import SpecError
 from atoll.optim import methods
 from atoll.optim.fragments import FragmentError
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
+from atoll.optim.muon import NEWTON_SCHULZ_STEPS, muon_groups
 from atoll.peer.measured import GAP_BY_WINDOW, METHODS, Measured
 from atoll.peer.plan import Prediction, Setting, fragments_of, predict
+from atoll.peer.simulation_settings import RATE_SHARES
 
 PLAIN = "diloco"
 WINDOWS = (10, 30, 50, 100)
@@ -30,6 +35,8 @@ LOSS_BY_TOKENS = 0.137
 tokens and at 1.158 after 13.1M (docs/benchmarks/outer.json). It says what idle time costs."""
 OUTER_KEYS = ("lr", "momentum")  # options with keys of their own in RUN.toml
 COMPRESSION_KEYS = ("codec", "feedback")
+TUNED = {*OUTER_KEYS, "feedback", "peers", "clip_norm"}  # what rows of one kind differ in
+STRETCH = 2  # times a measured window, to which sparse methods are trusted
 LEVEL = 1.005  # windows of one method that are closer than this: traffic decides
 CLEARLY = 1.02  # methods closer than this may be level: few seeds, small models, short runs
 
@@ -51,44 +58,59 @@ class Option:
     """Share by which its loss is expected above that of data parallel; None: not measured."""
     runs: bool
     """Whether this version runs it over the network."""
+    slowed: float = 1.0
+    """Time of an inner step, as a multiple of AdamW's."""
 
 
 def measured_as(method: Method) -> Measured | None:
-    """The row of the table that a method is; what a row leaves open follows the run."""
-    for measured in METHODS:
-        row, given = methods.parse(measured.spec), methods.given(measured.spec)
-        left_open = {"lr", "momentum", "peers", "clip_norm"} - given
-        decisive = [option.name for option in fields(row) if option.name not in left_open]
-        if type(row) is type(method) and all(
-            getattr(row, name) == getattr(method, name) for name in decisive
-        ):
-            return measured
-    return None
+    """The row of the table that a method is, or the one that says most of it.
+
+    What a row leaves open follows the run.
+    """
+    rows = [row for row in METHODS if _covers(row.spec, method)]
+    return max(rows, key=lambda row: len(methods.given(row.spec)), default=None)
+
+
+def _covers(spec: str, method: Method) -> bool:
+    row, given = methods.parse(spec), methods.given(spec)
+    left_open = TUNED - {"feedback"} - given
+    decisive = [option.name for option in fields(row) if option.name not in left_open]
+    return type(row) is type(method) and all(
+        getattr(row, name) == getattr(method, name) for name in decisive
+    )
 
 
 def gap_of(method: Method, inner_steps: int) -> float | None:
     """Expected share above the loss of data parallel; None where nothing was measured.
 
     The gap by window is interpolated over the logarithm of H and ends with the last one measured.
+    What sends a share of the values in a round needs rounds more than `diloco` does: nothing is
+    said of it with windows that are much longer than those it was measured with.
     """
     row = measured_as(method)
-    if row is None:
+    if row is None or (sends_a_share(method) and inner_steps > STRETCH * row.inner_steps):
         return None
     if method.every_step:
         return row.to_ddp
-    return (1.0 + _window_gap(inner_steps)) * (1.0 + row.to_diloco) - 1.0
+    return (1.0 + window_gap(inner_steps)) * (1.0 + row.to_diloco) - 1.0
 
 
-def _window_gap(inner_steps: int) -> float:
-    for (low, gap_low), (high, gap_high) in pairwise(GAP_BY_WINDOW):
+def sends_a_share(method: Method) -> bool:
+    """Whether a round carries some of the values, or factors, and the rest waits."""
+    return isinstance(method.codec, SparseCodec) or method.rank > 0
+
+
+def window_gap(inner_steps: int, measured: Sequence[tuple[int, float]] = GAP_BY_WINDOW) -> float:
+    """Share by which `diloco` with windows of H ends above data parallel."""
+    for (low, gap_low), (high, gap_high) in pairwise(measured):
         if inner_steps <= high:
             share = math.log(inner_steps / low) / math.log(high / low)
             return gap_low + share * (gap_high - gap_low)
-    return GAP_BY_WINDOW[-1][1]
+    return measured[-1][1]
 
 
 def as_run(spec: str, inner_steps: int) -> dict[str, dict[str, object]]:
-    """What a RUN.toml says to run a method: fields of [outer] and [compression].
+    """What a RUN.toml says to run a method: fields of [inner], [outer] and [compression].
 
     Raises:
         MethodError: when there is no such method.
@@ -100,7 +122,14 @@ def as_run(spec: str, inner_steps: int) -> dict[str, dict[str, object]]:
     compression = {name: getattr(method, name) for name in COMPRESSION_KEYS if name in given}
     if "codec" in compression:
         compression["codec"] = method.codec.spec
-    return {"outer": outer, "compression": compression}
+    rate = InnerSection().lr * RATE_SHARES[method.inner]
+    inner: dict[str, object] = {} if method.inner == "adamw" else {"lr": rate}
+    return {"inner": inner, "outer": outer, "compression": compression}
+
+
+def step_tokens(spec: RunSpec) -> int:
+    """Tokens of a peer's inner step."""
+    return spec.inner.batch_size * spec.inner.grad_accumulation * spec.data.seq_len
 
 
 def runs_over_network(spec: str) -> bool:
@@ -113,17 +142,37 @@ def runs_over_network(spec: str) -> bool:
 
 
 def options(
-    model: nn.Module, setting: Setting, *, windows: Sequence[int] = WINDOWS
+    model: nn.Module, setting: Setting, *, step_tokens: int, windows: Sequence[int] = WINDOWS
 ) -> list[Option]:
-    """All that was measured and fits the model, with every window, in the order of the table."""
+    """All that was measured and fits the model, with every window, in the order of the table.
+
+    Args:
+        model: may lie on the meta device.
+        setting: peers, links, and the time of a step with AdamW.
+        step_tokens: of a peer's inner step.
+        windows: H of methods that have windows.
+    """
     found = []
-    for spec in (row.spec for row in METHODS):
+    for spec in contenders():
         method, runs = methods.parse(spec), runs_over_network(spec)
         for inner_steps in (1,) if method.every_step else windows:
             if _fits(method, model, inner_steps):
-                option = option_of(method, model, setting, inner_steps=inner_steps)
+                option = option_of(
+                    method, model, setting, step_tokens=step_tokens, inner_steps=inner_steps
+                )
                 found.append(replace(option, method=spec, runs=runs))
     return found
+
+
+def contenders() -> list[str]:
+    """Of what was measured with several outer constants or shares of feedback, the best."""
+    best: dict[object, Measured] = {}
+    for row in METHODS:
+        method = methods.parse(row.spec)
+        own = [getattr(method, each.name) for each in fields(method) if each.name not in TUNED]
+        kind = (type(method), *own)
+        best[kind] = min(best.get(kind, row), row, key=lambda each: each.to_diloco)
+    return [row.spec for row in METHODS if row in best.values()]
 
 
 def _fits(method: Method, model: nn.Module, inner_steps: int) -> bool:
@@ -135,21 +184,43 @@ def _fits(method: Method, model: nn.Module, inner_steps: int) -> bool:
     return method.hidden_steps(inner_steps) <= inner_steps
 
 
-def option_of(method: Method, model: nn.Module, setting: Setting, *, inner_steps: int) -> Option:
-    """One way to run, of a method that does."""
-    row = measured_as(method)
+def option_of(
+    method: Method, model: nn.Module, setting: Setting, *, step_tokens: int, inner_steps: int
+) -> Option:
+    """One way to run, of a method that does; arguments as of `options`."""
+    row, slowed = measured_as(method), slowed_by(method, model, step_tokens)
+    own = replace(setting, step_s=setting.step_s * slowed)
     return Option(
-        prediction=predict(method, model, setting, inner_steps=inner_steps),
+        prediction=predict(method, model, own, inner_steps=inner_steps),
         method=method.spec if row is None else row.spec,
         gap=gap_of(method, inner_steps),
         runs=True,
+        slowed=slowed,
     )
+
+
+def slowed_by(method: Method, model: nn.Module, step_tokens: int) -> float:
+    """Time of an inner step as a multiple of AdamW's, from the arithmetic of both.
+
+    Forward and backward passes take 6 N operations a token. Muon takes 4 R R C + 2 R R R more in
+    each step of its iteration on a matrix of R rows and C columns, R <= C, whatever the batch. On
+    a processor this is within 10% of what steps of 0.9M and 11M parameters took.
+    """
+    if method.inner != "muon":
+        return 1.0
+    groups = muon_groups(model, weight_decay=0.0)
+    matrices = [p for group in groups if group["kind"] == "muon" for p in group["params"]]
+    sides = [sorted((len(p), p.numel() // len(p))) for p in matrices]
+    iteration = sum(4 * rows**2 * columns + 2 * rows**3 for rows, columns in sides)
+    passes = 6 * Layout.of(model).numel * step_tokens
+    return float(1.0 + NEWTON_SCHULZ_STEPS * iteration / passes)
 
 
 def expected(option: Option) -> float:
     """Loss at equal time, as a multiple of what data parallel without a network reaches."""
     gap = math.inf if option.gap is None else option.gap
-    return float((1.0 + gap) * option.prediction.utilisation**-LOSS_BY_TOKENS)
+    pace = option.prediction.utilisation / option.slowed
+    return float((1.0 + gap) * pace**-LOSS_BY_TOKENS)
 
 
 def pick(known: Sequence[Option]) -> Option:
@@ -179,6 +250,7 @@ def reasons(option: Option, known: Sequence[Option]) -> tuple[str, str]:
     """What was picked, and what other windows and the best other method would come to."""
     cost = option.prediction
     gap = "" if option.gap is None else f"; loss about {100 * option.gap:.1f}% above data parallel"
+    gap += f"; a step takes {option.slowed:.1f} times AdamW's" if option.slowed > 1 else ""
     what = (
         f"Take {option.method}, H={cost.inner_steps}: peers compute "
         f"{100 * cost.utilisation:.0f}% of the time, {cost.sent_bytes / 1e6:.3g} MB a window{gap}."

@@ -7,9 +7,10 @@
     ./scripts/bench methods --churn        workers that miss rounds, join late, are unequal
 
 Each method runs at its own settings (`METHODS`) in the simulation of `atoll simulate`, by 1, 2, 4
-and 8 workers. Rows with equal models, workers, batches, tokens and seeds are compared; their rates,
-windows and inner optimizers may differ. They are kept in docs/benchmarks/methods.json, those of
-churn in churn.json beside it, unfinished work in build/bench_methods.
+and 8 workers. Rows with equal models, workers, batches and tokens are compared, over the seeds that
+both have; their rates, windows and inner optimizers may differ. They are kept in
+docs/benchmarks/methods.json, those of churn in churn.json beside it, unfinished work in
+build/bench_methods.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from atoll.optim import methods
 from atoll.peer import models
 from atoll.peer.simulate import Bench, Folder, Result, parse_methods, simulate
 from atoll.peer.simulation_report import rows
-from atoll.peer.simulation_settings import Settings
+from atoll.peer.simulation_settings import RATE_SHARES, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "methods.json"
@@ -40,8 +41,6 @@ class Case:
     """A method at the settings that were found for it."""
 
     spec: str
-    rate: float = 1.0
-    """Inner rate, as a multiple of --lr: AdamW's."""
     windows: int = 1
     """H, as a multiple of --inner-steps."""
     inner: str = ""
@@ -56,11 +55,11 @@ METHODS = (
     Case("streaming"),
     Case("eager"),
     Case("co2"),
-    Case("muloco", rate=2),
-    Case("muloco(codec=2bit)", rate=2),
-    Case("muloco(codec=sign, feedback=0.5)", rate=2, windows=4),
+    Case("muloco"),
+    Case("muloco(codec=2bit)"),
+    Case("muloco(codec=sign, feedback=0.5)", windows=4),
     Case("sparseloco"),
-    Case("sparseloco", rate=2, inner="muon"),
+    Case("sparseloco", inner="muon"),
     Case("demo"),
     Case("dlion"),
     Case("noloco"),
@@ -106,11 +105,11 @@ def store(file: Path, all_rows: list) -> None:
     os.replace(new, file)
 
 
-def group_of(row: dict) -> tuple:
+def group_of(row: dict) -> str:
     """Rows that are compared with one another: all settings alike but a method's own."""
     shared = asdict(Settings()) | row["settings"]
     shared = {key: value for key, value in shared.items() if key not in OWN_SETTINGS}
-    return row["seeds"], json.dumps(shared, sort_keys=True)
+    return json.dumps(shared, sort_keys=True)
 
 
 def key_of(row: dict) -> tuple:
@@ -135,18 +134,14 @@ def trained(chosen: Settings, case: Case, options: argparse.Namespace) -> list[R
 
 
 def of_case(shared: Settings, case: Case) -> Settings:
-    return replace(
-        shared,
-        lr=shared.lr * case.rate,
-        inner_steps=shared.inner_steps * case.windows,
-        inner=case.inner,
-    )
+    return replace(shared, inner_steps=shared.inner_steps * case.windows, inner=case.inner)
 
 
-def measure(shared: Settings, case: Case, options: argparse.Namespace) -> dict:
-    chosen = of_case(shared, case)
-    (row,) = rows(trained(chosen, case, options), chosen)
-    return vars(row)
+def measure(chosen: Settings, case: Case, options: argparse.Namespace) -> dict:
+    """A row, with the loss of each seed, from 0 on."""
+    results = trained(chosen, case, options)
+    (row,) = rows(results, chosen)
+    return vars(row) | {"losses": [result.valid_loss for result in results]}
 
 
 def measure_churn(options: argparse.Namespace) -> list[dict]:
@@ -157,9 +152,7 @@ def measure_churn(options: argparse.Namespace) -> list[dict]:
                 continue  # no window that could follow a speed
             say(f"{case.spec}, {name}, {workers} workers")
             churned = replace(of_case(settings(options, workers), case), **changes)
-            results = trained(churned, case, options)
-            (row,) = map(vars, rows(results, churned))
-            row |= {"churn": name, "losses": [result.valid_loss for result in results]}
+            row = measure(churned, case, options) | {"churn": name}
             del row["gap_to_ddp"]
             kept = [r for r in load(CHURN_SAVED) if key_of(r) != key_of(row)]
             store(CHURN_SAVED, [*kept, row])
@@ -167,23 +160,25 @@ def measure_churn(options: argparse.Namespace) -> list[dict]:
 
 
 def show_churn(all_rows: list[dict]) -> None:
-    base = {same_run(r): r["valid_loss"] for r in all_rows if r["churn"] == "undisturbed"}
+    base = {same_run(row): row for row in all_rows if row["churn"] == "undisturbed"}
     kinds = list(CHURN)
-    for row in sorted(all_rows, key=lambda r: (r["settings"]["spec"], kinds.index(r["churn"]))):
-        loss, undisturbed = row["valid_loss"], base.get(same_run(row))
-        change = "" if undisturbed is None else f"{100 * (loss / undisturbed - 1):+.2f}%"
+    for row in sorted(all_rows, key=lambda r: (same_run(r), kinds.index(r["churn"]))):
+        undisturbed = base.get(same_run(row))
+        change = "" if undisturbed is None else f"{100 * above(row, undisturbed):+.2f}%"
         spread = max(row["losses"]) - min(row["losses"])
+        own = row["settings"]
         print(
-            f"{row['settings']['spec'][:30]:31}{row['churn']:32}{loss:8.4f}{change:>9}"
-            f"{spread:8.4f}  {row['seeds']} seeds"
+            f"{own['params'] / 1e6:5.2f}M  {own['spec'][:30]:31}{row['churn']:32}"
+            f"{row['valid_loss']:8.4f}{change:>9}{spread:8.4f}  {row['seeds']} seeds"
         )
 
 
-def same_run(row: dict) -> tuple:
+def same_run(row: dict) -> tuple[int, str, str]:
     """What a disturbed run shares with the undisturbed one."""
     changed = {name for changes in CHURN.values() for name in changes}
     shared = {key: value for key, value in row["settings"].items() if key not in changed}
-    return row["seeds"], json.dumps(shared, sort_keys=True)
+    own = row["settings"]
+    return own["params"], own["spec"], json.dumps(shared, sort_keys=True)
 
 
 def say(line: str) -> None:
@@ -191,17 +186,16 @@ def say(line: str) -> None:
 
 
 def show(all_rows: list[dict]) -> None:
-    groups: dict[tuple, list[dict]] = {}
-    for row in all_rows:
-        groups.setdefault(group_of(row), []).append(row)
-    for group in groups.values():
+    for group in grouped(all_rows):
         first = group[0]["settings"]
         print(
             f"\n{first['params'] / 1e6:.2g}M parameters, {first['workers']} workers of "
-            f"{first['batch_size']} x {first['seq_len']}, {first['tokens'] / 1e6:.3g}M tokens, "
-            f"{group[0]['seeds']} seed(s)"
+            f"{first['batch_size']} x {first['seq_len']}, {first['tokens'] / 1e6:.3g}M tokens"
         )
-        print(f"{'':48}{'rate':>8}{'H':>5}{'loss':>8}{'gap':>8}{'bytes/token':>13}{'less':>9}")
+        print(
+            f"{'':48}{'rate':>8}{'H':>5}{'seeds':>7}{'loss':>8}{'spread':>8}{'gap':>8}"
+            f"{'bytes/token':>13}{'less':>9}"
+        )
         for row in sorted(group, key=lambda row: row["valid_loss"]):
             print(line_of(row))
 
@@ -209,10 +203,18 @@ def show(all_rows: list[dict]) -> None:
 def line_of(row: dict) -> str:
     gap, less, own = row["gap_to_ddp"], row["traffic_ratio_vs_bf16_ddp"], row["settings"]
     return (
-        f"{label(row)[:47]:48}{own['lr']:8.2g}{own['inner_steps']:5}{row['valid_loss']:8.4f}"
+        f"{label(row)[:47]:48}{rate_of(own):8.2g}{own['inner_steps']:5}{row['seeds']:7}"
+        f"{row['valid_loss']:8.4f}{max(row['losses']) - min(row['losses']):8.4f}"
         f"{'' if gap is None else f'{100 * gap:+.1f}%':>8}{row['bytes_per_token']:13.2f}"
         f"{'' if less is None else f'{less:,.0f}x':>9}"
     )
+
+
+def rate_of(own: dict) -> float:
+    """Of the inner optimizer, at its peak."""
+    method = methods.parse(own["spec"])
+    inner = method.inner if method.every_step else own.get("inner") or method.inner
+    return own["lr"] * RATE_SHARES[inner]
 
 
 def label(row: dict) -> str:
@@ -265,23 +267,44 @@ def measure_methods(options: argparse.Namespace) -> list[dict]:
     all_rows = load(SAVED)
     for workers in options.workers if wanted(options, SAVED) else ():
         for case in cases(options):
-            row = measure(settings(options, workers), case, options)
-            all_rows = [old for old in all_rows if key_of(old) != key_of(row)] + [row]
-            store(SAVED, with_gaps(all_rows))
+            row = measure(of_case(settings(options, workers), case), case, options)
+            all_rows = with_gaps(taken_in(row, all_rows))
+            store(SAVED, all_rows)
     return all_rows
+
+
+def taken_in(row: dict, all_rows: list[dict]) -> list[dict]:
+    """All rows and a new one, in place of one with the same settings and no more seeds."""
+    kept = [old for old in all_rows if key_of(old) != key_of(row) or old["seeds"] > row["seeds"]]
+    return kept if any(key_of(old) == key_of(row) for old in kept) else [*kept, row]
+
+
+def grouped(all_rows: list[dict]) -> list[list[dict]]:
+    groups: dict[str, list[dict]] = {}
+    for row in all_rows:
+        groups.setdefault(group_of(row), []).append(row)
+    return list(groups.values())
 
 
 def with_gaps(all_rows: list[dict]) -> list[dict]:
-    """Rows get their gap to the best data parallel run that they are compared with."""
-    base: dict[tuple, float] = {}
-    for row in all_rows:
-        if row["method"] == "ddp":
-            group = group_of(row)
-            base[group] = min(row["valid_loss"], base.get(group, row["valid_loss"]))
-    for row in all_rows:
-        if group_of(row) in base:
-            row["gap_to_ddp"] = row["valid_loss"] / base[group_of(row)] - 1
+    """Rows get their gap to the data parallel run that they are compared with."""
+    for group in grouped(all_rows):
+        base = best(group, "ddp")
+        for row in group if base else ():
+            row["gap_to_ddp"] = above(row, base)
     return all_rows
+
+
+def best(group: list[dict], method: str) -> dict | None:
+    """Of a method's rows those of most seeds, and of these the one that ended lowest."""
+    of_method = [row for row in group if row["method"] == method]
+    return min(of_method, key=lambda row: (-row["seeds"], row["valid_loss"]), default=None)
+
+
+def above(row: dict, base: dict) -> float:
+    """Share by which a row's loss is above another's, over the seeds that both have."""
+    pairs = list(zip(row["losses"], base["losses"], strict=False))
+    return sum(mine for mine, _ in pairs) / sum(theirs for _, theirs in pairs) - 1
 
 
 if __name__ == "__main__":

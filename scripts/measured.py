@@ -3,38 +3,29 @@
     scripts/measured.py            say what would be in it
     scripts/measured.py --write
 
-Of a method that was measured several times the row of the longest run counts, then of most seeds.
-A row needs `diloco` with int8 and `ddp` in the same settings to be compared with.
+Rows are compared as `bench_methods` does: each method at its own rate, over the seeds that both
+have. Of a method that was measured several times the row of the longest run counts, then of most
+seeds, then of `diloco`'s window, then the lowest. A row needs four workers, and `diloco` with int8
+and `ddp` beside it.
 """
 
 import argparse
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
+
+from bench_methods import above, best, grouped
 
 from atoll.compression import Codec
 from atoll.optim import methods
+from atoll.peer.advice import window_gap
 from atoll.peer.simulation_settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "peer" / "measured.py"
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+WORKERS = 4  # in all tables that advice goes by
 LONG_STEPS = 1_600  # of the table by windows: the longest that docs/benchmarks/outer.json has
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row of methods.json under the name that a run would give its method."""
-
-    spec: str
-    group: str
-    settings: dict
-    seeds: int
-    loss: float
-
-    @property
-    def evidence(self):
-        return self.settings["tokens"], self.seeds
 
 
 def name_of(settings):
@@ -61,46 +52,55 @@ def text(value):
     return value.spec if isinstance(value, Codec) else str(value)
 
 
-def rows():
-    """Rows whose methods take their own inner optimizers."""
-    for row in json.loads((BENCHMARKS / "methods.json").read_text()):
-        settings = row["settings"]
-        if settings.get("inner"):
-            continue
-        shared = {key: value for key, value in settings.items() if key not in ("spec", "inner")}
-        yield Row(
-            spec=name_of(settings),
-            group=json.dumps([row["seeds"], shared], sort_keys=True),
-            settings=settings,
-            seeds=row["seeds"],
-            loss=row["valid_loss"],
-        )
+def groups():
+    """Rows that are compared, of methods with their own inner optimizers."""
+    rows = json.loads((BENCHMARKS / "methods.json").read_text())
+    own = [row for row in rows if not row["settings"].get("inner")]
+    return grouped([row for row in own if row["workers"] == WORKERS])
 
 
 def table():
     """The fields of `Measured` for each method, those of the longest runs first."""
-    by_group = {}
-    for row in rows():
-        by_group.setdefault(row.group, {})[row.spec] = row
-    best = {}
-    for group in by_group.values():
-        if {"ddp", "diloco"} <= group.keys():
-            for spec, row in group.items():
-                if spec not in best or row.evidence > best[spec][0].evidence:
-                    best[spec] = row, group
-    return [
-        {
-            "spec": spec,
-            "to_diloco": round(row.loss / group["diloco"].loss - 1, 4),
-            "to_ddp": round(row.loss / group["ddp"].loss - 1, 4),
-            "params": row.settings["params"],
-            "tokens": row.settings["tokens"],
-            "workers": row.settings["workers"],
-            "inner_steps": row.settings["inner_steps"],
-            "seeds": row.seeds,
-        }
-        for spec, (row, group) in sorted(best.items(), key=lambda kv: kv[1][0].evidence)[::-1]
-    ]
+    kept = {}
+    for group in groups():
+        named = [row | {"name": name_of(row["settings"])} for row in group]
+        diloco = best([row for row in named if row["name"] == "diloco"], "diloco")
+        if diloco is None or best(group, "ddp") is None:
+            continue
+        for row in named:
+            rank = rank_of(row, diloco)
+            if row["name"] not in kept or rank > kept[row["name"]][0]:
+                kept[row["name"]] = rank, entry(row, diloco)
+    return [fields_ for _, fields_ in sorted(kept.values(), key=lambda pair: pair[0])[::-1]]
+
+
+def rank_of(row, diloco):
+    """The greatest is taken."""
+    own = row["settings"]
+    beside = own["inner_steps"] == diloco["settings"]["inner_steps"]
+    return own["tokens"], row["seeds"], beside, -row["valid_loss"]
+
+
+def entry(row, diloco):
+    """What is written of a row."""
+    own = row["settings"]
+    return {
+        "spec": row["name"],
+        "to_diloco": round(at_equal_windows(row, diloco), 4),
+        "to_ddp": round(row["gap_to_ddp"], 4),
+        **{key: own[key] for key in ("params", "tokens", "workers", "inner_steps")},
+        "seeds": row["seeds"],
+    }
+
+
+def at_equal_windows(row, diloco):
+    """Share above `diloco`, less what `diloco` itself loses by windows of the row's length."""
+    if methods.parse(row["settings"]["spec"]).every_step:
+        return above(row, diloco)
+    mine, its = (
+        1 + window_gap(each["settings"]["inner_steps"], by_window()) for each in (row, diloco)
+    )
+    return (1 + above(row, diloco)) * its / mine - 1
 
 
 def by_window():
@@ -131,7 +131,7 @@ def module():
         "    spec: str",
         '    """Without what follows the run by itself."""',
         "    to_diloco: float",
-        '    """Share above the loss of `diloco` with int8, in the same settings."""',
+        '    """Share above the loss of `diloco` with int8, with windows as long."""',
         "    to_ddp: float",
         '    """Share above the loss of data parallel."""',
         "    params: int",

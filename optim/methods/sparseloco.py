@@ -3,12 +3,12 @@
     e = 0.95 e + delta        send the 64 largest of each 4,096        e = e - sent
     synced = synced - lr mean(sent)
 
-Everyone decodes everyone's frames, so the mean keeps the union of the senders' indices. With
-`merge=select` the mean is selected again: what a peer receives then does not grow with the number
-of peers, and what the owner of a part leaves out stays in its own residual. There is no outer
-momentum, and lr is applied once (older published code multiplies by it twice). The mean divides by
-all peers, as the paper writes, or with `average=senders` by those that sent a value, as the
-published code does.
+Everyone decodes everyone's frames, so the mean keeps the union of the senders' indices. The mean of
+a value divides by those that sent it, as the published code does, or with `average=all` by all
+peers, as the paper writes: few values have two senders, so that is a shorter step, and ended 11%
+higher. With `merge=select` the mean of all is selected again: what a peer receives then does not
+grow with the number of peers, and what the owner of a part leaves out stays in its own residual.
+There is no outer momentum, and lr is applied once (older published code multiplies by it twice).
 
 With `tau` above 0 the reduction travels for so many inner steps, at most a window; what was
 trained meanwhile stays. The papers wait.
@@ -49,8 +49,8 @@ class SparseLoCoMethod(Method):
     lr: float = 1.0
     """Outer learning rate."""
 
-    average: Literal["all", "senders"] = "all"
-    """Whom the mean of a value divides by."""
+    average: Literal["all", "senders"] = "senders"
+    """Whom the mean of a value divides by; all, where it is selected again."""
 
     merge: Literal["union", "select"] = "union"
     """What of the mean is kept: all that anybody sent, or the largest again."""
@@ -64,17 +64,12 @@ class SparseLoCoMethod(Method):
         Raises:
             MethodError: when they do not go together.
         """
-        require(
-            self.merge == "union" or self.average == "all",
-            "average=all with merge=select, whose mean is that of all",
-            self.average,
-        )
         require(self.tau >= 0, "a tau of at least 0", self.tau)
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
-        """As `average` says."""
-        return self.average
+        """As `average` says, unless the mean is selected again."""
+        return self.average if self.merge == "union" else "all"
 
     @property
     def reduction(self) -> Shape:

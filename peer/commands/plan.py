@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,10 @@ def add_speed(parser: argparse.ArgumentParser) -> None:
         help="that a peer has for its rounds, 0.5 where four peers share two (default: 2)",
     )
     parser.add_argument(
-        "--step-ms", type=float, metavar="MS", help="what an inner step takes (default: time it)"
+        "--step-ms",
+        type=float,
+        metavar="MS",
+        help="what an inner step takes with AdamW (default: time it)",
     )
     parser.add_argument("--device", default="auto", help="to time a step on (default: auto)")
 
@@ -62,12 +66,18 @@ def run(args: argparse.Namespace) -> int:
 
     spec = RunSpec.load(args.path)
     setting = setting_of(args, spec)
-    model = bare_model(spec)
-    inner_steps = spec.outer.inner_steps
-    mine = advice.option_of(spec.method(), model, setting, inner_steps=inner_steps)
-    known = advice.options(model, setting)
+    model, inner_steps = bare_model(spec), spec.outer.inner_steps
+    at = partial(advice.options, model, setting, step_tokens=advice.step_tokens(spec))
+    mine = advice.option_of(
+        spec.method(),
+        model,
+        setting,
+        step_tokens=advice.step_tokens(spec),
+        inner_steps=inner_steps,
+    )
+    known = at()
     chosen = advice.pick(known) if setting.peers > 1 else mine
-    shown = known if args.all else advice.options(model, setting, windows=(inner_steps,))
+    shown = known if args.all else at(windows=(inner_steps,))
     if args.json:
         print_json(_told(args, setting, model, mine, shown, chosen))
         return 0

@@ -22,7 +22,7 @@ METHODS = {
     "streaming(count=2, tau=2)": 4,
     "eager(peers=3)": 3,
     "co2": 3,
-    "sparseloco(average=senders)": 3,
+    "sparseloco": 3,
     "demo": 1,
     "dlion": 1,
     "noloco": 3,

@@ -28,7 +28,7 @@ SETTINGS = {
     "co2(stale=False, clip=0.01)": (3, {}),
     "sparseloco": (3, {}),
     "sparseloco(tau=2)": (3, {}),
-    "sparseloco(average=senders)": (3, {}),
+    "sparseloco(average=all)": (3, {}),
     "demo": (1, {}),
     "demo(delay=1, decay=0.1)": (1, {}),
     "dlion": (1, {}),

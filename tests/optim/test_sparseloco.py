@@ -58,7 +58,8 @@ def test_feedback_and_selection_are_the_papers():
 
 
 def test_mean_keeps_the_union_of_the_senders_indices():
-    team = Team(2, "sparseloco(codec=topk(k=64)+fp32)", 1, make=lambda: net(1, 128), clip_at=0)
+    spec = "sparseloco(codec=topk(k=64)+fp32, average=all)"
+    team = Team(2, spec, 1, make=lambda: net(1, 128), clip_at=0)
     numel = Layout.of(net(1, 128)).numel
     before = team.group.state.params_N.clone()
     deltas = [torch.zeros(numel), torch.zeros(numel)]
@@ -71,7 +72,7 @@ def test_mean_keeps_the_union_of_the_senders_indices():
 
 
 def test_mean_over_senders_counts_what_one_sent_in_full():
-    spec = "sparseloco(codec=topk(k=64)+fp32, average=senders)"
+    spec = "sparseloco(codec=topk(k=64)+fp32)"
     team = Team(2, spec, 1, make=lambda: net(1, 128), clip_at=0)
     numel = Layout.of(net(1, 128)).numel
     fragment = team.workers[0].fragments[0]
@@ -89,7 +90,7 @@ def test_mean_over_senders_counts_what_one_sent_in_full():
 
 def test_who_sent_what_is_told_by_topk_only():
     with pytest.raises(CodecError, match="who sent what"):
-        Team(2, "sparseloco(codec=int8, average=senders)", 1).run(range(1))
+        Team(2, "sparseloco(codec=int8)", 1).run(range(1))
 
 
 def test_a_tile_of_a_matrix_is_one_chunk():

@@ -52,7 +52,7 @@ METHODS = (
     "co2",
     "muloco",
     "sparseloco",
-    "sparseloco(average=senders)",
+    "sparseloco(average=all)",
     "sparseloco(merge=select)",
     "demo",
     "dlion",

@@ -187,9 +187,9 @@ class Node:
     async def _close_dht(self) -> None:
         if hasattr(self, "dht"):
             self.dht.is_alive = False
-        reader = self._hivemind_reader()
-        if reader is not None and reader.done() and not reader.cancelled():
-            reader.exception()  # a reset, if p2pd died before it had read all; asyncio would log it
+        for task in map(self._hivemind_task, ("_read_task", "_write_task")):
+            if task is not None and task.done() and not task.cancelled():
+                task.exception()  # a reset by a p2pd that died: asyncio would log it
         if self._p2p is not None:
             await self._p2p.shutdown()
             self._p2p = None
@@ -236,12 +236,12 @@ class Node:
 
     def _is_hivemind_deaf(self) -> bool:
         """Hivemind stops reading from p2pd for ever if an answer meets a call that timed out."""
-        reader = self._hivemind_reader()
+        reader = self._hivemind_task("_read_task")
         return reader is not None and reader.done()
 
-    def _hivemind_reader(self) -> asyncio.Task[None] | None:
+    def _hivemind_task(self, name: str) -> asyncio.Task[None] | None:
         client = getattr(self._p2p, "_client", None)
-        return getattr(getattr(client, "control", None), "_read_task", None)
+        return getattr(getattr(client, "control", None), name, None)
 
     async def _restart(self) -> None:
         logger.warning("p2pd of %s has ended; it is started again", self.peer_id)

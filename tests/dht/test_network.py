@@ -481,8 +481,9 @@ def test_a_p2pd_that_resets_hiveminds_connection_fills_no_log(swarm, a, caplog):
 
     async def main():
         control = a._p2p._client.control
-        control._read_task.cancel()
-        control._read_task = asyncio.create_task(reset())
+        for name in ("_read_task", "_write_task"):
+            getattr(control, name).cancel()
+            setattr(control, name, asyncio.create_task(reset()))
         pid = a.daemon.pid
         while a.daemon.pid == pid or a._p2p is None:
             await asyncio.sleep(0.05)

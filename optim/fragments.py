@@ -400,8 +400,8 @@ def _blocks(layout: Layout) -> list[list[int]]:
 def _require(blocks: list[list[int]], count: int) -> None:
     if not 1 <= count <= len(blocks):
         raise FragmentError(
-            f"expected 1 to {len(blocks)} fragments for a model of {len(blocks)} blocks, "
-            f"got {count}"
+            f"expected 1 to {len(blocks)} fragments, as many as the model has blocks (parameters "
+            f"whose names share a number, as in 'layers.0.weight'), got {count}"
         )
 
 

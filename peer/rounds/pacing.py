@@ -9,6 +9,7 @@ The rate is what the owner declared, else what transfers showed: how fast others
 in the later part of the longest time in which more waited to leave, the median of some rounds.  Now
 and then a round searches for more than that (the idea of BBR, ACM Queue 14(5), 2016, with a round
 for its round trips).  A peer that knows nothing yet is not paced; the first round then measures.
+Nor is one whose rounds are too short for a reading: nothing would find a pace that is too low.
 Nor may more than ``QUEUE_S`` of it queue beyond what is under way for a round trip, however wrong
 the rate.  Round trips are those of questions that peers answer at once, the least of each peer.
 """
@@ -21,7 +22,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, groupby
 
 from atoll.dht.transport import Transport
@@ -96,6 +97,13 @@ def saturated_mbit_s(samples: Sequence[Sample], window_s: float = WINDOW_S) -> f
     return (last.delivered - first.delivered) * BITS / (last.at_s - first.at_s)
 
 
+def was_held(samples: Sequence[Sample], window_s: float = WINDOW_S) -> bool:
+    """Whether more waited to leave most of the time, in a round that is too short to be read."""
+    if not samples or samples[-1].at_s - samples[0].at_s >= window_s:
+        return False
+    return 2 * sum(sample.busy for sample in samples) >= len(samples)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RateEstimate:
     """What rounds have shown of one direction of a link, and how the next one is to look at it."""
@@ -115,6 +123,13 @@ class RateEstimate:
         if self.mbit_s is None or math.isinf(self.gain):
             return None
         return self.mbit_s * self.gain
+
+    def without_pace(self) -> RateEstimate:
+        """The estimate after a short round that the pace held, which no such round can correct.
+
+        What such a round sends at once waits no longer in TCP's queue than it did for its turns.
+        """
+        return replace(self, gain=math.inf, recent=())
 
     def after(self, saturated_mbit_s: float | None) -> RateEstimate:
         """The estimate after a round in which the busy link showed this rate, 0 for none.
@@ -309,7 +324,8 @@ class Link:
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Take in the readings of a round."""
-        self._up = self._up.after(saturated_mbit_s(samples))
+        held = was_held(samples)
+        self._up = self._up.without_pace() if held else self._up.after(saturated_mbit_s(samples))
         received = peak_mbit_s([(sample.at_s, sample.received) for sample in samples])
         self._down_mbit_s = max(self._down_mbit_s, received)
         self._set_pace()

@@ -283,6 +283,26 @@ def test_what_the_owner_declares_is_not_measured_away():
     assert link.pacer.rate_mbit_s is not None and link.pacer.rate_mbit_s < 20.0
 
 
+def test_a_pace_that_held_a_round_too_short_to_be_read_is_dropped_until_one_is_long_enough():
+    link = Link()
+    link.learn(samples(40, 40, 40, 40))
+    assert link.pacer.rate_mbit_s == pytest.approx(40.0 * SEARCH_GAIN)
+    link.learn(samples(50, 50))
+    assert link.pacer.rate_mbit_s is None
+    assert link.uplink_mbit_s == pytest.approx(40.0)
+    link.learn(samples(900, 900, 900, 900))
+    assert link.pacer.rate_mbit_s == pytest.approx(900.0 * SEARCH_GAIN)
+
+
+def test_a_short_round_that_nothing_held_leaves_the_pace():
+    link = Link()
+    link.learn(samples(40, 40, 40, 40))
+    paced = link.pacer.rate_mbit_s
+    for readings in ([], samples(50, 50, busy=False), samples(50, 50, 50, 50, busy=False)):
+        link.learn(readings)
+        assert link.pacer.rate_mbit_s == paced
+
+
 def test_a_link_learns_from_a_round():
     link = Link()
     assert (link.uplink_mbit_s, link.pacer.rate_mbit_s) == (UNKNOWN_MBIT_S, None)

@@ -140,7 +140,7 @@ def test_a_joiner_takes_all_that_the_outer_step_remembers(tmp_path, method):
 
 
 def test_what_is_gathered_is_the_mean_of_what_was_sent(tmp_path):
-    swarm, decided = play(tmp_path, 1, method="sparseloco(feedback=0)", codec=None)
+    swarm, decided = play(tmp_path, 1, method="sparseloco(feedback=0, average=all)", codec=None)
     cells = swarm.replay.cells_at(0)
     store = swarm.peers[0].feedbacks[0]
     sent = []

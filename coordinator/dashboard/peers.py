@@ -16,7 +16,7 @@ from atoll.coordinator.dashboard.marks import (
     phase_style,
     stacked,
 )
-from atoll.coordinator.dashboard.view import is_gone
+from atoll.coordinator.dashboard.view import is_gone, utilisation_of
 from atoll.coordinator.status import PeerStatus, RunStatus
 
 _STATE_STYLES: Final = {
@@ -111,10 +111,10 @@ def _seen(peer: PeerStatus, width: int) -> Content:
 
 
 def _utilisation(peer: PeerStatus, width: int) -> Content:
-    if is_gone(peer):
+    share = utilisation_of(peer)
+    if share is None:
         return _plain(text.ABSENT)
-    style = utilisation_style(peer.utilisation)
-    return Content.assemble((text.percent(peer.utilisation), style))
+    return Content.assemble((text.percent(share), utilisation_style(share)))
 
 
 def utilisation_style(share: float) -> str:

@@ -22,6 +22,7 @@ from atoll.coordinator.dashboard.view import (
     num_present,
     sorted_peers,
     utilisation,
+    utilisation_of,
     without,
 )
 from atoll.coordinator.status import Event, RoundSummary, RunStatus
@@ -223,7 +224,7 @@ def _peer_table(status: RunStatus) -> list[str]:
                 text.loss_text(peer.loss),
                 text.size(peer.wire_bytes_sent),
                 text.size(peer.wire_bytes_received),
-                text.percent(peer.utilisation),
+                text.percent(utilisation_of(peer)),
                 f"{text.duration(peer.last_seen_s)} ago",
             )
         )

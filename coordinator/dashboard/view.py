@@ -82,8 +82,14 @@ def num_present(status: RunStatus) -> int:
 
 
 def utilisation(status: RunStatus) -> str:
-    """Of the peers that are here: none may be, as at a run's end."""
-    return percent(status.utilisation, decimals=1) if num_present(status) else ABSENT
+    """Of the peers that are here: none may be, as at a run's end, or none that has trained."""
+    known = any(utilisation_of(peer) is not None for peer in status.peers)
+    return percent(status.utilisation, decimals=1) if known else ABSENT
+
+
+def utilisation_of(peer: PeerStatus) -> float | None:
+    """None for a peer that is gone or has not trained yet."""
+    return None if is_gone(peer) or not peer.tokens_total else peer.utilisation
 
 
 def missing(row: RoundSummary) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 
 from atoll.coordinator.dashboard.plain import follow, lines, render_status
 from atoll.coordinator.dashboard.text import ABSENT
-from atoll.coordinator.dashboard.view import naming
+from atoll.coordinator.dashboard.view import naming, utilisation, utilisation_of
 from atoll.coordinator.status import Event, Gap
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]x[/red]\r\nround 99 \u202eevil\u0000"
@@ -89,6 +89,16 @@ def test_waiting_training_and_finished_are_said(sample):
     assert without_clock(lines(started, done))[-1] == (
         "finished after 1 rounds: 307k tokens, loss 5.108"
     )
+
+
+def test_who_has_not_trained_yet_has_no_utilisation(sample):
+    status = sample(0, state="waiting", num_peers=2, num_gone=0)
+    idle = replace(status.peers[0], tokens_total=0, utilisation=1.0)
+    busy = replace(status.peers[1], tokens_total=5, utilisation=0.5)
+    assert utilisation_of(idle) is None
+    assert utilisation_of(busy) == 0.5
+    assert utilisation(replace(status, peers=[idle])) == ABSENT
+    assert utilisation(replace(status, peers=[idle, busy], utilisation=0.5)) == "50.0%"
 
 
 def test_absent_numbers_are_dashes(sample):

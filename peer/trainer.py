@@ -19,7 +19,6 @@ Random numbers (dropout) follow from the seed, the peer and the step, so they ne
 
 import hashlib
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -33,20 +32,20 @@ from torch import Tensor, nn
 
 from atoll.coordinator.spec import RunSpec
 from atoll.optim import schedules
-from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout
-from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
+from atoll.optim.reducer import Commit, Reducer
 from atoll.optim.worker import Worker
 from atoll.peer import data, models, saved
 from atoll.peer.devices import Device
 from atoll.peer.errors import SavedStateError
 from atoll.peer.learner import Evaluator, Learner, steps_until
 from atoll.peer.pace import WARM_STEPS, Pace
+from atoll.peer.trainer_statistics import Progress, TrainerStatistics
+from atoll.peer.watched_reducer import WatchedReducer
 
 MAX_SKIPS = 10  # a bad batch costs one step, spoiled parameters all that follow
 MAX_DROPPED = 5  # windows; beyond it the fault is not in this peer's luck
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
-LOSS_DECAY = 0.95  # the mean of about the last 20 steps
 RATE_STEPS = 32  # steps over which tokens per second are measured
 
 _log = logging.getLogger(__name__)
@@ -54,147 +53,6 @@ _log = logging.getLogger(__name__)
 
 class TrainingFailed(RuntimeError):  # noqa: N818 - it names the event
     """Training cannot go on: every window of this peer ends in numbers that are not finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerStatistics:
-    """How a trainer is."""
-
-    phase: str = "starting"
-    """``starting``, ``training``, ``reducing``, ``validating``, ``stopped`` or ``finished``."""
-    position: int = 0
-    """Position of the log that this peer's synced parameters stand at."""
-    step: int = 0
-    """Inner steps done in the open window."""
-    inner_steps: int = 0
-    """Inner steps of a window."""
-    schedule_step: int = 0
-    """Step of the run that the learning rate follows."""
-    steps: int = 0
-    """Inner steps that this peer tried, skipped ones included."""
-    tokens: int = 0
-    """Tokens that this peer trained on."""
-    loss: float = math.nan
-    """Mean training loss of about the last 20 steps."""
-    valid_loss: float = math.nan
-    """Loss of the synced parameters on held-out text, when it was last measured."""
-    valid_position: int = -1
-    """Position at which it was measured."""
-    learning_rate: float = 0.0
-    """Rate of the last step."""
-    tokens_per_s: float = 0.0
-    """Over the last steps, waits included."""
-    step_s: float = 0.0
-    """Seconds that one step takes, waits left out."""
-    pace_s: float = 0.0
-    """Seconds that a step took over the last windows, with everything but waits in it."""
-    ready_in_s: float = 0.0
-    """Seconds until the open window is done, at this speed."""
-    compute_s: float = 0.0
-    """Seconds spent on training."""
-    wait_s: float = 0.0
-    """Seconds spent on rounds."""
-    windows: int = 0
-    """Windows ended."""
-    skipped_steps: int = 0
-    """Steps not taken, for a loss or gradient that was not finite."""
-    dropped_windows: int = 0
-    """Windows that were not sent, for parameters that were not finite or seemed spoiled."""
-    params: int = 0
-    """Trained parameters of the model."""
-    device: str = "cpu"
-    """Where it trains."""
-    precision: str = "float32"
-    """Number format of the forward pass."""
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the time that went into training, 1.0 before the first wait."""
-        total_s = self.compute_s + self.wait_s
-        return self.compute_s / total_s if total_s else 1.0
-
-
-class _Watched:
-    """A reducer that tells the trainer when something is decided, and can send it back."""
-
-    def __init__(self, inner: Reducer, on_commit: Callable[[Commit], None]) -> None:
-        self._fragments: set[int] = set()
-        self._inner, self._on_commit = inner, on_commit
-        self._settle: Settle | None = None
-
-    @property
-    def position(self) -> int:
-        return self._inner.position
-
-    @property
-    def fragments(self) -> Sequence[Fragment]:
-        return self._inner.fragments
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether a contribution is under way."""
-        return bool(self._fragments)
-
-    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
-        self._settle = settle
-        return self._inner.start(layout, params_N, self._deliver)
-
-    def submit(self, contribution: Contribution) -> None:
-        self._fragments.add(contribution.fragment)
-        self._inner.submit(contribution)
-
-    def wait(self) -> None:
-        self._inner.wait()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": self._inner.state_dict(), "unsettled": sorted(self._fragments)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._fragments = set(state["unsettled"])
-        self._inner.load_state_dict(state["inner"])
-
-    def go_back(self, position: int, params_N: Tensor) -> None:
-        """Have the method drop its window, as when the reducer itself asks for it."""
-        self._deliver(
-            Commit(position=position, params_N=params_N, included=None, members=0, reset=True)
-        )
-
-    def _deliver(self, commit: Commit) -> None:
-        assert self._settle is not None, "a reducer settles after start"
-        self._on_commit(commit)
-        self._settle(commit)
-        if commit.reset:
-            self._fragments.clear()
-        elif commit.settles:
-            self._fragments.discard(commit.fragment)
-
-
-@dataclass(kw_only=True)
-class _Progress:
-    """What the trainer counts itself; all of it is saved."""
-
-    position: int
-    seen_position: int
-    """Position at which validation was last considered."""
-    steps: int = 0
-    tokens: int = 0
-    since_commit: int = 0
-    skips_in_a_row: int = 0
-    dropped_in_a_row: int = 0
-    skipped: int = 0
-    dropped: int = 0
-    loss_sum: float = 0.0
-    """Sum of the losses, each weighted by its age."""
-    loss_weight: float = 0.0
-    """Sum of these weights."""
-
-    def add_loss(self, loss: float) -> None:
-        self.loss_sum = LOSS_DECAY * self.loss_sum + (1 - LOSS_DECAY) * loss
-        self.loss_weight = LOSS_DECAY * self.loss_weight + (1 - LOSS_DECAY)
-
-    @property
-    def loss(self) -> float:
-        return self.loss_sum / self.loss_weight if self.loss_weight else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,9 +122,9 @@ class Trainer:
             batch_size=spec.inner.batch_size,
             seq_len=spec.data.seq_len,
         )
-        self._reducer = _Watched(reducer, self._committed)
+        self._reducer = WatchedReducer(reducer, self._committed)
         at = self.options.position
-        self._progress = _Progress(position=at, seen_position=at)
+        self._progress = Progress(position=at, seen_position=at)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
         self._pace = Pace()
         self._stopping = threading.Event()
@@ -402,7 +260,7 @@ class Trainer:
         here = {"position": at, "seen_position": at, "since_commit": 0}
         before = self._progress
         # First the counters: what was decided meanwhile moves them on while the method loads.
-        self._progress = _Progress(**(state["progress"] | ({} if exact else here)))
+        self._progress = Progress(**(state["progress"] | ({} if exact else here)))
         try:
             if exact:
                 self.worker.load_state_dict(state["worker"])

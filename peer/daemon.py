@@ -86,7 +86,7 @@ class PeerDaemon:
         """
         paths = PeerPaths(root=self._options.link.state_dir)
         expect_run(paths, self._options.link.invite.run_id)  # before a line of ours is in there
-        with _log_file(paths):
+        with log_file(paths):
             try:
                 self._link = Link.open(
                     self._options.link,
@@ -212,7 +212,11 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _log_file(paths: PeerPaths) -> Iterator[None]:
+def log_file(paths: PeerPaths) -> Iterator[None]:
+    """Write what is logged to the peer's file, asyncio's words on callbacks that failed too.
+
+    They would go to the terminal otherwise, where hivemind's forgotten tasks tell a person nothing.
+    """
     handler = RotatingFileHandler(
         paths.messages,
         maxBytes=LOG_BYTES,
@@ -221,12 +225,15 @@ def _log_file(paths: PeerPaths) -> Iterator[None]:
         delay=True,  # until there is something to say: the directory is made, and locked, by then
     )
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    _log.addHandler(handler)
     _log.setLevel(logging.INFO)
+    loggers = (_log, logging.getLogger("asyncio"))
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        _log.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
         handler.close()
 
 

@@ -1,14 +1,16 @@
 """A peer daemon against a real coordinator: finish, stop, resume, and what it makes of damage."""
 
 import dataclasses
+import logging
 import threading
 
 import pytest
 
 from atoll.coordinator.client_errors import CoordinatorError
-from atoll.peer.daemon import DaemonOptions, PeerDaemon
+from atoll.peer.daemon import DaemonOptions, PeerDaemon, log_file
 from atoll.peer.errors import DataError
 from atoll.peer.membership import StateDirectoryInUse
+from atoll.peer.paths import PeerPaths
 from atoll.peer.session import LinkOptions
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -207,3 +209,11 @@ def test_refusals_of_the_coordinator_reach_the_caller(organise, kit, start):
     daemon = start(dataclasses.replace(organiser.invite, token=b"guessed"))
     with pytest.raises(CoordinatorError, match="token"):
         daemon.join()
+
+
+def test_what_asyncio_says_of_failed_callbacks_is_in_the_log(tmp_path):
+    paths = PeerPaths(root=tmp_path)
+    with log_file(paths):
+        logging.getLogger("asyncio").error("Task was destroyed but it is pending!")
+    assert "ERROR asyncio: Task was destroyed" in paths.messages.read_text()
+    assert not logging.getLogger("asyncio").handlers

@@ -121,7 +121,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
             metadata = _checked_format(path, file.metadata() or {})
             state = _read_state(path, metadata, file)
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = error.strerror or str(error).removesuffix(f": {path}")
         raise CheckpointError(f"{path}: cannot be read: {reason}") from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(

@@ -194,3 +194,10 @@ def test_a_checkpoint_of_another_run_is_not_removed(tmp_path: Path) -> None:
     assert load_checkpoint(path).position == 7
     delete_checkpoint(path, b"r" * 32)
     assert not path.exists()
+
+
+def test_a_checkpoint_that_is_not_there_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.safetensors"
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    assert str(caught.value) == f"{path}: cannot be read: No such file or directory"

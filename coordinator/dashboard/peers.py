@@ -60,7 +60,7 @@ def _name(peer: PeerStatus, width: int) -> Content:
 def _state(peer: PeerStatus, width: int) -> Content:
     """What the peer is doing: state and phase, or where there is no room the telling one."""
     state, phase = peer.state, text.clean(peer.phase, num_max=24)
-    if peer.state not in ("training", "syncing") or not phase:
+    if peer.state not in ("training", "syncing") or phase in ("", "idle"):  # before its first round
         return Content.assemble((state, dot_style(peer)))
     styled = (phase, phase_style(phase) if phase in PHASES else dot_style(peer))
     if len(state) + 3 + len(phase) > width:

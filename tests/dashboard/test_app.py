@@ -19,6 +19,7 @@ from atoll.coordinator.dashboard.panes import (
     PhasesPane,
     RoundsPane,
 )
+from atoll.coordinator.dashboard.peers import COLUMNS
 from atoll.coordinator.dashboard.text import ABSENT
 from atoll.coordinator.status import Event, Gap
 
@@ -564,3 +565,10 @@ def test_no_screenshot_of_a_lost_connection(tmp_path):
     with pytest.raises(FeedError, match="refused"):
         asyncio.run(save_screenshot(Source(ConnectionError("refused")), path))
     assert not path.exists()
+
+
+def test_a_peer_that_trains_before_its_first_round_is_not_called_idle(sample):
+    peer = replace(sample(1).peers[0], state="training", phase="idle")
+    (column,) = (column for column in COLUMNS if column.title == "state")
+    for width in (4, 20):
+        assert column.draw(peer, width).plain == "training"

@@ -219,7 +219,6 @@ class Demo:
                 await self._start_peer(peer)
             if not await self._watch(show):
                 return None
-            self._say("all rounds are done; the peers and the coordinator stop")
         finally:
             await self._stop_all()
         return DemoRun(
@@ -355,8 +354,10 @@ class Demo:
         showing = asyncio.ensure_future(show(self._feed))
         try:
             await asyncio.wait({watching, showing}, return_when=asyncio.FIRST_COMPLETED)
-            if showing.done() and not watching.done() and not showing.result():
-                return False
+            if showing.done() and not watching.done():
+                if not showing.result():
+                    return False
+                self._say("all rounds are done; the peers end")
             await watching
             await asyncio.wait_for(showing, SHOWN_S)
             return True

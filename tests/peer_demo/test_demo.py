@@ -91,6 +91,22 @@ def test_peers_end_with_the_run(stage, kit):
     assert run.checkpoint.name == "fake.safetensors"
 
 
+def test_a_finished_run_says_that_it_waits_for_its_peers(stage, kit):
+    stage.status(state="finished", position=5)
+
+    async def show(feed):
+        return (await feed()).state == "finished"
+
+    async def main():
+        running = asyncio.create_task(stage.demo().run(show))
+        await kit.until(lambda: stage.said == ["all rounds are done; the peers end"])
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
+
+
 def test_who_leaves_the_dashboard_ends_the_demo(stage, kit):
     async def show(feed):
         return False

@@ -1,14 +1,12 @@
 """Workers of methods that send something of every step's gradient, in place of a drift.
 
 The model's parameters change only when a commit is taken, so all replicas train from the same
-point; a window is one step. What a round leaves out is owed: it is added to the next message, and
-so counts later, once, as the drift of methods with windows does.
+point; a window is one step. A gradient that missed its round is gone: added to the next message it
+was a step old and, over three seeds, worse than lost (docs/benchmarks/churn.md).
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +30,6 @@ class GradientWorker(Worker):
         delay: int = 0,
     ) -> None:
         """Join the reducer; as `Worker`."""
-        self._sent_N: Tensor | None = None
-        self._owed_N: Tensor | None = None
         super().__init__(model, inner, reducer, inner_steps=1, delay=delay)
 
     @abstractmethod
@@ -41,35 +37,10 @@ class GradientWorker(Worker):
         """What is sent for a gradient."""
 
     def _delta(self, index: int, local_N: Tensor) -> Tensor:
-        message_N = self._message(self.layout.gradient(self.model))
-        self._sent_N = message_N if self._owed_N is None else message_N + self._owed_N
-        self._owed_N = None
-        return self._sent_N
+        return self._message(self.layout.gradient(self.model))
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         self.layout.load_(self.model, commit.params_N)
-
-    def _close(self, commit: Commit, window: Window) -> None:
-        super()._close(commit, window)
-        self._owed_N, self._sent_N = self._left_out(commit), None
-
-    def _left_out(self, commit: Commit) -> Tensor | None:
-        """What of the message under way no entry has taken."""
-        if self._sent_N is None or commit.included is None:
-            return self._sent_N
-        if bool(commit.included.all()):
-            return None
-        taken_N = self.fragments[commit.fragment].mask(commit.included)
-        return self._sent_N.masked_fill(taken_N, 0.0)
-
-    def _restart(self) -> None:
-        self._sent_N = self._owed_N = None
-
-    def _own_state(self) -> dict[str, Any]:
-        return {"sent_N": self._sent_N, "owed_N": self._owed_N}
-
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._sent_N, self._owed_N = state["sent_N"], state["owed_N"]
 
     def _train(self) -> None:
         """Nothing: the commit moves the parameters."""
@@ -81,5 +52,4 @@ class GradientWorker(Worker):
         """Send nothing of a gradient that is not finite; the parameters are sound."""
         for window in self._windows:
             window.disown()
-        self._restart()
         self._statistics = replace(self._statistics, discarded=self._statistics.discarded + 1)

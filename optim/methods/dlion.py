@@ -5,8 +5,7 @@ At each step, with the inner rate eta:
     send sign(beta1 m + (1 - beta1) gradient)        m = beta2 m + (1 - beta2) gradient
     synced = (1 - eta decay) synced - eta vote       vote: the sign of the sum, or the mean
 
-A sign of zero is sent as positive; a tie in the sum is a vote of 0. A vote that missed its round is
-gone; its gradient is in m.
+A sign of zero is sent as positive; a tie in the sum is a vote of 0.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from atoll.optim.gradients import GradientWorker
 from atoll.optim.methods.base import InnerName, Method, Shape, require
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import descend
-from atoll.optim.reducer import Commit, Reducer
+from atoll.optim.reducer import Reducer
 from atoll.optim.state import OuterState
 from atoll.optim.weights import WeightRule
 from atoll.optim.worker import Worker
@@ -106,12 +105,8 @@ class DLion(GradientWorker):
         self._momentum_N = self._momentum_N * self._beta2 + grad_N * (1.0 - self._beta2)
         return torch.where(step_N >= 0, 1.0, -1.0)
 
-    def _left_out(self, commit: Commit) -> None:
-        """Nothing is owed: a sum of signs is no vote."""
-
     def _own_state(self) -> dict[str, Any]:
-        return super()._own_state() | {"momentum_N": self._momentum_N}
+        return {"momentum_N": self._momentum_N}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_own_state(state)
         self._momentum_N = state["momentum_N"].clone()

@@ -61,13 +61,9 @@ class Settings:
         Raises:
             SetupError: when a number is out of range.
         """
-        small = [
-            name
-            for name in ("workers", "inner_steps", "batch_size", "seq_len", "points", "tokens")
-            if getattr(self, name) < 1
-        ]
-        if small:
-            raise SetupError(f"expected at least 1 for {', '.join(small)}")
+        for name in ("workers", "inner_steps", "batch_size", "seq_len", "points", "tokens"):
+            if getattr(self, name) < 1:
+                raise SetupError(f"expected at least 1 for {name}, got {getattr(self, name)}")
         self._check_churn()
         if self.steps < 1:
             raise SetupError(

@@ -36,7 +36,6 @@ tokens and at 1.158 after 13.1M (docs/benchmarks/outer.json). It says what idle 
 OUTER_KEYS = ("lr", "momentum")  # options with keys of their own in RUN.toml
 COMPRESSION_KEYS = ("codec", "feedback")
 TUNED = {*OUTER_KEYS, "feedback", "peers", "clip_norm"}  # what rows of one kind differ in
-STRETCH = 2  # times a measured window, to which sparse methods are trusted
 LEVEL = 1.005  # windows of one method that are closer than this: traffic decides
 CLEARLY = 1.02  # methods closer than this may be level: few seeds, small models, short runs
 
@@ -84,20 +83,26 @@ def gap_of(method: Method, inner_steps: int) -> float | None:
     """Expected share above the loss of data parallel; None where nothing was measured.
 
     The gap by window is interpolated over the logarithm of H and ends with the last one measured.
-    What sends a share of the values in a round needs rounds more than `diloco` does: nothing is
-    said of it with windows that are much longer than those it was measured with.
     """
     row = measured_as(method)
-    if row is None or (sends_a_share(method) and inner_steps > STRETCH * row.inner_steps):
+    if row is None or not is_alike(method, inner_steps, row.inner_steps):
         return None
     if method.every_step:
         return row.to_ddp
     return (1.0 + window_gap(inner_steps)) * (1.0 + row.to_diloco) - 1.0
 
 
-def sends_a_share(method: Method) -> bool:
-    """Whether a round carries some of the values, or factors, and the rest waits."""
-    return isinstance(method.codec, SparseCodec) or method.rank > 0
+def is_alike(method: Method, inner_steps: int, measured: int) -> bool:
+    """Whether what a method lost with windows of `measured` steps says something of others.
+
+    Not of longer ones where a round carries some of the values and the rest waits for rounds, and
+    not of shorter ones of which a reduction hides behind a larger share.
+    """
+    sparse = isinstance(method.codec, SparseCodec) or method.rank > 0
+    later = (
+        method.hidden_steps(inner_steps) * measured > method.hidden_steps(measured) * inner_steps
+    )
+    return not later and (not sparse or inner_steps <= measured)
 
 
 def window_gap(inner_steps: int, measured: Sequence[tuple[int, float]] = GAP_BY_WINDOW) -> float:

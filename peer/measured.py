@@ -82,6 +82,16 @@ METHODS = (
         seeds=1,
     ),
     Measured(
+        spec="muloco(codec=sign, feedback=0.5, tau=48, count=2)",
+        to_diloco=0.0026,
+        to_ddp=0.0328,
+        params=934_848,
+        tokens=14_022_720,
+        workers=4,
+        inner_steps=128,
+        seeds=1,
+    ),
+    Measured(
         spec="muloco(codec=2bit)",
         to_diloco=-0.0401,
         to_ddp=0.0014,

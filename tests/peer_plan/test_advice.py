@@ -70,9 +70,9 @@ def test_gap_goes_through_what_was_measured():
     assert gap("diloco", 25) == pytest.approx(by_window[25])
     assert gap("diloco", 1_000) == pytest.approx(by_window[100])
     assert by_window[25] < gap("diloco(lr=0.8, momentum=0.3)", 30) < by_window[50]
-    worse = 1 + MEASURED["sparseloco"].to_diloco
+    worse = 1 + MEASURED["diloco(codec=2bit)"].to_diloco
     together = (1 + by_window[25]) * worse - 1
-    assert gap("sparseloco", 25) == pytest.approx(together)
+    assert gap("diloco(codec=2bit)", 25) == pytest.approx(together)
     assert gap("ddp(clip_norm=1.0)", 1) == 0.0
     assert gap("dlion", 1) == MEASURED["dlion"].to_ddp
 
@@ -82,11 +82,18 @@ def test_what_was_not_measured_has_no_gap(spec):
     assert gap(spec, 30) is None
 
 
-def test_what_sends_a_share_of_the_values_is_not_trusted_with_much_longer_windows():
-    longest = advice.STRETCH * MEASURED["sparseloco"].inner_steps
+def test_what_sends_a_share_of_the_values_is_not_trusted_with_longer_windows():
+    longest = MEASURED["sparseloco"].inner_steps
     assert gap("sparseloco", longest) is not None
     assert gap("sparseloco", longest + 1) is None
     assert gap("diloco(codec=2bit)", 1_000) is not None
+
+
+def test_a_delay_is_not_trusted_where_it_is_a_larger_share_of_the_window():
+    row = MEASURED["streaming(tau=2)"]
+    assert gap("streaming(tau=2)", row.inner_steps) is not None
+    assert gap("streaming(tau=2)", 100) is not None
+    assert gap("streaming(tau=2)", row.inner_steps - 1) is None
 
 
 def test_of_rows_that_differ_in_outer_constants_and_feedback_the_best_contends():

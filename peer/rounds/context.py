@@ -18,6 +18,7 @@ from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.holdings import Holdings
 from atoll.peer.rounds.messages import Closed, Group, PlannedPart, planned_parts
 from atoll.peer.rounds.pacing import Link
+from atoll.peer.rounds.policies import is_large
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
@@ -132,12 +133,15 @@ class Context(PeerContext):
     rule: Rule | None = None
     """how owners reduce a cell; None: the weighted mean"""
     last_parts: dict[int, tuple[PlannedPart, ...]] = field(default_factory=dict)
-    """by fragment: how the last entry was cut, which the next one is expected to be too"""
+    """by fragment: how the last entry was cut, which the next one is expected to be too; not where
+    its group was large"""
 
     def note_parts(self, entry: Entry) -> None:
         """An entry was applied."""
         if entry.kind == "update":
-            self.last_parts[entry.fragment] = planned_parts(entry.parts, entry.members)
+            self.last_parts.pop(entry.fragment, None)
+            if not is_large(len(entry.members)):
+                self.last_parts[entry.fragment] = planned_parts(entry.parts, entry.members)
 
     @property
     def known_epoch(self) -> int | None:

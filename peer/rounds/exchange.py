@@ -198,7 +198,9 @@ class Exchange:
         member = self.group.members[self._member(remote)]
         if head.plan != self.plan or head.norm != member.norm:
             raise not_upfront(head.position)
-        return Reduce(position=head.position, group=self.digest, part=head.part, generation=0)
+        return Reduce(
+            position=head.position, group=self.digest, part=head.part, generation=0, sums=False
+        )
 
     async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
         """Answer a member's stream for a part that this peer owns.
@@ -238,17 +240,21 @@ class Exchange:
         return PartRange(start_cell=plan.start_cell, stop_cell=plan.stop_cell, cells=self.cells)
 
     def _own(self, part: int, generation: int, senders: Collection[int]) -> OwnedPart:
-        shares = {
-            index: Share(weight=member.weight, clip=member.clip, norm=member.norm)
-            for index, member in enumerate(self.group.members)
-            if member.weight > 0
-        }
+        shares = self._shares()
         reducer = self._reducer(part, shares, self._norms.setdefault(generation, Norms()))
         expected = (set(shares) & set(senders)) - self._barred()
         for index in set(shares) - expected:
             reducer.drop(index)
         waiting = expected - {self.me}
         return OwnedPart(reducer=reducer, compute=self._ctx.compute, waiting=waiting)
+
+    def _shares(self) -> dict[int, Share]:
+        """Of the members whose work counts."""
+        return {
+            index: Share(weight=member.weight, clip=member.clip, norm=member.norm)
+            for index, member in enumerate(self.group.members)
+            if member.weight > 0
+        }
 
     def _reducer(
         self, part: int, shares: Mapping[int, Share], norms: Norms
@@ -333,18 +339,19 @@ class Exchange:
         except (CodecError, CellRefused) as error:  # of one's own: the part is due all the same
             await self._drop(owned, self.me, reason=f"bad-cell: {error}", level="error")
 
-    async def _finish(self, owned: OwnedPart) -> None:
+    async def _finish(self, owned: OwnedPart, share: float = SENDERS_SHARE) -> None:
+        """Wait for all cells, of slow senders until a share of the deadline."""
         started, limit_s = self._ctx.now(), self.group.deadline_s
         connect_by = started + CONNECT_STALLS * self.group.stall_s
-        complete_by = min(started + SENDERS_SHARE * limit_s, self.times.started + limit_s)
+        complete_by = min(started + share * limit_s, self.times.started + limit_s)
         while not owned.reducer.finished:
             now = self._ctx.now()
-            silent = owned.waiting if now >= connect_by else owned.waiting & self._gone
-            if silent:
+            if silent := await owned.silent(now, connect_by, self._gone):
                 await self._drop(owned, *silent, reason="sent nothing")
                 continue
             if now >= complete_by:
-                await self._drop(owned, *owned.reducer.waiting_for, reason="was past the deadline")
+                late = await owned.give_up()
+                await self._drop(owned, *late, reason="was past the deadline")
                 continue
             await owned.await_end(self._ctx.alive_s)
 
@@ -381,13 +388,14 @@ class Exchange:
     async def _send_results(self, owned: OwnedPart, head: Reduce, stream: Stream) -> None:
         sent = num_messages = 0
         while sent < owned.reducer.num_frames:
-            frames = owned.reducer.frames[sent:]
+            owned.check()
+            frames = owned.results[sent:]
             messages = batches(frames, PACED_BYTES)
             await self._send_paced(stream, messages, num_messages, RESULTS)
             sent, num_messages = sent + len(frames), num_messages + len(messages)
             if not frames and not await owned.await_frames(sent, self._ctx.alive_s):
                 await stream.send(ALIVE, timeout_s=self.group.stall_s)
-        _, done = await self._ctx.compute(owned.reducer.done, head.part, head.generation)
+        done = await owned.result(head.part, head.generation)
         await stream.send(tagged(PART_DONE, done), timeout_s=self.group.stall_s)
 
     # the other members' side
@@ -477,6 +485,7 @@ class Exchange:
             group=self.digest,
             part=part,
             generation=generation,
+            sums=False,
         )
         await stream.send(tagged(REDUCE, head), timeout_s=self.group.stall_s)
         if self.group.members[self.me].weight > 0:
@@ -530,6 +539,7 @@ class Exchange:
             if message[:1] == CELL:
                 self._came_at[part] = self._ctx.now()
                 p_frames = await self._ctx.compute(receiver.take, memoryview(message)[1:])
+                await self._pass_back(part, receiver)
                 if p_frames:
                     to_answer.put_nowait(p_frames)
                 timeout_s = self.group.stall_s
@@ -540,6 +550,9 @@ class Exchange:
                 body = await self._ctx.compute(receiver.finish, done)
                 return self._complete(part, body, done, receiver.decoded_N)
         raise DeadlineExceeded(f"expected the part within {self.group.deadline_s:.1f} s")
+
+    async def _pass_back(self, part: int, receiver: PartReceiver | FactorReceiver) -> None:
+        """Results came; a relay passes them on."""
 
     def _complete(self, part: int, body: bytes, done: PartDone, decoded_N: Tensor) -> None:
         self._ctx.parts.put(self.group.position, done.digest, body, decoded_N)

@@ -26,6 +26,7 @@ from atoll.peer.rounds.messages import (
     Seated,
     tagged,
 )
+from atoll.peer.rounds.tree import exchange_of
 from atoll.peer.rounds.upfront import begin_upfront
 
 CONNECT_STALLS = 3  # a first contact with a leader may have to dial
@@ -50,7 +51,7 @@ async def join(
     """
 
     def begin(group: Group) -> Exchange:
-        exchange = Exchange(ctx, group, codes if group_weight(ctx, group) else (), upfront)
+        exchange = exchange_of(ctx, group, codes if group_weight(ctx, group) else (), upfront)
         on_exchange(exchange)
         return exchange
 

@@ -12,7 +12,7 @@ Calls (one message, one reply)::
 Streams (duplex; an empty message is a sign of life)::
 
     round    Ready -> ; <- Closed, (Repair | Gone)* ; Seated, PartDone* ->   member and leader
-    reduce   (Reduce | Upfront), cells -> ; <- cells, PartDone              member and owner
+    reduce   (Reduce | Upfront), cells -> ; <- cells, PartDone     member and relay; both and owner
     part     PartRequest ->  <- pieces of a part that the entry names by digest
     headers  Span ->         <- Decided*                                 entries with certificates
     body     Span ->         <- pieces of the bodies, one entry after another
@@ -43,7 +43,7 @@ from atoll.optim.log import (
 )
 from atoll.optim.outer import to_fp32
 
-PROTOCOL = 5
+PROTOCOL = 6
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
 MAX_GROUP_BYTES = 1 << 20
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
@@ -207,6 +207,8 @@ class Reduce(Record):
     """of the Group record: a position may have several groups, one after the other"""
     part: Count
     generation: Count
+    sums: bool
+    """whether it carries the sums of its sender's row, not its sender's cells"""
 
 
 class PlannedPart(Record):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +11,7 @@ from functools import partial
 from atoll.compression import CodecError
 from atoll.peer.rounds.context import Compute
 from atoll.peer.rounds.factors import FactorReducer
+from atoll.peer.rounds.messages import PartDone
 from atoll.peer.rounds.reduction import CellRefused, PartReducer
 
 
@@ -39,6 +40,28 @@ class OwnedPart:
     arrived: list[Arrival] = field(default_factory=list)
     """what no job has taken up yet"""
 
+    @property
+    def results(self) -> list[bytes]:
+        """What members get, as far as it is there."""
+        return self.reducer.frames
+
+    def check(self) -> None:
+        """Raises Refused where no more results will come; an owner makes its own."""
+
+    async def result(self, part: int, generation: int) -> PartDone:
+        """The word on the part, once all results are there."""
+        done: PartDone
+        _, done = await self.compute(self.reducer.done, part, generation)
+        return done
+
+    async def silent(self, now: float, connect_by: float, gone: Collection[int]) -> set[int]:
+        """Members that are waited for no longer: their stream is late, or they are gone."""
+        return set(self.waiting) if now >= connect_by else self.waiting & set(gone)
+
+    async def give_up(self) -> set[int]:
+        """The deadline has passed: members of which cells are missing."""
+        return self.reducer.waiting_for
+
     async def add(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
         """Take in a message or frames; one job takes all that came while the one before ran.
 
@@ -64,8 +87,17 @@ class OwnedPart:
     async def await_frames(self, sent: int, timeout_s: float) -> bool:
         """Whether there are more frames than were sent, or something changed, within the time."""
         async with self.changed:
-            if len(self.reducer.frames) > sent:
+            if len(self.results) > sent:
                 return True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self.changed.wait()
+                return True
+        return False
+
+    async def await_change(self, timeout_s: float) -> bool:
+        """Whether something changed within the time."""
+        async with self.changed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self.changed.wait()
@@ -90,8 +122,12 @@ class OwnedPart:
         before = len(self.reducer.frames)
         await self.compute(job)
         if len(self.reducer.frames) > before:
-            async with self.changed:
-                self.changed.notify_all()
+            await self.notify()
+
+    async def notify(self) -> None:
+        """Wake who waits for something that has come."""
+        async with self.changed:
+            self.changed.notify_all()
 
 
 def accumulate(reducer: PartReducer | FactorReducer, batch: Sequence[Arrival]) -> None:

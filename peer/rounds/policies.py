@@ -28,6 +28,15 @@ MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut furt
 KEEP_PARTS = 1.25  # a new cut makes members send their codes, half of the bytes, once more
 MAX_AHEAD = 3
 
+# Members above which relays add up their rows' codes (``rows``), and nothing goes up front: an
+# owner would hold the codes of all before it knows what they weigh. With fewer the bytes of sums
+# cost more than connections do.
+RELAYED_ABOVE = 64
+# A row has four times as many members as there are rows. A member knows its row, and the relays of
+# all rows twice: fewer connections need rows of sqrt(2 P), fewer bytes of sums longer ones.
+ROW_SHAPE = 4
+SUM_BYTES = 4  # of a value in fp32
+
 
 class Close(Enum):
     """What to do with a group that is forming."""
@@ -86,6 +95,26 @@ def _alone_until(view: Rendezvous) -> float:
     limit = alone + max(0.0, view.first_ready_at - view.opened_at)
     promised = [view.expected.get(peer, math.inf) for peer in set(view.electors) - set(view.ready)]
     return limit if any(at <= limit for at in promised) else alone
+
+
+def is_large(members: int) -> bool:
+    """Whether a group is one in which nothing goes up front, and relays may add up codes."""
+    return members > RELAYED_ABOVE
+
+
+def num_rows(members: int) -> int:
+    """Into how many rows a large group falls."""
+    return max(2, round(math.sqrt(members / ROW_SHAPE)))
+
+
+def is_relayed(members: int, values: int, code_bytes: int) -> bool:
+    """Whether relays add up codes of a sum: a member's sums are no longer than its codes are.
+
+    A member relays its row's share of the vector, in fp32. Codes of one bit a value are 1/32 of
+    that, so only the rows of some 256 members are long enough.
+    """
+    sum_bytes = SUM_BYTES * values * num_rows(members) / members
+    return is_large(members) and sum_bytes <= code_bytes
 
 
 def split_cells(sizes: Sequence[int], rates_mbit_s: Sequence[float]) -> list[PartPlan]:

@@ -343,8 +343,8 @@ class PartReceiver:
         self._part = part
         limits = [part.max_reduced_bytes(i, members) for i in range(part.num_cells)]
         self._buffer = FrameBuffer(limits)
-        self._messages: list[bytes] = []
-        self._num_cells = 0
+        self.frames: list[bytes] = []
+        """as they came, each with its length before it"""
         self._hash = hashlib.sha256()
         self.decoded_N = vectors.empty(part.count)
 
@@ -355,15 +355,14 @@ class PartReceiver:
             CellRefused: it holds more than the part, or does not end where a cell ends.
             CodecError: a frame is no cell of the codec.
         """
-        part, first = self._part, self._num_cells
+        part, first = self._part, len(self.frames)
         frames = self._buffer.feed(data)
         if frames:
-            self._num_cells += len(frames)
-            start, stop = part.cell(first).start, part.cell(self._num_cells - 1).stop
+            start, stop = part.cell(first).start, part.cell(first + len(frames) - 1).stop
             part.cells.decode_reduced_all(
                 part.start_cell + first, frames, self.decoded_N[start:stop]
             )
-        self._messages.append(bytes(data))
+        self.frames += [pack(frame) for frame in frames]
         self._hash.update(data)
         return []
 
@@ -373,9 +372,9 @@ class PartReceiver:
         Raises:
             CellRefused: they are not those that the owner names.
         """
-        if self._num_cells != self._part.num_cells or self._hash.digest() != done.digest:
+        if len(self.frames) != self._part.num_cells or self._hash.digest() != done.digest:
             raise CellRefused("the bytes that came are not those that the owner names")
-        return b"".join(self._messages)
+        return b"".join(self.frames)
 
 
 class FrameBuffer:

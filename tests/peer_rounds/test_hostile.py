@@ -133,7 +133,7 @@ def test_a_ready_that_is_not_true_is_refused_by_name(tmp_path, changes, code):
 
 def test_a_stream_for_a_part_of_no_group_is_refused(tmp_path):
     async def attack(stranger, peer):
-        head = Reduce(position=10**9, group=b"g" * 32, part=0, generation=0)
+        head = Reduce(position=10**9, group=b"g" * 32, part=0, generation=0, sums=False)
         refusal = await send(stranger, peer, "reduce", tagged(REDUCE, head), b"C" + b"x" * 1000)
         assert refusal is not None
         assert refusal.code == "no-such-round"

@@ -4,13 +4,15 @@
     ./scripts/bench scale                             the saved table
     ./scripts/bench scale --rerun --save              count again (minutes) and keep it
     ./scripts/bench scale --rerun --peers 64 --cells 16
+    ./scripts/bench scale --rerun --peers 144 --cells 144 --reduction rows
     ./scripts/bench scale --json                      the rows as JSON on the last line
 
 The peers are those of `tests/peer_rounds/swarm.py`: real rounds, log and votes on a network in
 memory whose clock jumps, so that hundreds of links of 100 Mbit/s and 50 ms fit one machine. A cell
 holds 64 values in place of 65,536: all bytes that are left are control, and the times that are
 told are what control alone costs. A part has one cell, so peers own as many parts as there are
-cells. What depends on the body (2 of it a peer and round) is in `bench allreduce`.
+cells. A second table has bodies: cells of 512 values in int8, a part a peer, reduced flat and in
+rows. How long bodies take is in `bench allreduce`.
 """
 
 import argparse
@@ -38,23 +40,39 @@ sys.path.insert(0, str(ROOT / "tests" / "peer_rounds"))
 
 from swarm import Swarm, SwarmPeer, signed_epoch  # noqa: E402
 
+from atoll.compression import parse  # noqa: E402
 from atoll.dht.memory import FRAME_BYTES, MemoryNetwork, run_virtual  # noqa: E402
 from atoll.dht.roster import MemoryRoster  # noqa: E402
 from atoll.optim import fragments  # noqa: E402
+from atoll.optim.cells import LENGTH  # noqa: E402
 from atoll.optim.layout import Layout  # noqa: E402
 from atoll.optim.log import Entry, choose_electors  # noqa: E402
+from atoll.peer.rounds import policies  # noqa: E402
 
 SAVED = ROOT / "docs" / "benchmarks" / "scale.json"
 PAGE = ROOT / "docs" / "benchmarks" / "scale.md"
 MARKS = ("<!-- rows of scale.json -->", "<!-- end of rows -->")
 CELL_VALUES = 64
+BODY_VALUES = 512  # in int8, where the bytes of bodies are compared
 LATENCY_S = 0.025
 MBIT_S = 100.0
 WINDOW_S = 60.0
 MEASURED = 1  # the second round: peers have met
 SETTLE_S = 10.0  # what is still told after the last commit
 SPREAD_S = 0.5  # windows end within it
-GROUPS = ((16, 16), (64, 16), (256, 16), (1000, 16), (64, 64), (256, 64))
+Group = tuple[int, int, str]
+"""Peers, cells, and how bodies are reduced; nothing there: control alone, as a run would do it."""
+CONTROL: tuple[Group, ...] = (
+    (16, 16, ""),
+    (64, 16, ""),
+    (256, 16, ""),
+    (1000, 16, ""),
+    (64, 64, ""),
+    (256, 64, ""),
+)
+BODIES: tuple[Group, ...] = tuple(
+    (peers, peers, how) for peers in (64, 144, 256) for how in ("flat", "rows")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +110,10 @@ class Row:
     """of this machine, for the round of all peers"""
     date: str
     commit: str
+    values: int = CELL_VALUES
+    """of a cell"""
+    reduction: str = "flat"
+    """or rows"""
 
 
 class CountingNetwork(MemoryNetwork):
@@ -136,9 +158,9 @@ class Watch:
 
 
 def swarm_of(folder: Path, cells: int) -> Swarm:
-    swarm = Swarm(
-        folder, layout=Layout(names=("w",), shapes=((cells * CELL_VALUES,),)), codec="fp32"
-    )
+    codec = "fp32" if fragments.CELL == CELL_VALUES else "int8"
+    layout = Layout(names=("w",), shapes=((cells * fragments.CELL,),))
+    swarm = Swarm(folder, layout=layout, codec=codec)
     swarm.network = CountingNetwork(random.Random(7), latency_s=LATENCY_S)
     return swarm
 
@@ -165,6 +187,8 @@ async def warm_round(swarm: Swarm, peers: Sequence[SwarmPeer], cells: int) -> Ro
     return Row(
         peers=len(peers),
         cells=cells,
+        values=fragments.CELL,
+        reduction="rows" if len(decided.members) > policies.RELAYED_ABOVE else "flat",
         members=len(decided.members),
         electors=len(decided.electorate),
         leader_messages=messages[leader],
@@ -221,9 +245,11 @@ def memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(num_peers: int, cells: int) -> Row:
-    """One group, in this process."""
-    fragments.CELL = CELL_VALUES  # type: ignore[misc]
+def measure(num_peers: int, cells: int, reduction: str) -> Row:
+    """One group, in this process; with a ``reduction`` of its own bodies count as well."""
+    fragments.CELL = BODY_VALUES if reduction else CELL_VALUES  # type: ignore[misc]
+    if reduction:
+        policies.RELAYED_ABOVE = 2 if reduction == "rows" else num_peers
     torch.set_num_threads(1)
     rng, base_mb = random.Random(1), memory_mb()
 
@@ -249,22 +275,45 @@ def measure(num_peers: int, cells: int) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """The rows as Markdown: control alone, then reductions with their bodies."""
+    control = [r for r in rows if r.values == CELL_VALUES]
+    bodies = [r for r in rows if r.values == BODY_VALUES]
+    return "\n".join([*control_table(control), "", *body_table(bodies)])
+
+
+def control_table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| peers | parts | electors | messages: leader | a peer | control, kB: leader | a peer "
+        "| peers | parts | reduction | messages: leader | a peer | control, kB: leader | a peer "
         "| at most | connections | entry, kB | rendezvous, s | round, s | MB a peer | CPU, s "
         "| commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         lines.append(
-            f"| {r.peers} | {r.cells} | {r.electors} | {r.leader_messages:,} "
+            f"| {r.peers} | {r.cells} | {r.reduction} | {r.leader_messages:,} "
             f"| {r.peer_messages:,.0f} | {r.leader_bytes / 1e3:,.0f} | {r.peer_bytes / 1e3:,.0f} "
             f"| {r.most_bytes / 1e3:,.0f} | {r.connections:,.0f} | {r.entry_bytes / 1e3:,.1f} "
             f"| {r.rendezvous_s:.2f} | {r.round_s:.2f} | {r.peer_mb:.1f} | {r.cpu_s:.0f} "
             f"| {r.commit} |"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def body_table(rows: Sequence[Row]) -> list[str]:
+    """Bytes in units of the encoded update, N."""
+    cell_bytes = LENGTH.size + parse("int8").wire_bytes((BODY_VALUES,))
+    lines = [
+        "| peers | parts | reduction | connections of a peer | messages of a peer "
+        "| reduction's bytes a peer, N | round, s | commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        sent = r.bytes_by_method["reduce"] / r.peers / (r.cells * cell_bytes)
+        lines.append(
+            f"| {r.peers} | {r.cells} | {r.reduction} | {r.connections:,.0f} "
+            f"| {r.peer_messages:,.0f} | {sent:.2f} | {r.round_s:.2f} | {r.commit} |"
+        )
+    return lines
 
 
 def known() -> list[Row]:
@@ -274,14 +323,20 @@ def known() -> list[Row]:
 
 def save(new: Sequence[Row]) -> list[Row]:
     """Keep new rows in place of those of the same groups; all of them."""
-    counted = {(row.peers, row.cells) for row in new}
-    rows = [*(row for row in known() if (row.peers, row.cells) not in counted), *new]
-    rows.sort(key=lambda row: (row.peers, row.cells))
+    counted = {key(row) for row in new}
+    rows = [*(row for row in known() if key(row) not in counted), *new]
+    rows.sort(key=key)
     SAVED.write_text(json.dumps(report(rows), indent=1) + "\n")
     before, rest = PAGE.read_text().split(MARKS[0])
     _, after = rest.split(MARKS[1])
     PAGE.write_text(f"{before}{MARKS[0]}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
     return rows
+
+
+def key(row: Row) -> tuple[int, int, int, str]:
+    """What tells groups apart: a group that is counted again takes the place of the old row."""
+    how = row.reduction if row.values == BODY_VALUES else ""
+    return row.values, row.cells, row.peers, how
 
 
 def report(rows: Sequence[Row]) -> dict[str, Any]:
@@ -299,10 +354,11 @@ def commit() -> str:
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout[:-1]
 
 
-def in_a_process(num_peers: int, cells: int) -> Row:
+def in_a_process(num_peers: int, cells: int, reduction: str) -> Row:
     """The group in a process of its own, whose memory is then its alone."""
     words = [sys.executable, __file__, "--peers", str(num_peers), "--cells", str(cells), "--json"]
-    out = subprocess.run([*words, "--here"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    words += ["--reduction", reduction, "--here"]
+    out = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
     return Row(**json.loads(out.splitlines()[-1])["rows"][0])
 
 
@@ -313,6 +369,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--peers", type=int, default=0, help="one group only")
     add("--cells", type=int, default=64, help="parts of that group")
+    add("--reduction", choices=("", "flat", "rows"), default="", help="with bodies, in this way")
     add("--here", action="store_true", help="count in this process")
     add("--rerun", action="store_true", help="count again")
     add("--save", action="store_true", help=f"keep the rows in {SAVED.name} and {PAGE.name}")
@@ -322,7 +379,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    groups = ((options.peers, options.cells),) if options.peers else GROUPS
+    one = (options.peers, options.cells, options.reduction)
+    groups = (one,) if options.peers else CONTROL + BODIES
     if options.here:
         rows = [measure(*group) for group in groups]
     elif options.rerun or not known():

@@ -40,21 +40,17 @@ from atoll.peer.learner import Learner
 from atoll.peer.trainer import build_model
 from atoll.peer.work import timed
 
-ROUND_TRIPS = 7.0  # group closed, first bytes of streams, parts, votes, certificate
-TRIPS_A_DOUBLING = 0.5  # more, each time that what goes to one peer doubles:
-YOUNG_STREAM_BYTES = 1 << 18  # what a stream lets be under way at first
+ROUND_TRIPS = 4.0  # the last report, the group, what comes back, votes
 CPU_S_PER_GB = 6.2  # of a peer, for streams of what it sends and as much that it receives
 CPU_S_PER_CELL = 0.38e-3  # of a peer, for frames on their ways to owners and back
-CPU_SHARE_PACED = (
-    0.13  # of a processor, while a link is filled: turns of senders, readings of rates
-)
-CPU_S_PER_ROUND = 0.02  # of a peer, whatever the size: votes, entry, log
+CPU_SHARE_PACED = 0.04  # of a processor, while a link is filled: turns of senders, readings
+CPU_S_PER_ROUND = 0.03  # of a peer, whatever the size: votes, entry, log
 WIRE_OVERHEAD = 1.011  # headers of TCP, libp2p and messages, at packets of 9,000 bytes
 CONTROL_BYTES_S = 10_000  # of a peer among four: roster, heartbeats, votes; see plan.md
 LINK_MAX_GBIT_S = 1_000
 PROBE_S = 2.0  # in which a step of this machine is timed
 PROBE_MAX_PARAMS = 200_000_000  # tried on a processor; a step of more takes half a minute
-VALUE_S = 4e-9  # of a parameter at the trainer: what it trained taken out, the commit put in
+VALUE_S = 1.5e-9  # of a parameter at the trainer: what it trained taken out, the commit put in
 SETTLE_S = 0.02  # of a round at the trainer whatever the size: turns of threads
 
 
@@ -105,7 +101,7 @@ class Prediction:
     """All that it sends in a window: with headers, its share of the copy that the coordinator gets,
     and what peers tell each other all the time."""
     round_s: float
-    """From a group that is closed to the certificate; of all fragments, one after the other."""
+    """From the last peer's report to the certificate; of all fragments, one after the other."""
     lost_s: float
     """Of a window, in which no step is computed: encoding, applying, waiting."""
     utilisation: float
@@ -202,7 +198,7 @@ def cpu_s(method: Method, fragment: Fragment, sent: float, setting: Setting) -> 
         + CPU_S_PER_GB * sent * WIRE_OVERHEAD / 1e9
         + CPU_SHARE_PACED * link_s(sent, setting)
     )
-    return streams_s + fragment.numel * timed(method).inside_s(method, setting.peers)
+    return streams_s + fragment.numel * timed(method).inside_s(setting.peers)
 
 
 def link_s(sent: float, setting: Setting) -> float:
@@ -220,9 +216,7 @@ def round_s(sent: float, setting: Setting, cpu: float) -> float:
     """
     if setting.peers == 1:
         return 0.0
-    doublings = math.log2(1 + sent * WIRE_OVERHEAD / (setting.peers - 1) / YOUNG_STREAM_BYTES)
-    waits_s = (ROUND_TRIPS + TRIPS_A_DOUBLING * doublings) * setting.rtt_s
-    return waits_s + max(link_s(sent, setting), cpu / setting.cores)
+    return ROUND_TRIPS * setting.rtt_s + max(link_s(sent, setting), cpu / setting.cores)
 
 
 def _beside_s(method: Method) -> float:

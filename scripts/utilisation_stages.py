@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `atoll` does
@@ -23,17 +23,16 @@ from torch import Tensor
 
 from atoll.coordinator.spec import RunSpec
 from atoll.optim import inner
-from atoll.optim.cells import pack
 from atoll.optim.layout import Layout
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.replay import Replay
 from atoll.peer.advice import as_run
-from atoll.peer.rounds.messages import PIECE_BYTES, PartDone
-from atoll.peer.rounds.reduction import PartRange, PartReceiver, PartReducer, Share, batches
+from atoll.peer.rounds.messages import PIECE_BYTES
+from atoll.peer.rounds.reduction import PartRange, batches
 from atoll.peer.trainer import build_model
+from atoll.peer.work import WEIGHT, received, reduced
 
 METHODS = ("sparseloco(merge=select, tau=32)", "diloco")
-WEIGHT = 256.0
 NOISE = 1e-3
 INNER_STEPS = 32
 VOCABULARY = 256  # of bytes
@@ -162,28 +161,6 @@ class Rounds:
         for _ in range(INNER_STEPS):
             with self.clock.stage("trainer: copies"):
                 self.worker.advance(tokens=1, loss=2.0)
-
-
-def reduced(part: PartRange, frames: Sequence[Sequence[bytes]]) -> PartReducer:
-    """An owner that was given all members' cells of a part, message by message, in turns."""
-    share = Share(weight=WEIGHT, clip=1.0, norm=1e9)
-    owner = PartReducer(part=part, shares={member: share for member in range(len(frames))})
-    cells = slice(part.start_cell, part.stop_cell)
-    messages = [batches([pack(frame) for frame in sent[cells]], PIECE_BYTES) for sent in frames]
-    for turn in zip(*messages, strict=True):
-        for member, message in enumerate(turn):
-            owner.add_all(member, memoryview(message))
-        owner.advance()
-    return owner
-
-
-def received(part: PartRange, messages: Iterable[bytes], done: PartDone, members: int) -> Tensor:
-    """What a member makes of a part's messages."""
-    receiver = PartReceiver(part=part, members=members)
-    for message in messages:
-        receiver.take(memoryview(message))
-    receiver.finish(done)
-    return receiver.decoded_N
 
 
 def main() -> None:

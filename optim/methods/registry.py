@@ -9,6 +9,7 @@ import difflib
 import re
 import typing
 from dataclasses import fields
+from functools import cache
 from typing import TypeVar
 
 from atoll.compression import Codec, CodecError
@@ -99,7 +100,7 @@ def _items(method: type[Method], text: str) -> dict[str, object]:
 
 
 def _construct(method: type[Method], options: dict[str, object]) -> Method:
-    kinds = typing.get_type_hints(method)
+    kinds = _kinds(method)
     known = [f.name for f in fields(method)]
     unknown = [key for key in options if key not in known]
     if unknown:
@@ -107,6 +108,12 @@ def _construct(method: type[Method], options: dict[str, object]) -> Method:
             f"{method.name}: expected options among {', '.join(known)}; got {', '.join(unknown)}"
         )
     return method(**{key: _value(key, value, kinds[key]) for key, value in options.items()})
+
+
+@cache
+def _kinds(method: type[Method]) -> dict[str, object]:
+    """Types of a method's options."""
+    return typing.get_type_hints(method)
 
 
 def _value(key: str, value: object, kind: object) -> typing.Any:  # noqa: ANN401 - by the field

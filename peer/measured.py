@@ -32,6 +32,16 @@ GAP_BY_WINDOW = (
 
 METHODS = (
     Measured(
+        spec="muloco(codec=sign, feedback=0.5)",
+        to_diloco=-0.0186,
+        to_ddp=0.0109,
+        params=934_848,
+        tokens=14_022_720,
+        workers=4,
+        inner_steps=128,
+        seeds=2,
+    ),
+    Measured(
         spec="muloco",
         to_diloco=-0.0363,
         to_ddp=-0.0261,
@@ -69,16 +79,6 @@ METHODS = (
         tokens=14_022_720,
         workers=4,
         inner_steps=30,
-        seeds=1,
-    ),
-    Measured(
-        spec="muloco(codec=sign, feedback=0.5)",
-        to_diloco=-0.0186,
-        to_ddp=0.0109,
-        params=934_848,
-        tokens=14_022_720,
-        workers=4,
-        inner_steps=128,
         seeds=1,
     ),
     Measured(

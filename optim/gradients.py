@@ -36,7 +36,7 @@ class GradientWorker(Worker):
     def _message(self, grad_N: Tensor) -> Tensor:
         """What is sent for a gradient."""
 
-    def _delta(self, index: int, local_N: Tensor) -> Tensor:
+    def _delta(self, index: int, local_F: Tensor) -> Tensor:
         return self._message(self.layout.gradient(self.model))
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:

@@ -35,8 +35,8 @@ class Overlapped(Worker):
     def _next_start(self) -> Tensor:
         """Where the next window begins, right after the last one was handed in."""
 
-    def _delta(self, index: int, local_N: Tensor) -> Tensor:
-        self._sent_N = self._start_N - local_N + self._owed_N
+    def _delta(self, index: int, local_F: Tensor) -> Tensor:
+        self._sent_N = self._start_N - local_F + self._owed_N
         return self._sent_N
 
     def _handed_in(self, fragment: Fragment) -> None:

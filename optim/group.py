@@ -103,8 +103,10 @@ class Group(ABC):
         """The reducer of one worker.
 
         Raises:
-            IndexError: when there is no such worker.
+            GroupError: when there is no such worker.
         """
+        if not 0 <= index < len(self._members):
+            raise GroupError(f"expected a worker of 0 to {len(self._members) - 1}, got {index}")
         return self._members[index]
 
     @property

@@ -157,7 +157,8 @@ class Worker(ABC):
 
         Raises:
             ValueError: when inner_steps is below 1, or the delay is not in [0, inner_steps].
-            LayoutError: when the model has no trainable floating point parameters.
+            LayoutError: when the model has no trainable floating point parameters, or none of them
+                is the optimizer's.
         """
         if inner_steps < 1:
             raise ValueError(f"expected at least one inner step a window, got {inner_steps}")
@@ -170,6 +171,7 @@ class Worker(ABC):
         self.delay = delay
         self._delay_share = delay / inner_steps
         self.layout = Layout.of(model)
+        _expect_optimizer_of(model, inner)
         self._statistics = WorkerStatistics()
         self._arrived: list[Commit] = []
         self._decided = 0
@@ -279,8 +281,10 @@ class Worker(ABC):
         """Go on where `state_dict` was taken.
 
         Raises:
-            LayoutError: when it was taken of another model.
+            LayoutError: when it was taken of another model, or is no worker's.
         """
+        if "layout" not in state:
+            raise LayoutError(f"expected what state_dict gave, got only {sorted(state)}")
         if Layout.from_json(state["layout"]) != self.layout:
             raise LayoutError("expected the state of this model, got that of another layout")
         self.model.load_state_dict(state["model"])
@@ -482,3 +486,9 @@ class Worker(ABC):
         window.tokens -= pending.tokens
         window.steps -= pending.steps
         self._statistics = replace(stats, included=stats.included + 1)
+
+
+def _expect_optimizer_of(model: nn.Module, inner: torch.optim.Optimizer) -> None:
+    held = {id(p) for group in inner.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise LayoutError("expected an optimizer over this model's parameters, got another's")

@@ -52,6 +52,8 @@ class DiLoCoMethod(Method):
         Raises:
             MethodError: when one is out of range.
         """
+        require(self.lr >= 0, "an outer rate of at least 0", self.lr)
+        require(0 <= self.momentum < 1, "a momentum from 0 to below 1", self.momentum)
         require(self.tau >= 0, "a tau of at least 0", self.tau)
         require(self.count >= 1, "at least one fragment", self.count)
         require(

@@ -12,6 +12,7 @@ from atoll.optim.diloco import DiLoCo
 from atoll.optim.group import GroupError
 from atoll.optim.inprocess import InProcessGroup
 from atoll.optim.layout import CELL, LayoutError
+from atoll.optim.methods.base import MethodError
 from atoll.optim.reducer import Commit, Contribution
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -327,6 +328,29 @@ def test_state_of_another_model_is_refused():
     other, _ = scripted(width=5)
     with pytest.raises(LayoutError):
         other.load_state_dict(method.state_dict())
+
+
+def test_what_is_no_state_is_refused():
+    method, _ = scripted()
+    with pytest.raises(LayoutError, match="state_dict"):
+        method.load_state_dict({})
+
+
+def test_optimizer_of_another_model_is_refused():
+    optimizer = torch.optim.SGD(model().parameters())
+    with pytest.raises(LayoutError, match="this model's parameters"):
+        DiLoCo(model(), optimizer, ScriptedReducer(), inner_steps=2)
+
+
+def test_worker_that_the_group_does_not_have_is_refused():
+    with pytest.raises(GroupError, match="0 to 1, got 2"):
+        InProcessGroup(2).member(2)
+
+
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"momentum": 1.0}, {"momentum": -0.1}])
+def test_outer_constants_out_of_range_are_refused(options):
+    with pytest.raises(MethodError, match="expected"):
+        InProcessGroup(2, **options)
 
 
 def test_worker_that_runs_ahead_waits_for_its_settlement():

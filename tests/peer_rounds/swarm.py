@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -405,6 +405,11 @@ def run_swarm(folder: Path, scenario: Callable[[Swarm], Awaitable[None]], **opti
             await swarm.stop()
 
     run_virtual(main())
+
+
+def reached(peers: Iterable[SwarmPeer], position: int) -> bool:
+    """Whether all stand at a position, or beyond it."""
+    return all(peer.replica.position >= position for peer in peers)
 
 
 async def _bury() -> None:

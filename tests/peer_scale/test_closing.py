@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from atoll.dht.memory import run_virtual
 from atoll.dht.transport import Refused
 from atoll.optim import fragments
 from atoll.optim.layout import Layout
@@ -20,7 +19,7 @@ from atoll.peer.rounds.messages import MAX_GROUP_BYTES, Closed, Group, GroupMemb
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
 import strikes
 from strikes import KINDS, Strike, run_strike
-from swarm import RUN_ID, SETTINGS, Swarm
+from swarm import RUN_ID, SETTINGS, reached, run_swarm
 
 CELL_VALUES = 64
 PEERS = 24
@@ -78,20 +77,7 @@ def test_what_is_no_deflated_group_is_refused(data):
 
 def run(tmp_path, monkeypatch, scenario):
     monkeypatch.setattr(fragments, "CELL", CELL_VALUES)
-
-    async def main():
-        swarm = Swarm(tmp_path, layout=LAYOUT, codec="fp32")
-        try:
-            await scenario(swarm)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
-
-    run_virtual(main())
-
-
-def passed(peers, position):
-    return all(peer.replica.position >= position for peer in peers)
+    run_swarm(tmp_path, scenario, layout=LAYOUT)
 
 
 def everyone_counts(peer, position):
@@ -108,7 +94,7 @@ def test_nobody_sends_a_group_to_more_than_eight_and_all_take_part(tmp_path, mon
 
         swarm.network.on_message = count
         peers = await swarm.start(PEERS)
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         assert everyone_counts(peers[0], 0)
         assert sum(sent.values()) == 2 * (PEERS - 1 - spreading.FAN_OUT)  # calls and answers
         assert max(sent.values()) <= spreading.FAN_OUT + 1
@@ -132,13 +118,13 @@ def test_who_is_to_pass_a_group_on_and_cannot_costs_the_round_little(
             return None
 
         peers = await swarm.start(PEERS)
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         swarm.network.on_message = strike
         await swarm.until(lambda: bool(struck))
         began_s = swarm.now()
         others = [peer for peer in peers if peer.identity.peer_id not in struck]
         position = max(peer.replica.position for peer in peers)
-        await swarm.until(lambda: passed(others, position + 1))
+        await swarm.until(lambda: reached(others, position + 1))
         assert swarm.now() - began_s <= {"kill": 1.0, "freeze": 3.0}[blow]
         entry = others[0].settled[position].applied.entry
         assert {p.ctx.me for p in others} <= {m.elector for m in entry.complete_members()}
@@ -149,7 +135,7 @@ def test_who_is_to_pass_a_group_on_and_cannot_costs_the_round_little(
 def test_a_member_that_keeps_groups_to_itself_costs_its_branch_half_a_stall(tmp_path, monkeypatch):
     async def scenario(swarm):
         peers = await swarm.start(PEERS)
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         keeps = set()
 
         def keep(src, dst, method, number):
@@ -161,7 +147,7 @@ def test_a_member_that_keeps_groups_to_itself_costs_its_branch_half_a_stall(tmp_
         swarm.network.on_message = keep
         await swarm.until(lambda: bool(keeps))
         began_s = swarm.now()
-        await swarm.until(lambda: passed(peers, 2))
+        await swarm.until(lambda: reached(peers, 2))
         assert swarm.now() - began_s < SETTINGS.stall_s / 2 + 0.5
         assert everyone_counts(peers[0], 1)
 
@@ -173,7 +159,7 @@ def test_a_group_that_the_leader_did_not_sign_is_refused_and_the_round_goes_on(
 ):
     async def scenario(swarm):
         peers = await swarm.start(PEERS)
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         forger, victim = peers[0], peers[1]
         forger.window_s = 60.0
         await swarm.until(lambda: len(victim.ctx.seats) == 1)
@@ -186,7 +172,7 @@ def test_a_group_that_the_leader_did_not_sign_is_refused_and_the_round_goes_on(
         with pytest.raises(Refused, match="signature") as refusal:
             await call(victim.identity.peer_id, "group", closed.encode(), timeout_s=2.0)
         assert refusal.value.code == "other-group"
-        await swarm.until(lambda: passed(peers, position + 1))
+        await swarm.until(lambda: reached(peers, position + 1))
         assert swarm.same_bits(peers)
 
     run(tmp_path, monkeypatch, scenario)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from atoll.dht.memory import run_virtual
 from atoll.optim import fragments
 from atoll.optim.layout import Layout
 from atoll.peer.rounds.spreading import FAN_OUT, branches
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
-from swarm import Swarm
+from swarm import reached, run_swarm
 
 CELL_VALUES = 64
 PEERS = 24
@@ -33,20 +32,7 @@ def test_branches_are_at_most_eight_of_nearly_equal_size_begun_by_the_first():
 
 def run(tmp_path, monkeypatch, scenario):
     monkeypatch.setattr(fragments, "CELL", CELL_VALUES)
-
-    async def main():
-        swarm = Swarm(tmp_path, layout=LAYOUT, codec="fp32")
-        try:
-            await scenario(swarm)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
-
-    run_virtual(main())
-
-
-def passed(peers, position):
-    return all(peer.replica.position >= position for peer in peers)
+    run_swarm(tmp_path, scenario, layout=LAYOUT)
 
 
 def warnings(peers):
@@ -65,7 +51,7 @@ def test_everyone_is_told_and_nobody_tells_more_than_eight(tmp_path, monkeypatch
         names = {peer.identity.peer_id for peer in peers}
         swarm.network.on_message = count
         await swarm.begin(peers)
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         await asyncio.sleep(1.0)
         assert warnings(peers) == []
         answers = PEERS - 1  # each that is told answers
@@ -88,15 +74,15 @@ def test_who_is_to_pass_it_on_and_cannot_is_passed_over(tmp_path, monkeypatch, b
                 getattr(swarm.network, blow)(dst)
 
         peers = await swarm.start(PEERS)
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         swarm.network.on_message = strike
         await swarm.until(lambda: bool(struck))
         began_s = swarm.now()
         others = [peer for peer in peers if peer.identity.peer_id not in struck]
         position = max(peer.replica.position for peer in peers)
-        await swarm.until(lambda: passed(others, max(position, 2)))
+        await swarm.until(lambda: reached(others, max(position, 2)))
         assert swarm.now() - began_s < 3.0  # a stall of 1.5 s, and the way down
-        await swarm.until(lambda: passed(others, position + 3))
+        await swarm.until(lambda: reached(others, position + 3))
         assert len({p.replica.chain for p in others if p.replica.position == position + 3}) == 1
 
     run(tmp_path, monkeypatch, scenario)

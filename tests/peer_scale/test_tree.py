@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.dht.memory import run_virtual
 from atoll.optim import fragments
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.robust import rule_of
@@ -17,7 +16,7 @@ from atoll.peer.rounds.messages import REDUCE, UPFRONT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
 from strikes import COMMIT_S, KINDS, Strike, expect_no_work_lost, expect_sums, run_strike
-from swarm import Swarm
+from swarm import reached, run_swarm
 from test_upfront import heads
 
 CELL_VALUES = 64
@@ -35,20 +34,7 @@ def small_rows(monkeypatch):
 
 def run(tmp_path, monkeypatch, scenario, **options):
     small_rows(monkeypatch)
-
-    async def main():
-        swarm = Swarm(tmp_path, **({"layout": LAYOUT, "codec": "fp32"} | options))
-        try:
-            await scenario(swarm)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
-
-    run_virtual(main())
-
-
-def passed(peers, position):
-    return all(peer.replica.position >= position for peer in peers)
+    run_swarm(tmp_path, scenario, **({"layout": LAYOUT} | options))
 
 
 def everyone_counts(peers, position):
@@ -59,7 +45,7 @@ def everyone_counts(peers, position):
 def test_the_update_is_the_mean_and_all_hold_the_same_bits(tmp_path, monkeypatch):
     async def scenario(swarm):
         peers = await swarm.start(PEERS)
-        await swarm.until(lambda: passed(peers, 2))
+        await swarm.until(lambda: reached(peers, 2))
         assert everyone_counts(peers, 0)
         assert everyone_counts(peers, 1)
         assert swarm.same_bits(peers)
@@ -78,7 +64,7 @@ def test_a_member_reduces_with_few_of_many(tmp_path, monkeypatch):
     async def scenario(swarm):
         swarm.network.on_message = meet
         peers = await swarm.start(many)
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         assert everyone_counts(peers, 0)
 
     run(tmp_path, monkeypatch, scenario, layout=Layout(names=("w",), shapes=((25 * 64,),)))
@@ -135,7 +121,7 @@ def test_a_relay_that_lies_costs_its_row_the_way_to_the_owner(tmp_path, monkeypa
         peers = [swarm.add() for _ in range(PEERS)]
         liars.append(peers[4].identity.peer_id)
         await swarm.begin(peers)
-        await swarm.until(lambda: passed(peers, 2))
+        await swarm.until(lambda: reached(peers, 2))
         assert everyone_counts(peers, 0)
         assert swarm.same_bits(peers)
         expect_sums(swarm, peers[0])
@@ -159,11 +145,11 @@ def test_a_relay_that_falls_silent_after_its_first_sums_is_left_out_alone(
                 struck.append(swarm.now())
                 relay.kill() if kind == "kill" else swarm.network.freeze(src)
 
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         position = peers[0].replica.position
         swarm.network.on_message = strike
         others = [peer for peer in peers if peer is not relay]
-        await swarm.until(lambda: passed(others, position + 1))
+        await swarm.until(lambda: reached(others, position + 1))
         assert swarm.now() - struck[0] <= COMMIT_S[kind]
         entry = others[0].settled[position].applied.entry
         complete = {member.peer_id for member in entry.complete_members()}
@@ -178,24 +164,18 @@ def test_a_slow_link_that_nobody_knew_of_costs_its_row_nothing(tmp_path, monkeyp
     small_rows(monkeypatch)
     monkeypatch.setattr(fragments, "CELL", CELL)
 
-    async def main():
-        swarm = Swarm(
-            tmp_path, layout=Layout(names=("w",), shapes=((PEERS * CELL,),)), codec="int8"
-        )
-        try:
-            peers = [swarm.add(link_mbit_s=20.0, declared_mbit_s=20.0) for _ in range(PEERS - 1)]
-            slow = swarm.add(link_mbit_s=0.5, declared_mbit_s=20.0)
-            await swarm.begin([*peers, slow])
-            await swarm.until(lambda: passed(peers, 1))
-            entry = peers[0].settled[0].applied.entry
-            complete = {member.peer_id for member in entry.complete_members()}
-            assert complete == {peer.identity.peer_id for peer in peers}
-            expect_no_work_lost(slow)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
+    async def scenario(swarm):
+        peers = [swarm.add(link_mbit_s=20.0, declared_mbit_s=20.0) for _ in range(PEERS - 1)]
+        slow = swarm.add(link_mbit_s=0.5, declared_mbit_s=20.0)
+        await swarm.begin([*peers, slow])
+        await swarm.until(lambda: reached(peers, 1))
+        entry = peers[0].settled[0].applied.entry
+        complete = {member.peer_id for member in entry.complete_members()}
+        assert complete == {peer.identity.peer_id for peer in peers}
+        expect_no_work_lost(slow)
 
-    run_virtual(main())
+    layout = Layout(names=("w",), shapes=((PEERS * CELL,),))
+    run_swarm(tmp_path, scenario, layout=layout, codec="int8")
 
 
 def leader_of_next(peers):
@@ -218,7 +198,7 @@ def test_what_has_no_sum_is_not_relayed(tmp_path, monkeypatch, options):
     async def scenario(swarm):
         monkeypatch.setattr(tree, "TreeExchange", None)
         peers = await swarm.start(PEERS)
-        await swarm.until(lambda: passed(peers, 1))
+        await swarm.until(lambda: reached(peers, 1))
         assert everyone_counts(peers, 0)
 
     run(tmp_path, monkeypatch, scenario, **options)
@@ -230,12 +210,12 @@ def test_a_group_that_grows_over_the_bound_and_back_counts_everyone(tmp_path, mo
     async def scenario(swarm):
         monkeypatch.setattr(policies, "RELAYED_ABOVE", 3)
         peers = await swarm.start(3)
-        await swarm.until(lambda: passed(peers, 2))
+        await swarm.until(lambda: reached(peers, 2))
         joiner = swarm.add()
         await joiner.start()
         await swarm.until(lambda: members_of_last(peers[0]) == 4)
         grown = peers[0].replica.position - 1
-        await swarm.until(lambda: passed(swarm.peers, grown + 2))
+        await swarm.until(lambda: reached(swarm.peers, grown + 2))
         assert everyone_counts(swarm.peers, grown)
         assert {grown, grown + 1} <= set(seen[REDUCE])  # what came up front was refused
         assert grown in seen[UPFRONT]
@@ -243,7 +223,7 @@ def test_a_group_that_grows_over_the_bound_and_back_counts_everyone(tmp_path, mo
         joiner.kill()
         await swarm.until(lambda: members_of_last(peers[0]) == 3)
         shrunk = peers[0].replica.position - 1
-        await swarm.until(lambda: passed(peers, shrunk + 2))
+        await swarm.until(lambda: reached(peers, shrunk + 2))
         assert shrunk not in seen[UPFRONT]
         assert shrunk + 1 not in seen[REDUCE]
         assert all(

@@ -24,10 +24,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import codec_rivals
+import pictures
 import torch
 from codec_inputs import demo_run, distributions, pseudo_gradient
 
 from atoll.compression import parse
+from atoll.peer.plotting import RUN, VALID
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_RUN = ROOT / "build" / "bench_codecs" / "run"
@@ -62,6 +64,9 @@ SPECS = {  # codec: most values of a speed measurement
     "zstd(int8)": 1 << 22,
     "zstd(topk+2bit)": 1 << 22,
 }
+
+PLOTTED = {"student": "Student t, 3 degrees of freedom", "real": "a real pseudo-gradient"}
+LEAST_ERROR = 1e-4  # drawn for what loses nothing
 
 MEMCPY_TARGETS = {"int8": 0.4, "fp16": 0.4, "bf16": 0.4}  # least share of memcpy, one thread
 HIVEMIND_TARGETS = {  # least multiple of hivemind's uniform 8-bit
@@ -343,41 +348,34 @@ def verdict(r, target, yardstick):
 
 def plot(records, path):
     """Draw error over bits for two distributions, ours and theirs."""
-    import matplotlib
+    figure, panels = pictures.page(
+        "Codecs: ours (dots) and others (crosses); down and left is better",
+        widths=(1, 1),
+        size=(13, 7),
+    )
+    drawn = [
+        (axes, [point(record, record.error[key]) for record in records if record.error[key] < 1.2])
+        for axes, key in zip(panels, PLOTTED, strict=True)
+    ]
+    for (axes, points), title in zip(drawn, PLOTTED.values(), strict=True):
+        axes.loglog()
+        axes.set_ylim(6e-5, 4)
+        pictures.dress(axes, title=title, x="bits a value, everything counted", y="relative error")
+        pictures.scatter(axes, points)
+    for axes, points in drawn:
+        pictures.label(axes, points)
+    pictures.save(figure, path)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    ours = {spec for spec in SPECS if spec not in ("ternary", "randk")}  # unbiased: error above 1
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True)
-    for axis, (key, title) in zip(
-        axes, [("student", "Student t, 3 d.o.f."), ("real", "a real pseudo-gradient")], strict=True
-    ):
-        for record in records:
-            error = max(record.error[key], 1e-4)
-            if error > 1.2:
-                continue
-            mine = record.codec in ours
-            axis.loglog(
-                record.bits_per_number,
-                error,
-                "o" if mine else "x",
-                color="tab:blue" if mine else "tab:red",
-            )
-            axis.annotate(
-                record.codec,
-                (record.bits_per_number, error),
-                fontsize=6,
-                xytext=(3, 3),
-                textcoords="offset points",
-            )
-        axis.set_title(title)
-        axis.set_xlabel("bits a number, everything counted")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("relative error")
-    figure.suptitle("Codecs: Atoll (blue dots) and others (red crosses); down and left is better")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def point(record, error):
+    ours = record.codec in SPECS
+    return pictures.Point(
+        x=record.bits_per_number,
+        y=max(error, LEAST_ERROR),
+        name=record.codec,
+        color=RUN if ours else VALID,
+        marker="o" if ours else "X",
+    )
 
 
 def save(records, real, rounds):

@@ -4,6 +4,7 @@
     ./scripts/bench methods --rerun        measure again (hours on two cores)
     ./scripts/bench methods --workers 4 --tokens-per-param 4 --seeds 1      something shorter
     ./scripts/bench methods --methods muloco --lr 3e-3      one method, at settings as given
+    ./scripts/bench methods --plot docs/benchmarks/methods.png
     ./scripts/bench methods --churn        workers that miss rounds, join late, are unequal
 
 Each method runs at its own settings (`METHODS`) in the simulation of `atoll simulate`, by 1, 2, 4
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
+import methods_picture
 import torch
 
 from atoll.optim import methods
@@ -240,13 +242,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rerun", action="store_true", help="measure again")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows")
     parser.add_argument("--json", action="store_true", help="the rows as JSON on the last line")
     return parser.parse_args()
 
 
 def wanted(options: argparse.Namespace, file: Path) -> bool:
     """Whether something has to be measured: nothing is saved, or a size or method was asked for."""
-    only_shown = 1 + options.json + options.churn
+    only_shown = 1 + options.json + options.churn + (2 if options.plot else 0)
     return options.rerun or not file.exists() or len(sys.argv) > only_shown
 
 
@@ -259,6 +262,8 @@ def main() -> None:
     else:
         all_rows = measure_methods(options)
         show(all_rows)
+        if options.plot:
+            methods_picture.draw(grouped(all_rows), options.plot)
     if options.json:
         print(json.dumps(all_rows))
 

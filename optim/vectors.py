@@ -9,6 +9,7 @@ Memory is free again when the last tensor, array or memoryview of it is gone, wh
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -37,6 +38,18 @@ def empty(numel: int) -> Tensor:
 def cat(parts: Sequence[Tensor]) -> Tensor:
     """Vectors one after another, as a new one."""
     return torch.cat(list(parts), out=empty(sum(part.numel() for part in parts)))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Vectors one after another: a view where they lie so in one memory, else a new one."""
+    *starts, stop = itertools.accumulate(
+        (part.numel() for part in parts), initial=parts[0].storage_offset()
+    )
+    memory = parts[0].untyped_storage().data_ptr()
+    for part, start in zip(parts, starts, strict=True):
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != start:
+            return cat(parts)
+    return parts[0].as_strided((stop - starts[0],), (1,))
 
 
 def _taken(length: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from torch import Tensor
 from atoll.compression import CodecError
 from atoll.coordinator.status import Level
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
+from atoll.optim import vectors
 from atoll.optim.cells import LENGTH, pack
 from atoll.optim.log import MalformedRecord
 from atoll.optim.lowrank import Factors, LowRankCells
@@ -122,6 +123,7 @@ class Exchange:
         self._unsent = set(range(len(group.parts)))
         self._gone: set[int] = set()
         self._came_at: dict[int, float] = {}
+        self._rooms = self._rooms_of_parts()
         self._watch = ctx.link.watch(ctx.transport)
         ctx.parts.arriving[group.position] = self
         everyone = range(len(group.members))
@@ -239,6 +241,18 @@ class Exchange:
         plan = self.group.parts[part]
         return PartRange(start_cell=plan.start_cell, stop_cell=plan.stop_cell, cells=self.cells)
 
+    def _rooms_of_parts(self) -> dict[int, Tensor]:
+        """Where each part is decoded to in the update, so that nothing has to be put together.
+
+        Taken once: a part that is reduced again has memory of its own, since a thread may still be
+        at the first.
+        """
+        if isinstance(self.cells, LowRankCells):
+            return {}
+        update_F = vectors.empty(self.cells.numel)
+        parts = range(len(self.group.parts))
+        return {part: update_F[self.range_of(part).values] for part in parts}
+
     def _own(self, part: int, generation: int, senders: Collection[int]) -> OwnedPart:
         shares = self._shares()
         reducer = self._reducer(part, shares, self._norms.setdefault(generation, Norms()))
@@ -262,7 +276,10 @@ class Exchange:
         cells = self.range_of(part)
         if isinstance(self.cells, LowRankCells):
             return FactorReducer(part=cells, cells=self.cells, shares=shares, norms=norms)
-        return PartReducer(part=cells, shares=shares, rule=self._ctx.rule, norms=norms)
+        room_N = self._rooms.pop(part, None)
+        return PartReducer(
+            part=cells, shares=shares, rule=self._ctx.rule, norms=norms, out_N=room_N
+        )
 
     def _barred(self) -> set[int]:
         """Members of whom this owner takes nothing for now."""
@@ -520,7 +537,11 @@ class Exchange:
     def _receiver(self, part: int) -> PartReceiver | FactorReceiver:
         if isinstance(self.cells, LowRankCells):
             return FactorReceiver(part=self.range_of(part), cells=self.cells)
-        return PartReceiver(part=self.range_of(part), members=len(self.group.members))
+        return PartReceiver(
+            part=self.range_of(part),
+            members=len(self.group.members),
+            out_N=self._rooms.pop(part, None),
+        )
 
     async def _collect(
         self,

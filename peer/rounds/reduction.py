@@ -111,11 +111,12 @@ class PartReducer:
         rule: Rule | None = None,
         norms: Norms | None = None,
         exchange: int = 0,
+        out_N: Tensor | None = None,
     ) -> None:
         """Expect cells of every member in ``shares``; without a rule they are averaged.
 
         ``norms`` are those of all parts of one owner, by which it checks what members declared,
-        in each ``exchange`` of a round by itself.
+        in each ``exchange`` of a round by itself. ``out_N`` is where the decoded part goes.
         """
         self._rule = rule
         self._keeps = rule is not None or part.cells.gathers
@@ -131,7 +132,7 @@ class PartReducer:
         self._last = -1
         """one of the members of whom the fewest cells came; -1 while none is known"""
         self._done: tuple[bytes, PartDone] | None = None
-        self._sum_N = vectors.empty(part.count)
+        self._sum_N = vectors.empty(part.count) if out_N is None else out_N
         self._begun = 0
         """cells of which there is a sum"""
         self._weight = [0.0] * part.num_cells
@@ -338,15 +339,15 @@ class PartReducer:
 class PartReceiver:
     """The other members' side: reduced cells are checked, decoded and hashed as they come."""
 
-    def __init__(self, *, part: PartRange, members: int) -> None:
-        """Expect all cells of a part of so many members."""
+    def __init__(self, *, part: PartRange, members: int, out_N: Tensor | None = None) -> None:
+        """Expect all cells of a part of so many members; ``out_N`` is where their values go."""
         self._part = part
         limits = [part.max_reduced_bytes(i, members) for i in range(part.num_cells)]
         self._buffer = FrameBuffer(limits)
         self.frames: list[bytes] = []
         """as they came, each with its length before it"""
         self._hash = hashlib.sha256()
-        self.decoded_N = vectors.empty(part.count)
+        self.decoded_N = vectors.empty(part.count) if out_N is None else out_N
 
     def take(self, data: memoryview) -> list[bytes]:
         """Take a message; there is nothing to answer.

@@ -111,6 +111,7 @@ class TreeExchange(Exchange):
             part=self.range_of(part),
             shares=shares,
             norms=self._norms.setdefault(generation, Norms()),
+            out_N=self._rooms.pop(part, None),
         )
         return TreePart(
             reducer=reducer,

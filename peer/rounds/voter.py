@@ -167,10 +167,10 @@ class Voter:
 
     async def update(self, entry: Entry) -> Tensor | None:
         """The update of an entry as it was decoded for the vote; None where it was not."""
-        came = self._decoded(entry)
-        return (
-            await self._ctx.compute(vectors.cat, came) if came else self._verified.get(entry.digest)
-        )
+        if came := self._decoded(entry):
+            joined_F: Tensor = await self._ctx.compute(vectors.joined, came)
+            return joined_F
+        return self._verified.get(entry.digest)
 
     async def _verify(self, entry: Entry, body: bytes) -> None:
         """Everything decodes; parts that were decoded as they came are not decoded again."""

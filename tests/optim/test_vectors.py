@@ -55,3 +55,16 @@ def test_vectors_are_put_one_after_another():
     parts = [torch.randn(3), torch.randn(1), torch.randn(4)]
     assert torch.equal(vectors.cat(parts), torch.cat(parts))
     assert torch.equal(vectors.cat(parts[:1]), parts[0])
+
+
+def test_neighbours_in_one_memory_are_joined_without_a_copy():
+    whole = torch.randn(8)
+    joined = vectors.joined([whole[1:3], whole[3:7], whole[7:]])
+    assert torch.equal(joined, whole[1:])
+    assert joined.data_ptr() == whole[1:].data_ptr()
+
+
+def test_vectors_that_do_not_lie_one_after_another_are_copied():
+    whole, other = torch.randn(8), torch.randn(8)
+    for parts in ([whole[:3], other[3:]], [whole[3:], whole[:3]], [whole[:3], whole[4:]]):
+        assert torch.equal(vectors.joined(parts), torch.cat(parts))

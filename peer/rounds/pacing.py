@@ -10,6 +10,7 @@ in the later part of the longest time in which more waited to leave, the median 
 and then a round searches for more than that (the idea of BBR, ACM Queue 14(5), 2016, with a round
 for its round trips).  A peer that knows nothing yet is not paced; the first round then measures.
 Nor is one whose rounds are too short for a reading: nothing would find a pace that is too low.
+Codes that leave up front and the rest of their round are one reading, with a pause.
 Nor may more than ``QUEUE_S`` of it queue beyond what is under way for a round trip, however wrong
 the rate.  Round trips are those of questions that peers answer at once, the least of each peer.
 """
@@ -23,7 +24,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, groupby
+from itertools import count, groupby, pairwise
 
 from atoll.dht.transport import Transport
 
@@ -37,7 +38,7 @@ DECLARED_SHARE = 0.94  # of a declared rate: headers and encryption at packets o
 BURST_S = 0.03  # what a busy machine may catch up; at 100% of the link such a queue never drains
 SAMPLE_S = 0.1  # between readings of what the link carried
 WINDOW_S = 0.3  # a shorter rate says more about buffers than about the link
-READ_BYTES = 1 << 20  # fewer messages say more about where a reading cuts them than about the link
+READ_BYTES = 1 << 18  # fewer messages say more about where a reading cuts them than about the link
 KEPT_ROUNDS = 8  # of which the median counts: confirmations queue behind what the others send
 QUEUE_S = 0.25  # of bytes at most that wait on the way: signs of life travel behind them
 ROUND_TRIP_S = 0.05  # what one is taken for before a peer has answered
@@ -78,30 +79,45 @@ def peak_mbit_s(points: Sequence[tuple[float, int]], window_s: float = WINDOW_S)
     return peak
 
 
-def saturated_mbit_s(samples: Sequence[Sample], window_s: float = WINDOW_S) -> float | None:
+def saturated_mbit_s(
+    stretches: Sequence[Sequence[Sample]], window_s: float = WINDOW_S
+) -> float | None:
     """Rate of the later two thirds of the longest time for which the link was busy.
 
     The first third may be TCP's slow start.  A mean and not a peak: confirmations come in bursts,
-    of which a peak makes a rate that the link does not have.  0 where the link was not busy for
-    ``window_s``.
+    of which a peak makes a rate that the link does not have.  And from one confirmation to another:
+    a pace that lets few messages go would else be read too low, and lower with every round.  0
+    where the link was not busy for ``window_s``, None where too little was confirmed.
     """
-    runs = [list(run) for busy, run in groupby(samples, lambda sample: sample.busy) if busy]
-    run = max(runs, key=lambda run: run[-1].at_s - run[0].at_s, default=[])
-    if not run or run[-1].at_s - run[0].at_s < window_s:
+    runs = [run for samples in stretches for run in busy_runs(samples)]
+    run = max(runs, key=_span_s, default=())
+    if _span_s(run) < window_s:
         return 0.0
-    last = run[-1]
-    from_s = min((2 * run[0].at_s + last.at_s) / 3, last.at_s - window_s)
-    first = [sample for sample in run if sample.at_s <= from_s][-1]
-    if last.delivered - first.delivered < READ_BYTES:
+    grown = [now for before, now in pairwise(run) if now.delivered > before.delivered]
+    if not grown:
         return None
-    return (last.delivered - first.delivered) * BITS / (last.at_s - first.at_s)
+    from_s = min((2 * run[0].at_s + run[-1].at_s) / 3, run[-1].at_s - window_s)
+    first = [grown[0], *(sample for sample in grown if sample.at_s <= from_s)][-1]
+    if grown[-1].delivered - first.delivered < READ_BYTES:
+        return None
+    return (grown[-1].delivered - first.delivered) * BITS / (grown[-1].at_s - first.at_s)
 
 
-def was_held(samples: Sequence[Sample], window_s: float = WINDOW_S) -> bool:
-    """Whether more waited to leave most of the time, in a round that is too short to be read."""
-    if not samples or samples[-1].at_s - samples[0].at_s >= window_s:
-        return False
-    return 2 * sum(sample.busy for sample in samples) >= len(samples)
+def busy_runs(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The times for which a stretch was busy."""
+    return [list(run) for busy, run in groupby(samples, lambda sample: sample.busy) if busy]
+
+
+def _span_s(samples: Sequence[Sample]) -> float:
+    return samples[-1].at_s - samples[0].at_s if samples else 0.0
+
+
+def was_held(stretches: Sequence[Sequence[Sample]], window_s: float = WINDOW_S) -> bool:
+    """Whether more waited to leave most of the time, and never long enough for a reading."""
+    runs = [run for samples in stretches for run in busy_runs(samples)]
+    num_samples = sum(map(len, stretches))
+    is_short = max(map(_span_s, runs), default=0.0) < window_s
+    return is_short and num_samples > 1 and 2 * sum(map(len, runs)) >= num_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +253,10 @@ class Watch:
         self.disturbed = False
         """whether somebody died, stalled or was left out: then readings say nothing of the link"""
 
+    def pause(self) -> None:
+        """Nothing is to be sent for a while; what was read counts with the rest of the round."""
+        self._link.unwatch(self, learns=False)
+
     def close(self) -> None:
         """The reduction is over."""
         self._link.unwatch(self)
@@ -253,7 +273,8 @@ class Link:
         self.pacer = Pacer()
         self._round_trips: dict[str, deque[float]] = {}
         self._watches: set[Watch] = set()
-        self._samples: list[Sample] = []
+        self._stretches: list[list[Sample]] = []
+        """what was read since something was learned last, without its pauses"""
         self._reading: asyncio.Task[None] | None = None
         self._declared_mbit_s = 0.0
         self._up = RateEstimate()
@@ -287,25 +308,31 @@ class Link:
         self.pacer.round_trip_s = max(min(trips) for trips in self._round_trips.values())
 
     def watch(self, transport: Transport) -> Watch:
-        """A reduction begins."""
+        """A reduction begins, or its codes go on their way."""
         if not self._watches:
-            self.pacer.restart()
+            if not self._stretches:
+                self.pacer.restart()
+            self._stretches.append([])
             self._reading = asyncio.create_task(self._read(transport))
         watch = Watch(self)
         self._watches.add(watch)
         return watch
 
-    def unwatch(self, watch: Watch) -> None:
-        """A reduction ends: learn from what was read since one ended last, where none stumbled."""
+    def unwatch(self, watch: Watch, *, learns: bool = True) -> None:
+        """A reduction ends, or pauses.
+
+        At its end learn from what was read since one ended last, where none stumbled.
+        """
         if watch not in self._watches:
             return
-        samples, self._samples = self._samples, self._samples[-1:]
-        if not any(each.disturbed for each in self._watches):
-            self.learn(samples)
+        if learns:
+            stretches, self._stretches = self._stretches, [self._stretches[-1][-1:]]
+            if not any(each.disturbed for each in self._watches):
+                self.learn(stretches)
         self._watches.remove(watch)
         if not self._watches and self._reading is not None:
             self._reading.cancel()
-            self._samples = []
+            self._stretches = [] if learns else self._stretches
 
     async def _read(self, transport: Transport) -> None:
         while True:
@@ -316,18 +343,18 @@ class Link:
                 received=counted.wire_bytes_received,
                 busy=self.pacer.was_busy(),
             )
-            if self._samples:
-                before = self._samples[-1]
-                self.pacer.confirm(sample.delivered - before.delivered, sample.at_s - before.at_s)
-            self._samples.append(sample)
+            if before := [samples[-1] for samples in self._stretches if samples]:
+                last = before[-1]
+                self.pacer.confirm(sample.delivered - last.delivered, sample.at_s - last.at_s)
+            self._stretches[-1].append(sample)
             await asyncio.sleep(SAMPLE_S)
 
-    def learn(self, samples: Sequence[Sample]) -> None:
+    def learn(self, stretches: Sequence[Sequence[Sample]]) -> None:
         """Take in the readings of a round."""
-        held = was_held(samples)
-        self._up = self._up.without_pace() if held else self._up.after(saturated_mbit_s(samples))
-        received = peak_mbit_s([(sample.at_s, sample.received) for sample in samples])
-        self._down_mbit_s = max(self._down_mbit_s, received)
+        held = was_held(stretches)
+        self._up = self._up.without_pace() if held else self._up.after(saturated_mbit_s(stretches))
+        received = [[(sample.at_s, sample.received) for sample in each] for each in stretches]
+        self._down_mbit_s = max(self._down_mbit_s, *map(peak_mbit_s, received))
         self._set_pace()
 
     def _set_pace(self) -> None:

@@ -116,7 +116,7 @@ class UpfrontCodes:
         """The link is read while codes leave, not while the group is waited for."""
         if self._sends:
             await asyncio.wait(self._sends.values())
-        self._watch.close()
+        self._watch.pause()
 
     async def _send(self, index: int) -> None:
         part, opened = self._plan.parts[index], self._streams[index]

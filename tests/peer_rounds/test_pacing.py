@@ -170,11 +170,11 @@ def test_the_peak_is_over_a_whole_window():
 
 def test_only_stretches_in_which_the_link_was_busy_count():
     idle = samples(100, 100, 100, 100, busy=False)
-    assert saturated_mbit_s(idle) == 0.0
-    assert saturated_mbit_s(samples(100, 100, 100, 100)) == pytest.approx(100.0)
+    assert saturated_mbit_s([idle]) == 0.0
+    assert saturated_mbit_s([samples(100, 100, 100, 100)]) == pytest.approx(100.0)
     broken = samples(100, 100, 100, 100)
     broken[2] = Sample(at_s=0.2, delivered=0, received=0, busy=False)
-    assert saturated_mbit_s(broken) == 0.0
+    assert saturated_mbit_s([broken]) == 0.0
 
 
 def simulate(capacity_mbit_s, rounds, estimate=None):
@@ -211,7 +211,7 @@ def test_a_round_that_sent_little_says_nothing():
 
 
 def test_few_bytes_show_no_rate():
-    assert saturated_mbit_s(samples(1, 1, 1, 1, 1)) is None
+    assert saturated_mbit_s([samples(1, 1, 1, 1, 1)]) is None
     assert RateEstimate().after(None) == RateEstimate()
 
 
@@ -237,16 +237,40 @@ def test_a_pace_that_is_far_too_low_does_not_confirm_itself(messages):
     for _ in range(3):
         if estimate.pace_mbit_s is None:
             return
-        estimate = estimate.after(saturated_mbit_s(round_of(messages, estimate.pace_mbit_s)))
+        estimate = estimate.after(saturated_mbit_s([round_of(messages, estimate.pace_mbit_s)]))
     raise AssertionError(f"still paced at {estimate.pace_mbit_s} Mbit/s")
 
 
+@pytest.mark.parametrize("messages", range(9, 41))
+def test_a_pace_that_is_too_low_does_not_sink(messages):
+    """Few messages leave, the last after the last reading: each round would take some off."""
+    estimate = RateEstimate(mbit_s=3.0, gain=GAIN)
+    for _ in range(SEARCH_EVERY - 1):
+        estimate = estimate.after(saturated_mbit_s([round_of(messages, estimate.pace_mbit_s)]))
+        assert estimate.pace_mbit_s is None or estimate.pace_mbit_s > 0.8 * 3.0
+
+
+def test_two_short_legs_make_no_round_that_is_long_enough_to_be_read():
+    link = Link()
+    link.learn([samples(40, 40, 40, 40)])
+    link.learn([samples(50, 50), samples(50, 50)])
+    assert link.pacer.rate_mbit_s is None
+
+
+def test_a_reading_of_one_sample_says_nothing():
+    link = Link()
+    link.learn([samples(40, 40, 40, 40)])
+    paced = link.pacer.rate_mbit_s
+    link.learn([samples()])
+    assert link.pacer.rate_mbit_s == paced
+
+
 def test_the_start_of_a_transfer_does_not_count():
-    assert saturated_mbit_s(samples(10, 20, 40, *[100] * 7)) == pytest.approx(100.0)
+    assert saturated_mbit_s([samples(10, 20, 40, *[100] * 7)]) == pytest.approx(100.0)
 
 
 def test_bursts_of_confirmations_make_no_faster_link():
-    assert saturated_mbit_s(samples(*[0, 200] * 10)) == pytest.approx(100.0, rel=0.1)
+    assert saturated_mbit_s([samples(*[0, 200] * 10)]) == pytest.approx(100.0, rel=0.1)
 
 
 def test_the_first_measured_round_is_searched_from():
@@ -278,35 +302,35 @@ def test_readings_that_scatter_leave_the_pace_at_the_link():
 def test_what_the_owner_declares_is_not_measured_away():
     link = Link()
     link.declare(20.0)
-    link.learn(samples(100, 100, 100, 100))
+    link.learn([samples(100, 100, 100, 100)])
     assert link.uplink_mbit_s == 20.0
     assert link.pacer.rate_mbit_s is not None and link.pacer.rate_mbit_s < 20.0
 
 
 def test_a_pace_that_held_a_round_too_short_to_be_read_is_dropped_until_one_is_long_enough():
     link = Link()
-    link.learn(samples(40, 40, 40, 40))
+    link.learn([samples(40, 40, 40, 40)])
     assert link.pacer.rate_mbit_s == pytest.approx(40.0 * SEARCH_GAIN)
-    link.learn(samples(50, 50))
+    link.learn([samples(50, 50)])
     assert link.pacer.rate_mbit_s is None
     assert link.uplink_mbit_s == pytest.approx(40.0)
-    link.learn(samples(900, 900, 900, 900))
+    link.learn([samples(900, 900, 900, 900)])
     assert link.pacer.rate_mbit_s == pytest.approx(900.0 * SEARCH_GAIN)
 
 
 def test_a_short_round_that_nothing_held_leaves_the_pace():
     link = Link()
-    link.learn(samples(40, 40, 40, 40))
+    link.learn([samples(40, 40, 40, 40)])
     paced = link.pacer.rate_mbit_s
     for readings in ([], samples(50, 50, busy=False), samples(50, 50, 50, 50, busy=False)):
-        link.learn(readings)
+        link.learn([readings])
         assert link.pacer.rate_mbit_s == paced
 
 
 def test_a_link_learns_from_a_round():
     link = Link()
     assert (link.uplink_mbit_s, link.pacer.rate_mbit_s) == (UNKNOWN_MBIT_S, None)
-    link.learn(samples(40, 40, 40, 40))
+    link.learn([samples(40, 40, 40, 40)])
     assert link.uplink_mbit_s == pytest.approx(40.0)
     assert link.downlink_mbit_s == pytest.approx(40.0)
 
@@ -344,7 +368,7 @@ def test_reductions_side_by_side_read_the_link_once():
         learn, link.learn = link.learn, learned.append
         await watched(link, (0.0, 2.0, False), (1.0, 3.0, False))
         learn(learned[0])
-        return link.uplink_mbit_s, [(s[0].at_s, s[-1].at_s) for s in learned]
+        return link.uplink_mbit_s, [(s[0][0].at_s, s[-1][-1].at_s) for s in learned]
 
     rate, spans = run(main())
     assert rate == pytest.approx(40.0)
@@ -358,7 +382,7 @@ def test_a_reduction_that_stumbled_spoils_what_was_read_beside_it():
         link, learned = Link(), []
         link.learn = learned.append
         await watched(link, (0.0, 2.0, True), (1.0, 3.0, False))
-        return [(s[0].at_s, s[-1].at_s) for s in learned]
+        return [(s[0][0].at_s, s[-1][-1].at_s) for s in learned]
 
     (after,) = run(main())
     assert after == pytest.approx((2.0, 3.0), abs=0.11)
@@ -403,3 +427,79 @@ def test_a_round_trip_of_300_ms_slows_nobody_who_knows_it(declared_mbit_s, gain)
     with_it, without = run(main(known=True)), run(main(known=False))
     assert with_it > gain * without
     assert with_it > 0.75 * 50.0
+
+
+def test_codes_up_front_and_what_comes_after_are_read_as_one_round():
+    async def main():
+        link, learned = Link(), []
+        learn, link.learn = link.learn, learned.append
+        codes = link.watch(Counting(40.0))
+        for _ in range(100):
+            link.pacer.turn(1, (0,))
+            await asyncio.sleep(0.01)
+        codes.pause()
+        await asyncio.sleep(30.0)
+        await watched(link, (0.0, 1.0, False))
+        codes.close()
+        learn(*learned)
+        return link.uplink_mbit_s, [s[-1].at_s - s[0].at_s for s in learned[0]]
+
+    rate, spans = run(main())
+    assert rate == pytest.approx(40.0)
+    assert spans == pytest.approx([1.0, 1.0], abs=0.11)
+
+
+async def paces_of_rounds(link, capacity_mbit_s, messages, pause_s, *, rounds):
+    """The pace of each round over a simulated uplink: half of it up front, half after a pause."""
+    loop, delivered, free_at_s, paces = asyncio.get_running_loop(), [0], [0.0], []
+    counters = SimpleNamespace(
+        statistics=lambda: SimpleNamespace(wire_bytes_delivered=delivered[0], wire_bytes_received=0)
+    )
+
+    def arrive(num_bytes):
+        delivered[0] += num_bytes
+
+    async def send(number):
+        await link.pacer.turn(MESSAGE, (number,))
+        for _ in range(8):  # packets
+            free_at_s[0] = max(loop.time(), free_at_s[0]) + MESSAGE / 8 * 8e-6 / capacity_mbit_s
+            loop.call_at(free_at_s[0] + 0.02, arrive, MESSAGE // 8)
+
+    for _ in range(rounds):
+        paces.append(link.pacer.rate_mbit_s)
+        codes = link.watch(counters)
+        await asyncio.gather(*map(send, range(messages // 2)))
+        codes.pause()
+        await asyncio.sleep(pause_s)
+        watch = link.watch(counters)
+        await asyncio.gather(*map(send, range(messages // 2)))
+        await asyncio.sleep(max(0.0, free_at_s[0] - loop.time()) + 0.02)
+        watch.close()
+        codes.close()
+        await asyncio.sleep(1.0)
+    return paces
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+def test_rounds_of_two_megabytes_pace_a_slow_link(pause_s):
+    """2 MB at 10 Mbit/s in two halves: nothing had paced them, and queues overflowed."""
+    first, search, *later = run(paces_of_rounds(Link(), 10.0, 32, pause_s, rounds=16))
+    assert first is None
+    assert search == pytest.approx(10.0 * SEARCH_GAIN, rel=0.05)
+    assert later == pytest.approx([10.0 * GAIN] * len(later), rel=0.05)
+
+
+def test_what_is_still_under_way_counts_after_a_pause():
+    """The codes that left up front are in the queue: no other 256 KiB go there at once."""
+
+    async def main():
+        link, still = Link(), Counting(0.0)
+        codes = link.watch(still)
+        turns = [link.pacer.turn(PIECE, (n,)) for n in range(8)]
+        codes.pause()
+        link.watch(still)
+        await asyncio.sleep(0.0)
+        turns += [link.pacer.turn(PIECE, (n,)) for n in range(8)]
+        return sum(turn.done() for turn in turns)
+
+    assert run(main()) == -(-MIN_IN_FLIGHT_BYTES // PIECE)

@@ -101,11 +101,11 @@ class RoundsHost:
         self.replay = Replay(parse("diloco", codec=place.codec), self.layout)
         self.feedback = Feedback(place.params, self.replay.method.codec, beta=0.0)
         self.delta_N = vector(place.host, place.params)
+        self.sign = 1.0
         self.folder = tempfile.TemporaryDirectory(prefix="atoll-bench-")
         self.work = ThreadPoolExecutor(2, thread_name_prefix="atoll-work")
         self.settled: asyncio.Queue[Facts] = asyncio.Queue()
         self.started_s = 0.0
-        self.rounds_done = 0
 
     async def compute(self, function: Any, /, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.work, function, *args)
@@ -215,6 +215,8 @@ class RoundsHost:
     async def round(self, number: int) -> Facts:
         from atoll.peer.rounds.engine import OfferedWindow
 
+        self.sign = -self.sign  # a part that equals one in hand is not waited for
+        self.delta_N.neg_()
         began_s = time.monotonic()
         offer = await self.compute(self.feedback.offer, self.delta_N, 1000.0)
         encode_s = time.monotonic() - began_s
@@ -236,7 +238,7 @@ class RoundsHost:
 
         store, last = self.replica.store, self.replica.position - 1
         entry = Entry.decode(store.headers(last, 1)[0].entry)
-        return self.replay.decode(entry, store.body(last))
+        return self.replay.decode(entry, store.body(last)) * self.sign
 
     def facts(self) -> Facts:
         wire = self.node.wire_totals()

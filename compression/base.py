@@ -174,6 +174,7 @@ class Codec(ABC):
     version: ClassVar[int] = 1
     stateful: ClassVar[bool] = False  # True: order of calls matters, so not for a run's updates
     by_tensor: ClassVar[bool] = False  # True: a tensor's shape or layer matters
+    any_shapes: ClassVar[bool] = False  # True: `encode_pieces` does more than one after the other
     exact_size: ClassVar[bool] = True  # False: `wire_bytes` is an upper bound
 
     @property
@@ -278,6 +279,25 @@ class Codec(ABC):
         """
         for frame, out_N in zip(frames, out_RN.unbind(0), strict=True):
             self.decode(frame, out_N.shape, device=out_N.device, out=out_N)
+
+    def encode_pieces(self, x_N: Tensor, shapes: Sequence[Dims]) -> list[bytes]:
+        """Return a frame for each of consecutive pieces of `x_N`, as `encode` does.
+
+        Raises:
+            CodecError: as `encode`.
+        """
+        parts = torch.split(x_N, [math.prod(dims) for dims in shapes])
+        return [self.encode(part.view(dims)) for part, dims in zip(parts, shapes, strict=True)]
+
+    def decode_pieces(self, frames: Sequence[Frame], shapes: Sequence[Dims], out_N: Tensor) -> None:
+        """Decode frames to consecutive pieces of `out_N` (fp32, contiguous), as `decode` does.
+
+        Raises:
+            CodecError: as `decode`.
+        """
+        parts = torch.split(out_N, [math.prod(dims) for dims in shapes])
+        for frame, part, dims in zip(frames, parts, shapes, strict=True):
+            self.decode(frame, dims, device=part.device, out=part.view(dims))
 
     @abstractmethod
     def _payload_bytes(self, dims: Dims) -> int:

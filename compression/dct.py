@@ -28,9 +28,10 @@ bits, any number of dimensions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import ClassVar
+from functools import cache, lru_cache
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,15 +39,20 @@ from torch import Tensor
 from atoll.compression.base import (
     BF16_MAX,
     FLOAT_MAX,
+    HEADER_BYTES,
     TINY,
     Codec,
     CodecError,
     Dims,
+    Frame,
     carve,
+    floats,
     peak,
+    refuse_infinite,
     require_finite,
     spans,
 )
+from atoll.compression.checksum import Checksum
 from atoll.compression.planes import pack_runs_, packed_bytes, unpack_runs
 from atoll.compression.registry import register
 from atoll.compression.scratch import TILE, room, scratch, tiles_of_matrices
@@ -63,6 +69,14 @@ SIDE = 64
 BASIS_BITS = 20  # 7 + 2 * (20 + 3) bits: below 2^53, and 2^21 would not be
 
 
+class _Piece(NamedTuple):
+    """A tensor's flat values, its shape, and the payload of its frame."""
+
+    values: Tensor
+    dims: Dims
+    payload: Tensor
+
+
 @register
 @dataclass(frozen=True)
 class Dct(Codec):
@@ -71,6 +85,7 @@ class Dct(Codec):
     name: ClassVar[str] = "dct"
     code: ClassVar[int] = 14
     by_tensor: ClassVar[bool] = True
+    any_shapes: ClassVar[bool] = True
     k: int = 32
     bits: int = 8
 
@@ -84,8 +99,7 @@ class Dct(Codec):
 
     def _sizes(self, dims: Dims) -> tuple[int, int]:
         """Return (blocks, coefficients of each)."""
-        numel, num_blocks = math.prod(dims), math.prod(_grid(dims))
-        return num_blocks, -(-self.k * numel // (CHUNK * num_blocks))
+        return _counts(self.k, tuple(dims))
 
     def _code_bytes(self, count: int) -> int:
         return count if self.bits == 8 else packed_bytes(count, 8)
@@ -108,65 +122,161 @@ class Dct(Codec):
             payload, (torch.bfloat16, num_blocks), (torch.uint8, codes), (torch.uint8, rest)
         )
 
-    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
-        largest = peak(torch.stack([peak(x_N[start:stop]) for start, stop in spans(x_N)]))
-        if self._plain(dims):
-            payload.view(torch.bfloat16).copy_(x_N.clamp(-BF16_MAX, BF16_MAX))
-            return largest
-        scales, codes, indices = self._sections(payload, dims)
-        k = self._sizes(dims)[1]
-        unit = largest + TINY.to(x_N.device)  # no coefficient of x / unit overflows
-        blocks, parts = _blocks(x_N, dims), []
-        for group in torch.split(blocks, _group(blocks)):
-            coefficients = transform(group, unit.reciprocal()).view(-1, CHUNK)
-            at = largest_of_chunks(coefficients, k)
-            parts.append((at, coefficients.gather(1, at)))
-        write_indices(torch.cat([at for at, _ in parts]).view(-1), indices)
-        self._quantize(torch.cat([value for _, value in parts]), unit, scales, codes)
-        return largest
+    def encode_pieces(self, x_N: Tensor, shapes: Sequence[Dims]) -> list[bytes]:
+        """As `Codec.encode_pieces`; blocks that send equally many coefficients go together."""
+        if x_N.device.type != "cpu":
+            return super().encode_pieces(x_N, shapes)
+        frames = [bytearray(self.wire_bytes(dims)) for dims in shapes]
+        for pieces in self._groups(floats(x_N), shapes, [_payload(frame) for frame in frames]):
+            refuse_infinite(float(self._write_pieces(pieces)))
+        for frame, dims in zip(frames, shapes, strict=True):
+            frame[:HEADER_BYTES] = self._sealed(dims, Checksum(_payload(frame)))
+        return [bytes(frame) for frame in frames]
 
-    def _quantize(self, value_BK: Tensor, unit: Tensor, scales: Tensor, codes: Tensor) -> None:
+    def decode_pieces(self, frames: Sequence[Frame], shapes: Sequence[Dims], out_N: Tensor) -> None:
+        """As `Codec.decode_pieces`; blocks that have equally many coefficients go together."""
+        if out_N.device.type != "cpu":
+            super().decode_pieces(frames, shapes, out_N)
+            return
+        # copies, since what `_open` returns lasts until the next call
+        payloads = [self._open(f, dims).clone() for f, dims in zip(frames, shapes, strict=True)]
+        for pieces in self._groups(out_N, shapes, payloads):
+            self._read_pieces(pieces)
+
+    def _groups(
+        self, values_N: Tensor, shapes: Sequence[Dims], payloads: Sequence[Tensor]
+    ) -> list[list[_Piece]]:
+        """Return what is not empty, those together that are coded alike."""
+        groups: dict[tuple[bool, int], list[_Piece]] = {}
+        parts = torch.split(values_N, [math.prod(dims) for dims in shapes])
+        for values, dims, payload in zip(parts, shapes, payloads, strict=True):
+            if values.numel():
+                alike = self._plain(dims), self._sizes(dims)[1]
+                groups.setdefault(alike, []).append(_Piece(values, dims, payload))
+        return list(groups.values())
+
+    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
+        return self._write_pieces([_Piece(x_N, dims, payload)])
+
+    def _write_pieces(self, pieces: Sequence[_Piece]) -> Tensor:
+        """Write one of `_groups`; return the witness of all."""
+        largest_P = torch.stack([_largest(piece.values) for piece in pieces])
+        if self._plain(pieces[0].dims):
+            for piece in pieces:
+                values = piece.values.clamp(-BF16_MAX, BF16_MAX)
+                piece.payload.view(torch.bfloat16).copy_(values)
+        else:
+            self._write_blocks(pieces, largest_P)
+        return largest_P.amax()
+
+    def _write_blocks(self, pieces: Sequence[_Piece], largest_P: Tensor) -> None:
+        blocks = [_blocks(piece.values, piece.dims) for piece in pieces]
+        sizes = [len(own) for own in blocks]
+        unit_P = largest_P + TINY.to(largest_P.device)  # no coefficient of x / unit overflows
+        units = [unit.expand(size) for unit, size in zip(unit_P.unbind(), sizes, strict=True)]
+        unit_B = _together(units)
+        at_BK, value_BK = self._select(_together(blocks), unit_B, self._sizes(pieces[0].dims)[1])
+        scale_B, code_BK = self._quantize(value_BK, unit_B)
+        parts = (torch.split(each, sizes) for each in (scale_B, code_BK, at_BK))
+        for piece, scale, code, at in zip(pieces, *parts, strict=True):
+            scales, codes, indices = self._sections(piece.payload, piece.dims)
+            scales.copy_(scale)
+            self._write_codes(code.reshape(-1), codes)
+            write_indices(at.reshape(-1), indices)
+
+    def _select(self, blocks_BSS: Tensor, unit_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return where the k largest coefficients of each block are, and what of its unit."""
+        size, found = _group(blocks_BSS), []
+        for blocks, unit in zip(
+            torch.split(blocks_BSS, size), torch.split(unit_B, size), strict=True
+        ):
+            coefficients = transform(blocks, unit.reciprocal().view(-1, 1, 1)).view(-1, CHUNK)
+            at = largest_of_chunks(coefficients, k)
+            found.append((at, coefficients.gather(1, at)))
+        return torch.cat([at for at, _ in found]), torch.cat([value for _, value in found])
+
+    def _quantize(self, value_BK: Tensor, unit_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scales (bf16) and the codes (int8; of one bit 1 where negative)."""
         size_BK = value_BK.abs()
         step_B = size_BK.amax(1) * ((1 + 2**-8) / 127) if self.bits == 8 else size_BK.mean(1)
-        scales.copy_(((step_B + TINY) * unit).clamp_(max=BF16_MAX / 128 / SIDE))
+        scale_B = ((step_B + TINY) * unit_B).clamp_(max=BF16_MAX / 128 / SIDE).to(torch.bfloat16)
         if self.bits == 1:
-            pack_runs_(value_BK.view(-1).signbit().view(torch.int8), 1, codes)
-            return
-        steps_BK = value_BK * (unit / scales.to(torch.float32)).unsqueeze(1)
-        codes.view(torch.int8).copy_(steps_BK.round_().clamp_(-127, 127).view(-1))
+            return scale_B, value_BK.signbit().view(torch.int8)
+        steps_BK = value_BK * (unit_B / scale_B.to(torch.float32)).unsqueeze(1)
+        return scale_B, steps_BK.round_().clamp_(-127, 127).to(torch.int8)
+
+    def _write_codes(self, code_M: Tensor, codes: Tensor) -> None:
+        if self.bits == 1:
+            pack_runs_(code_M, 1, codes)
+        else:
+            codes.view(torch.int8).copy_(code_M)
 
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
-        if self._plain(dims):
-            require_finite(out_N.copy_(payload.view(torch.bfloat16)), "values")
-            return
-        num_blocks, k = self._sizes(dims)
-        scales_bf16, packed, indices = self._sections(payload, dims)
-        scales = scales_bf16.to(torch.float32)
-        require_finite(scales, "scales", limit=FLOAT_MAX / 128 / SIDE)
-        at_BK = read_indices(indices, num_blocks * k).view(num_blocks, k)
-        check_indices(at_BK, CHUNK)
-        self._restore(at_BK, self._codes(packed, at_BK), scales, dims, out_N)
+        self._read_pieces([_Piece(out_N, dims, payload)])
 
-    def _codes(self, packed: Tensor, at_BK: Tensor) -> Tensor:
-        """Return the integer coefficients, float64 [B, K]."""
+    def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
+        """Decode one of `_groups`."""
+        if not self._plain(pieces[0].dims):
+            self._read_blocks(pieces)
+            return
+        for piece in pieces:
+            piece.values.copy_(piece.payload.view(torch.bfloat16))
+            require_finite(piece.values, "values")
+
+    def _read_blocks(self, pieces: Sequence[_Piece]) -> None:
+        scales, codes, indices = zip(
+            *(self._sections(piece.payload, piece.dims) for piece in pieces), strict=True
+        )
+        scale_B = _together(scales).to(torch.float32)
+        require_finite(scale_B, "scales", limit=FLOAT_MAX / 128 / SIDE)
+        counts = [math.prod(self._sizes(piece.dims)) for piece in pieces]
+        k = counts[0] // len(scales[0])
+        found = [read_indices(*pair) for pair in zip(indices, counts, strict=True)]
+        at_BK = _together(found).view(-1, k)
+        check_indices(at_BK, CHUNK)
+        read = [self._read_codes(*pair) for pair in zip(codes, counts, strict=True)]
+        self._restore(at_BK, _together(read).view(-1, k).to(torch.float64), scale_B, pieces)
+
+    def _read_codes(self, codes: Tensor, count: int) -> Tensor:
+        """Return the integer coefficients."""
         if self.bits == 8:
-            return packed.view(torch.int8).to(torch.float64).view_as(at_BK)
-        negative = unpack_runs(packed, 1, at_BK.numel()).to(torch.float64)
-        return (1 - 2 * negative).view_as(at_BK)
+            return codes.view(torch.int8)
+        return 1 - 2 * unpack_runs(codes, 1, count).view(torch.int8)
 
     def _restore(
-        self, at_BK: Tensor, code_BK: Tensor, scales: Tensor, dims: Dims, out_N: Tensor
+        self, at_BK: Tensor, code_BK: Tensor, scale_B: Tensor, pieces: Sequence[_Piece]
     ) -> None:
-        direct = _is_flat(dims) and out_N.numel() % CHUNK == 0
-        blocks = out_N if direct else out_N.new_empty(len(at_BK) * CHUNK)
-        blocks = blocks.view(-1, SIDE, SIDE)
-        step = _group(blocks)
-        for start in range(0, len(at_BK), step):
-            group = blocks[start : start + step]
-            group.copy_(inverse(at_BK[start : start + step], code_BK[start : start + step]))
-            group.mul_((scales[start : start + step] * 2.0**-40).view(-1, 1, 1))
+        """Transform back, and write the values of all pieces."""
+        out, *others = (piece.values for piece in pieces)
+        direct = not others and _is_flat(pieces[0].dims) and out.numel() % CHUNK == 0
+        blocks = (out if direct else out.new_empty(len(at_BK) * CHUNK)).view(-1, SIDE, SIDE)
+        size = _group(blocks)
+        rest = (torch.split(x, size) for x in (blocks, at_BK, code_BK, scale_B * 2.0**-40))
+        for group, at, code, scale in zip(*rest, strict=True):
+            group.copy_(inverse(at, code)).mul_(scale.view(-1, 1, 1))
         if not direct:
-            out_N.copy_(_unblocks(blocks, dims))
+            sizes = [self._sizes(piece.dims)[0] for piece in pieces]
+            for piece, own in zip(pieces, torch.split(blocks, sizes), strict=True):
+                piece.values.copy_(_unblocks(own, piece.dims))
+
+
+def _payload(frame: bytearray) -> Tensor:
+    return torch.frombuffer(frame, dtype=torch.uint8)[HEADER_BYTES:]
+
+
+def _largest(x_N: Tensor) -> Tensor:
+    return peak(torch.stack([peak(x_N[start:stop]) for start, stop in spans(x_N)]))
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """Join tensors; one alone stays where it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+@lru_cache(maxsize=1_000)
+def _counts(k: int, dims: Dims) -> tuple[int, int]:
+    numel, num_blocks = math.prod(dims), math.prod(_grid(dims))
+    return num_blocks, -(-k * numel // (CHUNK * num_blocks))
 
 
 def _group(blocks_BSS: Tensor) -> int:

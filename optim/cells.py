@@ -40,7 +40,16 @@ from atoll.compression import Codec, CodecError
 from atoll.compression.scratch import room
 from atoll.compression.sparse import SparseCodec
 from atoll.optim import vectors
-from atoll.optim.fragments import Dims, Fragment, batches, codec_of, encode_pieces, grid
+from atoll.optim.fragments import (
+    Dims,
+    Fragment,
+    batches,
+    codec_of,
+    decode_batch,
+    encode_batch,
+    encode_pieces,
+    grid,
+)
 from atoll.optim.outer import to_fp32
 from atoll.optim.state import is_finite
 
@@ -263,10 +272,11 @@ class Cells:
             if len(run) == 1:
                 yield run, self.decode_sent(run.start, sent[0])
                 continue
-            shape = (len(run), math.prod(self.dims(run.start)))
+            cut = self.values(run.start, run.stop)
+            shape = (cut.stop - cut.start,)
             values = room("decoded cells", shape, torch.device("cpu"), torch.float32)
-            codec.decode_rows(sent, values)
-            yield run, values.view(-1)
+            decode_batch(codec, sent, self._pieces(run), values)
+            yield run, values
 
     def encode_mean_all(self, first: int, stop: int, mean: Tensor) -> list[bytes]:
         """The reduced frames of a mean over the cells `[first, stop)`.
@@ -280,7 +290,7 @@ class Cells:
             if len(run) == 1:
                 frames.append(self.encode_mean(run.start, values))
             else:
-                frames += codec.encode_rows(values.view(len(run), -1))
+                frames += encode_batch(codec, values, self._pieces(run))
         return frames
 
     def decode_reduced_all(self, first: int, frames: Sequence[Bytes], out: Tensor) -> None:
@@ -293,11 +303,37 @@ class Cells:
             reduced = frames[run.start - first : run.stop - first]
             values = out[self._within(run, first)]
             if len(run) > 1 and not self.gathers:
-                codec.decode_rows(reduced, values.view(len(run), -1))
+                decode_batch(codec, reduced, self._pieces(run), values)
                 require_finite(values)
-                continue
-            for index, frame in zip(run, reduced, strict=True):
-                self.decode_reduced(index, frame, out[self._within(range(index, index + 1), first)])
+            elif len(run) == 1 or not self._mean_of_runs(run, codec, reduced, values):
+                for index, frame in zip(run, reduced, strict=True):
+                    cell = self._within(range(index, index + 1), first)
+                    self.decode_reduced(index, frame, out[cell])
+
+    def _mean_of_runs(
+        self, run: range, codec: Codec, reduced: Sequence[Bytes], out: Tensor
+    ) -> bool:
+        """As `_mean_of_all` for cells with the same members and shares; False where they are not.
+
+        Each member's frames are decoded at once.
+        """
+        if self.by_senders:
+            return False
+        terms = [self._terms(index, frame) for index, frame in zip(run, reduced, strict=True)]
+        if len({tuple((term.share, term.weight) for term in of_cell) for of_cell in terms}) > 1:
+            return False
+        total = sum(term.weight for term in terms[0])
+        sent = room("gathered cells", out.shape, out.device, torch.float32)
+        out.zero_()
+        for of_member in zip(*terms, strict=True):
+            frames = [term.frame for term in of_member]
+            decode_batch(codec, frames, self._pieces(run), sent)
+            out.add_(sent.mul_(_scalar(of_member[0].share / total)))
+        require_finite(out)
+        return True
+
+    def _pieces(self, run: range) -> tuple[Dims, ...]:
+        return self.fragment.pieces[run.start : run.stop]
 
     def _within(self, run: range, first: int) -> slice:
         """The values of some cells in a vector that begins with those of the cell `first`."""

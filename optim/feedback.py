@@ -19,6 +19,7 @@ weights change from round to round; the owner's leg goes to the owner's own resi
 the average exists nowhere else.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -235,12 +236,15 @@ class Feedback:
 
 
 def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:
-    """The sum of squares of each of some equally long pieces.
+    """The sum of squares of each of some pieces.
 
     From norms of short runs in fp32, right to seven digits, unless a square may overflow or vanish.
     """
-    numel = values.numel() // len(pieces)
-    run = SHORT if numel % SHORT == 0 else numel
+    sizes = [math.prod(dims) for dims in pieces]
+    if len(set(sizes)) > 1:
+        parts = zip(torch.split(values, sizes), pieces, strict=True)
+        return [sums_of_squares(part, [dims])[0] for part, dims in parts]
+    run = SHORT if sizes[0] % SHORT == 0 else sizes[0]
     norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1)
     if run != SHORT or not squarable(norms):
         norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1, dtype=torch.float64)

@@ -253,14 +253,16 @@ def piece_slices(pieces: Sequence[Dims]) -> tuple[slice, ...]:
 def batches(codec: Codec, pieces: Sequence[Dims]) -> Iterator[tuple[slice, Codec]]:
     """Runs of pieces that are encoded at once: which, and by what codec.
 
-    More than one only where they are equally long and the codec looks at values alone.
+    More than one only where they are equally long and the codec looks at values alone, or where it
+    takes pieces of any shapes together.
     """
     first = 0
     while first < len(pieces):
         dims, own = pieces[first], codec_of(codec, pieces[first])
         last = first + 1
-        while last < len(pieces) and own.elementwise and last - first < AT_ONCE:
-            if pieces[last] != dims or codec_of(codec, pieces[last]) is not own:
+        while last < min(len(pieces), first + AT_ONCE):
+            alike = own.any_shapes or (own.elementwise and pieces[last] == dims)
+            if not alike or codec_of(codec, pieces[last]) is not own:
                 break
             last += 1
         yield slice(first, last), own
@@ -282,8 +284,8 @@ def encode_pieces(codec: Codec, values_F: Tensor, pieces: Sequence[Dims]) -> lis
 
 def encode_batch(codec: Codec, values: Tensor, pieces: Sequence[Dims]) -> list[bytes]:
     """Encode the pieces of one of `batches`."""
-    if len(pieces) == 1:
-        return [codec.encode(values.view(pieces[0]))]
+    if codec.any_shapes or len(pieces) == 1:
+        return codec.encode_pieces(values, pieces)
     return codec.encode_rows(values.view(len(pieces), -1))
 
 
@@ -318,8 +320,8 @@ def decode_batch(
     Raises:
         CodecError: when a frame is none of its piece.
     """
-    if len(pieces) == 1:
-        codec.decode(frames[0], pieces[0], out=out.view(pieces[0]))
+    if codec.any_shapes or len(pieces) == 1:
+        codec.decode_pieces(frames, pieces, out)
     else:
         codec.decode_rows(frames, out.view(len(pieces), -1))
 

@@ -202,15 +202,18 @@ class GatherReduction(WithFeedback):
     ) -> Reduced:
         """As `Reduction.reduce`."""
         offers, shares = self._offers(contributions, weights)
+        frames = [
+            self.cells.encode_terms(
+                [
+                    Term(share=share, weight=weight, frame=offer.frames[index])
+                    for offer, share, weight in zip(offers, shares, weights, strict=True)
+                    if weight > 0
+                ]
+            )
+            for index in range(len(self.cells))
+        ]
         update_F = torch.empty(self.fragment.numel)
-        for index, cell in enumerate(self.fragment.slices):
-            terms = [
-                Term(share=share, weight=weight, frame=offer.frames[index])
-                for offer, share, weight in zip(offers, shares, weights, strict=True)
-                if weight > 0
-            ]
-            frame = self.cells.encode_terms(terms)
-            self.cells.decode_reduced(index, frame, update_F[cell])
+        self.cells.decode_reduced_all(0, frames, update_F)
         self._settle(offers, shares)
         body_bytes = sum(len(frame) for offer in offers for frame in offer.frames)
         return Reduced(

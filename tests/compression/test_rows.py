@@ -1,5 +1,6 @@
 """Many short frames at once are those of one at a time."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -44,6 +45,46 @@ def test_every_codec_decodes_rows_as_it_decodes_frames(spec):
     codec.decode_rows(frames, out_RN)
     for frame, out_N in zip(frames, out_RN, strict=True):
         assert torch.equal(codec.decode(frame, 8_192), out_N)
+
+
+SHAPES = ((70, 70), (96,), (256, 96), (96,), (3,), (0,), (64, 64), (8_192,), (5, 9, 100), (96, 96))
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_pieces_of_several_shapes_are_the_frames_of_each(spec):
+    codec, sizes = parse(spec), [math.prod(dims) for dims in SHAPES]
+    x_N = torch.cat([10.0 ** (4 * i - 20) * rows(1, n).view(-1) for i, n in enumerate(sizes)])
+    parts = [part.view(dims) for part, dims in zip(x_N.split(sizes), SHAPES, strict=True)]
+    frames, out_N = [codec.encode(part) for part in parts], torch.empty_like(x_N)
+    if codec.encode(parts[0]) == frames[0]:  # others draw
+        assert codec.encode_pieces(x_N, SHAPES) == frames
+    codec.decode_pieces(frames, SHAPES, out_N)
+    decoded = zip(frames, SHAPES, out_N.split(sizes), strict=True)
+    assert all(torch.equal(codec.decode(f, dims).view(-1), out) for f, dims, out in decoded)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("at", [77, 4_900, 4_996 + 24_576])  # in a matrix, in a vector, in both
+def test_a_piece_with_nan_or_infinity_is_refused(bad, at):
+    x_N = torch.ones(sum(math.prod(dims) for dims in SHAPES))
+    x_N[at] = bad
+    with pytest.raises(CodecError, match="finite"):
+        parse("dct").encode_pieces(x_N, SHAPES)
+
+
+def test_a_piece_with_a_wrong_checksum_or_falling_indices_is_refused():
+    codec, shapes = parse("dct"), ((96, 96), (64, 64), (128, 64))
+    x_N = torch.randn(sum(math.prod(dims) for dims in shapes))
+    frames, out_N = codec.encode_pieces(x_N, shapes), torch.empty_like(x_N)
+    flipped = frames[1][:-1] + bytes([frames[1][-1] ^ 1])
+    with pytest.raises(CodecError, match="checksum"):
+        codec.decode_pieces([frames[0], flipped, frames[2]], shapes, out_N)
+    falling = bytearray(frames[2])
+    indices = 8 + 2 * 2 + 2 * 32
+    falling[indices : indices + 64] = bytes(64)
+    falling = codec._header((128, 64), falling, len(falling)) + falling[8:]
+    with pytest.raises(CodecError, match="rising"):
+        codec.decode_pieces([*frames[:2], falling], shapes, out_N)
 
 
 def test_rows_without_any_size_are_encoded():

@@ -139,6 +139,21 @@ def test_gathered_frames_decode_to_the_weighted_mean():
     assert len(frame) <= cells.max_reduced_bytes(0, members=2)
 
 
+@pytest.mark.parametrize("codec", ["dct(k=16)", "dct(k=8, bits=1)"])
+@pytest.mark.parametrize("shares", [(1.0, 3.0), (1.0, 0.5)])
+def test_cells_gathered_at_once_are_those_of_one_at_a_time(codec, shares):
+    cells = gathering(codec, by_tensor(MIXED))
+    mine, other = vector(1, MIXED.numel), vector(2, MIXED.numel)
+    members = [(shares[0], 1.0, mine), (shares[1], 3.0, other)]
+    frames = [cells.encode_terms(terms_of(cells, index, *members)) for index in range(len(cells))]
+    fewer = [*frames[:-1], cells.encode_terms(terms_of(cells, len(cells) - 1, *members[:1]))]
+    for sent in (frames, fewer):  # all cells with the same members, and one without
+        together = torch.empty(MIXED.numel)
+        cells.decode_reduced_all(0, sent, together)
+        one_by_one = [decoded(cells, index, frame) for index, frame in enumerate(sent)]
+        assert torch.equal(together, torch.cat(one_by_one))
+
+
 def test_a_value_counts_in_full_where_the_senders_divide():
     cells = gathering("topk(k=16)", tiled(MIXED), by_senders=True)
     mine, other = vector(1, MIXED.numel), vector(2, MIXED.numel)

@@ -91,6 +91,29 @@ class SparseCodec(Codec):
         order = torch.argsort(indices_K)
         return Sparse(indices=indices_K[order], values=values_K[order], shape=dims)
 
+    def sparse_rows(self, frames: Sequence[Frame], numel: int) -> Sparse:
+        """Return what the frames of rows of `numel` values say, without making them dense.
+
+        Raises:
+            CodecError: as `decode`.
+        """
+        rows = [self.sparse(frame, numel) for frame in frames]
+        indices = [row.indices + at * numel for at, row in enumerate(rows)]
+        return Sparse(
+            indices=torch.cat(indices),
+            values=torch.cat([row.values for row in rows]),
+            shape=(len(frames), numel),
+        )
+
+    def encode_sparse_rows(self, x_RN: Tensor) -> tuple[list[bytes], Sparse]:
+        """Return a frame for each row, as `encode_rows` does, and what `sparse_rows` gives of them.
+
+        Raises:
+            CodecError: as `encode`.
+        """
+        frames = self.encode_rows(x_RN)
+        return frames, self.sparse_rows(frames, x_RN.shape[1])
+
     @abstractmethod
     def _entries(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return flat indices (int64, unique) and values (fp32) of a payload."""

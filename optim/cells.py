@@ -26,6 +26,7 @@ where the method divides by senders. A receiver MUST check each length against `
     UpdateError (ValueError)   a body that is too long, or a cell that does not decode
 """
 
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -33,11 +34,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from atoll.compression import Codec, CodecError
-from atoll.compression.scratch import room
 from atoll.compression.sparse import SparseCodec
 from atoll.optim import vectors
 from atoll.optim.fragments import (
@@ -46,11 +45,10 @@ from atoll.optim.fragments import (
     batches,
     codec_of,
     decode_batch,
-    encode_batch,
     encode_pieces,
     grid,
 )
-from atoll.optim.outer import to_fp32
+from atoll.optim.sent import Mean, MeanOfSenders, Sent, encode_sent, sent_in
 from atoll.optim.state import is_finite
 
 Bytes = bytes | bytearray | memoryview
@@ -205,14 +203,7 @@ class Cells:
         Raises:
             CodecError: when it is none of this cell.
         """
-        dims = self.dims(index)
-        if not self.gathers:
-            self.codec_at(index).decode(frame, dims, out=out_C.view(dims))
-        elif self.by_senders:
-            self._mean_of_senders(index, self._terms(index, frame), out_C)
-        else:
-            self._mean_of_all(index, self._terms(index, frame), out_C)
-        require_finite(out_C)
+        self._decode_run(range(index, index + 1), self.codec_at(index), [frame], out_C)
 
     def _terms(self, index: int, frame: Bytes) -> list[Term]:
         view, terms, longest = memoryview(frame), [], self.max_sent_bytes(index)
@@ -232,23 +223,6 @@ class Cells:
             view = view[end:]
         return terms
 
-    def _mean_of_all(self, index: int, terms: Sequence[Term], out_C: Tensor) -> None:
-        total = sum(term.weight for term in terms)
-        out_C.zero_()
-        for term in terms:
-            scaled_C = self.decode_sent(index, term.frame).mul_(_scalar(term.share / total))
-            out_C.add_(scaled_C)
-
-    def _mean_of_senders(self, index: int, terms: Sequence[Term], out_C: Tensor) -> None:
-        assert isinstance(self.codec, SparseCodec), "checked on creation"
-        weight_C = torch.zeros_like(out_C)
-        out_C.zero_()
-        for term in terms:
-            sent = self.codec.sparse(term.frame, self.dims(index))
-            out_C[sent.indices] += sent.values * _scalar(term.share)
-            weight_C[sent.indices] += _scalar(term.weight)
-        out_C.copy_(torch.where(weight_C > 0, out_C / weight_C, 0.0))
-
     # consecutive cells
 
     def runs(self, first: int, stop: int) -> Iterator[tuple[range, Codec]]:
@@ -259,38 +233,42 @@ class Cells:
         for batch, codec in batches(self.codec, self.fragment.pieces[first:stop]):
             yield range(first + batch.start, first + batch.stop), codec
 
-    def decode_runs(self, first: int, frames: Sequence[Bytes]) -> Iterator[tuple[range, Tensor]]:
-        """A member's values of the cells from `first` on, one a frame: cells, and their values.
+    def decode_runs(self, first: int, frames: Sequence[Bytes]) -> Iterator[tuple[range, Sent]]:
+        """What a member sent of the cells from `first` on, one a frame: cells, and their values.
 
-        Values are flat, and good until the next ones are taken.
+        Values are good until the next ones are taken.
 
         Raises:
             CodecError: when one is no frame of its cell.
         """
         for run, codec in self.runs(first, first + len(frames)):
             sent = frames[run.start - first : run.stop - first]
-            if len(run) == 1:
-                yield run, self.decode_sent(run.start, sent[0])
-                continue
-            cut = self.values(run.start, run.stop)
-            shape = (cut.stop - cut.start,)
-            values = room("decoded cells", shape, torch.device("cpu"), torch.float32)
-            decode_batch(codec, sent, self._pieces(run), values)
-            yield run, values
+            if self.together:
+                yield run, sent_in(codec, sent, self._pieces(run))
+            else:
+                yield run, Sent(values=self.decode_sent(run.start, sent[0]))
 
-    def encode_mean_all(self, first: int, stop: int, mean: Tensor) -> list[bytes]:
+    def encode_mean_all(self, first: int, stop: int, mean: Tensor, lost: Tensor) -> list[bytes]:
         """The reduced frames of a mean over the cells `[first, stop)`.
+
+        What they decode to takes the place of the mean; the difference goes to `lost`.
 
         Raises:
             CodecError: when it holds NaN or infinity.
         """
         frames: list[bytes] = []
         for run, codec in self.runs(first, stop):
-            values = mean[self._within(run, first)]
-            if len(run) == 1:
-                frames.append(self.encode_mean(run.start, values))
+            values, of_run = mean[self._within(run, first)], lost[self._within(run, first)]
+            of_run.copy_(values)
+            if self.together:
+                encoded, sent = encode_sent(codec, values, self._pieces(run))
             else:
-                frames += encode_batch(codec, values, self._pieces(run))
+                encoded = [self.encode_mean(run.start, values)]
+                sent = Sent(values=self.decode_sent(run.start, encoded[0]))
+            require_finite(sent.values)
+            sent.take_from_(of_run)
+            sent.put_(values)
+            frames += encoded
         return frames
 
     def decode_reduced_all(self, first: int, frames: Sequence[Bytes], out: Tensor) -> None:
@@ -302,35 +280,42 @@ class Cells:
         for run, codec in self.runs(first, first + len(frames)):
             reduced = frames[run.start - first : run.stop - first]
             values = out[self._within(run, first)]
-            if len(run) > 1 and not self.gathers:
-                decode_batch(codec, reduced, self._pieces(run), values)
-                require_finite(values)
-            elif len(run) == 1 or not self._mean_of_runs(run, codec, reduced, values):
-                for index, frame in zip(run, reduced, strict=True):
-                    cell = self._within(range(index, index + 1), first)
-                    self.decode_reduced(index, frame, out[cell])
+            if self.together:
+                self._decode_run(run, codec, reduced, values)
+            else:
+                self.decode_reduced(run.start, reduced[0], values)
 
-    def _mean_of_runs(
+    def _decode_run(self, run: range, codec: Codec, reduced: Sequence[Bytes], out: Tensor) -> None:
+        if self.gathers:
+            self._decode_gathered(run, codec, reduced, out)
+        elif isinstance(codec, SparseCodec):
+            sent = sent_in(codec, reduced, self._pieces(run))
+            require_finite(sent.values)
+            sent.put_(out)
+        else:
+            decode_batch(codec, reduced, self._pieces(run), out)
+            require_finite(out)
+
+    def _decode_gathered(
         self, run: range, codec: Codec, reduced: Sequence[Bytes], out: Tensor
-    ) -> bool:
-        """As `_mean_of_all` for cells with the same members and shares; False where they are not.
-
-        Each member's frames are decoded at once.
-        """
-        if self.by_senders:
-            return False
+    ) -> None:
+        """Means of gathered frames; of cells with the same members and shares all at once."""
         terms = [self._terms(index, frame) for index, frame in zip(run, reduced, strict=True)]
-        if len({tuple((term.share, term.weight) for term in of_cell) for of_cell in terms}) > 1:
-            return False
-        total = sum(term.weight for term in terms[0])
-        sent = room("gathered cells", out.shape, out.device, torch.float32)
-        out.zero_()
-        for of_member in zip(*terms, strict=True):
-            frames = [term.frame for term in of_member]
-            decode_batch(codec, frames, self._pieces(run), sent)
-            out.add_(sent.mul_(_scalar(of_member[0].share / total)))
+        shares = [[(term.share, term.weight) for term in of_cell] for of_cell in terms]
+        for _, alike in itertools.groupby(range(len(run)), shares.__getitem__):
+            at = list(alike)
+            some = run[at[0] : at[-1] + 1]
+            values = out[self._within(some, run.start)]
+            self._mean(some, codec, terms[at[0] : at[-1] + 1], values)
         require_finite(out)
-        return True
+
+    def _mean(self, run: range, codec: Codec, terms: Sequence[list[Term]], out: Tensor) -> None:
+        total = sum(term.weight for term in terms[0])
+        mean = (MeanOfSenders if self.by_senders else Mean)(out, total)
+        for of_member in zip(*terms, strict=True):
+            sent = sent_in(codec, [term.frame for term in of_member], self._pieces(run))
+            mean.add(sent, share=of_member[0].share, weight=of_member[0].weight)
+        mean.finish()
 
     def _pieces(self, run: range) -> tuple[Dims, ...]:
         return self.fragment.pieces[run.start : run.stop]
@@ -425,7 +410,3 @@ def unpack(data: memoryview, limits: Sequence[int]) -> list[memoryview]:
         frames.append(data[at : at + length])
         at += length
     return frames
-
-
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(to_fp32(value), dtype=torch.float32)

@@ -19,7 +19,6 @@ weights change from round to round; the owner's leg goes to the owner's own resi
 the average exists nowhere else.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,20 +27,16 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec
-from atoll.compression.blocks import squarable
 from atoll.compression.scratch import scratch
 from atoll.optim import vectors
 from atoll.optim.fragments import (
     Dims,
     batches,
-    decode_batch,
     decode_pieces,
-    encode_batch,
     grid,
     piece_slices,
 )
-
-SHORT = 1024  # values: a sum of so many squares in fp32 has seven digits
+from atoll.optim.sent import encode_sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +118,12 @@ class Feedback:
         for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
             x = self._with_residual(delta_N[cut], cut, weight)
-            sent = scratch("sent", x)
-            of_batch = encode_batch(codec, x, pieces)
-            decode_batch(codec, of_batch, pieces, sent)
+            of_batch, sent = encode_sent(codec, x, pieces)
             frames += of_batch
-            squares += sums_of_squares(sent, pieces)
+            squares += sent.squares(pieces)
             if change_N is not None:
-                self._store_change(x, sent, cut, weight, change_N)
+                sent.take_from_(x)
+                torch.sub(x.mul_(weight), self.mass_N[cut], out=change_N[cut])
         return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), change_N=change_N)
 
     def settle(
@@ -226,27 +220,3 @@ class Feedback:
         if share != 1.0:
             change = torch.mul(change, share, out=scratch("share", change))
         self.mass_N[cut] += change
-
-    def _store_change(
-        self, x: Tensor, sent: Tensor, cut: slice, weight: float, change_N: Tensor
-    ) -> None:
-        """Store some values of w (x - d) - g; overwrites `sent`."""
-        lost = torch.sub(x, sent, out=sent).mul_(weight)
-        torch.sub(lost, self.mass_N[cut], out=change_N[cut])
-
-
-def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:
-    """The sum of squares of each of some pieces.
-
-    From norms of short runs in fp32, right to seven digits, unless a square may overflow or vanish.
-    """
-    sizes = [math.prod(dims) for dims in pieces]
-    if len(set(sizes)) > 1:
-        parts = zip(torch.split(values, sizes), pieces, strict=True)
-        return [sums_of_squares(part, [dims])[0] for part, dims in parts]
-    run = SHORT if sizes[0] % SHORT == 0 else sizes[0]
-    norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1)
-    if run != SHORT or not squarable(norms):
-        norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1, dtype=torch.float64)
-    sums_P = norms.double().square().view(len(pieces), -1).sum(1)
-    return [float(squares) for squares in sums_P]

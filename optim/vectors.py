@@ -9,7 +9,6 @@ Memory is free again when the last tensor, array or memoryview of it is gone, wh
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -42,14 +41,13 @@ def cat(parts: Sequence[Tensor]) -> Tensor:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Vectors one after another: a view where they lie so in one memory, else a new one."""
-    *starts, stop = itertools.accumulate(
-        (part.numel() for part in parts), initial=parts[0].storage_offset()
-    )
-    memory = parts[0].untyped_storage().data_ptr()
-    for part, start in zip(parts, starts, strict=True):
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != start:
+    memory, start = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    stop = start
+    for part in parts:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != stop:
             return cat(parts)
-    return parts[0].as_strided((stop - starts[0],), (1,))
+        stop += part.numel()
+    return parts[0].as_strided((stop - start,), (1,))
 
 
 def _taken(length: int) -> np.ndarray:

@@ -12,10 +12,11 @@ Where the method gathers, they are held too, and sent on together (``atoll.optim
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from atoll.optim import vectors
 from atoll.optim.cells import LENGTH, Cells, Term, UpdateError, pack, unpack
 from atoll.optim.robust import Rule
+from atoll.optim.sent import Sent
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone, Prefix
 
 NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have
@@ -250,16 +252,15 @@ class PartReducer:
         first, start = self._arrived[member], self.part.start_cell
         if first + len(frames) > self.part.num_cells:
             raise CellRefused(f"expected {self.part.num_cells} cells, got one more")
-        for run, values in self.part.cells.decode_runs(start + first, frames):
+        for run, sent in self.part.cells.decode_runs(start + first, frames):
             taken = frames[run.start - start - first : run.stop - start - first]
-            self._add_run(member, taken, values)
+            self._add_run(member, taken, sent)
 
-    def _add_run(self, member: int, frames: Sequence[bytes | memoryview], values: Tensor) -> None:
+    def _add_run(self, member: int, frames: Sequence[bytes | memoryview], sent: Sent) -> None:
         first, share = self._arrived[member], self._shares[member]
-        self._check_norm(member, values)
+        self._check_norm(member, sent)
         if not self.part.cells.gathers:
-            sum_N = self._sum_of(first, first + len(frames))
-            sum_N.add_(values, alpha=share.weight * share.clip)
+            sent.add_to_(self._sum_of(first, first + len(frames)), share.weight * share.clip)
         for index, frame in enumerate(frames, first):
             if self._keeps and share.weight > 0:
                 self._held.setdefault(index, {})[member] = bytes(frame)
@@ -275,49 +276,50 @@ class PartReducer:
 
     def _encode(self, first: int, stop: int) -> list[bytes]:
         """The reduced frames of some cells, which are complete."""
-        if self.part.cells.gathers:
-            return [self._gather(index) for index in range(first, stop)]
         start, mean_N = self.part.start_cell, self._sum_of(first, stop)
-        for index in range(first, stop):
-            self._average(index)
-        frames = self.part.cells.encode_mean_all(start + first, start + stop, mean_N)
-        lost_N = self._values(self._credit_N, first, stop).copy_(mean_N)
-        self.part.cells.decode_reduced_all(start + first, frames, mean_N)
-        lost_N.sub_(mean_N)
-        for index in range(first, stop):
-            self._values(self._credit_N, index).mul_(self._weight[index])
+        if self.part.cells.gathers:
+            frames = [self._gather(index) for index in range(first, stop)]
+            self.part.cells.decode_reduced_all(start + first, frames, mean_N)
+            return frames
+        weights = list(self._weights(first, stop))
+        for cells, weight in weights:
+            if weight > 0:
+                self._values(self._sum_N, cells.start, cells.stop).div_(weight)
+        if self._rule is not None:
+            for index in range(first, stop):
+                self._reject(self._rule, index)
+        lost_N = self._values(self._credit_N, first, stop)
+        frames = self.part.cells.encode_mean_all(start + first, start + stop, mean_N, lost_N)
+        for cells, weight in weights:
+            self._values(self._credit_N, cells.start, cells.stop).mul_(weight)
         return frames
 
-    def _average(self, index: int) -> None:
-        """Turn the sum of a cell into its mean, or into what the rule makes of it."""
-        mean_N = self._values(self._sum_N, index)
-        if self._weight[index] > 0:
-            mean_N.div_(self._weight[index])
-        self._reject(index, mean_N)
+    def _weights(self, first: int, stop: int) -> Iterator[tuple[range, float]]:
+        """Runs of the cells ``[first, stop)`` with one weight behind them."""
+        for weight, run in itertools.groupby(range(first, stop), self._weight.__getitem__):
+            cells = list(run)
+            yield range(cells[0], cells[-1] + 1), weight
 
     def _gather(self, index: int) -> bytes:
         """All frames of a cell as one; nothing is lost, so there is no credit."""
         held = sorted(self._held.pop(index, {}).items())
         shares = self._shares
-        frame = self.part.cells.encode_terms(
+        return self.part.cells.encode_terms(
             [
                 Term(share=shares[m].weight * shares[m].clip, weight=shares[m].weight, frame=sent)
                 for m, sent in held
             ]
         )
-        at = self.part.start_cell + index
-        self.part.cells.decode_reduced(at, frame, self._values(self._sum_N, index))
-        return frame
 
-    def _reject(self, index: int, mean_N: Tensor) -> None:
+    def _reject(self, rule: Rule, index: int) -> None:
         """Put what the rule makes of the held cells in the place of their mean."""
-        held = self._held.pop(index, {})
-        if self._rule is None or not held:
+        held, mean_N = self._held.pop(index, {}), self._values(self._sum_N, index)
+        if not held:
             return
         rows_MN = torch.stack(
             [self._decode(index, frame) * self._shares[m].clip for m, frame in held.items()]
         )
-        kept_N = self._rule(rows_MN)
+        kept_N = rule(rows_MN)
         self._rejected_squares += float((mean_N - kept_N).square().sum())
         mean_N.copy_(kept_N)
 
@@ -329,8 +331,9 @@ class PartReducer:
         last = first if stop is None else stop - 1
         return vector_N[self.part.cell(first).start : self.part.cell(last).stop]
 
-    def _check_norm(self, member: int, values: Tensor) -> None:
-        norm = self._norms.add(member, self._exchange, float(torch.dot(values, values)))
+    def _check_norm(self, member: int, sent: Sent) -> None:
+        squares = float(torch.dot(sent.values, sent.values))
+        norm = self._norms.add(member, self._exchange, squares)
         declared = self._shares[member].norm
         if not norm <= declared * NORM_SLACK + 1e-12:
             raise CellRefused(f"expected a norm of at most {declared:.3g}, got {norm:.3g} so far")

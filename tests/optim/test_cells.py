@@ -12,6 +12,7 @@ from atoll.optim.fragments import Fragment, by_tensor, tiled, whole
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.methods import parse as parse_method
 from atoll.optim.replay import Replay
+from atoll.optim.sent import Sent
 
 N = 2 * CELL + 700
 CODEC = parse("int8")
@@ -226,16 +227,26 @@ def test_consecutive_cells_are_the_cells_one_by_one(spec, cut):
     values, mean = vector(1, cells.numel), vector(2, cells.numel)[cells.values(first, stop)]
     sent = cells.encode(values)[first:stop]
     one_by_one = [cells.decode_sent(i, frame) for i, frame in enumerate(sent, first)]
-    runs = [(run, values.clone()) for run, values in cells.decode_runs(first, sent)]
+    runs = [(run, dense(cells, run, found)) for run, found in cells.decode_runs(first, sent)]
     assert [index for run, _ in runs for index in run] == list(range(first, stop))
     assert torch.equal(torch.cat([values for _, values in runs]), torch.cat(one_by_one))
-    reduced = cells.encode_mean_all(first, stop, mean)
-    pieces = torch.split(mean, [piece.numel() for piece in one_by_one])
+    pieces = torch.split(mean.clone(), [piece.numel() for piece in one_by_one])
+    average, lost = mean.clone(), torch.empty_like(mean)
+    reduced = cells.encode_mean_all(first, stop, average, lost)
     assert reduced == [cells.encode_mean(i, piece) for i, piece in enumerate(pieces, first)]
     out = torch.empty_like(mean)
     cells.decode_reduced_all(first, reduced, out)
     expected = torch.cat([decoded(cells, i, frame) for i, frame in enumerate(reduced, first)])
     assert torch.equal(out, expected)
+    assert torch.equal(average, expected)
+    assert torch.equal(lost, mean - expected)
+
+
+def dense(cells: Cells, run: range, sent: Sent) -> torch.Tensor:
+    values = cells.values(run.start, run.stop)
+    out = torch.empty(values.stop - values.start)
+    sent.put_(out)
+    return out
 
 
 def test_consecutive_cells_of_gathered_frames_are_decoded():

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from atoll.compression import parse
 from atoll.optim.cells import Cells, body_of
-from atoll.optim.feedback import Feedback, sums_of_squares
+from atoll.optim.feedback import Feedback
 from atoll.optim.layout import CELL
+from atoll.optim.sent import sums_of_squares
 
 NUM_CELLS = 3
 N = 2 * CELL + 1_000

@@ -11,6 +11,7 @@ What is compared is the loss at equal time: idle links and costly inner optimize
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 
 from torch import nn
@@ -61,22 +62,41 @@ class Option:
     """Time of an inner step, as a multiple of AdamW's."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of the table, and what its spec says."""
+
+    measured: Measured
+    method: Method
+    given: frozenset[str]
+    """options that the spec sets"""
+
+    def covers(self, method: Method) -> bool:
+        """Whether a method is the row's in all that the row does not leave open."""
+        left_open = TUNED - {"feedback"} - self.given
+        decisive = [option.name for option in fields(self.method) if option.name not in left_open]
+        return type(self.method) is type(method) and all(
+            getattr(self.method, name) == getattr(method, name) for name in decisive
+        )
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """The table."""
+    return tuple(
+        Row(measured=row, method=methods.parse(row.spec), given=methods.given(row.spec))
+        for row in METHODS
+    )
+
+
 def measured_as(method: Method) -> Measured | None:
     """The row of the table that a method is, or the one that says most of it.
 
     What a row leaves open follows the run.
     """
-    rows = [row for row in METHODS if _covers(row.spec, method)]
-    return max(rows, key=lambda row: len(methods.given(row.spec)), default=None)
-
-
-def _covers(spec: str, method: Method) -> bool:
-    row, given = methods.parse(spec), methods.given(spec)
-    left_open = TUNED - {"feedback"} - given
-    decisive = [option.name for option in fields(row) if option.name not in left_open]
-    return type(row) is type(method) and all(
-        getattr(row, name) == getattr(method, name) for name in decisive
-    )
+    able = [row for row in rows() if row.covers(method)]
+    best = max(able, key=lambda row: len(row.given), default=None)
+    return None if best is None else best.measured
 
 
 def gap_of(method: Method, inner_steps: int) -> float | None:
@@ -172,11 +192,10 @@ def options(
 def contenders() -> list[str]:
     """Of what was measured with several outer constants or shares of feedback, the best."""
     best: dict[object, Measured] = {}
-    for row in METHODS:
-        method = methods.parse(row.spec)
-        own = [getattr(method, each.name) for each in fields(method) if each.name not in TUNED]
-        kind = (type(method), *own)
-        best[kind] = min(best.get(kind, row), row, key=lambda each: each.to_diloco)
+    for row in rows():
+        own = [getattr(row.method, o.name) for o in fields(row.method) if o.name not in TUNED]
+        kind = (type(row.method), *own)
+        best[kind] = min(best.get(kind, row.measured), row.measured, key=lambda m: m.to_diloco)
     return [row.spec for row in METHODS if row in best.values()]
 
 
@@ -193,7 +212,7 @@ def option_of(
     method: Method, model: nn.Module, setting: Setting, *, step_tokens: int, inner_steps: int
 ) -> Option:
     """One way to run, of a method that does; arguments as of `options`."""
-    row, slowed = measured_as(method), slowed_by(method, model, step_tokens)
+    row, slowed = measured_as(method), slowed_by(method, model, setting, step_tokens)
     own = replace(setting, step_s=setting.step_s * slowed)
     return Option(
         prediction=predict(method, model, own, inner_steps=inner_steps),
@@ -204,8 +223,8 @@ def option_of(
     )
 
 
-def slowed_by(method: Method, model: nn.Module, step_tokens: int) -> float:
-    """Time of an inner step as a multiple of AdamW's, from the arithmetic of both.
+def slowed_by(method: Method, model: nn.Module, setting: Setting, step_tokens: int) -> float:
+    """Time of an inner step as a multiple of AdamW's: as timed, else from the arithmetic of both.
 
     Forward and backward passes take 6 N operations a token. Muon takes 4 R R C + 2 R R R more in
     each step of its iteration on a matrix of R rows and C columns, R <= C, whatever the batch. On
@@ -213,6 +232,8 @@ def slowed_by(method: Method, model: nn.Module, step_tokens: int) -> float:
     """
     if method.inner != "muon":
         return 1.0
+    if setting.muon_step_s is not None:
+        return setting.muon_step_s / setting.step_s
     groups = muon_groups(model, weight_decay=0.0)
     matrices = [p for group in groups if group["kind"] == "muon" for p in group["params"]]
     sides = [sorted((len(p), p.numel() // len(p))) for p in matrices]

@@ -19,13 +19,11 @@ not modelled, nor steps that want the processor at the same time.
 """
 
 import math
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.cells import LENGTH
@@ -35,8 +33,6 @@ from atoll.optim.methods.base import Method
 from atoll.optim.muon import muon_groups
 from atoll.optim.replay import cells_of
 from atoll.peer import data, models
-from atoll.peer.devices import Device
-from atoll.peer.learner import Learner
 from atoll.peer.trainer import build_model
 from atoll.peer.work import timed
 
@@ -48,8 +44,6 @@ CPU_S_PER_ROUND = 0.03  # of a peer, whatever the size: votes, entry, log
 WIRE_OVERHEAD = 1.011  # headers of TCP, libp2p and messages, at packets of 9,000 bytes
 CONTROL_BYTES_S = 10_000  # of a peer among four: roster, heartbeats, votes; see plan.md
 LINK_MAX_GBIT_S = 1_000
-PROBE_S = 2.0  # in which a step of this machine is timed
-PROBE_MAX_PARAMS = 200_000_000  # tried on a processor; a step of more takes half a minute
 VALUE_S = 1.5e-9  # of a parameter at the trainer: what it trained taken out, the commit put in
 SETTLE_S = 0.02  # of a round at the trainer whatever the size: turns of threads
 
@@ -69,6 +63,8 @@ class Setting:
     """Between two peers, there and back."""
     step_s: float
     """Of an inner step."""
+    muon_step_s: float | None = None
+    """Of one with Muon; None where it was not timed."""
     cores: float = 2.0
     """Processor cores that a peer has for a round."""
 
@@ -294,59 +290,4 @@ def bare_model(spec: RunSpec) -> nn.Module:
                 vocab_size=vocab_size,
                 seq_len=spec.data.seq_len,
             )
-        )
-
-
-def measured_step_s(spec: RunSpec, device: str, *, seconds: float = PROBE_S) -> float:
-    """Seconds of an inner step on this machine: the fastest of those that fit, on random tokens.
-
-    Args:
-        spec: of the run.
-        device: to train on.
-        seconds: to take; a slow model is given one step beside the first, which does not count.
-
-    Raises:
-        PlanError: the model is too large to be tried here.
-        DeviceError: the device is not there.
-        ModelError: the model can't be built.
-    """
-    chosen = Device.choose(device)
-    _expect_room(spec, chosen)
-    vocab_size = data.open_tokenizer(spec.data.tokenizer).vocab_size
-    learner = Learner(build_model(spec, vocab_size), spec.inner, chosen, total_steps=0)
-    shape = (spec.inner.batch_size, spec.data.seq_len + 1)
-    batch_BT = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    batches = [batch_BT] * spec.inner.grad_accumulation
-    ends_s = time.perf_counter() + seconds
-    _timed_step_s(learner, batches)  # caches, kernels, compilation
-    times_s = [_timed_step_s(learner, batches)]
-    while time.perf_counter() < ends_s:
-        times_s.append(_timed_step_s(learner, batches))
-    return min(times_s)
-
-
-def is_busy() -> bool:
-    """Whether other programs want more processors than this machine has, as far as it tells."""
-    try:
-        return os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
-    except OSError:
-        return False
-
-
-def _timed_step_s(learner: Learner, batches: Sequence[Tensor]) -> float:
-    began_s = time.perf_counter()
-    learner.gradient(batches, step=0)
-    learner.optimizer.step()
-    return time.perf_counter() - began_s
-
-
-def _expect_room(spec: RunSpec, device: Device) -> None:
-    """Refuse to try a model on a processor that would be at it for minutes."""
-    if device.device.type != "cpu" or spec.model.custom is not None:
-        return
-    params = Layout.of(bare_model(spec)).numel
-    if params > PROBE_MAX_PARAMS:
-        raise PlanError(
-            f"expected --step-ms for a model of {params / 1e6:.0f}M parameters: this machine has "
-            "no accelerator to time a step on"
         )

@@ -96,7 +96,8 @@ def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":
     Raises:
         PlanError: a number is out of range, or the model is too large to be timed.
     """
-    from atoll.peer.plan import Setting, measured_step_s
+    from atoll.peer import step_time
+    from atoll.peer.plan import Setting
 
     told = Setting(
         peers=args.peers,
@@ -107,12 +108,13 @@ def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":
     )
     if args.step_ms is not None:
         return told
-    return replace(told, step_s=measured_step_s(spec, args.device))
+    timed = step_time.measured(spec, args.device)
+    return replace(told, step_s=timed.adamw_s, muon_step_s=timed.muon_s)
 
 
 def how_timed(args: argparse.Namespace) -> str:
     """Where the time of a step is from."""
-    from atoll.peer.plan import is_busy
+    from atoll.peer.step_time import is_busy
 
     if args.step_ms is not None:
         return "as given"

@@ -106,9 +106,12 @@ def test_of_rows_that_differ_in_outer_constants_and_feedback_the_best_contends()
 def test_a_step_of_muon_costs_what_its_products_take():
     """One matrix of 8 x 24: 5 (4 8 8 24 + 2 8 8 8) operations beside 6 x 192 a token."""
     model = nn.Linear(24, 8, bias=False)
-    slowed = advice.slowed_by(methods.parse("muloco"), model, 64)
+    setting = Setting(peers=4, mbit_s=100.0, step_s=0.1)
+    slowed = advice.slowed_by(methods.parse("muloco"), model, setting, 64)
     assert slowed == pytest.approx(1 + 5 * (4 * 8 * 8 * 24 + 2 * 8**3) / (6 * 192 * 64))
-    assert advice.slowed_by(methods.parse("diloco"), model, 64) == 1.0
+    timed = replace(setting, muon_step_s=0.25)
+    assert advice.slowed_by(methods.parse("muloco"), model, timed, 64) == pytest.approx(2.5)
+    assert advice.slowed_by(methods.parse("diloco"), model, timed, 64) == 1.0
 
 
 def test_a_costly_inner_optimizer_counts_as_idle_time_does():
@@ -227,7 +230,11 @@ def test_plan_times_a_step(run_toml, capsys):
     assert run("plan", run_toml, "--peers", "2", "--mbit", "50", "--device", "cpu", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["step_measured"] is True
-    assert told["setting"]["step_s"] > 0
+    assert 0 < told["setting"]["step_s"] < told["setting"]["muon_step_s"]
+    muon = [each for each in told["options"] if each["method"].startswith("muloco")]
+    assert {each["slowed"] for each in muon} == {
+        told["setting"]["muon_step_s"] / told["setting"]["step_s"]
+    }
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def saturated_mbit_s(
     where the link was not busy for ``window_s``, None where too little was confirmed.
     """
     runs = [run for samples in stretches for run in busy_runs(samples)]
-    run = max(runs, key=_span_s, default=())
+    run = max(runs, key=_span_s, default=[])
     if _span_s(run) < window_s:
         return 0.0
     grown = [now for before, now in pairwise(run) if now.delivered > before.delivered]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from atoll.optim.reducer import Commit
-from atoll.optim.worker import Window, Worker
+from atoll.optim.windows import Window
+from atoll.optim.worker import Worker
 
 
 class DiLoCo(Worker):

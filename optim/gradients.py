@@ -7,12 +7,14 @@ was a step old and, over three seeds, worse than lost (docs/benchmarks/churn.md)
 
 from abc import abstractmethod
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from atoll.optim.reducer import Commit, Reducer
-from atoll.optim.worker import Window, Worker
+from atoll.optim.windows import Window
+from atoll.optim.worker import Worker
 
 
 class GradientWorker(Worker):
@@ -20,6 +22,8 @@ class GradientWorker(Worker):
 
     The inner optimizer gives the learning rate of the schedule; it does not step.
     """
+
+    keeps_work: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from atoll.optim.fragments import Fragment
 from atoll.optim.reducer import Commit, Reducer
-from atoll.optim.worker import Window, Worker
+from atoll.optim.windows import Window
+from atoll.optim.worker import Worker
 
 
 class Overlapped(Worker):

@@ -2,7 +2,8 @@
 
     synced   parameters that every replica holds in the same bits (by gossip: this peer's own)
     local    what this peer trains: the model's own tensors
-    delta    what it sends at the end of a window, of one fragment
+    delta    what it sends at the end of a window, of one fragment; where updates went on without
+             earlier windows, its mean over all that it stands for, with their weight together
 
 Each fragment of the group's method has its own window of H inner steps, at its own offset. A
 contribution that is handed in stays pending until a commit settles it; the commit is taken `delay`
@@ -16,8 +17,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.state import is_finite
+from atoll.optim.windows import Pending, Window
 
 _log = logging.getLogger(__name__)
 
@@ -69,73 +71,11 @@ class WorkerStatistics:
     """Seconds spent handing in and waiting; no step was computed in them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    """My contribution under way: where local stood, and the work that it stands for."""
-
-    local_N: Tensor  # noqa: N815
-    """Local at submission, of the fragment in the order of the vector, moved along with the
-    commits since."""
-
-    tokens: int
-    steps: int
-
-    age: int = 0
-    """Inner steps since it was handed in."""
-
-
-@dataclass(kw_only=True)
-class Window:
-    """The open window of one fragment, and the contribution of the last one."""
-
-    pending: Pending | None = None
-    tokens: int = 0
-    steps: int = 0
-    step_in_window: int = 0
-    losses: list[float | Tensor] = field(default_factory=list)
-
-    def count(self, tokens: int, loss: float | Tensor | None) -> None:
-        """Add an inner step."""
-        self.tokens += tokens
-        self.steps += 1
-        self.step_in_window += 1
-        if loss is not None:
-            self.losses.append(loss)
-        if self.pending is not None:
-            self.pending = replace(self.pending, age=self.pending.age + 1)
-
-    def disown(self) -> None:
-        """Let the open window count for nothing; what is under way was trained before."""
-        self.tokens = 0 if self.pending is None else self.pending.tokens
-
-    def restart(self, step_in_window: int) -> None:
-        """Forget what was trained."""
-        self.pending = None
-        self.tokens = self.steps = 0
-        self.step_in_window = step_in_window
-        self.losses = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its fields as plain values and tensors."""
-        return {
-            "pending": None if self.pending is None else vars(self.pending).copy(),
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "step_in_window": self.step_in_window,
-            "losses": [float(loss) for loss in self.losses],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        pending = state["pending"]
-        self.pending = None if pending is None else Pending(**pending)
-        self.tokens, self.steps = state["tokens"], state["steps"]
-        self.step_in_window = state["step_in_window"]
-        self.losses = list(state["losses"])
-
-
 class Worker(ABC):
     """Counts steps, hands in contributions and takes commits, for any method."""
+
+    keeps_work: ClassVar[bool] = True
+    """Whether what was left out of an update is in the next contribution."""
 
     def __init__(
         self,
@@ -145,6 +85,7 @@ class Worker(ABC):
         *,
         inner_steps: int,
         delay: int = 0,
+        averages: bool = True,
     ) -> None:
         """Join the reducer and take its parameters.
 
@@ -154,6 +95,8 @@ class Worker(ABC):
             reducer: an `InProcessGroup` member, or the networked one.
             inner_steps: H, steps of a window; `resize` changes it.
             delay: inner steps between handing in and taking the commit.
+            averages: whether windows whose updates went on without them are sent as one, their
+                mean, with their weight together.
 
         Raises:
             ValueError: when inner_steps is below 1, or the delay is not in [0, inner_steps].
@@ -169,6 +112,7 @@ class Worker(ABC):
         self.reducer = reducer
         self.inner_steps = inner_steps
         self.delay = delay
+        self._averages = averages
         self._delay_share = delay / inner_steps
         self.layout = Layout.of(model)
         _expect_optimizer_of(model, inner)
@@ -304,7 +248,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _delta(self, index: int, local_F: Tensor) -> Tensor:
-        """What is sent at the end of a window, of a fragment whose parameters stand at local."""
+        """What there is to send of a fragment whose parameters stand at local, all of it."""
 
     @abstractmethod
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
@@ -378,12 +322,14 @@ class Worker(ABC):
         window.pending = Pending(local_N=local_F, tokens=window.tokens, steps=window.steps)
         window.step_in_window = 0
         window.losses = []
+        windows = 1 + window.missed if self._averages else 1
         return Contribution(
             fragment=index,
             window=number,
-            delta_N=delta_F,
+            windows=windows,
+            delta_N=delta_F / windows if windows > 1 else delta_F,
             tokens=window.tokens,
-            steps=window.steps,
+            steps=round(window.steps / windows),
             loss=loss,
             lr=self._rate(),
         )
@@ -480,12 +426,17 @@ class Worker(ABC):
         if pending is None:
             return
         stats = self._statistics
-        if commit.included is None or not bool(commit.included.any()):
+        included = commit.included is not None and bool(commit.included.any())
+        if included:
+            self._statistics = replace(stats, included=stats.included + 1)
+        else:
             self._statistics = replace(stats, left_out=stats.left_out + 1)
-            return
-        window.tokens -= pending.tokens
-        window.steps -= pending.steps
-        self._statistics = replace(stats, included=stats.included + 1)
+        if included or not self.keeps_work:
+            window.tokens -= pending.tokens
+            window.steps -= pending.steps
+            window.missed = 0
+        elif commit.members:
+            window.missed += 1
 
 
 def _expect_optimizer_of(model: nn.Module, inner: torch.optim.Optimizer) -> None:

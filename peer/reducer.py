@@ -54,6 +54,7 @@ class Offered:
     """A contribution that is not decided yet."""
 
     number: int
+    windows: int
     encoding: Future[OfferedWindow]
     deadline_s: float
     """until when `wait` waits for it, on the monotonic clock"""
@@ -62,6 +63,11 @@ class Offered:
     def offer(self) -> Offer:
         """Its frames, once they are encoded."""
         return self.encoding.result().offer
+
+    @property
+    def drift(self) -> float:
+        """Norm of all that it stands for."""
+        return self.offer.norm * self.windows
 
 
 class NetworkReducer(TrainerSide):
@@ -154,6 +160,7 @@ class NetworkReducer(TrainerSide):
         encoding = self._encoder.submit(self._encoded, contribution, weight, self._number)
         self._offers[fragment] = Offered(
             number=self._number,
+            windows=contribution.windows,
             encoding=encoding,
             deadline_s=time.monotonic() + self._patience_s,
         )
@@ -221,7 +228,10 @@ class NetworkReducer(TrainerSide):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a restart, if the log tells what became of this peer's last contributions."""
         saved, now = int(state["position"]), self._position
-        if not 0 <= now - saved <= self._far_behind or self._included_since(saved):
+        entries = self._entries_since(saved) if 0 <= now - saved <= self._far_behind else None
+        if entries is None or any(
+            m.peer_id == self._me.peer_id for e in entries for m in e.members
+        ):
             self._reset(
                 self._in_loop(lambda: self._replica.state),
                 f"saved at position {saved}, the run is at {now}: starting from the run's state",
@@ -233,6 +243,7 @@ class NetworkReducer(TrainerSide):
             residual.load_state_dict(saved_state)
         current = self._in_loop(lambda: self._replica.state)
         self._position = current.position
+        decided = {entry.fragment: len(entry.members) for entry in reversed(entries)}
         for fragment in range(len(self._residuals)):
             self._deliver(
                 Commit(
@@ -240,7 +251,7 @@ class NetworkReducer(TrainerSide):
                     position=current.position,
                     params_N=current.params_N,
                     included=None,
-                    members=0,
+                    members=decided.get(fragment, 0),
                 )
             )
 
@@ -269,13 +280,14 @@ class NetworkReducer(TrainerSide):
             self._decided.get()
         return self._replica.state
 
-    def _included_since(self, position: int) -> bool:
+    def _entries_since(self, position: int) -> list[Entry] | None:
+        """Those up to where this peer stands; None where the log here begins later."""
         count = self._position - position
         records = self._replica.store.headers(position, count)
-        if len(records) < count:
-            return True  # unknown: the log here begins later
-        entries = (Entry.decode(record.entry) for record in records)
-        return any(m.peer_id == self._me.peer_id for e in entries for m in e.members)
+        return [Entry.decode(r.entry) for r in records] if len(records) == count else None
+
+    def _is_in(self, entries: Sequence[Entry]) -> bool:
+        return any(m.peer_id == self._me.peer_id for entry in entries for m in entry.members)
 
     def _drain(self) -> None:
         behind: list[Settled | Reset] = []
@@ -312,7 +324,7 @@ class NetworkReducer(TrainerSide):
             )
         )
         if offered is not None and settles and (included is None or not included.any()):
-            self._drop_what_grew(entry, offered.offer.norm, state)
+            self._drop_what_grew(entry, offered.drift, state)
 
     def _settle_residual(
         self, decided: Settled, offered: Offered | None, included: Tensor | None
@@ -343,11 +355,11 @@ class NetworkReducer(TrainerSide):
         while self._settling:
             self._settling.popleft().result()
 
-    def _drop_what_grew(self, entry: Entry, norm: float, state: OuterState) -> None:
-        """Drop work that was left out so often that it would outweigh what the others bring."""
+    def _drop_what_grew(self, entry: Entry, drift: float, state: OuterState) -> None:
+        """Drop work that was left out so often that its weight would be capped, and it is stale."""
         if self.method.every_step:
             return  # sends gradients: nothing was kept for the next one
-        ratio = drift_ratio(norm, [m.norm for m in entry.members if m.weight > 0])
+        ratio = drift_ratio(drift, [m.norm for m in entry.members if m.weight > 0])
         if ratio > DRIFT_CAP:
             why = f"left out of rounds until it had {ratio:.1f} times the median norm"
             self._reset(state, f"{why}, more than {DRIFT_CAP:g} times")

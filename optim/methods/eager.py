@@ -26,7 +26,8 @@ from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.registry import register
 from atoll.optim.overlapped import Overlapped
 from atoll.optim.reducer import Commit, Reducer
-from atoll.optim.worker import Window, Worker
+from atoll.optim.windows import Window
+from atoll.optim.worker import Worker
 
 
 @register
@@ -98,7 +99,8 @@ class Eager(Overlapped):
 
     def _next_start(self) -> Tensor:
         lr, mu = self._method.lr, self._method.momentum
-        fresh_N = self._sent_N / self._members
+        windows = self._members + self._windows[0].missed  # in the mean, if the others miss none
+        fresh_N = self._sent_N / windows
         x_N = fresh_N - self._fresh_N
         self._fresh_N = fresh_N
         self._overlay_momentum_N = self._overlay_momentum_N * mu + x_N

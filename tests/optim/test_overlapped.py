@@ -139,8 +139,8 @@ def test_work_that_was_left_out_is_in_the_next_contribution_once(spec):
     ended_N = flat(worker.model)
     worker.advance(tokens=TOKENS)
     first, second = reducer.submitted
-    torch.testing.assert_close(second.delta_N, first.delta_N + (began_N - ended_N))
-    assert (second.tokens, second.steps) == (4 * TOKENS, 4)
+    torch.testing.assert_close(2 * second.delta_N, first.delta_N + (began_N - ended_N))
+    assert (second.tokens, second.steps, second.windows) == (4 * TOKENS, 2, 2)
     everywhere = torch.ones(len(worker.fragments[0].pieces), dtype=torch.bool)
     reducer.queue = [[Commit(position=2, params_N=start_N, included=everywhere, members=2)]]
     train(worker, range(4, 6))

@@ -17,6 +17,11 @@ def test_weight_is_tokens_per_step():
     assert work_weight(0, 30) == work_weight(0, 0) == 0.0
 
 
+@pytest.mark.parametrize("rule", ["rate", "tokens"])
+def test_of_k_windows_each_weighs_as_much_as_one(rule):
+    assert work_weight(3 * 3_000, 30, rule) == 3 * work_weight(3_000, 30, rule)
+
+
 def test_weight_is_an_fp32_number():
     assert work_weight(1, 3) == 0.3333333432674408
 
@@ -61,6 +66,12 @@ def test_norm_above_two_medians_is_clipped_to_them():
 
 def test_norms_are_compared_a_step():
     assert clip_factors([1.0, 4.0, 1.0], [30, 120, 30]) == [1.0, 1.0, 1.0]
+
+
+def test_a_claim_of_many_steps_buys_no_norm_beyond_four_medians_of_them():
+    assert clip_factors([1.0, 64.0, 1.0], [30, 1 << 24, 30]) == [1.0, 0.125, 1.0]
+    assert clip_factors([1.0, 64.0], [30, 1 << 24]) == [1.0, 0.125]
+    assert clip_factors([1.0, 0.0, 0.0, 4.0], [30, 1, 1, 120]) == [1.0] * 4  # who joins counts not
 
 
 def test_norm_of_zero_counts_for_nothing():

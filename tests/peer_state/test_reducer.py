@@ -72,9 +72,10 @@ def decided(position, *members, settles=None, included=None, credits=()):
     return Settled(applied=applied, included=included, settles=settles, credits=list(credits))
 
 
-def contribution(window=0, *, tokens=100, steps=10, loss=2.0, value=1.0):
+def contribution(window=0, *, tokens=100, steps=10, loss=2.0, value=1.0, windows=1):
     return Contribution(
         window=window,
+        windows=windows,
         delta_N=torch.full((NUMEL,), value),
         tokens=tokens,
         steps=steps,
@@ -406,9 +407,9 @@ def test_as_many_as_that_are_settled_one_by_one(bench):
     assert [commit.reset for commit in each.commits] == [False] * FAR_BEHIND
 
 
-def left_out_with(each, value, *members):
+def left_out_with(each, value, *members, windows=1):
     """Hand in a contribution of a norm of so many times the others', and be left out."""
-    offered = each.submit(value=value)
+    offered = each.submit(value=value, windows=windows)
     each.reducer.deliver(decided(0, *members, settles=offered.number))
     each.reducer.wait()
 
@@ -431,6 +432,14 @@ def test_what_was_left_out_and_did_not_grow_that_far_stays_in_the_drift(bench):
     left_out_with(each, 2.9, OTHER)
     assert [commit.reset for commit in each.commits] == [False]
     assert each.submit(1).offer.weight > 0
+
+
+@pytest.mark.parametrize(("windows", "dropped"), [(2, False), (3, True)])
+def test_drift_is_as_long_as_all_windows_together(bench, windows, dropped):
+    each = bench()
+    each.start()
+    left_out_with(each, 1.25, OTHER, windows=windows)
+    assert [commit.reset for commit in each.commits] == [False, True][: 1 + dropped]
 
 
 def test_a_null_entry_says_nothing_of_norms(bench):
@@ -489,6 +498,7 @@ def test_a_restart_goes_on_if_the_log_says_that_nothing_of_it_counted(bench, mem
     after.start()
     after.reducer.load_state_dict(saved)
     assert after.commits[-1].reset is not goes_on
+    assert after.commits[-1].members == (len(members) if goes_on else 0)
     assert bool(after.residual().abs().max() > 0) is goes_on
     assert (after.submit().offer.weight > 0) is goes_on
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from atoll.compression import Codec, CodecError
 from atoll.compression.base import Frame
-from atoll.compression.scratch import MAX_TILES, room
+from atoll.compression.scratch import MAX_TILES
 from atoll.optim import vectors
 from atoll.optim.layout import CELL, Layout
 
@@ -140,15 +140,31 @@ class Fragment:
             torch.sub(a, b, out=tiles)
         return values_F
 
-    def runs(self, values_F: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The fragment's values run by run of the vector: where they belong, and what they are.
+    def aligned(self, values_F: Tensor, *vectors_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Runs of the fragment's values, each with its places in vectors of all values; views.
 
-        Runs rise, and are short enough to stay in cache; each is good until the next one is taken.
+        Runs of spans are short enough to stay in cache; of tensors in tiles each is all of one.
         """
-        for at, values, shape in self._blocks(values_F):
-            for run in _rows_of_tiles(values, shape):
-                yield slice(at, at + run.numel()), run
-                at += run.numel()
+        if self.tensors:
+            pairs = [self._tiles(values_F, vector_N) for vector_N in vectors_N]
+            for (tiles, first), *others in zip(*pairs, strict=True):
+                yield tiles, first, *(places for _, places in others)
+            return
+        for (start, stop), values in zip(self.spans, self._of_spans(values_F), strict=True):
+            yield from zip(
+                torch.split(values, RUN),
+                *(torch.split(vector_N[start:stop], RUN) for vector_N in vectors_N),
+                strict=True,
+            )
+
+    @property
+    def gaps(self) -> Iterator[slice]:
+        """What of the vector lies before and between the spans, and after them."""
+        start = 0
+        for first, stop in self.spans:
+            yield slice(start, first)
+            start = stop
+        yield slice(start, None)
 
     def mask(self, included: Tensor) -> Tensor:
         """Which values lie in some pieces, in the order of the vector.
@@ -158,18 +174,6 @@ class Fragment:
         """
         sizes = torch.tensor([math.prod(dims) for dims in self.pieces])
         return self.unordered(torch.repeat_interleave(included, sizes))
-
-    def _blocks(self, values_F: Tensor) -> Iterator[tuple[int, Tensor, Dims]]:
-        """Values of each tensor, or of each span, with their start in the vector; views."""
-        if not self.tensors:
-            for (start, _), values in zip(self.spans, self._of_spans(values_F), strict=True):
-                yield start, values, (values.numel(),)
-            return
-        start = 0
-        for shape in self.tensors:
-            stop = start + math.prod(shape)
-            yield start, values_F[start:stop], shape
-            start = stop
 
     def _of_spans(self, values_F: Tensor) -> Sequence[Tensor]:
         """The values of each span; views."""
@@ -352,34 +356,6 @@ def _tiled_places(values: Tensor, shape: Dims) -> list[Tensor]:
     tiled_RC = matrix_RC[: down * TILE, : across * TILE]
     tiles = tiled_RC.view(down, TILE, across, TILE).transpose(1, 2)
     return [tiles, matrix_RC[: down * TILE, across * TILE :], matrix_RC[down * TILE :]]
-
-
-def _tile_sizes(shape: Dims) -> list[int]:
-    """How many values lie in whole tiles, right of them and below them."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    down, across = rows // TILE * TILE, columns // TILE * TILE
-    return [down * across, down * (columns - across), (rows - down) * columns]
-
-
-def _rows_of_tiles(values: Tensor, shape: Dims) -> Iterator[Tensor]:
-    """A tensor's values in their own order, given tile by tile; some whole rows at a time."""
-    if len(shape) < 2:
-        yield from torch.split(values, RUN)
-        return
-    columns = math.prod(shape[1:])
-    down, across = shape[0] // TILE, columns // TILE
-    tiles, right, below = torch.split(values, _tile_sizes(shape))
-    tiles = tiles.view(down, across, TILE, TILE).transpose(1, 2)
-    right = right.view(down, TILE, columns - across * TILE)
-    for first in range(0, down, step := max(1, RUN // (TILE * columns))):
-        some = slice(first, min(first + step, down))
-        rows = room(
-            "rows of tiles", (some.stop - first, TILE, columns), values.device, values.dtype
-        )
-        rows[:, :, : across * TILE].view(len(rows), TILE, across, TILE).copy_(tiles[some])
-        rows[:, :, across * TILE :].copy_(right[some])
-        yield rows.view(-1)
-    yield from torch.split(below, RUN) if below.numel() else ()
 
 
 def _blocks(layout: Layout) -> list[list[int]]:

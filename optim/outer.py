@@ -123,13 +123,15 @@ def descend(
         StateError: as `nesterov`.
     """
     lr_, kept = _scalar(lr), _scalar(1.0 - lr * decay)
-
-    def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
-        step = torch.mul(torch.sign(u) if signed else u, lr_)
-        torch.mul(params, kept, out=new_params)
-        torch.sub(new_params, step, out=new_params)
-
-    return _stepped(state, update_F, rule, fragment, moves_memory=False)
+    fragment = fragment or whole(state.layout)
+    _require(update_F, fragment.numel)
+    new = state.next_with_memory()
+    for gap in fragment.gaps:
+        new.params_N[gap] = state.params_N[gap]
+    for u, params, new_params in fragment.aligned(update_F, state.params_N, new.params_N):
+        step = _times(torch.sign(u) if signed else u, lr_)
+        torch.sub(_times(params, kept), step, out=new_params)
+    return new
 
 
 def adamw(
@@ -266,23 +268,20 @@ def to_fp32(value: float) -> float:
 
 
 def _stepped(
-    state: OuterState,
-    update_F: Tensor,
-    rule: Rule,
-    fragment: Fragment | None,
-    *,
-    moves_memory: bool = True,
+    state: OuterState, update_F: Tensor, rule: Rule, fragment: Fragment | None
 ) -> OuterState:
     """Apply a rule by runs of values that stay in cache; what the update is not of is copied."""
     fragment = fragment or whole(state.layout)
     _require(update_F, fragment.numel)
-    new, done = _begun(state) if moves_memory else state.next_with_memory(), 0
-    for place, update in fragment.runs(update_F):
-        _copy(state, new, slice(done, place.start))
-        old_params, old_momentum = state.params_N[place], state.momentum_N[place]
-        rule(old_params, old_momentum, update, new.params_N[place], new.momentum_N[place])
-        done = place.stop
-    _copy(state, new, slice(done, state.layout.numel))
+    new = _begun(state)
+    for gap in fragment.gaps:
+        new.params_N[gap] = state.params_N[gap]
+        new.momentum_N[gap] = state.momentum_N[gap]
+    old = (state.params_N, state.momentum_N)
+    for u, params, m, new_params, new_m in fragment.aligned(
+        update_F, *old, new.params_N, new.momentum_N
+    ):
+        rule(params, m, u, new_params, new_m)
     return new
 
 
@@ -293,10 +292,9 @@ def _begun(state: OuterState) -> OuterState:
     return new
 
 
-def _copy(state: OuterState, new: OuterState, place: slice) -> None:
-    new.params_N[place] = state.params_N[place]
-    if new.memory_M is not state.memory_M:
-        new.momentum_N[place] = state.momentum_N[place]
+def _times(values: Tensor, factor: Tensor) -> Tensor:
+    """A product; the values themselves where that is what it would be."""
+    return values if factor == 1.0 else torch.mul(values, factor)
 
 
 def _moments(state: OuterState) -> tuple[Tensor, Tensor, Tensor]:

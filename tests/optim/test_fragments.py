@@ -138,7 +138,7 @@ def test_frames_that_do_not_fit_are_refused():
         fragments.decode_pieces(codec, frames, ((6,), (14,)))
 
 
-def test_runs_give_every_value_at_its_place_in_rising_order():
+def test_values_are_aligned_with_their_places_in_vectors():
     shapes = ((1_280, 130), (5,), (70, 9, 100), (64, 64), (3, 3), (300, 256), (3 * CELL,))
     layout = Layout(names=tuple(f"blocks.{i}.w" for i in range(7)), shapes=shapes)
     vector = torch.randn(layout.numel)
@@ -147,13 +147,16 @@ def test_runs_give_every_value_at_its_place_in_rising_order():
         fragments.whole(layout),
         *fragments.strided(layout, 3),
     ):
-        expected, got, done = torch.zeros_like(vector), torch.zeros_like(vector), 0
+        expected, got = torch.zeros_like(vector), torch.zeros_like(vector)
         values = fragment.take(vector)
         fragment.put_(expected, values)
-        for place, run in fragment.runs(values):
-            assert place.start >= done
-            got[place], done = run, place.stop
+        for run, place, out in fragment.aligned(values, vector, got):
+            assert torch.equal(run, place)
+            out.copy_(run)
         assert torch.equal(got, expected)
+        for gap in fragment.gaps:
+            got[gap] = vector[gap]
+        assert torch.equal(got, vector)
 
 
 def test_a_difference_is_what_is_taken_of_it():

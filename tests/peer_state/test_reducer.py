@@ -648,3 +648,29 @@ def test_a_worker_cuts_the_model_as_the_run_does(bench):
     worker = DiLoCo(model, inner, each.reducer, inner_steps=1)
     assert each.reducer.method.name == "sparseloco"
     assert worker.fragments[0].tensors == fragments.tiled(layout).tensors
+
+
+@pytest.mark.parametrize(("missed", "windows"), [((OTHER,), 3), ((), 1)], ids=["update", "NULL"])
+def test_windows_that_updates_went_on_without_are_offered_as_their_mean(bench, missed, windows):
+    """Left out twice, with everything in the drift; then counted, and one window again."""
+    each = bench()
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(NUMEL))})
+    worker = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=1.0), each.reducer, inner_steps=2)
+    for position, members in enumerate([missed, missed, (OTHER, ME), (OTHER, ME)]):
+        included = [True, True] if ME in members else None
+        settled = decided(position, *members, settles=position + 1, included=included)
+        each.reducer.deliver(settled)
+        for _ in range(2):
+            model["w"].grad = torch.full((NUMEL,), 0.5)
+            worker.step(tokens=10)
+    each.let_loop_catch_up()
+    assert [w.tokens for w in each.offers] == [20, 40, 60, 20]
+    assert [w.offer.weight for w in each.offers] == [
+        10.0,
+        10.0 * min(windows, 2),
+        10.0 * windows,
+        10.0,
+    ]
+    assert each.offers[2].offer.norm == pytest.approx(NORM * 3 / windows)
+    assert each.offers[2].steps * windows == 6
+    assert worker.statistics().resets == 0

@@ -1,158 +1,33 @@
 """The networked reducer between two threads: what is offered, and what comes back of it."""
 
-import asyncio
 import errno
 import math
 import threading
-import types
 
 import pytest
 import torch
+from reducer_bench import (
+    LAYOUT,
+    ME,
+    NORM,
+    NUMEL,
+    OTHER,
+    SPEC,
+    TWO_ROUNDS,
+    contribution,
+    decided,
+    entry,
+    state,
+)
 
 from atoll.compression import CodecError
 from atoll.coordinator.spec import RunSpec
 from atoll.optim import DiLoCo, fragments
 from atoll.optim.feedback import Feedback
 from atoll.optim.layout import CELL, Layout, LayoutError
-from atoll.optim.log import Elector, Entry, Member, Part, sha256
-from atoll.optim.reducer import Contribution
-from atoll.optim.replay import Replay
 from atoll.optim.state import OuterState
-from atoll.optim.store import LogStore
 from atoll.optim.weights import WorkRefused
-from atoll.peer.reducer import FAR_BEHIND, NetworkReducer, Reset
-from atoll.peer.replica import Applied
-from atoll.peer.rounds.engine import Settled
-
-NUMEL = CELL + 100  # two cells
-LAYOUT = Layout(names=("w",), shapes=((NUMEL,),))
-ME = Elector(peer_id="me", incarnation="1")
-OTHER = Elector(peer_id="other", incarnation="1")
-SPEC = RunSpec.from_dict({"compression": {"codec": "fp32"}})
-NORM = math.sqrt(NUMEL)  # of a contribution of ones
-TWO_ROUNDS = RunSpec.from_dict({"compression": {"codec": "fp32"}, "run": {"rounds": 2}})
-
-
-def state(position):
-    return OuterState.genesis(LAYOUT, torch.full((NUMEL,), float(position))).at(position)
-
-
-def entry(position, *members):
-    """An update with these members, or NULL without any."""
-    part = Part(start_cell=0, stop_cell=2, owner=0, generation=0, wire_bytes=1, digest=sha256(b"x"))
-    return Entry(
-        run_id=bytes(32),
-        epoch=0,
-        position=position,
-        kind="update" if members else "null",
-        previous_chain=bytes(32),
-        fragment=0,
-        lr=1.0,
-        momentum=0.0,
-        members=tuple(
-            Member(
-                peer_id=m.peer_id,
-                incarnation=m.incarnation,
-                weight=10.0,
-                clip=1.0,
-                norm=NORM,
-                tokens=100,
-                steps=10,
-                loss=2.0,
-            )
-            for m in members
-        ),
-        parts=(part,) if members else (),
-        electorate=members or (OTHER,),
-    )
-
-
-def decided(position, *members, settles=None, included=None, credits=()):
-    applied = Applied(entry=entry(position, *members), state=state(position + 1), apply_s=0.0)
-    return Settled(applied=applied, included=included, settles=settles, credits=list(credits))
-
-
-def contribution(window=0, *, tokens=100, steps=10, loss=2.0, value=1.0, windows=1):
-    return Contribution(
-        window=window,
-        windows=windows,
-        delta_N=torch.full((NUMEL,), value),
-        tokens=tokens,
-        steps=steps,
-        loss=loss,
-    )
-
-
-class Bench:
-    """A reducer, its loop, and what it told both sides."""
-
-    def __init__(self, folder, *, position=0, patience_s=30.0, spec=SPEC, layout=LAYOUT):
-        self.layout = layout
-        self.store = LogStore(folder, run_id=bytes(32), genesis_chain=bytes(32))
-        self.replica = types.SimpleNamespace(
-            layout=layout,
-            replay=Replay(spec.method(), layout),
-            state=state(position),
-            store=self.store,
-        )
-        self.offers, self.commits, self.said = [], [], []
-        self.offered = threading.Event()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-        self.reducer = NetworkReducer(
-            loop=self.loop,
-            rounds=types.SimpleNamespace(offer=self.take),
-            replica=self.replica,
-            me=ME,
-            spec=spec,
-            patience_s=patience_s,
-            on_event=lambda level, text: self.said.append(text),
-        )
-
-    def take(self, window):
-        self.offers.append(window)
-        self.offered.set()
-
-    def start(self):
-        return self.reducer.start(self.layout, torch.zeros(NUMEL), self.commits.append)
-
-    def submit(self, *arguments, **changes):
-        self.offered.clear()
-        self.reducer.submit(contribution(*arguments, **changes))
-        assert self.offered.wait(10)
-        return self.offers[-1]
-
-    def submit_fragment(self, fragment):
-        self.reducer.submit(of_fragment(fragment))
-        self.reducer._encoder.submit(int).result(10)
-        self.let_loop_catch_up()
-
-    def let_loop_catch_up(self):
-        self.reducer._encoder.submit(int).result(10)
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result(10)
-
-    def residual(self):
-        return self.reducer.state_dict()["feedback"][0]["mass_N"]
-
-    def close(self):
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
-        self.store.close()
-
-
-@pytest.fixture
-def bench(tmp_path):
-    made = []
-
-    def make(**changes):
-        made.append(Bench(tmp_path / f"log-{len(made)}", **changes))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+from atoll.peer.reducer import FAR_BEHIND, Reset
 
 
 def test_the_parameters_come_from_the_run(bench):
@@ -542,100 +417,6 @@ def test_it_must_be_started_first(bench):
     each = bench()
     with pytest.raises(RuntimeError, match="start"):
         each.reducer.submit(contribution())
-
-
-HALVES = Layout(names=("blocks.0.w", "blocks.1.w"), shapes=((CELL,), (100,)))
-STREAMING = RunSpec.from_dict(
-    {"outer": {"method": "streaming(count=2, tau=1)"}, "compression": {"codec": "fp32"}}
-)
-
-
-def of_fragment(fragment, value=1.0):
-    numel = (CELL, 100)[fragment]
-    return Contribution(
-        fragment=fragment,
-        window=0,
-        delta_N=torch.full((numel,), value),
-        tokens=100,
-        steps=10,
-        loss=2.0,
-    )
-
-
-def decided_fragment(position, fragment, settles):
-    """An entry of one fragment without this peer."""
-    base = decided(position, OTHER, settles=settles)
-    entry_ = base.applied.entry.model_copy(update={"fragment": fragment})
-    base.applied = Applied(entry=entry_, state=state(position + 1), apply_s=0.0)
-    return base
-
-
-def test_only_the_fragment_whose_turn_it_is_is_waited_for(bench):
-    each = bench(spec=STREAMING, layout=HALVES)
-    each.start()
-    each.reducer.submit(of_fragment(0))  # the turn of position 1
-    each.reducer.wait()
-    assert each.commits == []
-    each.reducer.submit(of_fragment(1))
-    each.reducer.deliver(decided_fragment(0, 1, settles=2))
-    each.reducer.deliver(decided_fragment(1, 0, settles=1))
-    each.reducer.wait()
-    assert [(c.fragment, c.settles, c.position) for c in each.commits] == [
-        (1, True, 1),
-        (0, True, 2),
-    ]
-
-
-def test_a_wait_does_not_go_on_for_a_younger_one(bench):
-    each = bench(spec=STREAMING, layout=HALVES)
-    each.start()
-    each.reducer.submit(of_fragment(1))
-    each.reducer.submit(of_fragment(0))
-    threading.Timer(0.1, each.reducer.deliver, [decided_fragment(0, 1, settles=1)]).start()
-    each.reducer.wait()  # the other one has 30 s left
-    assert [c.fragment for c in each.commits] == [1]
-
-
-def test_a_fragment_that_has_no_turn_left_is_not_offered(bench):
-    spec = RunSpec.from_dict(
-        {
-            "outer": {"method": "streaming(count=2, tau=1)"},
-            "compression": {"codec": "fp32"},
-            "run": {"rounds": 3},
-        }
-    )
-    each = bench(position=1, spec=spec, layout=HALVES)
-    each.start()
-    each.submit_fragment(0)  # position 1
-    each.submit_fragment(1)  # position 2, the last
-    each.replica.state = state(2)
-    each.submit_fragment(0)  # position 3
-    assert [window.fragment for window in each.offers] == [0, 1]
-
-
-def test_each_fragment_has_a_residual_of_its_own_which_a_restart_brings_back(bench):
-    each = bench(spec=STREAMING, layout=HALVES)
-    each.start()
-    saved = each.reducer.state_dict()
-    assert [r["mass_N"].numel() for r in saved["feedback"]] == [CELL, 100]
-    saved["feedback"][1]["mass_N"].fill_(3.0)
-    again = bench(spec=STREAMING, layout=HALVES)
-    again.start()
-    again.reducer.load_state_dict(saved)
-    assert again.reducer.state_dict()["feedback"][1]["mass_N"].unique().tolist() == [3.0]
-    assert [(c.fragment, c.included) for c in again.commits] == [(0, None), (1, None)]
-
-
-def test_a_joiner_counts_for_nothing_once_in_every_fragment(bench):
-    each = bench(position=4, spec=STREAMING, layout=HALVES)
-    each.start()
-    weights = []
-    for fragment in (1, 0, 1, 0):
-        each.offered.clear()
-        each.reducer.submit(of_fragment(fragment))
-        assert each.offered.wait(10)
-        weights.append((each.offers[-1].fragment, each.offers[-1].offer.weight))
-    assert weights == [(1, 0.0), (0, 0.0), (1, 10.0), (0, 10.0)]
 
 
 def test_a_worker_cuts_the_model_as_the_run_does(bench):

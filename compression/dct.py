@@ -28,7 +28,7 @@ bits, any number of dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import ClassVar, NamedTuple
@@ -41,7 +41,6 @@ from atoll.compression.base import (
     FLOAT_MAX,
     HEADER_BYTES,
     TINY,
-    Codec,
     CodecError,
     Dims,
     Frame,
@@ -58,6 +57,8 @@ from atoll.compression.registry import register
 from atoll.compression.scratch import TILE, room, scratch, tiles_of_matrices
 from atoll.compression.sparse import (
     CHUNK,
+    CoordinateCodec,
+    Sparse,
     check_indices,
     index_bytes,
     read_indices,
@@ -70,7 +71,7 @@ BASIS_BITS = 20  # 7 + 2 * (20 + 3) bits: below 2^53, and 2^21 would not be
 
 
 class _Piece(NamedTuple):
-    """A tensor's flat values, its shape, and the payload of its frame."""
+    """A tensor's flat values, its shape, and the payload of its frame, or its coordinates."""
 
     values: Tensor
     dims: Dims
@@ -79,7 +80,7 @@ class _Piece(NamedTuple):
 
 @register
 @dataclass(frozen=True)
-class Dct(Codec):
+class Dct(CoordinateCodec):
     """k of 4,096 coefficients, 20 bits each with `bits=8`; contractive."""
 
     name: ClassVar[str] = "dct"
@@ -127,7 +128,8 @@ class Dct(Codec):
         if x_N.device.type != "cpu":
             return super().encode_pieces(x_N, shapes)
         frames = [bytearray(self.wire_bytes(dims)) for dims in shapes]
-        for pieces in self._groups(floats(x_N), shapes, [_payload(frame) for frame in frames]):
+        payloads = [_payload(frame) for frame in frames]
+        for pieces in self._groups(_parts(floats(x_N), shapes), shapes, payloads):
             refuse_infinite(float(self._write_pieces(pieces)))
         for frame, dims in zip(frames, shapes, strict=True):
             frame[:HEADER_BYTES] = self._sealed(dims, Checksum(_payload(frame)))
@@ -138,17 +140,54 @@ class Dct(Codec):
         if out_N.device.type != "cpu":
             super().decode_pieces(frames, shapes, out_N)
             return
-        # copies, since what `_open` returns lasts until the next call
-        payloads = [self._open(f, dims).clone() for f, dims in zip(frames, shapes, strict=True)]
-        for pieces in self._groups(out_N, shapes, payloads):
+        for pieces in self._groups(_parts(out_N, shapes), shapes, self._opened(frames, shapes)):
             self._read_pieces(pieces)
 
+    def num_coordinates(self, dims: Dims) -> int:
+        """Return how many coefficients a tensor has, those of padding too."""
+        return math.prod(dims) if self._plain(dims) else self._sizes(dims)[0] * CHUNK
+
+    def sparse_pieces(self, frames: Sequence[Frame], shapes: Sequence[Dims]) -> Sparse:
+        """As `CoordinateCodec.sparse_pieces`; coefficients, or of what is sent plain its values."""
+        sizes = [self.num_coordinates(dims) for dims in shapes]
+        places = torch.split(torch.arange(sum(sizes)), sizes)
+        groups = self._groups(places, shapes, self._opened(frames, shapes))
+        found = [self._read_coordinates(pieces) for pieces in groups]
+        return Sparse(
+            indices=torch.cat([indices for indices, _ in found]),
+            values=torch.cat([values for _, values in found]),
+            shape=(sum(sizes),),
+        )
+
+    def restore_pieces(self, all_D: Tensor, shapes: Sequence[Dims], out_N: Tensor) -> None:
+        """As `CoordinateCodec.restore_pieces`, rounded to 127 steps of the largest of each block.
+
+        They are whole numbers then, as what is sent, so that the transform is exact.
+        """
+        coordinates = torch.split(all_D, [self.num_coordinates(dims) for dims in shapes])
+        for pieces in self._groups(_parts(out_N, shapes), shapes, coordinates):
+            if self._plain(pieces[0].dims):
+                for values, _, own in pieces:
+                    values.copy_(own)
+            else:
+                self._restore_rounded(pieces)
+
+    def _restore_rounded(self, pieces: Sequence[_Piece]) -> None:
+        value_BC = _together([own for *_, own in pieces]).view(-1, CHUNK)
+        step_B = value_BC.abs().amax(1) / 127
+        code_BC = (value_BC / (step_B + TINY).unsqueeze(1)).round_().to(torch.float64)
+        code_BSS = code_BC.view(-1, SIDE, SIDE)
+        self._restore(lambda some: rows_of_all(code_BSS[some]), step_B, pieces)
+
+    def _opened(self, frames: Sequence[Frame], shapes: Sequence[Dims]) -> list[Tensor]:
+        """Return payloads; copies, since what `_open` returns lasts until the next call."""
+        return [self._open(f, dims).clone() for f, dims in zip(frames, shapes, strict=True)]
+
     def _groups(
-        self, values_N: Tensor, shapes: Sequence[Dims], payloads: Sequence[Tensor]
+        self, parts: Sequence[Tensor], shapes: Sequence[Dims], payloads: Sequence[Tensor]
     ) -> list[list[_Piece]]:
         """Return what is not empty, those together that are coded alike."""
         groups: dict[tuple[bool, int], list[_Piece]] = {}
-        parts = torch.split(values_N, [math.prod(dims) for dims in shapes])
         for values, dims, payload in zip(parts, shapes, payloads, strict=True):
             if values.numel():
                 alike = self._plain(dims), self._sizes(dims)[1]
@@ -224,6 +263,22 @@ class Dct(Codec):
             require_finite(piece.values, "values")
 
     def _read_blocks(self, pieces: Sequence[_Piece]) -> None:
+        at_BK, code_BK, scale_B = self._coefficients(pieces)
+        self._restore(lambda some: rows_of_few(at_BK[some], code_BK[some]), scale_B, pieces)
+
+    def _read_coordinates(self, pieces: Sequence[_Piece]) -> tuple[Tensor, Tensor]:
+        """Return places and values of what one of `_groups` holds, given all places of each."""
+        if self._plain(pieces[0].dims):
+            values = _together([piece.payload.view(torch.bfloat16) for piece in pieces]).float()
+            require_finite(values, "values")
+            return _together([piece.values for piece in pieces]), values
+        at_BK, code_BK, scale_B = self._coefficients(pieces)
+        start_B = _together([piece.values[::CHUNK] for piece in pieces])
+        values_BK = code_BK.to(torch.float32) * scale_B.unsqueeze(1)
+        return (at_BK + start_B.unsqueeze(1)).view(-1), values_BK.view(-1)
+
+    def _coefficients(self, pieces: Sequence[_Piece]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return places [B, K], whole numbers, float64 [B, K], and scales [B] of all blocks."""
         scales, codes, indices = zip(
             *(self._sections(piece.payload, piece.dims) for piece in pieces), strict=True
         )
@@ -235,7 +290,7 @@ class Dct(Codec):
         at_BK = _together(found).view(-1, k)
         check_indices(at_BK, CHUNK)
         read = [self._read_codes(*pair) for pair in zip(codes, counts, strict=True)]
-        self._restore(at_BK, _together(read).view(-1, k).to(torch.float64), scale_B, pieces)
+        return at_BK, _together(read).view(-1, k).to(torch.float64), scale_B
 
     def _read_codes(self, codes: Tensor, count: int) -> Tensor:
         """Return the integer coefficients."""
@@ -244,20 +299,24 @@ class Dct(Codec):
         return 1 - 2 * unpack_runs(codes, 1, count).view(torch.int8)
 
     def _restore(
-        self, at_BK: Tensor, code_BK: Tensor, scale_B: Tensor, pieces: Sequence[_Piece]
+        self, rows_of: Callable[[slice], Tensor], scale_B: Tensor, pieces: Sequence[_Piece]
     ) -> None:
-        """Transform back, and write the values of all pieces."""
+        """Write the values of all pieces, from blocks whose rows are transformed back already."""
         out, *others = (piece.values for piece in pieces)
         direct = not others and _is_flat(pieces[0].dims) and out.numel() % CHUNK == 0
-        blocks = (out if direct else out.new_empty(len(at_BK) * CHUNK)).view(-1, SIDE, SIDE)
-        size = _group(blocks)
-        rest = (torch.split(x, size) for x in (blocks, at_BK, code_BK, scale_B * 2.0**-40))
-        for group, at, code, scale in zip(*rest, strict=True):
-            group.copy_(inverse(at, code)).mul_(scale.view(-1, 1, 1))
+        blocks = (out if direct else out.new_empty(len(scale_B) * CHUNK)).view(-1, SIDE, SIDE)
+        size, gain_B = _group(blocks), (scale_B * 2.0**-40).view(-1, 1, 1)
+        for start in range(0, len(blocks), size):
+            some = slice(start, start + size)
+            blocks[some].copy_(columns(rows_of(some))).mul_(gain_B[some])
         if not direct:
             sizes = [self._sizes(piece.dims)[0] for piece in pieces]
             for piece, own in zip(pieces, torch.split(blocks, sizes), strict=True):
                 piece.values.copy_(_unblocks(own, piece.dims))
+
+
+def _parts(x_N: Tensor, shapes: Sequence[Dims]) -> tuple[Tensor, ...]:
+    return torch.split(x_N, [math.prod(dims) for dims in shapes])
 
 
 def _payload(frame: bytearray) -> Tensor:
@@ -352,12 +411,10 @@ def transform(x_BSS: Tensor, gain: Tensor) -> Tensor:
     return torch.bmm(basis.expand(len(x_BSS), -1, -1), across, out=scratch("bins", x_BSS))
 
 
-def inverse(at_BK: Tensor, code_BK: Tensor) -> Tensor:
-    """Return sums of integer coefficients times the integer basis, float64 [B, 64, 64], exact.
+def rows_of_few(at_BK: Tensor, code_BK: Tensor) -> Tensor:
+    """Transform rows that few coefficients are in, back to positions across; [B, 64, 64].
 
-    The first pass adds only the rows of the basis that have a coefficient; the second uses that
-    even basis functions are symmetric and odd ones antisymmetric, which halves it.
-    Reused scratch.
+    Whole numbers, exact. Adds only the rows of the basis that have a coefficient. Reused scratch.
     """
     basis, count = integer_basis(at_BK.device), len(at_BK)
     rows = (at_BK >> 6) + torch.arange(count, device=at_BK.device).unsqueeze(1) * SIDE
@@ -365,11 +422,22 @@ def inverse(at_BK: Tensor, code_BK: Tensor) -> Tensor:
     torch.index_select(basis, 0, (at_BK & (SIDE - 1)).view(-1), out=terms)
     half = _room("half", (count * SIDE, SIDE), at_BK).zero_()
     half.index_add_(0, rows.view(-1), terms.mul_(code_BK.reshape(-1, 1)))
-    return _fold(basis, half.view(count, SIDE // 2, 2, SIDE))
+    return half.view(count, SIDE, SIDE)
 
 
-def _fold(basis: Tensor, half: Tensor) -> Tensor:
-    """Transform the rows [B, 32, (even, odd), 64] back to positions, [B, 64, 64]."""
+def rows_of_all(code_BSS: Tensor) -> Tensor:
+    """As `rows_of_few`, of blocks with all their coefficients."""
+    basis = integer_basis(code_BSS.device)
+    return torch.matmul(code_BSS, basis, out=_room("half", tuple(code_BSS.shape), code_BSS))
+
+
+def columns(half_BSS: Tensor) -> Tensor:
+    """Transform the columns of what `rows_of_few` gave back to positions, float64, exact.
+
+    Even basis functions are symmetric and odd ones antisymmetric, which halves it. Reused scratch.
+    """
+    basis = integer_basis(half_BSS.device)
+    half = half_BSS.view(len(half_BSS), SIDE // 2, 2, SIDE)
     shape = (len(half), SIDE // 2, SIDE)
     even, odd = (
         torch.bmm(

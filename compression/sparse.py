@@ -73,8 +73,44 @@ def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
 
 
 @dataclass(frozen=True)
-class SparseCodec(Codec):
+class CoordinateCodec(Codec):
+    """Base of the codecs that send some coordinates of a tensor: of its values, or coefficients.
+
+    A receiver knows which, so a mean of frames can divide each by those that sent it.
+    """
+
+    @abstractmethod
+    def num_coordinates(self, dims: Dims) -> int:
+        """Return how many coordinates a tensor has."""
+
+    @abstractmethod
+    def sparse_pieces(self, frames: Sequence[Frame], shapes: Sequence[Dims]) -> Sparse:
+        """Return the coordinates in the frames of consecutive pieces, numbered through.
+
+        Raises:
+            CodecError: as `decode`.
+        """
+
+    @abstractmethod
+    def restore_pieces(self, all_D: Tensor, shapes: Sequence[Dims], out_N: Tensor) -> None:
+        """Write the values of pieces with these coordinates; the same bits on every device."""
+
+
+@dataclass(frozen=True)
+class SparseCodec(CoordinateCodec):
     """Base of the codecs that send some values of each chunk."""
+
+    def num_coordinates(self, dims: Dims) -> int:
+        """Return how many values a tensor has."""
+        return math.prod(dims)
+
+    def sparse_pieces(self, frames: Sequence[Frame], shapes: Sequence[Dims]) -> Sparse:
+        """As `CoordinateCodec.sparse_pieces`, of pieces of one length."""
+        return self.sparse_rows(frames, math.prod(shapes[0]))
+
+    def restore_pieces(self, all_D: Tensor, shapes: Sequence[Dims], out_N: Tensor) -> None:
+        """Copy them: coordinates are values."""
+        out_N.copy_(all_D)
 
     def sparse(self, data: Frame, shape: Shape) -> Sparse:
         """Return what a frame says, without making it dense.

@@ -19,9 +19,10 @@ A gathered frame is, for each member whose cell is in, in the order of the entry
     8    4    length of the member's frame
     12   ...  the member's frame
 
-and decodes to sum(share d) / sum(weight), value by value with the weights of those that sent it
-where the method divides by senders. A receiver MUST check each length against `max_sent_bytes` or
-`max_reduced_bytes` before it reads on; a weight MUST be finite and above 0, a share at most that.
+and decodes to sum(share d) / sum(weight), or where the method divides by senders to that of each
+coordinate, with the weights of those that sent it. A receiver MUST check each length against
+`max_sent_bytes` or `max_reduced_bytes` before it reads on; a weight MUST be finite and above 0, a
+share at most that.
 
     UpdateError (ValueError)   a body that is too long, or a cell that does not decode
 """
@@ -37,7 +38,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from atoll.compression import Codec, CodecError
-from atoll.compression.sparse import SparseCodec
+from atoll.compression.sparse import CoordinateCodec, SparseCodec
 from atoll.optim import vectors
 from atoll.optim.fragments import (
     Dims,
@@ -99,7 +100,7 @@ class Cells:
             codec_of(self.codec, dims)
         if self.codec.stateful:
             raise CodecError(f"expected a codec whose frames stand alone, got {self.codec.spec}")
-        if self.by_senders and not isinstance(self.codec, SparseCodec):
+        if self.by_senders and not isinstance(self.codec, CoordinateCodec):
             raise CodecError(f"expected a codec that tells who sent what, got {self.codec.spec}")
 
     @classmethod
@@ -310,11 +311,15 @@ class Cells:
         require_finite(out)
 
     def _mean(self, run: range, codec: Codec, terms: Sequence[list[Term]], out: Tensor) -> None:
-        total = sum(term.weight for term in terms[0])
-        mean = (MeanOfSenders if self.by_senders else Mean)(out, total)
+        pieces, total = self._pieces(run), sum(term.weight for term in terms[0])
+        if self.by_senders:
+            assert isinstance(codec, CoordinateCodec), "checked on creation"
+            mean: Mean = MeanOfSenders(codec, pieces, out, total)
+        else:
+            mean = Mean(codec, pieces, out, total)
         for of_member in zip(*terms, strict=True):
-            sent = sent_in(codec, [term.frame for term in of_member], self._pieces(run))
-            mean.add(sent, share=of_member[0].share, weight=of_member[0].weight)
+            share, weight = of_member[0].share, of_member[0].weight
+            mean.add([term.frame for term in of_member], share=share, weight=weight)
         mean.finish()
 
     def _pieces(self, run: range) -> tuple[Dims, ...]:

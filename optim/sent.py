@@ -17,7 +17,7 @@ from atoll.compression import Codec
 from atoll.compression.base import Frame
 from atoll.compression.blocks import squarable
 from atoll.compression.scratch import room, scratch
-from atoll.compression.sparse import SparseCodec
+from atoll.compression.sparse import CoordinateCodec, SparseCodec
 from atoll.optim.fragments import Dims, decode_batch, encode_batch
 from atoll.optim.outer import to_fp32
 
@@ -71,44 +71,58 @@ class Sent:
 
 
 class Mean:
-    """The mean of what members sent, over the weights of all of them."""
+    """The mean of what members sent of consecutive pieces, over the weights of all of them."""
 
-    def __init__(self, out_N: Tensor, total: float) -> None:
+    def __init__(self, codec: Codec, pieces: Sequence[Dims], out_N: Tensor, total: float) -> None:
         """Begin in `out_N`, which holds the mean after `finish`; `total` is all their weight."""
-        self.out_N = out_N.zero_()
-        self._total = total
+        self._codec, self._pieces, self._total = codec, pieces, total
+        self._out_N = out_N.zero_()
 
-    def add(self, sent: Sent, *, share: float, weight: float) -> None:
-        """Add what a member sent; its share is its weight times a clip factor."""
-        sent.scale_(_scalar(share / self._total)).add_to_(self.out_N)
+    def add(self, frames: Sequence[Frame], *, share: float, weight: float) -> None:
+        """Add what a member sent; its share is its weight times a clip factor.
+
+        Raises:
+            CodecError: when a frame is none of its piece.
+        """
+        sent = sent_in(self._codec, frames, self._pieces)
+        sent.scale_(_scalar(share / self._total)).add_to_(self._out_N)
 
     def finish(self) -> None:
         """All were added."""
 
 
 class MeanOfSenders(Mean):
-    """The same, value by value over the weights of those that sent it; 0 where nobody did."""
+    """The same, each coordinate over the weights of those that sent it; 0 where nobody did."""
 
-    def __init__(self, out_N: Tensor, total: float) -> None:
+    _codec: CoordinateCodec
+
+    def __init__(
+        self, codec: CoordinateCodec, pieces: Sequence[Dims], out_N: Tensor, total: float
+    ) -> None:
         """As `Mean`."""
-        super().__init__(out_N, total)
-        self._weight_N = scratch("weights of senders", out_N).zero_()
+        super().__init__(codec, pieces, out_N, total)
+        numel = sum(codec.num_coordinates(dims) for dims in pieces)
+        self._sum_D = out_N if codec.elementwise else torch.zeros(numel)
+        self._weight_D = scratch("weights of senders", self._sum_D).zero_()
         self._indices: list[Tensor] = []
 
-    def add(self, sent: Sent, *, share: float, weight: float) -> None:
-        """As `Mean.add`, of a sparse codec."""
-        assert sent.indices is not None, "only sparse codecs tell who sent what"
-        sent.scale_(_scalar(share)).add_to_(self.out_N)
+    def add(self, frames: Sequence[Frame], *, share: float, weight: float) -> None:
+        """As `Mean.add`."""
+        found = self._codec.sparse_pieces(frames, self._pieces)
+        sent = Sent(values=found.values, indices=found.indices)
+        sent.scale_(_scalar(share)).add_to_(self._sum_D)
         weights = Sent(values=torch.full_like(sent.values, weight), indices=sent.indices)
-        weights.add_to_(self._weight_N)
-        self._indices.append(sent.indices)
+        weights.add_to_(self._weight_D)
+        self._indices.append(found.indices)
 
     def finish(self) -> None:
         """Divide where anybody sent; where several did, each time by the same into the same."""
         if self._indices:
             at = torch.cat(self._indices)
-            some = self.out_N.index_select(0, at) / self._weight_N.index_select(0, at)
-            self.out_N.scatter_(0, at, some)
+            some = self._sum_D.index_select(0, at) / self._weight_D.index_select(0, at)
+            self._sum_D.scatter_(0, at, some)
+        if self._sum_D is not self._out_N:
+            self._codec.restore_pieces(self._sum_D, self._pieces, self._out_N)
 
 
 def sent_in(codec: Codec, frames: Sequence[Frame], pieces: Sequence[Dims]) -> Sent:

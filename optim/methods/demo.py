@@ -6,15 +6,17 @@ At each step, with the inner rate eta:
     e = e - iDCT(q)                  synced = (1 - eta decay) synced - eta sign(mean iDCT(q))
 
 e is both the momentum and the residual: error feedback with a share of beta. The mean divides by
-all peers. With `delay=1` the results of a step are applied after the next one.
+all peers, or with `average=senders`, as the published code does, each coefficient by those that
+sent it. With `delay=1` the results of a step are applied after the next one.
 
 Departures: coefficients have 8 bits (or 1, `codec=dct(k=32, bits=1)`) and 12-bit indices, in place
-of 32 and 64; sizes that 64 does not divide are padded. Unlike the reference's, the state is
-complete and tensors may have any number of dimensions.
+of 32 and 64; sizes that 64 does not divide are padded; a mean over senders is rounded to 127 steps
+of its chunk's largest coefficient, which makes it exact everywhere. Unlike the reference's, the
+state is complete and tensors may have any number of dimensions.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -46,6 +48,9 @@ class DeMoMethod(Method):
     weights: WeightRule = "equal"
     clip_at: float = 0.0
 
+    average: Literal["all", "senders"] = "all"
+    """Whom the mean of a coefficient divides by."""
+
     decay: float = 0.0
     """Decoupled weight decay."""
 
@@ -60,6 +65,11 @@ class DeMoMethod(Method):
         """
         require(self.delay in (0, 1), "a delay of 0 or 1", self.delay)
         require(self.decay >= 0, "a decay of at least 0", self.decay)
+
+    @property
+    def divides_by(self) -> Literal["all", "senders"]:
+        """As `average` says."""
+        return self.average
 
     @property
     def reduction(self) -> Shape:

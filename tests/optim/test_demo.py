@@ -25,10 +25,11 @@ def cosine(n: int = 64):
 class PlainDeMo:
     """The paper's algorithm in float64 for matrices whose sides 64 divides, with 8-bit values."""
 
-    def __init__(self, workers: int, params, k: int, beta: float) -> None:
+    def __init__(self, workers: int, params, k: int, beta: float, *, by_senders: bool) -> None:
         self.params = [p.double().clone() for p in params]
         self.momenta = [[torch.zeros_like(p) for p in self.params] for _ in range(workers)]
-        self.k, self.beta, self.basis = k, beta, cosine()
+        self.k, self.beta, self.by_senders = k, beta, by_senders
+        self.basis = cosine()
 
     def step(self, gradients) -> list:
         votes = []
@@ -36,28 +37,41 @@ class PlainDeMo:
             sent = []
             for momenta, grads in zip(self.momenta, gradients, strict=True):
                 momenta[index] = self.beta * momenta[index] + LR * grads[index].double()
-                chosen = self.largest(momenta[index])
-                momenta[index] = momenta[index] - chosen
+                chosen = [self.largest(block) for block in blocks(momenta[index])]
+                momenta[index] = momenta[index] - self.back(chosen, momenta[index].shape)
                 sent.append(chosen)
-            mean = torch.stack(sent).mean(0)
+            means = [
+                self.mean(torch.stack(coefficients)) for coefficients in zip(*sent, strict=True)
+            ]
+            mean = self.back(means, self.params[index].shape)
             self.params[index] = self.params[index] - LR * mean.sign()
             votes.append(mean)
         return votes
 
-    def largest(self, matrix):
-        out = torch.zeros_like(matrix)
-        for row in range(0, matrix.shape[0], 64):
-            for column in range(0, matrix.shape[1], 64):
-                block = matrix[row : row + 64, column : column + 64]
-                spectrum = (self.basis @ block @ self.basis.T).flatten()
-                top = spectrum.abs().topk(self.k).indices
-                step = (spectrum[top].abs().max() * (1 + 2**-8) / 127).bfloat16().double()
-                kept = torch.zeros_like(spectrum)
-                kept[top] = (spectrum[top] / step).round().clamp(-127, 127) * step
-                out[row : row + 64, column : column + 64] = (
-                    self.basis.T @ kept.view(64, 64) @ self.basis
-                )
-        return out
+    def mean(self, sent):
+        if not self.by_senders:
+            return sent.mean(0)
+        mean = sent.sum(0) / (sent != 0).sum(0).clamp(min=1)
+        step = mean.abs().max() / 127
+        return (mean / step).round() * step
+
+    def largest(self, block):
+        spectrum = (self.basis @ block @ self.basis.T).flatten()
+        top = spectrum.abs().topk(self.k).indices
+        step = (spectrum[top].abs().max() * (1 + 2**-8) / 127).bfloat16().double()
+        kept = torch.zeros_like(spectrum)
+        kept[top] = (spectrum[top] / step).round().clamp(-127, 127) * step
+        return kept.view(64, 64)
+
+    def back(self, spectra, shape):
+        matrix = torch.zeros(shape, dtype=torch.float64)
+        for block, spectrum in zip(blocks(matrix), spectra, strict=True):
+            block.copy_(self.basis.T @ spectrum @ self.basis)
+        return matrix
+
+
+def blocks(matrix) -> list:
+    return [block for rows in matrix.split(64) for block in rows.split(64, 1)]
 
 
 class Matrices(torch.nn.Module):
@@ -74,10 +88,13 @@ def smooth(shape, seed):
     return noise.cumsum(0).cumsum(1) / 30 + noise
 
 
+@pytest.mark.parametrize("average", ["all", "senders"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_demo_is_the_papers_algorithm(workers):
-    team = Team(workers, "demo(codec=dct(k=16), feedback=0.99)", make=Matrices, inner=_sgd)
-    plain = PlainDeMo(workers, Matrices().parameters(), k=16, beta=0.99)
+def test_demo_is_the_papers_algorithm(workers, average):
+    spec = f"demo(codec=dct(k=16), feedback=0.99, average={average})"
+    team = Team(workers, spec, make=Matrices, inner=_sgd)
+    params, by_senders = Matrices().parameters(), average == "senders"
+    plain = PlainDeMo(workers, params, k=16, beta=0.99, by_senders=by_senders)
     decided = total = 0
     for step in range(6):
         before = team.local()

@@ -30,7 +30,7 @@ SETTINGS = {
     "sparseloco(tau=2)": (3, {}),
     "sparseloco(average=all)": (3, {}),
     "demo": (1, {}),
-    "demo(delay=1, decay=0.1)": (1, {}),
+    "demo(delay=1, decay=0.1, average=senders)": (1, {}),
     "dlion": (1, {}),
     "dlion(vote=average)": (1, {}),
     "noloco": (3, {}),

@@ -1,6 +1,10 @@
 import asyncio
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
@@ -15,3 +19,27 @@ def run():
         return asyncio.run(bounded())
 
     return runner
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory):
+    """Three nodes that live as long as a module."""
+    from nodes import Swarm  # takes hivemind along, which most tests here do without
+
+    swarm = Swarm()
+    try:
+        swarm.run(swarm.grow(tmp_path_factory.mktemp("node") / "key"))
+        yield swarm
+    finally:
+        swarm.run(swarm.close())
+        swarm.runner.close()
+
+
+@pytest.fixture
+def a(swarm):
+    return swarm.nodes[0]
+
+
+@pytest.fixture
+def b(swarm):
+    return swarm.nodes[1]

@@ -457,7 +457,8 @@ class Leadership:
             PartPlan(start_cell=part.start_cell, stop_cell=part.stop_cell, owner=place[part.owner])
             for part in expected.parts
         ]
-        return kept_parts(last, best, rates)
+        turn = self.position // len(self.ctx.replay.fragments)
+        return kept_parts(last, best, rates, turn=turn)
 
     def _rate_mbit_s(self, session: Session) -> float:
         """Of the slower direction; a downlink counts where its owner declares it."""

@@ -28,8 +28,7 @@ MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut furt
 # A new cut makes members send their codes, half of the bytes, once more. What rounds show of links
 # scatters on a busy machine: 27 to 46 Mbit/s were read of four that had 50.
 KEEP_PARTS = 1.25
-KEEP_PARTS_BETWEEN = 1.6
-CUT_EVERY = 4  # updates of a fragment: in those between, parts stay that are not much worse
+CUT_EVERY = 4  # updates of a fragment; the second one is cut by what the first has shown
 MAX_AHEAD = 3
 
 # Members above which relays add up their rows' codes (``rows``), and nothing goes up front: an
@@ -151,7 +150,7 @@ def split_cells(sizes: Sequence[int], rates_mbit_s: Sequence[float]) -> list[Par
 def kept_parts(
     last: Sequence[PartPlan], best: Sequence[PartPlan], rates_mbit_s: Sequence[float], *, turn: int
 ) -> Sequence[PartPlan]:
-    """The parts of the last entry, unless the best ones of now are done much sooner.
+    """The parts of the last entry; now and then the best ones of now, if much sooner done.
 
     Codes that left before the group closed are those of the last entry's parts.
 
@@ -161,8 +160,9 @@ def kept_parts(
         rates_mbit_s: of the slower direction of each member's link.
         turn: how many positions the fragment has had before.
     """
-    keep = KEEP_PARTS_BETWEEN if turn % CUT_EVERY else KEEP_PARTS
-    slower = _transfer(last, rates_mbit_s) > keep * _transfer(best, rates_mbit_s)
+    if turn % CUT_EVERY != 1:
+        return last
+    slower = _transfer(last, rates_mbit_s) > KEEP_PARTS * _transfer(best, rates_mbit_s)
     return best if slower else last
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from swarm import Swarm, SwarmPeer
+from swarm import SMALL, Swarm, SwarmPeer, run_swarm
 
+from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Entry
 
 COMMIT_S = {"kill": 1.0, "freeze": 3.0, "cut": 3.0}  # at a round trip of 50 ms
@@ -163,7 +166,7 @@ def expect_mean(swarm: Swarm, entry: Entry, update_N: torch.Tensor) -> None:
 
 
 def run_strike(
-    folder: object,
+    folder: Path,
     peers: int,
     make: Callable[[Swarm], Strike],
     *,
@@ -171,21 +174,14 @@ def run_strike(
     **options: Any,
 ) -> float | None:
     """A fresh swarm, a strike in its second round; ``options`` of the swarm."""
-    from pathlib import Path
 
-    from swarm import SMALL
+    async def scenario(swarm: Swarm) -> float | None:
+        await swarm.start(peers)
+        return await check_strike(swarm, make(swarm), expect)
 
-    from atoll.dht.memory import run_virtual
-
-    async def main() -> float | None:
-        swarm = Swarm(Path(str(folder)), **({"codec": "fp32", "layout": SMALL} | options))
-        try:
-            await swarm.start(peers)
-            return await check_strike(swarm, make(swarm), expect)
-        finally:
-            await swarm.stop()
-
-    return run_virtual(main())
+    took_s = run_swarm(folder, scenario, **({"layout": SMALL} | options))
+    shutil.rmtree(folder)  # some 80 MB: sweeps would fill a disk
+    return took_s
 
 
 # with several positions in flight
@@ -237,23 +233,15 @@ async def expect_equal_end(swarm: Swarm, alive: list[SwarmPeer]) -> None:
     expect_sums(swarm, next(p for p in alive if p.resets == 0 and p.recovered is None))
 
 
-def run_strike_in_flight(folder: object, make: Callable[[Swarm], Strike]) -> float:
+def run_strike_in_flight(folder: Path, make: Callable[[Swarm], Strike]) -> float:
     """A fresh swarm of three peers, a strike while several positions are in flight."""
-    from pathlib import Path
-
-    from atoll.dht.memory import run_virtual
-    from atoll.optim.layout import CELL, Layout
-
     names = tuple(f"blocks.{i}.w" for i in range(FLIGHTS))
     layout = Layout(names=names, shapes=((2 * CELL + 1_000,),) * FLIGHTS)
 
-    async def main() -> float:
-        method = f"streaming(count={FLIGHTS})"
-        swarm = Swarm(Path(str(folder)), method=method, codec="fp32", layout=layout)
-        try:
-            await swarm.start(3, window_s=STEP_S, tau=FLIGHTS)
-            return await check_strike_in_flight(swarm, make(swarm))
-        finally:
-            await swarm.stop()
+    async def scenario(swarm: Swarm) -> float:
+        await swarm.start(3, window_s=STEP_S, tau=FLIGHTS)
+        return await check_strike_in_flight(swarm, make(swarm))
 
-    return run_virtual(main())
+    took_s = run_swarm(folder, scenario, method=f"streaming(count={FLIGHTS})", layout=layout)
+    shutil.rmtree(folder)
+    return took_s

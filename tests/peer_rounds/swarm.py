@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -31,6 +31,8 @@ from atoll.peer.replica import Replica
 from atoll.peer.rounds.context import Context, RoundSettings, inline
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.flight import OfferedWindow
+
+T = TypeVar("T")
 
 RUN_ID = b"r" * 32
 LAYOUT = Layout(names=("w",), shapes=((3 * CELL + 1_000,),))
@@ -393,18 +395,19 @@ class Swarm:
         await _bury()
 
 
-def run_swarm(folder: Path, scenario: Callable[[Swarm], Awaitable[None]], **options: Any) -> None:
-    """A scenario in a fresh swarm; no handler may have raised anything but a refusal."""
+def run_swarm(folder: Path, scenario: Callable[[Swarm], Awaitable[T]], **options: Any) -> T:
+    """What a scenario returns of a fresh swarm; no handler may have raised but a refusal."""
 
-    async def main() -> None:
+    async def main() -> T:
         swarm = Swarm(folder, **({"codec": "fp32"} | options))
         try:
-            await scenario(swarm)
+            result = await scenario(swarm)
             assert swarm.network.errors == []
+            return result
         finally:
             await swarm.stop()
 
-    run_virtual(main())
+    return run_virtual(main())
 
 
 def reached(peers: Iterable[SwarmPeer], position: int) -> bool:

@@ -8,6 +8,7 @@ import asyncio
 import struct
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import torch
 
 from atoll.compression import parse
 from atoll.compression.base import HEADER_BYTES
-from atoll.dht.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Entry
@@ -26,22 +26,13 @@ from atoll.peer.rounds.pacing import Link
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strikes import expect_no_work_lost, expect_sums, passed, settled_down
-from swarm import SETTINGS, SMALL, Swarm
+from swarm import SETTINGS, SMALL, Swarm, run_swarm
 
 WIDE = Layout(names=("w",), shapes=((7 * CELL + 1_000,),))
 FP32 = parse("fp32")
 
 
-def run(folder, scenario, *, codec="fp32", layout=SMALL, rule=None):
-    async def main():
-        swarm = Swarm(folder, codec=codec, layout=layout, rule=rule)
-        try:
-            await scenario(swarm)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
-
-    run_virtual(main())
+run = partial(run_swarm, layout=SMALL)
 
 
 def entries(peer):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from atoll.dht.memory import run_virtual
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Entry
 from atoll.peer.rounds import policies
@@ -16,24 +15,14 @@ from atoll.peer.rounds.flight import OfferedWindow
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strikes import KINDS, Strike, expect_equal_end, passed, run_strike_in_flight
-from swarm import Swarm, signed_epoch
+from swarm import run_swarm, signed_epoch
 
 BLOCKS = Layout(names=tuple(f"blocks.{i}.w" for i in range(4)), shapes=((CELL + 1_000,),) * 4)
 FAR_S = 0.2  # latency at which a reduction takes several steps of a second
 
 
-def run(folder, scenario, *, fragments=4, **options):
-    async def main():
-        swarm = Swarm(
-            folder, method=f"streaming(count={fragments})", codec="fp32", layout=BLOCKS, **options
-        )
-        try:
-            await scenario(swarm)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
-
-    run_virtual(main())
+def run(folder, scenario, *, fragments=4):
+    run_swarm(folder, scenario, method=f"streaming(count={fragments})", layout=BLOCKS)
 
 
 def entries(peer):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from atoll.dht.memory import run_virtual
 from atoll.dht.transport import BAD_MESSAGE, Refused, TransportError
 from atoll.peer.rounds.deflating import deflated
 from atoll.peer.rounds.messages import (
@@ -25,7 +24,7 @@ from atoll.peer.rounds.messages import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
-from swarm import Swarm
+from swarm import run_swarm
 
 CALLS = ("prepare", "propose", "commit", "group")
 STREAMS = ("round", "reduce", "part", "headers", "body", "leaves")
@@ -35,21 +34,16 @@ GARBAGE = (b"", b"\x00", b"R", b"H\xc1", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff"
 def attacked(tmp_path, attack):
     """Run three peers and a stranger that attacks; the peers must commit more rounds after it."""
 
-    async def main():
-        swarm = Swarm(tmp_path)
-        try:
-            peers = await swarm.start(3)
-            await swarm.until(lambda: all(p.replica.position >= 2 for p in peers))
-            stranger = swarm.network.transport("stranger")
-            await attack(stranger, peers[0])
-            before = peers[0].replica.position
-            await swarm.until(lambda: all(p.replica.position >= before + 2 for p in peers))
-            assert swarm.same_bits(peers)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: all(p.replica.position >= 2 for p in peers))
+        stranger = swarm.network.transport("stranger")
+        await attack(stranger, peers[0])
+        before = peers[0].replica.position
+        await swarm.until(lambda: all(p.replica.position >= before + 2 for p in peers))
+        assert swarm.same_bits(peers)
 
-    run_virtual(main())
+    run_swarm(tmp_path, scenario, codec="int8")
 
 
 async def send(stranger, peer, method, *messages):

@@ -2,12 +2,12 @@
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from atoll.dht.identity import verify
-from atoll.dht.memory import run_virtual
 from atoll.dht.roster import RosterError
 from atoll.optim.log import ChainMismatch, Entry, Epoch
 from atoll.peer.recovery import verify_headers
@@ -15,19 +15,9 @@ from atoll.peer.rounds.ballot import leader_of
 from atoll.peer.rounds.messages import Decided
 
 sys.path.insert(0, str(Path(__file__).parent))
-from swarm import RUN_ID, SETTINGS, Swarm, signed_epoch
+from swarm import RUN_ID, SETTINGS, run_swarm, signed_epoch
 
-
-def run(tmp_path, scenario, **options):
-    async def main():
-        swarm = Swarm(tmp_path, **options)
-        try:
-            await scenario(swarm)
-            assert swarm.network.errors == []
-        finally:
-            await swarm.stop()
-
-    run_virtual(main())
+run = partial(run_swarm, codec="int8")
 
 
 def entries(peer):

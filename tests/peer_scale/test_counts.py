@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from atoll.dht.memory import run_virtual
 from atoll.optim import fragments
 from atoll.optim.layout import Layout
 from atoll.peer.rounds.spreading import FAN_OUT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
-from swarm import Swarm
+from swarm import reached, run_swarm
 
 CELL_VALUES = 64
 OWNERS = 4
@@ -25,30 +24,25 @@ def count_a_round(folder, num_peers):
     """Messages of the second round by (sender, method), and who took part and led."""
     layout = Layout(names=("w",), shapes=((OWNERS * CELL_VALUES,),))
 
-    async def main():
-        swarm = Swarm(folder, layout=layout, codec="fp32")
+    async def scenario(swarm):
         sent = Counter()
 
         def count(src, dst, method, number):
             sent[src, method] += 1
 
         peers = [swarm.add(window_s=20.0 - SPREAD_S * i / num_peers) for i in range(num_peers)]
-        try:
-            await swarm.begin(peers)
-            await swarm.until(lambda: all(p.replica.position >= 1 for p in peers))
-            await asyncio.sleep(10.0)
-            swarm.network.on_message = count
-            await swarm.until(lambda: all(p.replica.position >= 2 for p in peers))
-            await asyncio.sleep(5.0)
-            swarm.network.on_message = None
-            assert swarm.network.errors == []
-            assert swarm.same_bits(peers)
-            assert all(len(p.settled[-1].applied.entry.members) == num_peers for p in peers)
-            return sent, [p.identity.peer_id for p in peers]
-        finally:
-            await swarm.stop()
+        await swarm.begin(peers)
+        await swarm.until(lambda: reached(peers, 1))
+        await asyncio.sleep(10.0)
+        swarm.network.on_message = count
+        await swarm.until(lambda: reached(peers, 2))
+        await asyncio.sleep(5.0)
+        swarm.network.on_message = None
+        assert swarm.same_bits(peers)
+        assert all(len(p.settled[-1].applied.entry.members) == num_peers for p in peers)
+        return sent, [p.identity.peer_id for p in peers]
 
-    return run_virtual(main())
+    return run_swarm(folder, scenario, layout=layout)
 
 
 @pytest.fixture(scope="module")

@@ -245,6 +245,7 @@ class InProcessMember:
                 f"expected the other workers to submit window {pending.window} first; "
                 "run the workers in turns, one step each"
             )
+        contribution = replace(contribution, delta=contribution.delta_N)
         self._check(contribution)
         if contribution.fragment in self._joining:
             contribution = replace(contribution, tokens=0)

@@ -29,9 +29,10 @@ class Contribution:
     window: int
     """The peer's own count of windows, from 0; names the contribution with its fragment."""
 
-    delta_N: Tensor  # noqa: N815
+    delta: Tensor | Callable[[], Tensor]
     """Pseudo-gradient, synced minus local, or what else the method sends, of the fragment's
-    values in its order, a window; fp32 on the CPU, all finite."""
+    values in its order, a window; fp32 on the CPU, all finite. Or what computes it, on the thread
+    of whoever asks: a pass over the model need not hold up the trainer."""
 
     windows: int = 1
     """Windows that it stands for: the last one, and those whose updates went on without them since
@@ -49,6 +50,11 @@ class Contribution:
     lr: float = 0.0
     """Inner learning rate at the end of the window, for methods whose outer step follows it; the
     same for all peers."""
+
+    @property
+    def delta_N(self) -> Tensor:  # noqa: N802
+        """See `delta`; computed at each call, if it is not there."""
+        return self.delta if isinstance(self.delta, Tensor) else self.delta()
 
 
 @dataclass(frozen=True, kw_only=True)

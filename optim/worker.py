@@ -16,7 +16,7 @@ A subclass says what it sends (`_delta`) and how local follows a commit (`_follo
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -247,8 +247,11 @@ class Worker(ABC):
     # what a method says
 
     @abstractmethod
-    def _delta(self, index: int, local_F: Tensor) -> Tensor:
-        """What there is to send of a fragment whose parameters stand at local, all of it."""
+    def _delta(self, index: int, local_F: Tensor) -> Tensor | Callable[[], Tensor]:
+        """What there is to send of a fragment whose parameters stand at local, all of it.
+
+        Or what computes it later: then it is finite if local is.
+        """
 
     @abstractmethod
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
@@ -311,10 +314,10 @@ class Worker(ABC):
     def _contribution(self, index: int) -> Contribution:
         window = self._windows[index]
         local_F = self.layout.flatten(self.model, self.fragments[index].spans)
-        delta_F = self._delta(index, local_F)
-        if not is_finite(delta_F):
+        delta = self._delta(index, local_F)
+        if not is_finite(delta if isinstance(delta, Tensor) else local_F):
             self._discard()
-            local_F, delta_F = self._synced[index], torch.zeros_like(delta_F)
+            local_F, delta = self._synced[index], torch.zeros(self.fragments[index].numel)
         losses = [float(loss) for loss in window.losses]
         loss = sum(losses) / len(losses) if losses else float("nan")
         number = self._statistics.windows
@@ -327,7 +330,7 @@ class Worker(ABC):
             fragment=index,
             window=number,
             windows=windows,
-            delta_N=delta_F / windows if windows > 1 else delta_F,
+            delta=_mean(delta, windows) if windows > 1 else delta,
             tokens=window.tokens,
             steps=round(window.steps / windows),
             loss=loss,
@@ -437,6 +440,11 @@ class Worker(ABC):
             window.missed = 0
         elif commit.members:
             window.missed += 1
+
+
+def _mean(delta: Tensor | Callable[[], Tensor], windows: int) -> Tensor | Callable[[], Tensor]:
+    """A share of what is sent, as it is or later."""
+    return delta / windows if isinstance(delta, Tensor) else lambda: delta() / windows
 
 
 def _expect_optimizer_of(model: nn.Module, inner: torch.optim.Optimizer) -> None:

@@ -146,7 +146,7 @@ def received(part: PartRange, messages: Iterable[bytes], done: PartDone, members
 def _in_process_s(method: Method, fragment: Fragment, delta_F: Tensor, state: OuterState) -> float:
     """A whole reduction of one contribution, which two exchanges make."""
     contribution = Contribution(
-        fragment=0, window=0, delta_N=delta_F, tokens=1, steps=1, loss=1.0, lr=1e-3
+        fragment=0, window=0, delta=delta_F, tokens=1, steps=1, loss=1.0, lr=1e-3
     )
     reduction: Reduction = SHAPES[method.reduction](method, SAMPLE, fragment, 1)
     return _value_s(fragment, lambda: reduction.reduce([contribution], [1.0], state))

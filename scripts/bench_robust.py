@@ -109,7 +109,7 @@ class LyingReduction(MeanReduction):
         attack = ATTACKS[self.method.attack]
         honest_MN = torch.stack([c.delta_N for c in contributions[:honest]])
         liars = [
-            replace(c, delta_N=attack(c.delta_N, honest_MN, WORKERS * self._rounds + i))
+            replace(c, delta=attack(c.delta_N, honest_MN, WORKERS * self._rounds + i))
             for i, c in enumerate(contributions[honest:])
         ]
         return [*contributions[:honest], *liars]

@@ -368,7 +368,7 @@ def test_second_contribution_before_the_first_is_settled_is_refused():
     shared, _ = group(2, 2)
     member = shared.member(0)
     contribution = Contribution(
-        window=0, delta_N=torch.zeros(shared.state.layout.numel), tokens=1, steps=1, loss=1.0
+        window=0, delta=torch.zeros(shared.state.layout.numel), tokens=1, steps=1, loss=1.0
     )
     member.submit(contribution)
     with pytest.raises(GroupError, match="submit window 0 first"):
@@ -379,9 +379,7 @@ def test_contribution_with_nan_is_refused_by_the_group():
     shared, _ = group(2, 2)
     delta_N = torch.full((shared.state.layout.numel,), float("nan"))
     with pytest.raises(GroupError, match="finite"):
-        shared.member(0).submit(
-            Contribution(window=0, delta_N=delta_N, tokens=1, steps=1, loss=1.0)
-        )
+        shared.member(0).submit(Contribution(window=0, delta=delta_N, tokens=1, steps=1, loss=1.0))
 
 
 def test_outlier_is_clipped():
@@ -391,7 +389,7 @@ def test_outlier_is_clipped():
     for index, scale in enumerate((1.0, 1.0, 100.0)):
         delta_N = torch.full((numel,), scale)
         shared.member(index).submit(
-            Contribution(window=0, delta_N=delta_N, tokens=8, steps=1, loss=1.0)
+            Contribution(window=0, delta=delta_N, tokens=8, steps=1, loss=1.0)
         )
     torch.testing.assert_close(shared.state.params_N, start_N - 4.0 / 3.0)
     assert shared.statistics().clipped == 1

@@ -25,7 +25,7 @@ EXACT = "powersgd(rank=2)"
 
 
 def contribution(delta_N, tokens=8):
-    return Contribution(window=0, delta_N=delta_N, tokens=tokens, steps=1, loss=1.0)
+    return Contribution(window=0, delta=delta_N, tokens=tokens, steps=1, loss=1.0)
 
 
 def reduction_of(spec, size):

@@ -30,7 +30,7 @@ def hand_in(team: Team, deltas) -> None:
 
     for index, delta in enumerate(deltas):
         member = team.group.member(index)
-        member.submit(Contribution(window=0, delta_N=delta, tokens=8, steps=1, loss=0.0))
+        member.submit(Contribution(window=0, delta=delta, tokens=8, steps=1, loss=0.0))
 
 
 def test_feedback_and_selection_are_the_papers():

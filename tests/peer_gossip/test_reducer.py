@@ -85,7 +85,7 @@ def seam():
 
 def window(number=0, tokens=40):
     return Contribution(
-        window=number, delta_N=torch.ones(50), tokens=tokens, steps=4, loss=2.0, lr=1e-3
+        window=number, delta=torch.ones(50), tokens=tokens, steps=4, loss=2.0, lr=1e-3
     )
 
 

@@ -137,7 +137,7 @@ def test_rounds_equal_the_process_within_rounding(tmp_path, rank, peers):
             update_F = swarm.replay.decode(entry, body)
             contributions = [
                 Contribution(
-                    window=0, delta_N=p.offers[entry.position], tokens=1280, steps=10, loss=2.0
+                    window=0, delta=p.offers[entry.position], tokens=1280, steps=10, loss=2.0
                 )
                 for p in members
             ]

@@ -70,7 +70,7 @@ def contribution(window=0, *, tokens=100, steps=10, loss=2.0, value=1.0, windows
     return Contribution(
         window=window,
         windows=windows,
-        delta_N=torch.full((NUMEL,), value),
+        delta=torch.full((NUMEL,), value),
         tokens=tokens,
         steps=steps,
         loss=loss,
@@ -82,7 +82,7 @@ def of_fragment(fragment, value=1.0):
     return Contribution(
         fragment=fragment,
         window=0,
-        delta_N=torch.full((numel,), value),
+        delta=torch.full((numel,), value),
         tokens=100,
         steps=10,
         loss=2.0,

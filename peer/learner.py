@@ -9,7 +9,7 @@ not.
 import copy
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -165,16 +165,18 @@ class Evaluator:
         """How many batches each measurement takes."""
         return len(self._batches)
 
-    def loss(self, params_N: Tensor) -> float:
+    def loss(self, params_N: Tensor, *, between: Callable[[], object] = lambda: None) -> float:
         """Return the mean loss in nats a token.
 
         Args:
             params_N: parameters in the order of the model's layout.
+            between: called before each batch; what it raises ends the measurement.
         """
         self._layout.load_(self._model, params_N)
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad(), self._device.autocast():
             for batch in self._batches:
+                between()
                 tokens_BT = batch.to(self._device.device)
                 loss = models.loss_of(self._model, tokens_BT[:, :-1], tokens_BT[:, 1:])
                 total += loss.double().cpu()

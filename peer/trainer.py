@@ -55,6 +55,10 @@ class TrainingFailed(RuntimeError):  # noqa: N818 - it names the event
     """Training cannot go on: every window of this peer ends in numbers that are not finite."""
 
 
+class _Stopped(Exception):  # noqa: N818
+    """Nobody waits for what is being measured."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
     """What a peer decides for itself; none of it changes the run."""
@@ -213,12 +217,19 @@ class Trainer:
     def _steps_until(self, position: int) -> int:
         return steps_until(position, self.spec.outer.inner_steps, self._num_fragments)
 
-    def evaluate(self, params_N: Tensor | None = None, *, batches: int = VALID_BATCHES) -> float:
+    def evaluate(
+        self,
+        params_N: Tensor | None = None,
+        *,
+        batches: int = VALID_BATCHES,
+        between: Callable[[], object] = lambda: None,
+    ) -> float:
         """Return the loss in nats a token on held-out text.
 
         Args:
             params_N: parameters, the synced ones by default.
             batches: how many; the text is the same at every call.
+            between: called before each; what it raises ends the measurement.
 
         Raises:
             DataError: a streamed data set has too little validation text.
@@ -227,7 +238,8 @@ class Trainer:
             self._evaluator = Evaluator(
                 self.learner.model, validation(self.spec, self.corpus, batches), self.device
             )
-        return self._evaluator.loss(self.worker.synced_N if params_N is None else params_N)
+        params_N = self.worker.synced_N if params_N is None else params_N
+        return self._evaluator.loss(params_N, between=between)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a restart needs to go on with the same bits."""
@@ -365,7 +377,17 @@ class Trainer:
             return
         if self._progress.position // every > before // every or self.finished:
             self._publish(phase="validating")
-            self._publish(valid_loss=self.evaluate(), valid_position=self._progress.position)
+            try:
+                loss = self.evaluate(between=self._expect_no_stop)
+            except _Stopped:
+                self._progress.seen_position = before  # who goes on from here measures it then
+            else:
+                self._publish(valid_loss=loss, valid_position=self._progress.position)
+
+    def _expect_no_stop(self) -> None:
+        """The last measurement of a run is waited for; any other ends with the trainer."""
+        if self._stopping.is_set() and not self.finished:
+            raise _Stopped
 
     def _save_when_due(self) -> None:
         path, at_window_end = self.options.state_path, self.worker.step_in_window == 0

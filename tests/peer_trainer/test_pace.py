@@ -37,7 +37,7 @@ class Clock:
             self.now_s += step_s
             return gradient(batches, step=step)
 
-        def timed_evaluate():
+        def timed_evaluate(**_):
             self.now_s += valid_s
             return evaluate(batches=1)
 

@@ -435,6 +435,44 @@ def test_validation_is_measured_at_its_positions(corpus):
     assert trainer.statistics().valid_loss == trainer.evaluate()
 
 
+def test_a_stop_does_not_wait_for_a_validation_which_is_done_after_it(
+    corpus, tmp_path, monkeypatch
+):
+    path, reducer = tmp_path / "state", group().member(0)
+    trainer = make(corpus, reducer=reducer, validate_every=2, state_path=path)
+    loss_of, batches = learner.models.loss_of, []
+
+    def stopping(model, inputs_BT, targets_BT):
+        if trainer.statistics().phase == "validating":
+            batches.append(inputs_BT)
+            if len(batches) == 3:
+                trainer.stop()
+        return loss_of(model, inputs_BT, targets_BT)
+
+    monkeypatch.setattr(learner.models, "loss_of", stopping)
+    trainer.run()
+    assert len(batches) == 3
+    assert (trainer.statistics().position, trainer.statistics().valid_position) == (2, -1)
+    again = make(corpus, reducer=reducer, validate_every=2)
+    again.load(path)
+    again.step()
+    assert again.statistics().valid_position == 2
+
+
+def test_the_last_validation_of_a_run_is_waited_for(corpus, monkeypatch):
+    trainer = make(corpus, validate_every=6)
+    loss_of = learner.models.loss_of
+
+    def stopping(model, inputs_BT, targets_BT):
+        if trainer.statistics().phase == "validating":
+            trainer.stop()
+        return loss_of(model, inputs_BT, targets_BT)
+
+    monkeypatch.setattr(learner.models, "loss_of", stopping)
+    trainer.run()
+    assert trainer.statistics().valid_position == 6
+
+
 def test_validation_leaves_training_alone(corpus):
     plain, measured = make(corpus), make(corpus, validate_every=1)
     plain.run()

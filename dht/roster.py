@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 VERSION = 2
 DOMAIN = b"atoll roster 1\0"
 MAX_TTL_S = 300.0
+GOODBYE_S = 5.0  # of the last record, unless the one before lasts longer
 CLOCK_SLACK_S = 10.0
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 256
@@ -325,6 +326,11 @@ class DhtRoster:
             raise ValueError(f"record of {record.peer_id}, expected {self._identity.peer_id}")
         if not 0 < ttl_s <= MAX_TTL_S:
             raise ValueError(f"ttl of {ttl_s:g} s, expected at most {MAX_TTL_S:g}")
+        if not await self._store(record, ttl_s):
+            raise RosterError("no DHT node took our record; is this machine's clock right?")
+
+    async def _store(self, record: PeerRecord, ttl_s: float) -> bool:
+        """Whether a node took the record; raises RosterError where the DHT does not answer."""
         # The DHT keeps the record that expires last.
         after_last = self._last.expires_at + 1e-3 if self._last else 0.0
         record = replace(record, expires_at=max(clock.now_s() + ttl_s, after_last))
@@ -334,8 +340,7 @@ class DhtRoster:
         )
         key = roster_key(self._run_id)
         store = self.node.store(key, value, record.expires_at, subkey=record.peer_id)
-        if not await _from_dht(store):
-            raise RosterError("no DHT node took our record; is this machine's clock right?")
+        return await _from_dht(store)
 
     async def peers(self) -> dict[str, PeerRecord]:
         """See `Roster`."""
@@ -360,10 +365,14 @@ class DhtRoster:
         """See `Roster`."""
         if self._last is None:
             return
+        left_s = self._last.expires_at - clock.now_s()
+        why = "no node of the DHT took it; the others may have left before"
         try:
-            await self.publish(replace(self._last, role="left"), ttl_s=5.0)
+            taken = await self._store(replace(self._last, role="left"), GOODBYE_S)
         except Exception as error:
-            logger.info("could not say goodbye to the roster: %s", error)
+            taken, why = False, str(error)
+        if not taken:
+            logger.info("no goodbye to the roster, it shows us for %.0f s more: %s", left_s, why)
         self._last = None
 
 

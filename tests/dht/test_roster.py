@@ -225,6 +225,25 @@ def test_a_later_record_replaces_also_with_a_shorter_ttl():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_goodbye_that_nobody_takes_says_so_and_not_that_the_clock_is_wrong(answers, caplog):
+    async def main():
+        dht = FakeDht()
+        ours = roster(dht)
+        await ours.publish(record(), 60)
+        dht.takes = False
+        if not answers:
+            dht.store = None
+        await ours.leave()
+
+    with caplog.at_level("INFO"):
+        asyncio.run(main())
+    (said,) = caplog.messages
+    assert said.startswith("no goodbye to the roster, it shows us for 60 s more: ")
+    assert ("others may have left before" in said) == answers
+    assert "clock" not in said
+
+
 def test_readers_skip_peers_without_admission_and_garbage():
     async def main():
         dht, stranger = FakeDht(), Identity.ephemeral()

@@ -122,8 +122,11 @@ def test_a_file_in_place_of_the_directory_is_refused(paths):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_is_not_ours_is_refused(paths):
     paths.root.mkdir(mode=0o500)
-    with pytest.raises(StateDirectoryUnusable, match="Permission denied"):
-        StateDirectory(paths, RUN)
+    try:
+        with pytest.raises(StateDirectoryUnusable, match="Permission denied"):
+            StateDirectory(paths, RUN)
+    finally:
+        paths.root.chmod(0o700)  # else whoever clears the folder is told that it cannot
 
 
 def test_a_lock_that_holds_something_is_not_emptied(paths):

@@ -11,7 +11,8 @@ Every row reduces real frames of the same pseudo-gradients (heavy-tailed, with a
     butterfly, CODEC  the mean comes back dense
 
 Bytes are those of one peer's frames in one round, without transport; the error is that of the
-update, relative to the mean of the pseudo-gradients, without error feedback.
+update, relative to the mean of the pseudo-gradients, without error feedback. Means are over all
+peers (`average=all`).
 """
 
 import argparse

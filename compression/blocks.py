@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -21,18 +21,22 @@ from torch import Tensor
 from atoll.compression.base import (
     BF16_MAX,
     FLOAT_MAX,
+    HEADER_BYTES,
     TINY,
     Codec,
     CodecError,
     Dims,
+    Frame,
     carve,
+    floats,
     part,
+    refuse_infinite,
     require_finite,
     step_sizes,
 )
 from atoll.compression.checksum import Checksum
 from atoll.compression.planes import constant
-from atoll.compression.scratch import MAX_TILES, TILE, scratch
+from atoll.compression.scratch import MAX_TILES, TILE, room, scratch
 
 MAGNITUDE = 0x7FFFFFFF  # bits of an fp32 without its sign
 SQUARABLE = (1e-15, 1e15)  # norms between which squares and their sums are finite and normal
@@ -51,6 +55,7 @@ class BlockCodec(Codec):
     reads_once: ClassVar[bool] = False  # True: factors for each step; few calls MUST make them
     num_measures: ClassVar[int] = 1
     tiles_at_once: ClassVar[int] = MAX_TILES  # on a CPU
+    alike_in_rows: ClassVar[bool] = False  # True: a block is encoded alike whatever is beside it
 
     def __post_init__(self) -> None:
         """Refuse blocks that do not divide a tile."""
@@ -90,6 +95,43 @@ class BlockCodec(Codec):
     @abstractmethod
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         """Decode to `out_M`; its last block may be short."""
+
+    def encode_rows(self, x_RN: Tensor) -> list[bytes]:
+        """As `Codec.encode_rows`; rows of a tile each are encoded as the tiles of one tensor."""
+        if not self._is_tiles(x_RN):
+            return super().encode_rows(x_RN)
+        numel = x_RN.numel()
+        together = room("rows", (self._payload_bytes((numel,)),), x_RN.device, torch.uint8)
+        refuse_infinite(float(self._write(floats(x_RN), (numel,), together)))
+        frames_RB = torch.empty((len(x_RN), self.wire_bytes(TILE)), dtype=torch.uint8)
+        for of_frames, section in self._sections_of_rows(frames_RB[:, HEADER_BYTES:], together):
+            of_frames.copy_(section)
+        return self._seal_rows(frames_RB, (TILE,))
+
+    def decode_rows(self, frames: Sequence[Frame], out_RN: Tensor) -> None:
+        """As `Codec.decode_rows`; rows of a tile each are decoded as the tiles of one tensor."""
+        if not self._is_tiles(out_RN):
+            super().decode_rows(frames, out_RN)
+            return
+        dims, payload_RB = (out_RN.numel(),), self._open_rows(frames, (TILE,))
+        together = room("rows", (self._payload_bytes(dims),), out_RN.device, torch.uint8)
+        for of_frames, section in self._sections_of_rows(payload_RB, together):
+            section.copy_(of_frames)
+        self._read(together, dims, out_RN.view(-1))
+
+    def _is_tiles(self, x_RN: Tensor) -> bool:
+        on_cpu = x_RN.device.type == "cpu"
+        return self.alike_in_rows and on_cpu and len(x_RN) > 1 and x_RN.shape[1] == TILE
+
+    def _sections_of_rows(
+        self, payload_RB: Tensor, together: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return scales, then codes: of rows of a tile each, and of a tensor of all values."""
+        rows = len(payload_RB)
+        sections = self._sections(together, rows * TILE)
+        of_all = [section.view(torch.uint8).view(rows, -1) for section in sections]
+        of_rows = torch.split(payload_RB, [section.shape[1] for section in of_all], dim=1)
+        return zip(of_rows, of_all, strict=True)
 
     def _payload_bytes(self, dims: Dims) -> int:
         numel = math.prod(dims)

@@ -35,6 +35,7 @@ class Int8(BlockCodec):
     code: ClassVar[int] = 4
     code_dtype: ClassVar[torch.dtype] = torch.int8
     reads_once: ClassVar[bool] = True
+    alike_in_rows: ClassVar[bool] = True
     block: int = 128
 
     def _code_bytes(self, numel: int) -> int:

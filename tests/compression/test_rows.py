@@ -22,6 +22,7 @@ SPECS = [
     "topk+2bit(block=64)",  # several blocks a row
     "topk+int4",
     "int8",
+    "sign",
     "2bit",
 ]
 

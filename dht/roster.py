@@ -319,6 +319,7 @@ class DhtRoster:
         self._credential = credential
         self._check = check
         self._last: PeerRecord | None = None
+        self._searches: set[asyncio.Task[Any]] = set()
 
     async def publish(self, record: PeerRecord, ttl_s: float) -> None:
         """See `Roster`. A later record always replaces an earlier one, also with a shorter ttl."""
@@ -340,11 +341,11 @@ class DhtRoster:
         )
         key = roster_key(self._run_id)
         store = self.node.store(key, value, record.expires_at, subkey=record.peer_id)
-        return await _from_dht(store)
+        return await self._from_dht(store)
 
     async def peers(self) -> dict[str, PeerRecord]:
         """See `Roster`."""
-        found = await _from_dht(self.node.get(roster_key(self._run_id), latest=True))
+        found = await self._from_dht(self.node.get(roster_key(self._run_id), latest=True))
         if found is None or not isinstance(found.value, dict):
             return {}
         records = [self._read(item.value) for item in found.value.values()]
@@ -375,13 +376,24 @@ class DhtRoster:
             logger.info("no goodbye to the roster, it shows us for %.0f s more: %s", left_s, why)
         self._last = None
 
+    async def _from_dht(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the DHT answers in time; a search that takes longer goes on to its own end.
 
-async def _from_dht(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        async with asyncio.timeout(DHT_TIMEOUT_S):
-            return await work
-    except Exception as error:  # hivemind's errors are of many kinds
-        raise RosterError(f"the DHT does not answer: {error!r}") from error
+        One that is cancelled leaves tasks behind that wait for it for ever (hivemind 1.1.12).
+        """
+        search = asyncio.create_task(work)
+        self._searches.add(search)
+        search.add_done_callback(self._ended)
+        try:
+            async with asyncio.timeout(DHT_TIMEOUT_S):
+                return await asyncio.shield(search)
+        except Exception as error:  # hivemind's errors are of many kinds
+            raise RosterError(f"the DHT does not answer: {error!r}") from error
+
+    def _ended(self, search: asyncio.Task[Any]) -> None:
+        self._searches.discard(search)
+        if not search.cancelled():
+            search.exception()  # nobody may be there to take it
 
 
 class MemoryBoard:

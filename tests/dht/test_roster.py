@@ -1,4 +1,5 @@
 import asyncio
+import gc
 from dataclasses import dataclass, replace
 
 import msgpack
@@ -223,6 +224,38 @@ def test_a_later_record_replaces_also_with_a_shorter_ttl():
         await ours.leave()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_search_that_takes_too_long_goes_on_to_its_own_end(fails, caplog):
+    """Cancelled, it would leave tasks of hivemind's behind that wait for ever."""
+
+    async def main():
+        dht, answered, ended = FakeDht(), asyncio.Event(), []
+
+        async def get(key, latest=False):
+            await answered.wait()
+            ended.append(key)
+            if fails:
+                raise OSError("no route")
+
+        dht.get = get
+        ours = roster(dht)
+        with pytest.raises(RosterError, match="TimeoutError"):
+            await ours.peers()
+        reading = asyncio.create_task(ours.peers())
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert not ended
+        answered.set()
+        await asyncio.sleep(1)
+        assert len(ended) == 2
+        assert not ours._searches
+
+    run_virtual(main())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -230,12 +230,6 @@ class Daemon:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=dial)
         await self._ask(request, timeout_s=timeout_s)
 
-    async def hang_up(self, peer: str, *, timeout_s: float = 5.0) -> None:
-        """Closes the connection to a peer."""
-        goodbye = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=goodbye)
-        await self._ask(request, timeout_s=timeout_s)
-
     async def open(self, peer: str, protocol: str, *, timeout_s: float) -> socket.socket:
         """A stream to the peer's handler of `protocol`, as a non-blocking socket."""
         opening = p2pd_pb2.StreamOpenRequest(

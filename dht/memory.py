@@ -154,10 +154,6 @@ class MemoryNetwork:
         """Nothing passes between `a` and `b`, either way, until `heal`."""
         self._cut |= {(a, b), (b, a)}
 
-    def cut_one_way(self, src: str, dst: str) -> None:
-        """Nothing passes from `src` to `dst`."""
-        self._cut.add((src, dst))
-
     def partition(self, *groups: Iterable[str]) -> None:
         """Cuts all links between peers of different groups."""
         sets = [set(group) for group in groups]

@@ -87,10 +87,6 @@ class Fragment:
         """Values of each piece."""
         return piece_slices(self.pieces)
 
-    def is_whole(self, numel: int) -> bool:
-        """Whether it is all of a vector of `numel` values, in order."""
-        return self.spans == ((0, numel),) and not self.tensors
-
     def take(self, vector_N: Tensor) -> Tensor:
         """The fragment's values, in its order; a view where it is the whole vector."""
         return self.ordered(self.cut(vector_N))

@@ -234,11 +234,6 @@ def cell_slice(numel: int, index: int) -> slice:
     return slice(index * CELL, min((index + 1) * CELL, numel))
 
 
-def cell_slices(numel: int) -> Iterator[slice]:
-    """All cells of the grid over `numel` values, in order."""
-    return (slice(start, min(start + CELL, numel)) for start in range(0, numel, CELL))
-
-
 def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, param in module.named_parameters():
         if not param.requires_grad:

@@ -426,8 +426,3 @@ def logits_of(model: nn.Module, tokens_BT: Tensor) -> Tensor:
 
 def _shape(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Return the number of trained numbers, tied ones counted once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -286,9 +286,6 @@ class NetworkReducer(TrainerSide):
         records = self._replica.store.headers(position, count)
         return [Entry.decode(r.entry) for r in records] if len(records) == count else None
 
-    def _is_in(self, entries: Sequence[Entry]) -> bool:
-        return any(m.peer_id == self._me.peer_id for entry in entries for m in entry.members)
-
     def _drain(self) -> None:
         behind: list[Settled | Reset] = []
         while not self._decided.empty():

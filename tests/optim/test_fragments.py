@@ -60,7 +60,6 @@ def test_take_and_put_are_inverse():
 def test_pieces_of_the_whole_are_the_cells_of_the_grid():
     layout = Layout(names=("w",), shapes=((CELL + 10,),))
     assert fragments.whole(layout).pieces == ((CELL,), (10,))
-    assert fragments.whole(layout).is_whole(layout.numel)
     assert fragments.by_tensor(LAYOUT).pieces == LAYOUT.shapes
 
 

@@ -21,7 +21,7 @@ def tokens(batch=2, length=16, vocab=64):
 
 def test_nano_is_about_a_million_parameters():
     model = models.build("nano", vocab_size=256, seq_len=128, seed=0)
-    assert models.num_parameters(model) == 934_848
+    assert Layout.of(model).numel == 934_848
     assert Layout.of(model).numel == 934_848  # the tied matrix counts once
 
 
@@ -39,7 +39,7 @@ def test_nano_is_about_a_million_parameters():
 def test_presets_have_the_size_of_their_name(name, millions):
     with torch.device("meta"):
         model = models.Decoder(models.PRESETS[name])
-    assert models.num_parameters(model) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert Layout.of(model).numel / 1e6 == pytest.approx(millions, rel=0.01)
 
 
 def test_weights_follow_from_the_seed_alone():
@@ -97,7 +97,7 @@ def test_rope_tables_are_not_part_of_the_state():
 
 
 def test_untied_head_is_a_parameter_of_its_own():
-    extra = models.num_parameters(small(tied=False)) - models.num_parameters(small())
+    extra = Layout.of(small(tied=False)).numel - Layout.of(small()).numel
     assert extra == 64 * 32
 
 

@@ -40,7 +40,6 @@ from atoll.peer.rounds.messages import (
     Closed,
     Gone,
     Group,
-    GroupMember,
     PartDone,
     PartPlan,
     Ready,
@@ -497,22 +496,8 @@ class Leadership:
     # entries
 
     def _update_entry(self) -> Entry:
-        group = self._closed_group()
-        members = tuple(
-            Member(
-                peer_id=m.peer_id,
-                incarnation=m.incarnation,
-                weight=m.weight,
-                clip=m.clip,
-                norm=m.norm,
-                tokens=m.tokens,
-                steps=m.steps,
-                loss=m.loss,
-            )
-            for m in group.members
-        )
         parts = self._closed_parts().logged(self._gone_without_work())
-        return self._entry("update", members, parts)
+        return self._entry("update", self._closed_group().members, parts)
 
     def _gone_without_work(self) -> list[int]:
         """Members of weight 0 that left: nothing of theirs is counted, so they do not vote next."""
@@ -545,13 +530,13 @@ class Leadership:
         )
 
 
-def admit(ready: Sequence[tuple[str, Ready]], *, clip_at: float) -> list[GroupMember]:
+def admit(ready: Sequence[tuple[str, Ready]], *, clip_at: float) -> list[Member]:
     """Members with their capped weights and clip factors; a bound of 0 clips nobody."""
     weights = cap_weights([r.weight for _, r in ready])
     steps = [max(r.steps, 1) for _, r in ready]
     clips = clip_factors([r.norm for _, r in ready], steps, at=clip_at or math.inf)
     return [
-        GroupMember(
+        Member(
             peer_id=peer,
             incarnation=r.incarnation,
             weight=weight,

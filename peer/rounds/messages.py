@@ -32,7 +32,6 @@ from pydantic import AfterValidator, Field, FiniteFloat
 from atoll.optim.log import (
     Count,
     Digest,
-    Elector,
     Incarnation,
     Member,
     Part,
@@ -51,14 +50,15 @@ PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that rece
 Weight = Annotated[FiniteFloat, Field(ge=0)]
 
 
-def _is_fp32(value: float) -> float:
-    if to_fp32(value) != value:
-        raise ValueError(f"expected a value of fp32, got {value}")
-    return value
+def _with_fp32_weight(member: Member) -> Member:
+    if to_fp32(member.weight) != member.weight:
+        raise ValueError(f"expected a weight of fp32, got {member.weight}")
+    return member
 
 
-Share = Annotated[Weight, AfterValidator(_is_fp32)]
-"""A weight as updates carry it: what fp32 doesn't hold would differ from member to member."""
+Admitted = Annotated[Member, AfterValidator(_with_fp32_weight)]
+"""A member as the leader admitted it; updates carry its weight in fp32, and what that does not hold
+would differ from member to member."""
 
 
 class Known(Record):
@@ -105,24 +105,6 @@ class Ready(Record):
     uplink_mbit_s: Weight
 
 
-class GroupMember(Record):
-    """A member as the leader admitted it: its share of the mean and its clip factor."""
-
-    peer_id: PeerId
-    incarnation: Incarnation
-    weight: Share
-    clip: Annotated[Weight, Field(le=1)]
-    norm: Weight
-    tokens: Count
-    steps: Count
-    loss: FiniteFloat | None
-
-    @property
-    def elector(self) -> Elector:
-        """The member as a voter."""
-        return Elector(peer_id=self.peer_id, incarnation=self.incarnation)
-
-
 class PartPlan(Record):
     """Who reduces which cells."""
 
@@ -139,7 +121,7 @@ class Group(Record):
     epoch: Count
     position: Count
     term: Count
-    members: Annotated[tuple[GroupMember, ...], Field(min_length=1, max_length=4096)]
+    members: Annotated[tuple[Admitted, ...], Field(min_length=1, max_length=4096)]
     parts: tuple[PartPlan, ...]
     stall_s: Weight
     deadline_s: Weight
@@ -220,7 +202,7 @@ class PlannedPart(Record):
 
 
 def planned_parts(
-    parts: Sequence[PartPlan | Part], members: Sequence[GroupMember | Member]
+    parts: Sequence[PartPlan | Part], members: Sequence[Member]
 ) -> tuple[PlannedPart, ...]:
     """The parts of a group or of an entry, by their owners' names."""
     return tuple(

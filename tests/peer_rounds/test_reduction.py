@@ -12,9 +12,9 @@ import torch
 from atoll.compression import CodecError, parse
 from atoll.optim.cells import LENGTH, Cells, body_of, pack, unpack
 from atoll.optim.layout import CELL
-from atoll.optim.log import MalformedRecord
+from atoll.optim.log import MalformedRecord, Member
 from atoll.optim.robust import REDUCERS, rule_of
-from atoll.peer.rounds.messages import PACED_BYTES, PIECE_BYTES, GroupMember
+from atoll.peer.rounds.messages import PACED_BYTES, PIECE_BYTES, Group
 from atoll.peer.rounds.reduction import (
     CellRefused,
     FrameBuffer,
@@ -170,19 +170,23 @@ def test_a_frame_that_claims_more_than_it_may_is_refused_before_it_comes():
         buffer.feed(memoryview(LENGTH.pack(1 << 31) + bytes(50)))
 
 
-def member(**changes):
+def group_of_one(**changes):
     fields = {"weight": 128.0, "clip": 1.0, "norm": 1e300, "tokens": 1280, "steps": 10}
-    return GroupMember(peer_id=PEER, incarnation="f" * 32, loss=None, **(fields | changes))
+    member = Member(peer_id=PEER, incarnation="f" * 32, loss=None, **(fields | changes))
+    return Group(
+        epoch=1, position=2, term=0, members=(member,), parts=(), stall_s=1.5, deadline_s=60.0
+    )
 
 
 def test_a_weight_that_fp32_does_not_hold_is_no_groups():
-    assert GroupMember.decode(member().encode()) == member()
+    group = group_of_one()
+    assert Group.decode(group.encode()) == group
     for weight in (1e300, 1e-60, 128.0 + 2**-30):
-        lie = member().encode().replace(struct.pack(">d", 128.0), struct.pack(">d", weight))
+        lie = group.encode().replace(struct.pack(">d", 128.0), struct.pack(">d", weight))
         with pytest.raises(MalformedRecord, match="weight"):
-            GroupMember.decode(lie)
+            Group.decode(lie)
     with pytest.raises(ValueError, match="clip"):
-        member(clip=1.01)
+        group_of_one(clip=1.01)
 
 
 def test_one_cell_too_many_is_refused():

@@ -10,11 +10,11 @@ import pytest
 from atoll.dht.transport import Refused
 from atoll.optim import fragments
 from atoll.optim.layout import Layout
-from atoll.optim.log import MalformedRecord
+from atoll.optim.log import MalformedRecord, Member
 from atoll.peer.rounds import spreading
 from atoll.peer.rounds.closing import PATIENCE_STALLS, group_of, group_payload
 from atoll.peer.rounds.deflating import deflated, inflated
-from atoll.peer.rounds.messages import MAX_GROUP_BYTES, Closed, Group, GroupMember, PartPlan
+from atoll.peer.rounds.messages import MAX_GROUP_BYTES, Closed, Group, PartPlan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
 import strikes
@@ -33,7 +33,7 @@ def a_group(members):
         position=2,
         term=0,
         members=tuple(
-            GroupMember(
+            Member(
                 peer_id=f"peer{i}",
                 incarnation="a",
                 weight=1.0,

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.state import OuterState
 from atoll.optim.weights import DRIFT_CAP, drift_ratio, work_weight
+from atoll.peer.background import background_threads
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.flight import OfferedWindow
@@ -54,7 +55,6 @@ class Offered:
     """A contribution that is not decided yet."""
 
     number: int
-    windows: int
     encoding: Future[OfferedWindow]
     deadline_s: float
     """until when `wait` waits for it, on the monotonic clock"""
@@ -63,11 +63,6 @@ class Offered:
     def offer(self) -> Offer:
         """Its frames, once they are encoded."""
         return self.encoding.result().offer
-
-    @property
-    def drift(self) -> float:
-        """Norm of all that it stands for."""
-        return self.offer.norm * self.windows
 
 
 class NetworkReducer(TrainerSide):
@@ -97,7 +92,7 @@ class NetworkReducer(TrainerSide):
         self._residuals = [self._replay.residual(f) for f in range(len(self._replay.fragments))]
         self._offers: dict[int, Offered] = {}
         """what is on offer, by fragment"""
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="atoll-encode")
+        self._encoder = background_threads(1, "atoll-encode")
         """one thread, which reads and changes the residuals in the order in which it is asked"""
         self._settling: deque[Future[None]] = deque()
         self._joining: set[int] = set()
@@ -160,7 +155,6 @@ class NetworkReducer(TrainerSide):
         encoding = self._encoder.submit(self._encoded, contribution, weight, self._number)
         self._offers[fragment] = Offered(
             number=self._number,
-            windows=contribution.windows,
             encoding=encoding,
             deadline_s=time.monotonic() + self._patience_s,
         )
@@ -228,10 +222,7 @@ class NetworkReducer(TrainerSide):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a restart, if the log tells what became of this peer's last contributions."""
         saved, now = int(state["position"]), self._position
-        entries = self._entries_since(saved) if 0 <= now - saved <= self._far_behind else None
-        if entries is None or any(
-            m.peer_id == self._me.peer_id for e in entries for m in e.members
-        ):
+        if not 0 <= now - saved <= self._far_behind or self._included_since(saved):
             self._reset(
                 self._in_loop(lambda: self._replica.state),
                 f"saved at position {saved}, the run is at {now}: starting from the run's state",
@@ -243,7 +234,6 @@ class NetworkReducer(TrainerSide):
             residual.load_state_dict(saved_state)
         current = self._in_loop(lambda: self._replica.state)
         self._position = current.position
-        decided = {entry.fragment: len(entry.members) for entry in reversed(entries)}
         for fragment in range(len(self._residuals)):
             self._deliver(
                 Commit(
@@ -251,7 +241,7 @@ class NetworkReducer(TrainerSide):
                     position=current.position,
                     params_N=current.params_N,
                     included=None,
-                    members=decided.get(fragment, 0),
+                    members=0,
                 )
             )
 
@@ -280,11 +270,13 @@ class NetworkReducer(TrainerSide):
             self._decided.get()
         return self._replica.state
 
-    def _entries_since(self, position: int) -> list[Entry] | None:
-        """Those up to where this peer stands; None where the log here begins later."""
+    def _included_since(self, position: int) -> bool:
         count = self._position - position
         records = self._replica.store.headers(position, count)
-        return [Entry.decode(r.entry) for r in records] if len(records) == count else None
+        if len(records) < count:
+            return True  # unknown: the log here begins later
+        entries = (Entry.decode(record.entry) for record in records)
+        return any(m.peer_id == self._me.peer_id for e in entries for m in e.members)
 
     def _drain(self) -> None:
         behind: list[Settled | Reset] = []
@@ -321,7 +313,7 @@ class NetworkReducer(TrainerSide):
             )
         )
         if offered is not None and settles and (included is None or not included.any()):
-            self._drop_what_grew(entry, offered.drift, state)
+            self._drop_what_grew(entry, offered.offer.norm, state)
 
     def _settle_residual(
         self, decided: Settled, offered: Offered | None, included: Tensor | None
@@ -352,11 +344,11 @@ class NetworkReducer(TrainerSide):
         while self._settling:
             self._settling.popleft().result()
 
-    def _drop_what_grew(self, entry: Entry, drift: float, state: OuterState) -> None:
-        """Drop work that was left out so often that its weight would be capped, and it is stale."""
+    def _drop_what_grew(self, entry: Entry, norm: float, state: OuterState) -> None:
+        """Drop work that was left out so often that it would outweigh what the others bring."""
         if self.method.every_step:
             return  # sends gradients: nothing was kept for the next one
-        ratio = drift_ratio(drift, [m.norm for m in entry.members if m.weight > 0])
+        ratio = drift_ratio(norm, [m.norm for m in entry.members if m.weight > 0])
         if ratio > DRIFT_CAP:
             why = f"left out of rounds until it had {ratio:.1f} times the median norm"
             self._reset(state, f"{why}, more than {DRIFT_CAP:g} times")

@@ -15,7 +15,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -34,6 +33,7 @@ from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.transport import TransportError
 from atoll.optim.log import Elector
 from atoll.optim.state import Assembly, OuterState
+from atoll.peer.background import background_threads
 from atoll.peer.contact import Heartbeats
 from atoll.peer.membership import Membership, StateDirectory, addresses_to_keep
 from atoll.peer.paths import PeerPaths
@@ -180,7 +180,7 @@ class Session:
         self.on_close = on_close
         self._tell = say
         self._incarnation = f"{random.SystemRandom().getrandbits(128):032x}"
-        self._work = ThreadPoolExecutor(2, thread_name_prefix="atoll-work")
+        self._work = background_threads(2, "atoll-work")
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving = False
         self._started = False

@@ -118,9 +118,7 @@ class Member(Record):
     norm: Annotated[FiniteFloat, Field(ge=0)]
     """of the decoded contribution before it was clipped, as the peer declared it"""
     tokens: Count
-    """of all windows that it stands for"""
     steps: Count
-    """of one of them"""
     loss: FiniteFloat | None
     """nats a token over its window; None where it did not measure one"""
 

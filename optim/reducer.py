@@ -16,12 +16,7 @@ from atoll.optim.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What a peer learned in a window. Frozen until a commit settles it.
-
-    Updates that went on without earlier windows of this peer leave their work in its drift. Such a
-    contribution stands for several windows. It is as long as one of them, and weighs as many times
-    as much: tokens / steps is the rate of one window times their number.
-    """
+    """What a peer learned in one window. Frozen until a commit settles it."""
 
     fragment: int = 0
     """Which fragment of the model; 0 where the whole model syncs together."""
@@ -31,18 +26,14 @@ class Contribution:
 
     delta: Tensor | Callable[[], Tensor]
     """Pseudo-gradient, synced minus local, or what else the method sends, of the fragment's
-    values in its order, a window; fp32 on the CPU, all finite. Or what computes it, on the thread
+    values in its order; fp32 on the CPU, all finite. Or what computes it, on the thread
     of whoever asks: a pass over the model need not hold up the trainer."""
 
-    windows: int = 1
-    """Windows that it stands for: the last one, and those whose updates went on without them since
-    something of this peer was included."""
-
     tokens: int
-    """Tokens of all of them; 0 gives the contribution weight 0."""
+    """Tokens behind delta since the last contribution that was included; 0 gives it weight 0."""
 
     steps: int
-    """Inner steps, a window."""
+    """Inner steps behind delta, likewise."""
 
     loss: float
     """Mean training loss of these steps; NaN where the caller does not tell."""

@@ -19,9 +19,9 @@ WeightRule = Literal["rate", "tokens", "equal"]
 MAX_TOKENS = 1 << 40  # a window of a day at 12 million tokens/s
 MAX_STEPS = 1 << 24  # a window of a day at 194 steps/s
 WEIGHT_CAP = 4.0  # times the median: one claim of absurd work can't own the average
-STEPS_CAP = 4  # times the median: windows are of half to twice the run's steps, so honest ones fit
+STEPS_CAP = 4  # times the median: who claims more buys no longer norm; honest windows are shorter
 CLIP_AT = 2.0  # times the median norm: honest norms stay within it, see docs/benchmarks
-DRIFT_CAP = 3.0  # times the median norm: past some 4 windows the cap on weights takes work away
+DRIFT_CAP = 3.0  # times the median norm: what was left out for longer would own an update
 
 
 class WorkRefused(ValueError):  # noqa: N818
@@ -33,11 +33,9 @@ def work_weight(tokens: int, steps: int, rule: WeightRule = "rate") -> float:
 
     Args:
         tokens: tokens behind the pseudo-gradient; 0 for a contribution that must not count.
-        steps: inner steps behind it, a window.
+        steps: inner steps behind it.
         rule: "rate" is tokens / steps: a pseudo-gradient already grows with its steps, so plain
-            tokens would count speed twice. "tokens" is the plain rule. Of k windows, sent as their
-            mean (`Contribution`), both give k times the weight of one. "equal" gives everyone 1,
-            and thus counts one of them.
+            tokens would count speed twice. "tokens" is the plain rule, "equal" gives everyone 1.
 
     Returns:
         A weight rounded to fp32, as entries carry it.
@@ -80,8 +78,8 @@ def clip_factors(
 
     Args:
         norms: Euclidean norms of the contributions; 0 for one of weight 0.
-        steps: inner steps behind each, a window; a norm is divided by them, as it grows with them,
-            but by at most 4 times the median of those with a norm.
+        steps: inner steps behind each; a norm is divided by them, as it grows with them, but by at
+            most 4 times the median of those with a norm.
         at: the bound, in medians.
 
     Returns:
@@ -105,10 +103,12 @@ def clip_factors(
 
 
 def drift_ratio(norm: float, others: Sequence[float]) -> float:
-    """How many times the others' median norm a drift that was left out has; 0 if unknown.
+    """How many times the others' median norm a contribution that was left out has; 0 if unknown.
+
+    A norm a step says nothing here: what was left out grows by windows, and their steps with it.
 
     Args:
-        norm: of the drift, which is that of its contribution times the windows that it stands for.
+        norm: of the contribution.
         others: norms of the contributions that counted; zeros are none.
 
     Raises:

@@ -29,9 +29,6 @@ class Window:
     pending: Pending | None = None
     tokens: int = 0
     steps: int = 0
-    missed: int = 0
-    """Updates that went on without earlier windows, whose work is in the drift."""
-
     step_in_window: int = 0
     losses: list[float | Tensor] = field(default_factory=list)
 
@@ -48,12 +45,11 @@ class Window:
     def disown(self) -> None:
         """Let the open window count for nothing; what is under way was trained before."""
         self.tokens = 0 if self.pending is None else self.pending.tokens
-        self.missed = 0
 
     def restart(self, step_in_window: int) -> None:
         """Forget what was trained."""
         self.pending = None
-        self.tokens = self.steps = self.missed = 0
+        self.tokens = self.steps = 0
         self.step_in_window = step_in_window
         self.losses = []
 
@@ -63,7 +59,6 @@ class Window:
             "pending": None if self.pending is None else vars(self.pending).copy(),
             "tokens": self.tokens,
             "steps": self.steps,
-            "missed": self.missed,
             "step_in_window": self.step_in_window,
             "losses": [float(loss) for loss in self.losses],
         }
@@ -73,6 +68,5 @@ class Window:
         pending = state["pending"]
         self.pending = None if pending is None else Pending(**pending)
         self.tokens, self.steps = state["tokens"], state["steps"]
-        self.missed = state["missed"]
         self.step_in_window = state["step_in_window"]
         self.losses = list(state["losses"])

@@ -2,8 +2,7 @@
 
     synced   parameters that every replica holds in the same bits (by gossip: this peer's own)
     local    what this peer trains: the model's own tensors
-    delta    what it sends at the end of a window, of one fragment; where updates went on without
-             earlier windows, its mean over all that it stands for, with their weight together
+    delta    what it sends at the end of a window, of one fragment
 
 Each fragment of the group's method has its own window of H inner steps, at its own offset. A
 contribution that is handed in stays pending until a commit settles it; the commit is taken `delay`
@@ -85,7 +84,6 @@ class Worker(ABC):
         *,
         inner_steps: int,
         delay: int = 0,
-        averages: bool = True,
     ) -> None:
         """Join the reducer and take its parameters.
 
@@ -95,8 +93,6 @@ class Worker(ABC):
             reducer: an `InProcessGroup` member, or the networked one.
             inner_steps: H, steps of a window; `resize` changes it.
             delay: inner steps between handing in and taking the commit.
-            averages: whether windows whose updates went on without them are sent as one, their
-                mean, with their weight together.
 
         Raises:
             ValueError: when inner_steps is below 1, or the delay is not in [0, inner_steps].
@@ -112,7 +108,6 @@ class Worker(ABC):
         self.reducer = reducer
         self.inner_steps = inner_steps
         self.delay = delay
-        self._averages = averages
         self._delay_share = delay / inner_steps
         self.layout = Layout.of(model)
         _expect_optimizer_of(model, inner)
@@ -248,7 +243,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _delta(self, index: int, local_F: Tensor) -> Tensor | Callable[[], Tensor]:
-        """What there is to send of a fragment whose parameters stand at local, all of it.
+        """What is sent at the end of a window, of a fragment whose parameters stand at local.
 
         Or what computes it later: then it is finite if local is.
         """
@@ -325,14 +320,12 @@ class Worker(ABC):
         window.pending = Pending(local_N=local_F, tokens=window.tokens, steps=window.steps)
         window.step_in_window = 0
         window.losses = []
-        windows = 1 + window.missed if self._averages else 1
         return Contribution(
             fragment=index,
             window=number,
-            windows=windows,
-            delta=_mean(delta, windows) if windows > 1 else delta,
+            delta=delta,
             tokens=window.tokens,
-            steps=round(window.steps / windows),
+            steps=window.steps,
             loss=loss,
             lr=self._rate(),
         )
@@ -437,14 +430,6 @@ class Worker(ABC):
         if included or not self.keeps_work:
             window.tokens -= pending.tokens
             window.steps -= pending.steps
-            window.missed = 0
-        elif commit.members:
-            window.missed += 1
-
-
-def _mean(delta: Tensor | Callable[[], Tensor], windows: int) -> Tensor | Callable[[], Tensor]:
-    """A share of what is sent, as it is or later."""
-    return delta / windows if isinstance(delta, Tensor) else lambda: delta() / windows
 
 
 def _expect_optimizer_of(model: nn.Module, inner: torch.optim.Optimizer) -> None:

@@ -99,8 +99,7 @@ class Eager(Overlapped):
 
     def _next_start(self) -> Tensor:
         lr, mu = self._method.lr, self._method.momentum
-        windows = self._members + self._windows[0].missed  # in the mean, if the others miss none
-        fresh_N = self._sent_N / windows
+        fresh_N = self._sent_N / self._members
         x_N = fresh_N - self._fresh_N
         self._fresh_N = fresh_N
         self._overlay_momentum_N = self._overlay_momentum_N * mu + x_N

@@ -103,16 +103,5 @@ class SparseLoCoMethod(Method):
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`; DiLoCo, whose one fragment is in tiles.
-
-        Most values have one sender, and count in full whatever their sender weighs: a mean over
-        windows would be that much of a step lost.
-        """
-        return DiLoCo(
-            model,
-            inner,
-            reducer,
-            inner_steps=inner_steps,
-            delay=self.tau,
-            averages=self.divides_by == "all",
-        )
+        """As `Method.worker`; DiLoCo, whose one fragment is in tiles."""
+        return DiLoCo(model, inner, reducer, inner_steps=inner_steps, delay=self.tau)

@@ -139,25 +139,13 @@ def test_work_that_was_left_out_is_in_the_next_contribution_once(spec):
     ended_N = flat(worker.model)
     worker.advance(tokens=TOKENS)
     first, second = reducer.submitted
-    torch.testing.assert_close(2 * second.delta_N, first.delta_N + (began_N - ended_N))
-    assert (second.tokens, second.steps, second.windows) == (4 * TOKENS, 2, 2)
+    torch.testing.assert_close(second.delta_N, first.delta_N + (began_N - ended_N))
+    assert (second.tokens, second.steps) == (4 * TOKENS, 4)
     everywhere = torch.ones(len(worker.fragments[0].pieces), dtype=torch.bool)
     reducer.queue = [[Commit(position=2, params_N=start_N, included=everywhere, members=2)]]
     train(worker, range(4, 6))
     assert reducer.submitted[2].tokens == 2 * TOKENS
     assert not worker.state_dict()["owed_N"].any()
-
-
-def test_eager_counts_its_missed_windows_among_those_that_its_share_is_of():
-    """The mean will be of its two windows and of one each of the others."""
-    worker, reducer = lone("eager(peers=2)", 2)
-    train(worker, range(2))
-    first = reducer.submitted[0]
-    torch.testing.assert_close(worker.state_dict()["fresh_N"], first.delta_N / 2)
-    reducer.queue = [[Commit(position=1, params_N=worker.synced_N, included=None, members=2)]]
-    train(worker, range(2, 4))
-    second = reducer.submitted[1]
-    torch.testing.assert_close(worker.state_dict()["fresh_N"], second.delta_N * 2 / 3)
 
 
 def test_reset_drops_overlay_and_window():

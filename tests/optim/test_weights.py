@@ -17,11 +17,6 @@ def test_weight_is_tokens_per_step():
     assert work_weight(0, 30) == work_weight(0, 0) == 0.0
 
 
-@pytest.mark.parametrize("rule", ["rate", "tokens"])
-def test_of_k_windows_each_weighs_as_much_as_one(rule):
-    assert work_weight(3 * 3_000, 30, rule) == 3 * work_weight(3_000, 30, rule)
-
-
 def test_weight_is_an_fp32_number():
     assert work_weight(1, 3) == 0.3333333432674408
 

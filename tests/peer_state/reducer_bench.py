@@ -66,10 +66,9 @@ def decided(position, *members, settles=None, included=None, credits=()):
     return Settled(applied=applied, included=included, settles=settles, credits=list(credits))
 
 
-def contribution(window=0, *, tokens=100, steps=10, loss=2.0, value=1.0, windows=1):
+def contribution(window=0, *, tokens=100, steps=10, loss=2.0, value=1.0):
     return Contribution(
         window=window,
-        windows=windows,
         delta=torch.full((NUMEL,), value),
         tokens=tokens,
         steps=steps,

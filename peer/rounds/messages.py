@@ -51,8 +51,12 @@ Weight = Annotated[FiniteFloat, Field(ge=0)]
 
 
 def _with_fp32_weight(member: Member) -> Member:
-    if to_fp32(member.weight) != member.weight:
-        raise ValueError(f"expected a weight of fp32, got {member.weight}")
+    try:
+        held = to_fp32(member.weight)
+    except ValueError:
+        held = None
+    if held != member.weight:
+        raise ValueError(f"expected a weight that fp32 holds, got {member.weight}")
     return member
 
 

@@ -456,8 +456,9 @@ class Leadership:
             PartPlan(start_cell=part.start_cell, stop_cell=part.stop_cell, owner=place[part.owner])
             for part in expected.parts
         ]
+        even = split_cells(self.cells.sizes, [1.0] * len(live))
         turn = self.position // len(self.ctx.replay.fragments)
-        return kept_parts(last, best, rates, turn=turn)
+        return kept_parts(last, best, even, rates, turn=turn)
 
     def _rate_mbit_s(self, session: Session) -> float:
         """Of the slower direction; a downlink counts where its owner declares it."""

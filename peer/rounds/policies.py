@@ -28,6 +28,7 @@ MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut furt
 # A new cut makes members send their codes, half of the bytes, once more. What rounds show of links
 # scatters on a busy machine: 27 to 46 Mbit/s were read of four that had 50.
 KEEP_PARTS = 1.25
+KEEP_UNEVEN = 1.1  # such parts came of a reading; where even ones would do they are the safer ones
 CUT_EVERY = 4  # updates of a fragment; the second one is cut by what the first has shown
 MAX_AHEAD = 3
 
@@ -148,22 +149,30 @@ def split_cells(sizes: Sequence[int], rates_mbit_s: Sequence[float]) -> list[Par
 
 
 def kept_parts(
-    last: Sequence[PartPlan], best: Sequence[PartPlan], rates_mbit_s: Sequence[float], *, turn: int
+    last: Sequence[PartPlan],
+    best: Sequence[PartPlan],
+    even: Sequence[PartPlan],
+    rates_mbit_s: Sequence[float],
+    *,
+    turn: int,
 ) -> Sequence[PartPlan]:
-    """The parts of the last entry; now and then the best ones of now, if much sooner done.
+    """The parts of the last entry; now and then others, if they are done much sooner.
 
     Codes that left before the group closed are those of the last entry's parts.
 
     Args:
         last: its owners being members now.
-        best: of the same cells.
+        best: of the same cells, by the rates.
+        even: of the same cells, as if all rates were one.
         rates_mbit_s: of the slower direction of each member's link.
         turn: how many positions the fragment has had before.
     """
     if turn % CUT_EVERY != 1:
         return last
-    slower = _transfer(last, rates_mbit_s) > KEEP_PARTS * _transfer(best, rates_mbit_s)
-    return best if slower else last
+    last_s, best_s, even_s = (_transfer(plans, rates_mbit_s) for plans in (last, best, even))
+    if even_s <= KEEP_PARTS * best_s:
+        return even if last_s > KEEP_UNEVEN * even_s else last
+    return best if last_s > KEEP_PARTS * best_s else last
 
 
 def _transfer(plans: Sequence[PartPlan], rates_mbit_s: Sequence[float]) -> float:

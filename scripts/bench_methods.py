@@ -170,7 +170,8 @@ def show_churn(all_rows: list[dict]) -> None:
         spread = max(row["losses"]) - min(row["losses"])
         own = row["settings"]
         print(
-            f"{own['params'] / 1e6:5.2f}M  {own['spec'][:30]:31}{row['churn']:32}"
+            f"{own['params'] / 1e6:5.2f}M  {own['spec'][:30]:31}"
+            f"{own['tokens'] / 1e6:4.1f}M tokens  H={own['inner_steps']:<4}{row['churn']:32}"
             f"{row['valid_loss']:8.4f}{change:>9}{spread:8.4f}  {row['seeds']} seeds"
         )
 

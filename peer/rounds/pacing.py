@@ -38,7 +38,7 @@ DECLARED_SHARE = 0.94  # of a declared rate: headers and encryption at packets o
 BURST_S = 0.03  # what a busy machine may catch up; at 100% of the link such a queue never drains
 SAMPLE_S = 0.1  # between readings of what the link carried
 WINDOW_S = 0.3  # a shorter rate says more about buffers than about the link
-READ_BYTES = 1 << 18  # fewer messages say more about where a reading cuts them than about the link
+READ_BYTES = 1 << 19  # fewer messages say more about where a reading cuts them than about the link
 KEPT_ROUNDS = 8  # of which the median counts: confirmations queue behind what the others send
 QUEUE_S = 0.25  # of bytes at most that wait on the way: signs of life travel behind them
 ROUND_TRIP_S = 0.05  # what one is taken for before a peer has answered
@@ -209,10 +209,18 @@ class Pacer:
         self._limit = max(MIN_IN_FLIGHT_BYTES, (self.round_trip_s + QUEUE_S) * bytes_s)
         self._grant()
 
-    def was_busy(self) -> bool:
-        """Whether anybody waits for a turn or, where nothing is paced, had one since last asked."""
+    def was_busy(self, confirmed: int = 0) -> bool:
+        """Whether anybody waits for a turn; where nothing is paced, whether bytes wait on the way.
+
+        Without a pace, who sends what others' codes let it send has a turn now and then, and the
+        link is idle in between: its bytes are confirmed as soon as they leave.
+
+        Args:
+            confirmed: bytes since ``confirm`` was told last.
+        """
         granted, self._granted = self._granted, False
-        return bool(self._turns) or (granted and self.rate_mbit_s is None)
+        waits = self._in_flight - confirmed >= MIN_IN_FLIGHT_BYTES / 2
+        return bool(self._turns) or (granted and waits and self.rate_mbit_s is None)
 
     def turn(self, num_bytes: int, order: Order) -> asyncio.Future[None]:
         """Done when so many bytes may be sent; cancel it to give it up."""
@@ -336,16 +344,18 @@ class Link:
 
     async def _read(self, transport: Transport) -> None:
         while True:
-            counted = transport.statistics()
+            counted, now_s = transport.statistics(), asyncio.get_running_loop().time()
+            before = [samples[-1] for samples in self._stretches if samples]
+            last = before[-1] if before else None
+            confirmed = counted.wire_bytes_delivered - last.delivered if last else 0
             sample = Sample(
-                at_s=asyncio.get_running_loop().time(),
+                at_s=now_s,
                 delivered=counted.wire_bytes_delivered,
                 received=counted.wire_bytes_received,
-                busy=self.pacer.was_busy(),
+                busy=self.pacer.was_busy(confirmed),
             )
-            if before := [samples[-1] for samples in self._stretches if samples]:
-                last = before[-1]
-                self.pacer.confirm(sample.delivered - last.delivered, sample.at_s - last.at_s)
+            if last is not None:
+                self.pacer.confirm(confirmed, now_s - last.at_s)
             self._stretches[-1].append(sample)
             await asyncio.sleep(SAMPLE_S)
 

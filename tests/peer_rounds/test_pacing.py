@@ -247,7 +247,9 @@ def test_a_pace_that_is_too_low_does_not_sink(messages):
     estimate = RateEstimate(mbit_s=3.0, gain=GAIN)
     for _ in range(SEARCH_EVERY - 1):
         estimate = estimate.after(saturated_mbit_s([round_of(messages, estimate.pace_mbit_s)]))
-        assert estimate.pace_mbit_s is None or estimate.pace_mbit_s > 0.8 * 3.0
+        if estimate.pace_mbit_s is None:
+            return
+        assert estimate.pace_mbit_s > 0.8 * 3.0
 
 
 def test_two_short_legs_make_no_round_that_is_long_enough_to_be_read():
@@ -354,7 +356,7 @@ async def watched(link, *spans):
         await asyncio.sleep(begin_s)
         watch = link.watch(transport)
         while asyncio.get_running_loop().time() < began_s + end_s:
-            link.pacer.turn(1, (0,))
+            link.pacer.turn(PIECE, (0,))
             await asyncio.sleep(0.01)
         watch.disturbed = disturbed
         watch.close()
@@ -435,7 +437,7 @@ def test_codes_up_front_and_what_comes_after_are_read_as_one_round():
         learn, link.learn = link.learn, learned.append
         codes = link.watch(Counting(40.0))
         for _ in range(100):
-            link.pacer.turn(1, (0,))
+            link.pacer.turn(PIECE, (0,))
             await asyncio.sleep(0.01)
         codes.pause()
         await asyncio.sleep(30.0)
@@ -447,6 +449,22 @@ def test_codes_up_front_and_what_comes_after_are_read_as_one_round():
     rate, spans = run(main())
     assert rate == pytest.approx(40.0)
     assert spans == pytest.approx([1.0, 1.0], abs=0.11)
+
+
+def test_who_sends_what_others_let_it_send_does_not_fill_its_link():
+    """Two messages each tenth of a second, confirmed at once: 10 Mbit/s say nothing of the link."""
+
+    async def main():
+        link, fast = Link(), Counting(1e6)
+        watch = link.watch(fast)
+        for _ in range(20):
+            for number in range(2):
+                await link.pacer.turn(MESSAGE, (number,))
+            await asyncio.sleep(SAMPLE_S)
+        watch.close()
+        return link.pacer.rate_mbit_s, link.uplink_mbit_s
+
+    assert run(main()) == (None, UNKNOWN_MBIT_S)
 
 
 async def paces_of_rounds(link, capacity_mbit_s, messages, pause_s, *, rounds):
@@ -481,9 +499,9 @@ async def paces_of_rounds(link, capacity_mbit_s, messages, pause_s, *, rounds):
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
-def test_rounds_of_two_megabytes_pace_a_slow_link(pause_s):
-    """2 MB at 10 Mbit/s in two halves: nothing had paced them, and queues overflowed."""
-    first, search, *later = run(paces_of_rounds(Link(), 10.0, 32, pause_s, rounds=16))
+def test_rounds_of_three_megabytes_pace_a_slow_link(pause_s):
+    """In two halves, each too short to be read for 1 MiB: queues overflowed."""
+    first, search, *later = run(paces_of_rounds(Link(), 10.0, 48, pause_s, rounds=16))
     assert first is None
     assert search == pytest.approx(10.0 * SEARCH_GAIN, rel=0.05)
     assert later == pytest.approx([10.0 * GAIN] * len(later), rel=0.05)

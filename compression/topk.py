@@ -102,17 +102,32 @@ class TopK(SparseCodec):
         """As `Codec.encode_rows`; what was selected of all rows is encoded at once."""
         if not self._is_regular(x_RN):
             return super().encode_rows(x_RN)
-        frames_RB, _ = self._write_frames(x_RN)
-        return self._seal_rows(frames_RB, (x_RN.shape[1],))
+        return self._seal_rows(self._write_frames(self.choose_rows(x_RN)), (x_RN.shape[1],))
 
     def encode_sparse_rows(self, x_RN: Tensor) -> tuple[list[bytes], Sparse]:
         """As `SparseCodec.encode_sparse_rows`; indices need not be read back."""
         if not self._is_regular(x_RN):
             return super().encode_sparse_rows(x_RN)
-        frames_RB, indices_RK = self._write_frames(x_RN)
-        values_RB, *_ = self._sections(frames_RB[:, HEADER_BYTES:], x_RN.shape[1])
-        sent = self._sparse(indices_RK, values_RB, tuple(x_RN.shape))
-        return self._seal_rows(frames_RB, (x_RN.shape[1],)), sent
+        return self.encode_chosen(self.choose_rows(x_RN))
+
+    def choose_rows(self, x_RN: Tensor) -> Sparse:
+        """Return what is to be sent of rows on the CPU whose length `fills_planes`, as it is."""
+        indices_K, values_K = self._select(floats(x_RN))
+        self._add_starts_(indices_K)
+        return Sparse(indices=indices_K, values=values_K, shape=tuple(x_RN.shape))
+
+    def encode_chosen(self, chosen: Sparse) -> tuple[list[bytes], Sparse]:
+        """Return a frame for each of the rows of which `choose_rows` chose, and what they say.
+
+        Raises:
+            CodecError: as `encode`.
+        """
+        frames_RB = self._write_frames(chosen)
+        values_RB, *_ = self._sections(frames_RB[:, HEADER_BYTES:], chosen.shape[1])
+        values_RK = torch.empty((len(frames_RB), self._count(chosen)), dtype=torch.float32)
+        self.values._read_rows(values_RB, values_RK)
+        sent = replace(chosen, values=values_RK.view(-1))
+        return self._seal_rows(frames_RB, (chosen.shape[1],)), sent
 
     def decode_rows(self, frames: Sequence[Frame], out_RN: Tensor) -> None:
         """As `Codec.decode_rows`; all rows are read at once."""
@@ -124,39 +139,43 @@ class TopK(SparseCodec):
 
     def sparse_rows(self, frames: Sequence[Frame], numel: int) -> Sparse:
         """As `SparseCodec.sparse_rows`; all rows are read at once."""
-        if not self._fills_planes(numel):
+        if not self.fills_planes(numel):
             return super().sparse_rows(frames, numel)
         values_RB, _, indices_RB = self._sections(self._open_rows(frames, (numel,)), numel)
         indices_RK = read_index_rows(indices_RB, num_entries(numel, self.k))
         check_indices(indices_RK.view(-1, self.k), CHUNK)
-        return self._sparse(indices_RK, values_RB, (len(frames), numel))
-
-    def _write_frames(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
-        """Return frames without headers, and the indices in each row's chunks."""
-        rows, numel = x_RN.shape
-        indices_K, values_K = self._select(floats(x_RN))
-        indices_RK = indices_K.view(rows, -1)
-        frames_RB = torch.empty((rows, self.wire_bytes(numel)), dtype=torch.uint8)
-        values_RB, rest_RB, indices_RB = self._sections(frames_RB[:, HEADER_BYTES:], numel)
-        self.values._write_rows(values_K.view(rows, -1), values_RB)
-        rest_RB.zero_()
-        write_index_rows(indices_RK, indices_RB)
-        refuse_infinite(float(peak(values_K)))
-        return frames_RB, indices_RK
-
-    def _sparse(self, indices_RK: Tensor, values_RB: Tensor, shape: tuple[int, ...]) -> Sparse:
-        """Return what rows say, given the indices in their chunks, which become flat ones."""
         values_RK = torch.empty(indices_RK.shape, dtype=torch.float32)
         self.values._read_rows(values_RB, values_RK)
-        chunks_CK = indices_RK.view(-1, self.k)
-        chunks_CK.add_(torch.arange(len(chunks_CK)).mul_(CHUNK).unsqueeze(1))
+        self._add_starts_(indices_RK)
+        shape = (len(frames), numel)
         return Sparse(indices=indices_RK.view(-1), values=values_RK.view(-1), shape=shape)
+
+    def _write_frames(self, chosen: Sparse) -> Tensor:
+        """Return frames without headers."""
+        rows, numel = chosen.shape
+        shape = (rows, self._count(chosen))
+        frames_RB = torch.empty((rows, self.wire_bytes(numel)), dtype=torch.uint8)
+        values_RB, rest_RB, indices_RB = self._sections(frames_RB[:, HEADER_BYTES:], numel)
+        self.values._write_rows(chosen.values.view(shape), values_RB)
+        rest_RB.zero_()
+        write_index_rows((chosen.indices & CHUNK - 1).view(shape), indices_RB)
+        refuse_infinite(float(peak(chosen.values)))
+        return frames_RB
+
+    def _count(self, chosen: Sparse) -> int:
+        """Entries of a row."""
+        return num_entries(chosen.shape[1], self.k)
+
+    def _add_starts_(self, indices: Tensor) -> None:
+        """Turn indices within whole chunks, one after another, into flat ones."""
+        chunks_CK = indices.view(-1, self.k)
+        chunks_CK.add_(torch.arange(len(chunks_CK)).mul_(CHUNK).unsqueeze(1))
 
     def _is_regular(self, x_RN: Tensor) -> bool:
         """Whether rows can be worked on together."""
-        return x_RN.device.type == "cpu" and self._fills_planes(x_RN.shape[1])
+        return x_RN.device.type == "cpu" and self.fills_planes(x_RN.shape[1])
 
-    def _fills_planes(self, numel: int) -> bool:
+    def fills_planes(self, numel: int) -> bool:
         """Whether a row has whole chunks only, and indices that fill their planes."""
         return numel > 0 and numel % CHUNK == 0 and num_entries(numel, self.k) % 16 == 0
 

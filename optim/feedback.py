@@ -19,15 +19,16 @@ weights change from round to round; the owner's leg goes to the owner's own resi
 the average exists nowhere else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atoll.compression import Codec
+from atoll.compression import Codec, TopK
 from atoll.compression.scratch import scratch
+from atoll.compression.sparse import Sparse
 from atoll.optim import vectors
 from atoll.optim.fragments import (
     Dims,
@@ -36,7 +37,9 @@ from atoll.optim.fragments import (
     grid,
     piece_slices,
 )
-from atoll.optim.sent import encode_sent
+from atoll.optim.sent import encode_sent, sums_of_squares
+
+BATCHES_AT_ONCE = 64  # of what was chosen: up to a million values, which stay in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +116,50 @@ class Feedback:
         Raises:
             CodecError: when delta holds NaN or infinity.
         """
-        frames, squares = list[bytes](), list[float]()
+        frames, squares = [b""] * len(self.pieces), [0.0] * len(self.pieces)
+        chosen: list[tuple[slice, TopK, Sparse]] = []
         change_N = vectors.empty(self.numel) if self._keeps(weight) else None
         for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
             x = self._with_residual(delta_N[cut], cut, weight)
-            of_batch, sent = encode_sent(codec, x, pieces)
-            frames += of_batch
-            squares += sent.squares(pieces)
+            if isinstance(codec, TopK) and codec.fills_planes(len(x) // len(pieces)):
+                chosen.append((batch, codec, codec.choose_rows(x.view(len(pieces), -1))))
+            else:
+                frames[batch], sent = encode_sent(codec, x, pieces)
+                squares[batch] = sent.squares(pieces)
+                if change_N is not None:
+                    sent.take_from_(x)
             if change_N is not None:
-                sent.take_from_(x)
                 torch.sub(x.mul_(weight), self.mass_N[cut], out=change_N[cut])
+        for some in _alike(chosen):
+            self._encode_chosen(some, weight, frames, squares, change_N)
         return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), change_N=change_N)
+
+    def _encode_chosen(
+        self,
+        chosen: Sequence[tuple[slice, TopK, Sparse]],
+        weight: float,
+        frames: list[bytes],
+        squares: list[float],
+        change_N: Tensor | None,
+    ) -> None:
+        """Encode what was chosen of some batches together: calls on what one holds cost more."""
+        batches, (codec, *_), parts = zip(*chosen, strict=True)
+        values = torch.cat([part.values for part in parts])
+        rows, numel = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        together = Sparse(
+            indices=torch.cat([part.indices for part in parts]), values=values, shape=(rows, numel)
+        )
+        of_rows, sent = codec.encode_chosen(together)
+        of_squares = sums_of_squares(sent.values, [(len(values) // rows,)] * rows)
+        pieces = [piece for batch in batches for piece in range(batch.start, batch.stop)]
+        for piece, frame, square in zip(pieces, of_rows, of_squares, strict=True):
+            frames[piece], squares[piece] = frame, square
+        if change_N is not None:
+            starts = [self._values(batch).start for batch in batches]
+            at = torch.cat([p.indices + start for p, start in zip(parts, starts, strict=True)])
+            lost = values.sub_(sent.values).mul_(weight).sub_(self.mass_N.index_select(0, at))
+            change_N.scatter_(0, at, lost)
 
     def settle(
         self,
@@ -220,3 +255,15 @@ class Feedback:
         if share != 1.0:
             change = torch.mul(change, share, out=scratch("share", change))
         self.mass_N[cut] += change
+
+
+def _alike(
+    chosen: Sequence[tuple[slice, TopK, Sparse]],
+) -> Iterator[Sequence[tuple[slice, TopK, Sparse]]]:
+    """Batches of one codec and of pieces of one length, some at a time."""
+    groups: dict[tuple[TopK, int], list[tuple[slice, TopK, Sparse]]] = {}
+    for each in chosen:
+        groups.setdefault((each[1], each[2].shape[1]), []).append(each)
+    for group in groups.values():
+        for first in range(0, len(group), BATCHES_AT_ONCE):
+            yield group[first : first + BATCHES_AT_ONCE]

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -5,6 +7,7 @@ from torch import Tensor
 from atoll.compression import parse
 from atoll.optim.cells import Cells, body_of
 from atoll.optim.feedback import Feedback
+from atoll.optim.fragments import piece_slices
 from atoll.optim.layout import CELL
 from atoll.optim.sent import sums_of_squares
 
@@ -164,6 +167,28 @@ def test_batches_of_cells_are_the_cells_one_by_one():
     feedback.settle(offer, included, weight=1.5)
     counted = included.repeat_interleave(CELL)[:numel]
     assert torch.equal(feedback.mass_N, torch.where(counted, mass_N + change_N * 0.5, mass_N))
+
+
+@pytest.mark.parametrize("spec", ["topk+2bit", "topk(k=5)+fp32", "randk(scaled=False)", "sign"])
+def test_pieces_of_several_lengths_are_encoded_as_each_by_itself(spec):
+    pieces = ((CELL,),) * 3 + ((512,), (CELL,), (8_192,), (70, 90), (CELL,), (8_192,))
+    numel = sum(math.prod(dims) for dims in pieces)
+    codec = parse(spec if "randk" not in spec else "randk(scaled=False, seed=1)")
+    feedback = Feedback(numel, codec, beta=0.9, pieces=pieces)
+    feedback.mass_N.copy_(torch.randn(numel))
+    delta_N, weight = torch.randn(numel), 8.0
+    offer = feedback.offer(delta_N, weight)
+    x_N = delta_N + feedback.mass_N * (0.9 / weight)
+    for piece, frame, squares in zip(
+        piece_slices(pieces), offer.frames, offer.squares, strict=True
+    ):
+        dims = (piece.stop - piece.start,)
+        if "randk" not in spec:
+            assert frame == codec.encode(x_N[piece])
+        sent = codec.decode(frame, dims)
+        expected = (x_N[piece] - sent) * weight - feedback.mass_N[piece]
+        assert torch.equal(offer.change_N[piece], expected)
+        assert squares == pytest.approx(float(sent.double().square().sum()), rel=1e-6)
 
 
 def test_residual_stays_bounded_over_many_rounds():

@@ -398,6 +398,10 @@ class Coordinator:
         """The end of the log here."""
         return self.follower.head
 
+    def last_checkpoint(self) -> Path | None:
+        """The newest checkpoint on disk."""
+        return self._checkpoints.last()
+
     # Inside
 
     def _expect_run(self, run_id: bytes) -> None:
@@ -438,9 +442,7 @@ class Coordinator:
         return head.position if asked else None
 
     def _round_s(self, now_s: float) -> float:
-        inner = self.spec.inner
-        step_tokens = inner.batch_size * inner.grad_accumulation * self.spec.data.seq_len
-        tokens = step_tokens * self.spec.outer.inner_steps
+        tokens = self.spec.step_tokens * self.spec.outer.inner_steps
         window = window_s(self.members.alive(now_s), tokens=tokens)
         return max(self.rounds.interval_s(), window)
 
@@ -456,10 +458,6 @@ class Coordinator:
         epoch = self.follower.head.epoch
         alive = (m.status for m in self.members.alive(now_s))
         return max((s.position for s in alive if s.epoch == epoch), default=0)
-
-    def last_checkpoint(self) -> Path | None:
-        """The newest checkpoint on disk."""
-        return self._checkpoints.last()
 
     def _state(
         self, now_s: float, alive: Sequence[PeerStatus]

@@ -91,6 +91,11 @@ class RunSpec(Section):
             )
         return self
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a peer's inner step."""
+        return self.inner.batch_size * self.inner.grad_accumulation * self.data.seq_len
+
     def method(self) -> methods.Method:
         """The outer method with all of its options.
 

@@ -152,11 +152,6 @@ def as_run(spec: str, inner_steps: int) -> dict[str, dict[str, object]]:
     return {"inner": inner, "outer": outer, "compression": compression}
 
 
-def step_tokens(spec: RunSpec) -> int:
-    """Tokens of a peer's inner step."""
-    return spec.inner.batch_size * spec.inner.grad_accumulation * spec.data.seq_len
-
-
 def runs_over_network(spec: str) -> bool:
     """Whether this version takes it in a RUN.toml."""
     try:

@@ -187,9 +187,7 @@ class _Baseline:
 
     @property
     def _tokens_per_step(self) -> int:
-        inner = self._spec.inner
-        per_peer = inner.batch_size * inner.grad_accumulation * self._spec.data.seq_len
-        return len(self._streams) * per_peer
+        return len(self._streams) * self._spec.step_tokens
 
     def _step(self) -> float | None:
         repeats = self._spec.inner.grad_accumulation

@@ -385,8 +385,7 @@ class Demo:
 
     def _window_tokens(self) -> int:
         spec = self.options.spec
-        batch = spec.inner.batch_size * spec.inner.grad_accumulation * spec.data.seq_len
-        return self.options.peers * spec.outer.inner_steps * batch
+        return self.options.peers * spec.outer.inner_steps * spec.step_tokens
 
     def _has_ended(self, peer: PeerProcess) -> bool:
         dead = self._kill is not None and not self._kill.restarted

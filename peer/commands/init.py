@@ -117,7 +117,7 @@ def _for_peers(args: argparse.Namespace, fields: dict[str, Any]) -> Chosen:
 
     plain = RunSpec.from_dict(fields)
     setting = setting_of(args, plain)
-    known = advice.options(bare_model(plain), setting, step_tokens=advice.step_tokens(plain))
+    known = advice.options(bare_model(plain), setting, step_tokens=plain.step_tokens)
     option = advice.pick(known)
     taken = advice.as_run(option.method, option.prediction.inner_steps)
     if option.prediction.inner_steps > 1:

@@ -67,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
     spec = RunSpec.load(args.path)
     setting = setting_of(args, spec)
     model, inner_steps = bare_model(spec), spec.outer.inner_steps
-    at = partial(advice.options, model, setting, step_tokens=advice.step_tokens(spec))
+    at = partial(advice.options, model, setting, step_tokens=spec.step_tokens)
     mine = advice.option_of(
         spec.method(),
         model,
         setting,
-        step_tokens=advice.step_tokens(spec),
+        step_tokens=spec.step_tokens,
         inner_steps=inner_steps,
     )
     known = at()

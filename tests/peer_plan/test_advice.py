@@ -271,7 +271,7 @@ def test_init_chooses_for_peers_and_links(tmp_path, capsys):
 def picked_for_30m() -> Option:
     spec = RunSpec.from_dict({"model": {"preset": "30m"}})
     setting = Setting(peers=8, mbit_s=100.0, step_s=0.2)
-    return pick(advice.options(bare_model(spec), setting, step_tokens=advice.step_tokens(spec)))
+    return pick(advice.options(bare_model(spec), setting, step_tokens=spec.step_tokens))
 
 
 def test_init_times_a_step_and_tells_programs_why(tmp_path, capsys):

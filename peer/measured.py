@@ -32,9 +32,19 @@ GAP_BY_WINDOW = (
 
 METHODS = (
     Measured(
+        spec="ddp",
+        to_diloco=-0.0085,
+        to_ddp=0.0,
+        params=934_848,
+        tokens=14_022_720,
+        workers=4,
+        inner_steps=30,
+        seeds=2,
+    ),
+    Measured(
         spec="diloco",
         to_diloco=0.0,
-        to_ddp=0.0106,
+        to_ddp=0.0086,
         params=934_848,
         tokens=14_022_720,
         workers=4,
@@ -44,7 +54,7 @@ METHODS = (
     Measured(
         spec="muloco(codec=sign, feedback=0.5)",
         to_diloco=-0.0193,
-        to_ddp=0.0109,
+        to_ddp=0.0083,
         params=934_848,
         tokens=14_022_720,
         workers=4,
@@ -55,16 +65,6 @@ METHODS = (
         spec="muloco",
         to_diloco=-0.0363,
         to_ddp=-0.0261,
-        params=934_848,
-        tokens=14_022_720,
-        workers=4,
-        inner_steps=30,
-        seeds=1,
-    ),
-    Measured(
-        spec="ddp",
-        to_diloco=-0.0105,
-        to_ddp=0.0,
         params=934_848,
         tokens=14_022_720,
         workers=4,

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.state import OuterState
 from atoll.optim.weights import DRIFT_CAP, drift_ratio, work_weight
+from atoll.peer.background import background_threads
 from atoll.peer.replica import Replica
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.flight import OfferedWindow
@@ -91,7 +92,7 @@ class NetworkReducer(TrainerSide):
         self._residuals = [self._replay.residual(f) for f in range(len(self._replay.fragments))]
         self._offers: dict[int, Offered] = {}
         """what is on offer, by fragment"""
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="atoll-encode")
+        self._encoder = background_threads(1, "atoll-encode")
         """one thread, which reads and changes the residuals in the order in which it is asked"""
         self._settling: deque[Future[None]] = deque()
         self._joining: set[int] = set()

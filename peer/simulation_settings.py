@@ -15,9 +15,9 @@ from typing import Any
 from atoll.optim import schedules
 from atoll.peer.errors import SetupError
 
-RATE_SHARES = {"adamw": 1.0, "muon": 2.0, "lion": 0.1, "sgd": 0.3}
-"""Inner rates as shares of AdamW's: Lion's authors advise a tenth; DeMo steps by signs too. Muon's
-best was twice AdamW's (docs/methods.md)."""
+RATE_SHARES = {"adamw": 1.0, "muon": 2.0, "lion": 0.1, "sgd": 1.0}
+"""Inner rates as shares of AdamW's: Lion's authors advise a tenth. What was best of Muon's and DeMo's
+rates, which takes SGD's, is in docs/methods.md."""
 
 
 @dataclass(frozen=True, kw_only=True)

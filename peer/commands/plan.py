@@ -140,25 +140,26 @@ def _params(model: Any) -> int:  # noqa: ANN401 - a module
 
 def table(options: "list[Option]") -> list[str]:
     """A line an option under a heading; the first is the run's own."""
+    width = 1 + max(len(option.method) for option in options)
     head = (
-        f"{'':32}{'H':>5}{'MB a window':>13}{'round, s':>10}{'lost, s':>9}{'computing':>11}"
+        f"{'':{width}}{'H':>5}{'MB a window':>13}{'round, s':>10}{'lost, s':>9}{'computing':>11}"
         f"{'memory':>10}{'loss vs ddp':>13}"
     )
     own, *others = options
     rest = [option for option in others if _name(option) != _name(own)]
-    return [head, f"{_line(own)}  this run", *map(_line, rest)]
+    return [head, f"{_line(own, width)}  this run", *(_line(option, width) for option in rest)]
 
 
 def _name(option: "Option") -> tuple[str, int]:
     return option.method, option.prediction.inner_steps
 
 
-def _line(option: "Option") -> str:
+def _line(option: "Option", width: int) -> str:
     cost = option.prediction
     gap = "" if option.gap is None else f"{100 * option.gap:+.1f}%"
     note = "" if option.runs else "  simulated only"
     return (
-        f"{option.method[:31]:32}{cost.inner_steps:5}{cost.sent_bytes / 1e6:13.2f}"
+        f"{option.method:{width}}{cost.inner_steps:5}{cost.sent_bytes / 1e6:13.2f}"
         f"{cost.round_s:10.2f}{cost.lost_s:9.2f}{100 * cost.utilisation:10.1f}%"
         f"{cost.memory_bytes / 1e6:7.0f} MB{gap:>13}{note}"
     )

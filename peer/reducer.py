@@ -97,6 +97,9 @@ class NetworkReducer(TrainerSide):
         self._settling: deque[Future[None]] = deque()
         self._joining: set[int] = set()
         """fragments of which this peer's next contribution does not count yet"""
+        self._hides = self.method.hidden_steps(self.spec.outer.inner_steps) > 0
+        self._in_step = False
+        """whether the last contribution that was decided counted"""
 
     # the loop's side
 
@@ -138,7 +141,10 @@ class NetworkReducer(TrainerSide):
     def submit(self, contribution: Contribution) -> None:
         """Offer a contribution at the next position of its fragment, once it is encoded.
 
-        Encoding is another thread's work, so that a trainer that does not wait goes on at once.
+        Encoding is another thread's work, so that a trainer that does not wait goes on at once. One
+        whose rounds are hidden waits all the same when it is new or its last window was left out.
+        Nothing else would bring it in step with the others, who end their windows together and give
+        late members `round.grace_s`.
 
         Raises:
             WorkRefused: its tokens or steps are absurd.
@@ -159,6 +165,8 @@ class NetworkReducer(TrainerSide):
             deadline_s=time.monotonic() + self._patience_s,
         )
         encoding.add_done_callback(self._offer_encoded)
+        if self._hides and not self._in_step:
+            self.wait()
 
     def _encoded(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
         started = time.perf_counter()
@@ -263,6 +271,7 @@ class NetworkReducer(TrainerSide):
         """Stand at a state that this peer did not follow the log to, with nothing on offer."""
         self._position = state.position
         self._offers.clear()
+        self._in_step = False
         self._joining = set(range(len(self._residuals))) if state.position else set()
 
     def _subscribe(self) -> OuterState:
@@ -299,6 +308,7 @@ class NetworkReducer(TrainerSide):
         if offered is not None and settles:
             if decided.included is not None:
                 included = torch.tensor(decided.included, dtype=torch.bool)
+            self._in_step = included is not None and bool(included.any())
             del self._offers[entry.fragment]
         self._settle_later(self._settle_residual, decided, offered, included)
         self._position = state.position

@@ -2,7 +2,7 @@
 
 import threading
 
-from reducer_bench import OTHER, decided, of_fragment, state
+from reducer_bench import ME, OTHER, contribution, decided, of_fragment, state
 
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.layout import CELL, Layout
@@ -10,8 +10,11 @@ from atoll.peer.replica import Applied
 
 HALVES = Layout(names=("blocks.0.w", "blocks.1.w"), shapes=((CELL,), (100,)))
 STREAMING = RunSpec.from_dict(
-    {"outer": {"method": "streaming(count=2, tau=1)"}, "compression": {"codec": "fp32"}}
+    {"outer": {"method": "streaming(count=2, tau=0)"}, "compression": {"codec": "fp32"}}
 )
+
+
+HIDDEN = RunSpec.from_dict({"outer": {"method": "diloco(tau=5)"}, "compression": {"codec": "fp32"}})
 
 
 def decided_fragment(position, fragment, settles):
@@ -51,7 +54,7 @@ def test_a_wait_does_not_go_on_for_a_younger_one(bench):
 def test_a_fragment_that_has_no_turn_left_is_not_offered(bench):
     spec = RunSpec.from_dict(
         {
-            "outer": {"method": "streaming(count=2, tau=1)"},
+            "outer": {"method": "streaming(count=2, tau=0)"},
             "compression": {"codec": "fp32"},
             "run": {"rounds": 3},
         }
@@ -88,3 +91,26 @@ def test_a_joiner_counts_for_nothing_once_in_every_fragment(bench):
         assert each.offered.wait(10)
         weights.append((each.offers[-1].fragment, each.offers[-1].offer.weight))
     assert weights == [(1, 0.0), (0, 0.0), (1, 10.0), (0, 10.0)]
+
+
+def test_who_hides_its_rounds_waits_until_it_is_in_step(bench):
+    """New, and after a window that was left out; else it trains on."""
+    each = bench(spec=HIDDEN)
+    each.start()
+
+    def submit(window, *members):
+        included = [True, True] if ME in members else None
+        answer = decided(window, *members, settles=window + 1, included=included)
+        threading.Timer(0.1, each.reducer.deliver, [answer]).start()
+        before = len(each.commits)
+        each.reducer.submit(contribution(window))
+        waited = len(each.commits) > before
+        each.reducer.wait()
+        return waited
+
+    assert submit(0, ME, OTHER)
+    assert not submit(1, ME, OTHER)
+    assert not submit(2, OTHER)
+    assert submit(3, ME, OTHER)
+    assert not submit(4, ME, OTHER)
+    assert [commit.position for commit in each.commits] == [1, 2, 3, 4, 5]

@@ -125,7 +125,7 @@ class NetworkReducer(TrainerSide):
         self._begin(self._replica.layout, layout, settle)
         state = self._in_loop(self._subscribe)
         self._arrive(state)
-        self._resume()
+        self._start_clock()
         return state.params_N
 
     @property
@@ -197,6 +197,10 @@ class NetworkReducer(TrainerSide):
         on_offer = set(self._offers)
         self._raise_failure()
         self._drain()
+        with self._waiting():
+            self._await_decision_of(on_offer)
+
+    def _await_decision_of(self, on_offer: set[int]) -> None:
         while on_offer <= set(self._offers) and not self._is_at_end():
             self._raise_failure()
             offered = self._waited_for()
@@ -212,8 +216,6 @@ class NetworkReducer(TrainerSide):
             except queue.Empty:
                 continue
             self._take(decided)
-        if not self._offers:
-            self._resume()
 
     def _waited_for(self) -> Offered | None:
         """What is on offer at the position that is decided next."""

@@ -16,8 +16,8 @@ from atoll.optim import schedules
 from atoll.peer.errors import SetupError
 
 RATE_SHARES = {"adamw": 1.0, "muon": 2.0, "lion": 0.1, "sgd": 1.0}
-"""Inner rates as shares of AdamW's: Lion's authors advise a tenth. Muon's best was twice AdamW's, that
-of DeMo, which takes the rate of SGD, the same (docs/methods.md)."""
+"""Inner rates as shares of AdamW's: Lion's authors advise a tenth. Muon's best was twice AdamW's,
+DeMo's, which takes that of SGD, the same (docs/methods.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

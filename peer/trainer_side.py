@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from atoll.coordinator.spec import RunSpec
@@ -42,8 +43,13 @@ class TrainerSide:
         self._number = 0
         """of the last contribution"""
         self._tokens = 0
+        self._began_s: float | None = None
+        self._waited_s = 0.0
+        self._waits_since_s: float | None = None
         self._window_s = 0.0
-        self._resumed_s: float | None = None
+        """what the last window took, waiting left out"""
+        self._ended_s = 0.0
+        """when it ended, likewise"""
         self._failure: Exception | None = None
 
     @property
@@ -53,9 +59,9 @@ class TrainerSide:
 
     def progress(self) -> TrainerView | None:
         """What can be told of a trainer that does not tell itself; None before it has started."""
-        if self._resumed_s is None:
+        if self._began_s is None:
             return None
-        left_s = self._resumed_s + self._window_s - time.monotonic()
+        left_s = self._window_s - (self._trained_s() - self._ended_s)
         return TrainerView(
             ready_in_s=max(0.0, left_s),
             inner_steps=self.spec.outer.inner_steps,
@@ -79,14 +85,29 @@ class TrainerSide:
             )
         self._settle = settle
 
-    def _resume(self) -> None:
-        """The trainer goes on with its next window."""
-        self._resumed_s = time.monotonic()
+    def _start_clock(self) -> None:
+        """The trainer begins its first window."""
+        self._began_s = time.monotonic()
+
+    def _trained_s(self) -> float:
+        """Seconds since it began in which it did not wait: hidden rounds take none of a window."""
+        now_s = time.monotonic()
+        waits_s = now_s - (self._waits_since_s or now_s)
+        return now_s - (self._began_s or now_s) - self._waited_s - waits_s
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._waits_since_s = since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since_s = None
+            self._waited_s += time.monotonic() - since_s
 
     def _count(self, contribution: Contribution) -> None:
         """A window has ended."""
-        if self._resumed_s is not None:
-            self._window_s = time.monotonic() - self._resumed_s
+        trained_s = self._trained_s()
+        self._window_s, self._ended_s = trained_s - self._ended_s, trained_s
         self._tokens += contribution.tokens
         self._number += 1
 

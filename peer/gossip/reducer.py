@@ -74,7 +74,7 @@ class GossipReducer(TrainerSide):
         self._begin(self._ctx.layout, layout, settle)
         state = self._in_loop(lambda: self._gossip.state)
         self._position = state.position
-        self._resume()
+        self._start_clock()
         return state.params_N
 
     @property
@@ -115,6 +115,10 @@ class GossipReducer(TrainerSide):
         """See `Reducer`; ends also when the peer stops or the run is over."""
         while not self._settled.empty():
             self._take(self._settled.get())
+        with self._waiting():
+            self._await_meeting()
+
+    def _await_meeting(self) -> None:
         while self._on_offer is not None and not self._is_at_end():
             left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
@@ -124,8 +128,6 @@ class GossipReducer(TrainerSide):
             except queue.Empty:
                 continue
             self._take(settled)
-        if self._on_offer is None:
-            self._resume()
 
     def state_dict(self) -> dict[str, Any]:
         """This peer's own state: weights and momentum; its mass ends with the process."""

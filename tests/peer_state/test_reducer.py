@@ -3,6 +3,7 @@
 import errno
 import math
 import threading
+import types
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from atoll.optim.feedback import Feedback
 from atoll.optim.layout import CELL, Layout, LayoutError
 from atoll.optim.state import OuterState
 from atoll.optim.weights import WorkRefused
+from atoll.peer import trainer_side
 from atoll.peer.reducer import FAR_BEHIND, Reset
 
 
@@ -402,6 +404,24 @@ def test_progress_of_a_loop_of_ones_own(bench):
     told = each.reducer.progress()
     assert told.tokens == 100
     assert told.inner_steps == SPEC.outer.inner_steps
+
+
+def test_waiting_is_no_part_of_a_window(bench, monkeypatch):
+    """Whether a round is hidden or waited for, the next window ends a window's training later."""
+    clock = types.SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(trainer_side, "time", clock)
+    each = bench()
+    each.start()
+    clock.now_s += 6.0
+    each.submit(tokens=100)
+    assert each.reducer.progress().ready_in_s == 6.0
+    clock.now_s += 1.0
+    with each.reducer._waiting():
+        clock.now_s += 20.0
+        assert each.reducer.progress().ready_in_s == 5.0
+    assert each.reducer.progress().ready_in_s == 5.0
+    clock.now_s += 4.0
+    assert each.reducer.progress().ready_in_s == 1.0
 
 
 def test_it_must_be_started_first(bench):

@@ -272,6 +272,16 @@ METHODS = (
         seeds=1,
     ),
     Measured(
+        spec="demo(average=senders)",
+        to_diloco=-0.0123,
+        to_ddp=0.0215,
+        params=246_240,
+        tokens=3_693_600,
+        workers=4,
+        inner_steps=1,
+        seeds=1,
+    ),
+    Measured(
         spec="demo",
         to_diloco=-0.0053,
         to_ddp=0.0287,

@@ -15,7 +15,7 @@ from atoll.peer.plotting import FAINT, GRID, INK
 DPI = 130
 HALF_POINT = 5.0  # pixels around a point that no name may cover
 TURNS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-DISTANCES = (8, 18, 32, 50, 72, 98, 130, 170, 220)  # pixels from a point to its name; far ones get a line
+DISTANCES = (8, 18, 32, 50, 72, 98, 130, 170, 220)  # pixels to a name; far ones get a line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,6 +148,7 @@ class NetworkReducer(TrainerSide):
 
         Raises:
             WorkRefused: its tokens or steps are absurd.
+            CodecError, OSError, sqlite3.Error: as `wait`, where it waits.
         """
         if self._settle is None:
             raise RuntimeError("expected start() first")

@@ -113,6 +113,7 @@ class NetworkReducer(TrainerSide):
         turns_left = (window.fragment - replay.fragment_at(here)) % len(replay.fragments)
         if not self._is_over(here + turns_left):
             self._rounds.offer(window)
+        self._arrived(window.number)
 
     # the trainer's side
 
@@ -152,9 +153,9 @@ class NetworkReducer(TrainerSide):
         """
         if self._settle is None:
             raise RuntimeError("expected start() first")
-        self._count(contribution)
         fragment, rule = contribution.fragment, self._replay.method.weights
         weight = work_weight(contribution.tokens, contribution.steps, rule)
+        self._count(contribution)
         if fragment in self._joining:
             self._on_event("info", "joined: the first window counts with weight 0")
             weight = 0.0

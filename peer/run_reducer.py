@@ -26,6 +26,11 @@ class RunReducer(Reducer, Protocol):
         """The run's method, whose `worker` goes into a training loop."""
         ...
 
+    @property
+    def hands_in(self) -> bool:
+        """Whether a window has ended whose contribution is still on its way to the rounds."""
+        ...
+
     def progress(self) -> TrainerView | None:
         """What can be told of a trainer that does not tell itself; None before it has started."""
         ...

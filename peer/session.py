@@ -397,6 +397,8 @@ class Session:
         """None while this peer has nothing to contribute, so that nobody waits for it."""
         if self._leaving or self.taking_part.progress() is None:
             return None
+        if self.taking_part.reducer.hands_in:
+            return 0.0  # the trainer itself may be in its next window already
         return self.trainer().ready_in_s
 
     def say(self, level: Level, text: str) -> None:

@@ -50,7 +50,14 @@ class TrainerSide:
         """what the last window took, waiting left out"""
         self._ended_s = 0.0
         """when it ended, likewise"""
+        self._handed_in: set[int] = set()
+        """numbers of contributions that the loop has not got yet"""
         self._failure: Exception | None = None
+
+    @property
+    def hands_in(self) -> bool:
+        """Whether a window has ended whose contribution is still on its way to the rounds."""
+        return bool(self._handed_in)
 
     @property
     def position(self) -> int:
@@ -105,11 +112,15 @@ class TrainerSide:
             self._waited_s += time.monotonic() - since_s
 
     def _count(self, contribution: Contribution) -> None:
-        """A window has ended."""
+        """A window has ended; ``_arrived`` says when the loop has its contribution."""
+        self._number += 1
+        self._handed_in.add(self._number)
         trained_s = self._trained_s()
         self._window_s, self._ended_s = trained_s - self._ended_s, trained_s
         self._tokens += contribution.tokens
-        self._number += 1
+
+    def _arrived(self, number: int) -> None:
+        self._handed_in.discard(number)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

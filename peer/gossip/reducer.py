@@ -93,8 +93,8 @@ class GossipReducer(TrainerSide):
         Raises:
             WorkRefused: its tokens or steps are absurd.
         """
-        self._count(contribution)
         weight = work_weight(contribution.tokens, contribution.steps, self._ctx.method.weights)
+        self._count(contribution)
         if self._joining:
             self._ctx.on_event("info", "joined: the first window counts with weight 0")
             weight, self._joining = 0.0, False
@@ -109,7 +109,11 @@ class GossipReducer(TrainerSide):
         )
         self._on_offer = self._number
         self._deadline_s = time.monotonic() + self._patience_s + self._window_s
-        self._loop.call_soon_threadsafe(self._gossip.offer, window)
+        self._loop.call_soon_threadsafe(self._offer, window)
+
+    def _offer(self, window: GossipWindow) -> None:
+        self._gossip.offer(window)
+        self._arrived(window.number)
 
     def wait(self) -> None:
         """See `Reducer`; ends also when the peer stops or the run is over."""

@@ -353,7 +353,7 @@ class Rounds:
         replica = self._ctx.replica
         is_new = known.epoch is None or known.epoch < replica.epoch
         ready_in_s = self._ctx.ready_in_s()
-        if ready_in_s is not None and any(f.phase == "wait" for f, _ in self._flights.values()):
+        if ready_in_s is not None and self._seeks_group():
             ready_in_s = 0.0  # the trainer may be in its next window already
         return Head(
             protocol=PROTOCOL,
@@ -367,6 +367,11 @@ class Rounds:
             snapshots=tuple(sorted(replica.snapshots)),
             epoch_record=replica.epoch_record if is_new else b"",
         )
+
+    def _seeks_group(self) -> bool:
+        """Whether something is on offer that is in no group: its flight waits, or will begin."""
+        under_way = {flight.pending: flight.phase for flight, _ in self._flights.values()}
+        return any(under_way.get(p, "wait") == "wait" for p in self._pending.values())
 
     def _serve_vote(self, method: str) -> Callable[[str, bytes], Awaitable[bytes]]:
         async def answer(remote: str, body: bytes) -> bytes:

@@ -2,7 +2,12 @@
 
 import threading
 
+import torch
+
+from atoll.optim.feedback import Feedback
+from atoll.optim.reducer import Contribution
 from atoll.peer.daemon import DaemonOptions, PeerDaemon
+from atoll.peer.reporting import TrainerView
 from atoll.peer.session import LinkOptions
 
 
@@ -44,3 +49,26 @@ def test_peers_that_were_all_started_again_say_what_they_wait_for(organise, kit,
     finally:
         for peer in again:
             peer.stop()
+
+
+def test_a_trainer_whose_contribution_is_being_encoded_is_ready(organise, kit, join, monkeypatch):
+    """It may be in its next window already, and tell its steps left of that."""
+    spec = kit.tiny_spec(round={"min_peers": 2})
+    link = join(organise(spec).invite).link
+    go_on, encode = threading.Event(), Feedback.offer
+
+    def slow(*arguments):
+        assert go_on.wait(60)
+        return encode(*arguments)
+
+    monkeypatch.setattr(Feedback, "offer", slow)
+    layout, reducer = kit.first_state(spec).layout, link.reducer
+    reducer.start(layout, torch.zeros(layout.numel), lambda commit: None)
+    link.watch(lambda: TrainerView(ready_in_s=40.0))
+    assert link._session.ready_in_s() == 40.0
+    delta_N = torch.ones(layout.numel)
+    reducer.submit(Contribution(window=0, delta=delta_N, tokens=64, steps=2, loss=2.0))
+    assert link._session.ready_in_s() == 0.0
+    go_on.set()
+    kit.until(lambda: not reducer.hands_in, "the contribution on offer")
+    assert link._session.ready_in_s() == 40.0

@@ -12,6 +12,7 @@ from atoll.optim.log import Entry
 from atoll.peer.rounds import policies
 from atoll.peer.rounds.ballot import leader_of
 from atoll.peer.rounds.flight import OfferedWindow
+from atoll.peer.rounds.messages import Known
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strikes import KINDS, Strike, expect_equal_end, passed, run_strike_in_flight
@@ -48,6 +49,26 @@ def test_positions_in_flight_end_in_the_same_bits(tmp_path, fragments):
         await expect_equal_end(swarm, peers)
 
     run(tmp_path, scenario, fragments=fragments)
+
+
+def test_what_is_on_offer_is_ready_before_its_flight_begins(tmp_path):
+    """Else the leader is told of the next window, and closes the group without this peer."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=30.0, tau=4)
+        said = []
+
+        def offer_and_ask(window, peer=peers[0], offer=peers[0].rounds.offer):
+            peer.ready_at = swarm.now() + peer.window_s
+            said.append(peer.rounds.head(Known(epoch=None)).ready_in_s)
+            offer(window)
+            said.append(peer.rounds.head(Known(epoch=None)).ready_in_s)
+
+        peers[0].rounds.offer = offer_and_ask
+        await swarm.until(lambda: len(said) == 6, timeout_s=300)
+        assert said == pytest.approx([30.0, 0.0] * 3)
+
+    run(tmp_path, scenario)
 
 
 def rounds_in(folder, seconds, *, tau):

@@ -61,7 +61,9 @@ def test_the_trainer_goes_on_while_its_contribution_is_encoded(bench, monkeypatc
 
     monkeypatch.setattr(Feedback, "offer", slow)
     each.start()
+    assert not each.reducer.hands_in
     each.reducer.submit(contribution())
+    assert each.reducer.hands_in
     assert each.offers == []
     each.reducer.deliver(decided(0, OTHER, credits=[(slice(0, 1), torch.tensor([3.0]))]))
     waiting = threading.Thread(target=each.reducer.wait)
@@ -71,6 +73,8 @@ def test_the_trainer_goes_on_while_its_contribution_is_encoded(bench, monkeypatc
     assert float(each.reducer._residuals[0].mass_N[0]) == 0.0
     go_on.set()
     assert each.offered.wait(10)
+    each.let_loop_catch_up()
+    assert not each.reducer.hands_in
     each.reducer.deliver(decided(1, ME, settles=1, included=[True] * 2))
     waiting.join(10)
     assert [commit.position for commit in each.commits] == [1, 2]

@@ -8,7 +8,6 @@ of life, the group by the grace, the reduction by the group's deadline, votes by
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,10 +23,11 @@ from atoll.optim.log import (
     is_quorum,
     next_electorate,
 )
-from atoll.optim.weights import cap_weights, clip_factors
 from atoll.peer.rounds.ballot import TERM, Leads, Place, leader_of
 from atoll.peer.rounds.closing import Delivery
 from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.expected import PROBE_S, Expected
+from atoll.peer.rounds.forming import form_group
 from atoll.peer.rounds.member import AttemptFailed
 from atoll.peer.rounds.messages import (
     ALIVE,
@@ -41,7 +41,6 @@ from atoll.peer.rounds.messages import (
     Gone,
     Group,
     PartDone,
-    PartPlan,
     Ready,
     Repair,
     Seated,
@@ -52,16 +51,10 @@ from atoll.peer.rounds.policies import (
     Close,
     Rendezvous,
     close_decision,
-    kept_parts,
-    round_deadline_s,
-    split_cells,
 )
-from atoll.peer.rounds.upfront import expected_plan
 from atoll.peer.rounds.voter import Voter
 from atoll.peer.rounds.votes import Outcome, Votes, ask_head
 
-PROBE_S = 1.0  # how often the leader looks for peers that it still waits for
-DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 ALONE_GRACES = 3  # graces after which a group without a quorum of electors closes all the same
 
@@ -94,7 +87,6 @@ class Leadership:
     parts: Parts | None = None
     sessions: dict[str, Session] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    expected: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     """peers that the group was closed without, and why"""
 
@@ -102,8 +94,13 @@ class Leadership:
         """Begin; Refused where it is the position's turn and it is not this peer's to lead."""
         self.cells = self.ctx.replay.cells_at(self.position)
         self.votes: Votes | None = None
+        self.expected = Expected(
+            self.ctx,
+            electorate=lambda: self.electorate,
+            ready=lambda: {session.remote for session in self._live()},
+            on_change=self.changed.set,
+        )
         self._reducing = True
-        self._probed = False
         self._delivery: Delivery | None = None
         self._delivering: asyncio.Task[None] | None = None
         if self._has_turn():
@@ -333,7 +330,7 @@ class Leadership:
     # the group
 
     async def _gather_group(self) -> None:
-        probe = asyncio.create_task(self._probe_expected())
+        probe = asyncio.create_task(self.expected.run())
         try:
             first = quorum = None
             while True:
@@ -360,7 +357,7 @@ class Leadership:
     ) -> bool:
         view = Rendezvous(
             ready={s.remote for s in live},
-            expected=self.expected,
+            expected=self.expected.ready_at,
             electors={elector.peer_id for elector in self.electorate},
             opened_at=self.ctx.replica.moved_at,
             first_ready_at=first if first is not None else now,
@@ -368,65 +365,11 @@ class Leadership:
             grace_s=self.ctx.settings.grace_s,
             alone_s=ALONE_GRACES * self.ctx.settings.grace_s,
         )
-        return self._probed and close_decision(view, now) is Close.CLOSE
-
-    async def _probe_expected(self) -> None:
-        """Keep ``expected`` true: trainers that answer and stand here, or are about to.
-
-        They are known by the roster and by the electorate: the roster shows what it was up to some
-        seconds ago, which at the beginning of an epoch may be nobody.
-        """
-        while True:
-            trainers = await self._trainers()
-            there = {session.remote for session in self._live()}
-            unknown = [peer for peer in trainers if peer not in there]
-            heads = await asyncio.gather(*(ask_head(self.ctx, peer) for peer in unknown))
-            now, stands_at = self.ctx.now(), self.ctx.replica.position
-            self.expected = {
-                peer: now + head.ready_in_s
-                for peer, head in zip(unknown, heads, strict=True)
-                if head is not None
-                and head.position >= stands_at - DECISION_UNDER_WAY
-                and head.role == "trainer"
-            }
-            self.expected |= {peer: now for peer in trainers if peer in there}
-            self._expect_myself(now)
-            self._probed = True
-            self.changed.set()
-            await asyncio.sleep(PROBE_S)
-
-    async def _trainers(self) -> list[str]:
-        records = await self.ctx.roster_peers()
-        peers = {peer for peer, record in records.items() if record.role == "trainer"}
-        peers |= {elector.peer_id for elector in self.electorate}
-        return sorted(peers - {self.ctx.me.peer_id})
-
-    def _expect_myself(self, now: float) -> None:
-        ready_in_s = self.ctx.ready_in_s()
-        if ready_in_s is not None and self.ctx.me.peer_id not in self.sessions:
-            self.expected[self.ctx.me.peer_id] = now + ready_in_s
+        return self.expected.known and close_decision(view, now) is Close.CLOSE
 
     async def _open_reduction(self, live: Sequence[Session]) -> None:
-        ready = [(s.remote, s.ready) for s in live]
-        members = admit(ready, clip_at=self.ctx.replay.method.clip_at)
-        uplinks = [s.ready.uplink_mbit_s for s in live]
-        plans = self._cut(live)
-        body_bytes = self.cells.max_body_bytes(len(live))
-        stall_s = self.ctx.settings.stall_s
-        self.group = Group(
-            epoch=self.place.epoch,
-            position=self.position,
-            term=self.term,
-            members=tuple(members),
-            parts=tuple(plans),
-            stall_s=stall_s,
-            deadline_s=round_deadline_s(
-                body_bytes,
-                min(uplinks),
-                stall_s,
-                before=max(0, self.position - self.ctx.replica.position),
-            ),
-        )
+        ready = {session.remote: session.ready for session in live}
+        self.group = form_group(self.ctx, self.place, self.term, ready)
         self.parts = Parts(
             self.ctx,
             self.group,
@@ -435,36 +378,13 @@ class Leadership:
             order=partial(self._broadcast, REPAIR),
             changed=self.changed,
         )
-        here = [s.remote for s in live]
-        self.left_out = {p: "not ready in time" for p in self.expected if p not in here}
-        uplink_of = dict(zip(here, uplinks, strict=True))
+        self.left_out = {p: "not ready in time" for p in self.expected.ready_at if p not in ready}
+        uplinks = {peer: report.uplink_mbit_s for peer, report in ready.items()}
         self._delivery = Delivery(
-            self.ctx, self.group, uplinks_mbit_s=uplink_of, send=self._send_group
+            self.ctx, self.group, uplinks_mbit_s=uplinks, send=self._send_group
         )
         await self._delivery.begin()
         self._delivering = asyncio.create_task(self._delivery.run())
-
-    def _cut(self, live: Sequence[Session]) -> Sequence[PartPlan]:
-        """The parts, as the last entry had them where its owners are here and that is no worse."""
-        rates = [self._rate_mbit_s(session) for session in live]
-        best = split_cells(self.cells.sizes, rates)
-        expected = expected_plan(self.ctx, self.position)
-        place = {session.remote: index for index, session in enumerate(live)}
-        if expected is None or not {part.owner for part in expected.parts} <= set(place):
-            return best
-        last = [
-            PartPlan(start_cell=part.start_cell, stop_cell=part.stop_cell, owner=place[part.owner])
-            for part in expected.parts
-        ]
-        even = split_cells(self.cells.sizes, [1.0] * len(live))
-        turn = self.position // len(self.ctx.replay.fragments)
-        return kept_parts(last, best, even, rates, turn=turn)
-
-    def _rate_mbit_s(self, session: Session) -> float:
-        """Of the slower direction; a downlink counts where its owner declares it."""
-        record = self.ctx.seen.get(session.remote)
-        downlink = record.downlink_mbit_s if record is not None else 0.0
-        return min(session.ready.uplink_mbit_s, downlink or math.inf)
 
     # the reduction
 
@@ -529,23 +449,3 @@ class Leadership:
             electorate=next_electorate(members, parts, self.electorate),
             state_root=StateRoot(position=root[0], root=root[1]) if root else None,
         )
-
-
-def admit(ready: Sequence[tuple[str, Ready]], *, clip_at: float) -> list[Member]:
-    """Members with their capped weights and clip factors; a bound of 0 clips nobody."""
-    weights = cap_weights([r.weight for _, r in ready])
-    steps = [max(r.steps, 1) for _, r in ready]
-    clips = clip_factors([r.norm for _, r in ready], steps, at=clip_at or math.inf)
-    return [
-        Member(
-            peer_id=peer,
-            incarnation=r.incarnation,
-            weight=weight,
-            clip=clip,
-            norm=r.norm,
-            tokens=r.tokens,
-            steps=r.steps,
-            loss=r.loss,
-        )
-        for (peer, r), weight, clip in zip(ready, weights, clips, strict=True)
-    ]

@@ -8,6 +8,7 @@ of life, the group by the grace, the reduction by the group's deadline, votes by
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -359,7 +360,7 @@ class Leadership:
             ready={s.remote for s in live},
             expected=self.expected.ready_at,
             electors={elector.peer_id for elector in self.electorate},
-            opened_at=self.ctx.replica.moved_at,
+            opened_at=self.ctx.replica.moved_at if self._has_turn() else math.inf,
             first_ready_at=first if first is not None else now,
             quorum_ready_at=quorum,
             grace_s=self.ctx.settings.grace_s,

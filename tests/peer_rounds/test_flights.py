@@ -71,6 +71,22 @@ def test_what_is_on_offer_is_ready_before_its_flight_begins(tmp_path):
     run(tmp_path, scenario)
 
 
+def test_a_slow_peer_makes_no_update_alone(tmp_path):
+    """Its fragments are on offer long before their turn, which is no reason to go on without all."""
+
+    async def scenario(swarm):
+        paces_s = [12.0, 12.0, 12.0, 31.0]
+        peers = await swarm.begin([swarm.add(window_s=pace_s, tau=2) for pace_s in paces_s])
+        await swarm.until(lambda: passed(peers, 30))
+        slow = peers[-1].ctx.me
+        members = [[m.elector for m in e.complete_members()] for e in entries(peers[0])]
+        assert all(len(elected) >= 3 for elected in members)
+        assert sum(slow in elected for elected in members) >= 8
+        await expect_equal_end(swarm, peers)
+
+    run(tmp_path, scenario, fragments=2)
+
+
 def rounds_in(folder, seconds, *, tau):
     """Positions that three far peers decide, a fragment handed in each second."""
     decided = []

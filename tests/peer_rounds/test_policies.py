@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,14 @@ def test_without_a_quorum_an_elector_is_waited_for_as_long_as_the_window_took():
     assert close_decision(few, 129.0) is Close.CLOSE
     longer = view(expected={"a": 0.0, "d": 129.1}, quorum_ready_at=None)
     assert close_decision(longer, 109.0) is Close.CLOSE
+
+
+def test_without_a_quorum_a_group_waits_for_its_turn():
+    early = view(ready={"e"}, expected={"e": 0.0, "a": 500.0}, quorum_ready_at=None)
+    assert close_decision(replace(early, opened_at=math.inf), 1e6) is Close.WAIT
+    since = replace(early, opened_at=150.0)  # ready long before
+    assert close_decision(since, 158.9) is Close.WAIT
+    assert close_decision(since, 159.0) is Close.CLOSE
 
 
 def test_without_a_quorum_who_is_no_elector_promises_nothing():

@@ -72,7 +72,7 @@ def test_what_is_on_offer_is_ready_before_its_flight_begins(tmp_path):
 
 
 def test_a_slow_peer_makes_no_update_alone(tmp_path):
-    """Its fragments are on offer long before their turn, which is no reason to go on without all."""
+    """Its fragments are on offer long before their turn, while others still train theirs."""
 
     async def scenario(swarm):
         paces_s = [12.0, 12.0, 12.0, 31.0]

@@ -15,6 +15,7 @@ from atoll.compression import ErrorFeedback, parse
 from atoll.coordinator.addresses import split_address
 from atoll.optim import methods
 from atoll.optim.robust import ReducerName
+from atoll.optim.schedules import QSR, Rate
 
 _CUSTOM_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -26,6 +27,8 @@ _OWN_KEYS = {
     "feedback": "compression.feedback",
 }
 """Options of methods that have a key of their own in RUN.toml."""
+
+LONGEST = 10  # times the shortest window; a rate that falls to a tenth would ask for 100 times
 
 Scalar = bool | int | float | str
 
@@ -152,6 +155,11 @@ class InnerSection(Section):
         "float32 or bfloat16. Parameters are float32 in every case.",
     )
 
+    @property
+    def rate(self) -> Rate:
+        """The schedule of the learning rate."""
+        return Rate(peak=self.lr, warmup_steps=self.warmup_steps, min_ratio=self.min_lr_ratio)
+
 
 class OuterSection(Section):
     """The outer optimizer: what the peers do together at the end of a window."""
@@ -167,11 +175,24 @@ class OuterSection(Section):
         le=100_000,
         description="Inner steps in a window, the H of DiLoCo: more of them, less traffic.",
     )
-    windows: Literal["equal", "deadline"] = Field(
+    windows: Literal["equal", "deadline", "qsr"] = Field(
         default="equal",
         description="'equal': inner_steps for every peer. 'deadline': as many as a peer does while "
         "the median one does inner_steps, within half to twice that, so that peers of several "
-        "speeds are ready together.",
+        "speeds are ready together. 'qsr': longer ones for all peers as the learning rate falls, "
+        "(growth / rate)^2 steps, from inner_steps up to max_inner_steps.",
+    )
+    growth: float = Field(
+        default=0.0,
+        ge=0,
+        description="Growth coefficient of 'qsr', the alpha of its paper: windows grow once the "
+        "rate is below growth / sqrt(inner_steps + 1). 0 with other windows.",
+    )
+    max_inner_steps: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Longest window of 'qsr'. 0: ten times inner_steps.",
     )
     lr: float | Literal["auto"] = Field(
         default="auto",
@@ -181,6 +202,18 @@ class OuterSection(Section):
     momentum: float | Literal["auto"] = Field(
         default="auto", description="Outer momentum in [0, 1), or 'auto'."
     )
+
+    @property
+    def longest(self) -> int:
+        """Steps of the longest window that the run has for all peers."""
+        if self.windows != "qsr":
+            return self.inner_steps
+        return self.max_inner_steps or LONGEST * self.inner_steps
+
+    @property
+    def qsr(self) -> QSR:
+        """The rule by which windows of QSR grow."""
+        return QSR(shortest=self.inner_steps, longest=self.longest, growth=self.growth)
 
     @field_validator("method")
     @classmethod

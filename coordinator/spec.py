@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,8 @@ from atoll.coordinator.spec_problems import (
     problems_of,
     toml_problem,
 )
-from atoll.optim import methods
+from atoll.optim import methods, timetable
+from atoll.optim.timetable import Timetable
 
 MAX_SPEC_BYTES = 256 * 1024  # a RUN.toml is a few kB; a peer refuses more before parsing it
 
@@ -69,16 +71,7 @@ class RunSpec(Section):
                 f"outer.method: expected one whose state a log can hold, or one by gossip, got "
                 f"{method.name!r}; `atoll simulate` runs it"
             )
-        if method.every_step and self.outer.inner_steps != 1:
-            raise ValueError(
-                f"outer.inner_steps: expected 1 with {method.name!r}, which sends something of "
-                f"every step, got {self.outer.inner_steps}"
-            )
-        if method.every_step and self.outer.windows != "equal":
-            raise ValueError(
-                f"outer.windows: expected 'equal' with {method.name!r}, whose windows are one "
-                f"step, got {self.outer.windows!r}"
-            )
+        self._expect_windows(method)
         if method.feedback and method.codec.mode == "unbiased":
             raise ValueError(
                 f"compression.feedback: expected 0 with the unbiased codec {method.codec.spec!r} "
@@ -90,6 +83,68 @@ class RunSpec(Section):
                 f"nobody reduces, got {self.round.reducer!r}"
             )
         return self
+
+    def _expect_windows(self, method: methods.Method) -> None:
+        outer, hidden = self.outer, method.hidden_steps(self.outer.inner_steps)
+        if method.every_step and outer.inner_steps != 1:
+            raise ValueError(
+                f"outer.inner_steps: expected 1 with {method.name!r}, which sends something of "
+                f"every step, got {outer.inner_steps}"
+            )
+        if method.every_step and outer.windows != "equal":
+            raise ValueError(
+                f"outer.windows: expected 'equal' with {method.name!r}, whose windows are one "
+                f"step, got {outer.windows!r}"
+            )
+        if hidden > outer.inner_steps:
+            raise ValueError(
+                f"outer.method: expected a round to be hidden behind at most the "
+                f"{outer.inner_steps} steps of a window (outer.inner_steps), got {hidden}"
+            )
+        if outer.windows == "qsr":
+            self._expect_growth()
+        elif outer.growth or outer.max_inner_steps:
+            raise ValueError(
+                "outer.growth and outer.max_inner_steps: expected none with windows = "
+                f'"{outer.windows}"; windows = "qsr" takes them'
+            )
+
+    def _expect_growth(self) -> None:
+        """Refuse windows by QSR that would all be of one length."""
+        outer, inner = self.outer, self.inner
+        longest = outer.longest
+        if self.run.rounds == 0 or inner.min_lr_ratio == 1:
+            raise ValueError(
+                "outer.windows: expected a rate that falls with 'qsr': give run.rounds above 0 and "
+                "inner.min_lr_ratio below 1"
+            )
+        if longest <= outer.inner_steps:
+            raise ValueError(
+                f"outer.max_inner_steps: expected more than outer.inner_steps, "
+                f"{outer.inner_steps}, got {longest}"
+            )
+        last_lr = inner.lr * inner.min_lr_ratio
+        low, high = last_lr * math.sqrt(outer.inner_steps + 1), inner.lr * math.sqrt(longest)
+        if outer.growth == 0 or not low <= outer.growth < high:
+            raise ValueError(
+                f"outer.growth: expected {low:.3g} to {high:.3g} for windows that grow from "
+                f"{outer.inner_steps} to at most {longest} steps as the rate falls from "
+                f"{inner.lr:g} to {last_lr:g}, got {outer.growth:g}"
+            )
+
+    def timetable(self, num_fragments: int, *, rounds: int | None = None) -> Timetable:
+        """Steps and windows of the run by position.
+
+        Args:
+            num_fragments: into which its method cuts the model.
+            rounds: positions at which it ends, the run's own by default.
+        """
+        outer, rounds = self.outer, rounds or self.run.rounds
+        if outer.windows == "qsr":
+            return timetable.growing_over(
+                outer.qsr, self.inner.rate, rounds=rounds, num_fragments=num_fragments
+            )
+        return timetable.equal(outer.inner_steps, rounds=rounds, num_fragments=num_fragments)
 
     @property
     def step_tokens(self) -> int:

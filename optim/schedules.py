@@ -1,43 +1,77 @@
-"""How long a window is: H as a pure function of what a peer knows.
+"""Two pure rules of a window's length: by the learning rate, and by each peer's speed.
 
-fixed       the same H always
-qsr         H grows with 1 / lr^2 (Quadratic Synchronization Rule, arXiv:2310.14423)
-deadline    each peer's own H, so that unequal peers arrive together; runs with
-            outer.windows = "deadline" take it, with the step times that peers tell each other
+    QSR         H grows with 1 / lr^2 (Quadratic Synchronization Rule, arXiv:2310.14423)
+    deadline    each peer's own H, so that unequal peers arrive together
+
+`Rate` is the schedule that QSR follows, and `atoll.optim.timetable` says which H a position of a
+run's log has. A run takes them as outer.windows = "qsr" and "deadline".
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median_low
 
 SLOWEST, FASTEST = 0.5, 2.0  # H within half to twice the median; beyond it change accumulation
 
 
-def fixed(inner_steps: int) -> int:
-    """H.
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Inner learning rate of a run: a linear warm-up, then half a cosine (arXiv:1608.03983)."""
 
-    Raises:
-        ValueError: when it is below 1.
+    peak: float
+    warmup_steps: int
+    """Steps from a rate of zero up to the peak."""
+    min_ratio: float
+    """Rate at the last step, as a share of the peak."""
+
+    def at(self, step: int, total_steps: int) -> float:
+        """Rate of one inner step.
+
+        Args:
+            step: counted from 0 over the whole run, whoever does it.
+            total_steps: of the run; 0 for a run without an end, whose rate stays at the peak.
+        """
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if not total_steps:
+            return self.peak
+        span = max(1, total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / span)
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QSR:
+    """H of the window that begins at a rate: max(shortest, floor((growth / lr)^2)).
+
+    Departure: at most `longest`, because a rate that falls to a tenth asks for 100 times as much.
     """
-    if inner_steps < 1:
-        raise ValueError(f"expected at least one inner step, got {inner_steps}")
-    return inner_steps
 
+    shortest: int
+    """H while the rate is high."""
+    longest: int
+    growth: float
+    """The paper's growth coefficient alpha: the rate at which H would be 1."""
 
-def qsr(lr: float, *, shortest: int, growth: float) -> int:
-    """H of the window that begins at inner rate `lr`: max(shortest, floor((growth / lr)^2)).
+    def __post_init__(self) -> None:
+        """Check the numbers.
 
-    Args:
-        lr: inner learning rate; 0 gives no sensible window.
-        shortest: H while the rate is high.
-        growth: the paper's alpha; the rate at which H would be 1.
+        Raises:
+            ValueError: when one is out of range.
+        """
+        if not 1 <= self.shortest <= self.longest or not 0 < self.growth < math.inf:
+            raise ValueError(
+                "expected 1 <= shortest <= longest and a growth above 0, "
+                f"got {self.shortest}, {self.longest} and {self.growth}"
+            )
 
-    Raises:
-        ValueError: when a number is not above 0.
-    """
-    if lr <= 0 or growth <= 0:
-        raise ValueError(f"expected a rate and a growth above 0, got {lr} and {growth}")
-    return max(fixed(shortest), math.floor((growth / lr) ** 2))
+    def inner_steps(self, lr: float) -> int:
+        """H at an inner learning rate of at least 0."""
+        if lr * math.sqrt(self.longest) <= self.growth:
+            return self.longest
+        return max(self.shortest, math.floor((self.growth / lr) ** 2))
 
 
 def deadline(step_s: Sequence[float], *, inner_steps: int) -> list[int]:
@@ -52,11 +86,13 @@ def deadline(step_s: Sequence[float], *, inner_steps: int) -> list[int]:
         inner_steps: H at the median speed.
 
     Raises:
-        ValueError: when there is no peer, or a time is not above 0.
+        ValueError: when there is no peer, or a number is not above 0.
     """
     if not step_s or any(not 0 < seconds < math.inf for seconds in step_s):
         raise ValueError(f"expected finite step times above 0, got {list(step_s)}")
-    window_s = fixed(inner_steps) * median_low(step_s)
+    if inner_steps < 1:
+        raise ValueError(f"expected at least one inner step, got {inner_steps}")
+    window_s = inner_steps * median_low(step_s)
     shortest = max(1, math.ceil(SLOWEST * inner_steps))
     longest = math.floor(FASTEST * inner_steps)
     return [min(max(math.floor(window_s / s + 1e-9), shortest), longest) for s in step_s]

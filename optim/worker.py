@@ -99,10 +99,7 @@ class Worker(ABC):
             LayoutError: when the model has no trainable floating point parameters, or none of them
                 is the optimizer's.
         """
-        if inner_steps < 1:
-            raise ValueError(f"expected at least one inner step a window, got {inner_steps}")
-        if not 0 <= delay <= inner_steps:
-            raise ValueError(f"expected a delay of 0 to {inner_steps} inner steps, got {delay}")
+        _expect_window(inner_steps, delay)
         self.model = model
         self.inner = inner
         self.reducer = reducer
@@ -115,6 +112,7 @@ class Worker(ABC):
         self._arrived: list[Commit] = []
         self._decided = 0
         synced_N = reducer.start(self.layout, self.layout.flatten(model), self._settle)
+        self._statistics = WorkerStatistics(position=reducer.position)
         self.fragments = tuple(reducer.fragments)
         self._synced = self._cut(synced_N)
         """what all replicas share, a vector a fragment; each is replaced, never changed"""
@@ -148,24 +146,32 @@ class Worker(ABC):
         pending = self._windows[commit.fragment].pending
         return pending.age if pending is not None and commit.settles else 0
 
-    def resize(self, inner_steps: int) -> None:
+    @property
+    def next_position(self) -> int:
+        """Position of the log that the open windows are for: all that is under way decided."""
+        under_way = sum(window.pending is not None for window in self._windows)
+        return self._statistics.position + under_way
+
+    def resize(self, inner_steps: int, *, delay: int | None = None) -> None:
         """Let windows be of so many steps from now on.
 
-        What is done of the open ones, and the delay, keep their shares of a window: where peers
-        of several speeds have windows of one duration, a reduction has as long at all of them.
+        What is done of the open ones keeps its share of a window.
+
+        Args:
+            inner_steps: H.
+            delay: inner steps between handing in and taking the commit. Left out, the share of a
+                window that it was made with: where peers of several speeds have windows of one
+                duration, a reduction has as long at all of them.
 
         Raises:
-            ValueError: when it is below 1.
+            ValueError: when the steps are below 1, or the delay is not in [0, inner_steps].
         """
-        if inner_steps < 1:
-            raise ValueError(f"expected at least one inner step a window, got {inner_steps}")
+        if delay is None:
+            delay = round(self._delay_share * inner_steps)
+        _expect_window(inner_steps, delay)
         for window in self._windows:
             window.step_in_window = round(window.step_in_window * inner_steps / self.inner_steps)
-        self._set_window(inner_steps)
-
-    def _set_window(self, inner_steps: int) -> None:
-        self.inner_steps = inner_steps
-        self.delay = round(self._delay_share * inner_steps)
+        self.inner_steps, self.delay = inner_steps, delay
 
     def statistics(self) -> WorkerStatistics:
         """How training is going."""
@@ -209,6 +215,7 @@ class Worker(ABC):
             "reducer": self.reducer.state_dict(),
             "synced_N": self.synced_N,
             "inner_steps": self.inner_steps,
+            "delay": self.delay,
             "statistics": vars(self._statistics).copy(),
             **first,
             **({"fragments": others} if others else {}),
@@ -229,7 +236,7 @@ class Worker(ABC):
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
         self._synced = self._cut(state["synced_N"].clone())
-        self._set_window(state["inner_steps"])
+        self.inner_steps, self.delay = state["inner_steps"], state["delay"]
         windows = [state, *state.get("fragments", [])]
         for window, saved in zip(self._windows, windows, strict=True):
             window.load_state_dict(saved)
@@ -430,6 +437,13 @@ class Worker(ABC):
         if included or not self.keeps_work:
             window.tokens -= pending.tokens
             window.steps -= pending.steps
+
+
+def _expect_window(inner_steps: int, delay: int) -> None:
+    if inner_steps < 1:
+        raise ValueError(f"expected at least one inner step a window, got {inner_steps}")
+    if not 0 <= delay <= inner_steps:
+        raise ValueError(f"expected a delay of 0 to {inner_steps} inner steps, got {delay}")
 
 
 def _expect_optimizer_of(model: nn.Module, inner: torch.optim.Optimizer) -> None:

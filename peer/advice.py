@@ -154,8 +154,9 @@ def as_run(spec: str, inner_steps: int) -> dict[str, dict[str, object]]:
 
 def runs_over_network(spec: str) -> bool:
     """Whether this version takes it in a RUN.toml."""
+    shortest = max(1, methods.parse(spec).hidden_steps(1))
     try:
-        RunSpec.from_dict(as_run(spec, 1))
+        RunSpec.from_dict(as_run(spec, shortest))
     except SpecError:
         return False
     return True

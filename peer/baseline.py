@@ -16,7 +16,7 @@ from atoll.optim.layout import Layout
 from atoll.peer import data
 from atoll.peer.devices import Device
 from atoll.peer.errors import SetupError
-from atoll.peer.learner import Evaluator, Learner, steps_until
+from atoll.peer.learner import Evaluator, Learner
 from atoll.peer.trainer import (
     MAX_DROPPED,
     MAX_SKIPS,
@@ -152,8 +152,10 @@ class _Baseline:
         model = build_model(spec, corpus.tokenizer.vocab_size)
         self._evaluator = Evaluator(model, validation(spec, corpus, valid_batches), chosen)
         self._layout = Layout.of(model)
-        self._num_fragments = len(spec.method().fragments(self._layout))
-        self._learner = Learner(model, spec.inner, chosen, total_steps=self._steps_until(rounds))
+        num_fragments = len(spec.method().fragments(self._layout))
+        self._timetable = spec.timetable(num_fragments, rounds=rounds)
+        total_steps = self._timetable.total_steps
+        self._learner = Learner(model, spec.inner, chosen, total_steps=total_steps)
         self._streams = [
             corpus.stream(
                 seed=spec.run.seed,
@@ -167,12 +169,10 @@ class _Baseline:
         self._seconds = 0.0
         self._history: list[BaselinePoint] = []
 
-    def _steps_until(self, position: int) -> int:
-        return steps_until(position, self._spec.outer.inner_steps, self._num_fragments)
-
     def window(self, position: int, *, measured: bool) -> BaselinePoint:
         began_s = perf_counter()
-        num_steps = self._steps_until(position) - self._steps_until(position - 1)
+        until = self._timetable.steps_until
+        num_steps = until(position) - until(position - 1)
         losses = [self._step() for _ in range(num_steps)]
         taken = [loss for loss in losses if loss is not None]
         self._seconds += perf_counter() - began_s

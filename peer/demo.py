@@ -385,7 +385,7 @@ class Demo:
 
     def _window_tokens(self) -> int:
         spec = self.options.spec
-        return self.options.peers * spec.outer.inner_steps * spec.step_tokens
+        return self.options.peers * spec.outer.longest * spec.step_tokens
 
     def _has_ended(self, peer: PeerProcess) -> bool:
         dead = self._kill is not None and not self._kill.restarted

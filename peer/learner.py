@@ -26,32 +26,6 @@ from atoll.peer.devices import Device
 _log = logging.getLogger(__name__)
 
 
-def learning_rate(step: int, *, inner: InnerSection, total_steps: int) -> float:
-    """Return the rate of one inner step of a run.
-
-    It rises linearly over the warm-up, then follows half a cosine (arXiv:1608.03983) to
-    ``min_lr_ratio`` of the peak at the last step.
-
-    Args:
-        step: counted from 0 over the whole run, whoever does it.
-        inner: the inner section of the spec.
-        total_steps: of the run; 0 for a run without an end, whose rate stays at the peak.
-    """
-    if step < inner.warmup_steps:
-        return inner.lr * (step + 1) / inner.warmup_steps
-    if not total_steps:
-        return inner.lr
-    span = max(1, total_steps - 1 - inner.warmup_steps)
-    progress = min(1.0, (step - inner.warmup_steps) / span)
-    share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return inner.lr * (inner.min_lr_ratio + (1.0 - inner.min_lr_ratio) * share)
-
-
-def steps_until(position: int, inner_steps: int, num_fragments: int) -> int:
-    """Inner steps of a run up to a position: each fragment moves once in so many steps."""
-    return position * inner_steps // num_fragments
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
     """What a backward pass came to; the gradient itself lies in the parameters."""
@@ -110,7 +84,7 @@ class Learner:
             batches: int64 tokens ``(B, T + 1)`` each.
             step: of the run, for the schedule.
         """
-        rate = learning_rate(step, inner=self._inner, total_steps=self._total_steps)
+        rate = self._inner.rate.at(step, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.clear()

@@ -23,7 +23,6 @@ from atoll.optim.state import OuterState, StateError
 from atoll.optim.store import LogStore
 from atoll.peer.contact import Contact
 from atoll.peer.electors import QuorumWatch
-from atoll.peer.learner import learning_rate, steps_until
 from atoll.peer.patience import Patience
 from atoll.peer.recovery import Recovered, Recovery, RecoveryError
 from atoll.peer.reducer import NetworkReducer, Reset
@@ -313,12 +312,10 @@ class LogParticipation:
 
 def outer_scalars(spec: RunSpec, replay: Replay) -> Callable[[int], tuple[float, float]]:
     """Learning rate and momentum of the entry at a position; equal on every peer of the run."""
-    count = len(replay.fragments)
+    timetable, rate = spec.timetable(len(replay.fragments)), spec.inner.rate
 
     def scalars(position: int) -> tuple[float, float]:
-        step = steps_until(position + 1, spec.outer.inner_steps, count) - 1
-        total_steps = steps_until(spec.run.rounds, spec.outer.inner_steps, count)
-        inner_lr = learning_rate(step, inner=spec.inner, total_steps=total_steps)
+        inner_lr = rate.at(timetable.steps_until(position + 1) - 1, timetable.total_steps)
         lr, momentum = replay.method.scalars(inner_lr)
         return fp32(lr), fp32(momentum)
 

@@ -4,6 +4,11 @@ reducer = connect(invite, state_dir="state")
 diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
 ...
 reducer.close()
+
+Where windows grow (outer.windows = "qsr"), each step begins with what the run's timetable says:
+
+inner_steps = reducer.timetable.window(diloco.next_position)
+diloco.resize(inner_steps, delay=reducer.method.hidden_steps(inner_steps))
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
 from atoll.optim.muon import muon_groups
 from atoll.optim.replay import cells_of
+from atoll.optim.timetable import Timetable
 from atoll.peer import data, models
 from atoll.peer.trainer import build_model
 from atoll.peer.work import timed
@@ -270,6 +271,11 @@ def _moments(method: Method, model: nn.Module) -> int:
             for param in group["params"]
         )
     return {"adamw": 2, "lion": 1, "sgd": 0}[method.inner] * Layout.of(model).numel
+
+
+def windows_of(spec: RunSpec, model: nn.Module) -> Timetable:
+    """The windows of a run by position, over so many fragments as its method cuts the model in."""
+    return spec.timetable(len(fragments_of(spec.method(), Layout.of(model))))
 
 
 def bare_model(spec: RunSpec) -> nn.Module:

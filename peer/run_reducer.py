@@ -8,6 +8,7 @@ from typing import Protocol
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Reducer
+from atoll.optim.timetable import Timetable
 from atoll.peer.reporting import TrainerView
 
 
@@ -24,6 +25,11 @@ class RunReducer(Reducer, Protocol):
     @property
     def method(self) -> Method:
         """The run's method, whose `worker` goes into a training loop."""
+        ...
+
+    @property
+    def timetable(self) -> Timetable:
+        """Steps and windows of the run by position of its log."""
         ...
 
     @property

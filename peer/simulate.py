@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from atoll.compression.registry import split_top
-from atoll.coordinator.sections import InnerSection
 from atoll.optim import Worker, in_process, inner, methods
 from atoll.optim.group import at_random
 from atoll.optim.methods.base import InnerName
 from atoll.peer import data, models, saved
 from atoll.peer.devices import Device
 from atoll.peer.errors import SavedStateError, SetupError
-from atoll.peer.learner import Evaluator, learning_rate
+from atoll.peer.learner import Evaluator
 from atoll.peer.simulation_settings import RATE_SHARES, Settings
 
 VALID_BATCH = 16  # sequences
@@ -107,7 +106,7 @@ def _with_defaults(spec: str, settings: Settings) -> methods.Method:
     method = methods.parse(spec)
     open_ = methods.defaults_for(
         spec,
-        rounds=max(1, settings.steps // settings.inner_steps),
+        rounds=max(1, settings.timetable.turn_at(settings.steps)),
         inner_steps=settings.inner_steps,
         peers=settings.workers,
     )
@@ -191,11 +190,8 @@ class Simulation:
         self._inner: InnerName = method.inner
         if settings.inner and not method.every_step:
             self._inner = cast(InnerName, settings.inner)
-        self._schedule = InnerSection(
-            lr=settings.lr * RATE_SHARES[self._inner],
-            warmup_steps=int(settings.warmup * settings.steps),
-            min_lr_ratio=settings.min_lr_ratio,
-        )
+        self._rate = settings.rate(RATE_SHARES[self._inner])
+        self._timetable = settings.timetable
         late = 1 if settings.join_step > 0 else 0
         self.workers = [self._worker(index) for index in range(settings.workers - late)]
         self._streams = [bench.stream(seed, index) for index in range(settings.workers)]
@@ -207,7 +203,7 @@ class Simulation:
 
     def _worker(self, index: int) -> Worker:
         model = self.bench.model(self.seed)
-        optimizer = inner.build(self._inner, model, lr=self._schedule.lr)
+        optimizer = inner.build(self._inner, model, lr=self._rate.peak)
         return self.method.worker(
             model,
             optimizer,
@@ -226,8 +222,9 @@ class Simulation:
         settings = self.bench.settings
         if self.step == settings.join_step > 0:
             self.workers.append(self._worker(settings.workers - 1))
-        self._set_rate(learning_rate(self.step, inner=self._schedule, total_steps=settings.steps))
+        self._set_rate(self._rate.at(self.step, settings.steps))
         for index, worker in enumerate(self.workers):
+            self._size_window(worker)
             for _ in range(self._steps_of(index)):
                 self._train(worker, self._streams[index].next_batch())
         self.step += 1
@@ -241,6 +238,11 @@ class Simulation:
         for worker in self.workers:
             for group in worker.inner.param_groups:
                 group["lr"] = rate
+
+    def _size_window(self, worker: Worker) -> None:
+        if self.bench.settings.growth and not self.method.every_step:
+            inner_steps = self._timetable.window(worker.next_position // len(worker.fragments))
+            worker.resize(inner_steps, delay=self.method.hidden_steps(inner_steps))
 
     def _steps_of(self, index: int) -> int:
         """Steps that a worker does while the median one does one."""
@@ -371,7 +373,10 @@ class Folder:
         saved.save(file, simulation.state_dict(), kind="simulation", run=run)
 
     def _key(self, method: methods.Method, seed: int) -> str:
-        text = json.dumps([asdict(self._settings), method.spec, seed], sort_keys=True)
+        settings = asdict(self._settings)
+        if not self._settings.growth:  # results from before there was any keep their names
+            del settings["growth"], settings["max_inner_steps"]
+        text = json.dumps([settings, method.spec, seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _file(self, method: methods.Method, seed: int, suffix: str) -> Path:

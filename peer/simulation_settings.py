@@ -10,9 +10,13 @@ can do while the median one does `inner_steps`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from atoll.optim import schedules
+from atoll.coordinator.sections import LONGEST
+from atoll.optim import schedules, timetable
+from atoll.optim.schedules import Rate
+from atoll.optim.timetable import Timetable
 from atoll.peer.errors import SetupError
 
 RATE_SHARES = {"adamw": 1.0, "muon": 2.0, "lion": 0.1, "sgd": 1.0}
@@ -46,6 +50,10 @@ class Settings:
     valid_batches: int = 16
     inner: str = ""
     """Optimizer of methods with windows, in place of the one that each takes."""
+    growth: float = 0.0
+    """Growth coefficient of windows by QSR, at AdamW's rate; 0: windows of one length."""
+    max_inner_steps: int = 0
+    """Longest window of QSR; 0: ten times `inner_steps`."""
     drop: float = 0.0
     """Share of the rounds that go on without a worker; its work counts in a later one."""
     speeds: tuple[float, ...] = ()
@@ -65,6 +73,7 @@ class Settings:
             if getattr(self, name) < 1:
                 raise SetupError(f"expected at least 1 for {name}, got {getattr(self, name)}")
         self._check_churn()
+        self._check_growth()
         if self.steps < 1:
             raise SetupError(
                 f"expected tokens for one step of all workers, {self.tokens_per_step}, "
@@ -80,6 +89,33 @@ class Settings:
             raise SetupError(f"expected one of {', '.join(RATE_SHARES)}, got {self.inner!r}")
         if self.join_at > 0 and self.workers < 2:
             raise SetupError("expected a worker that the last one can join, got one in all")
+
+    def _check_growth(self) -> None:
+        if self.growth < 0 or self.max_inner_steps < 0:
+            raise SetupError("expected a growth and a longest window of at least 0")
+        if not self.growth:
+            return
+        if self.speeds:
+            raise SetupError("expected windows that follow speeds or grow, got both")
+        if self.min_lr_ratio * self.lr * math.sqrt(self.inner_steps + 1) > self.growth:
+            raise SetupError(f"windows would not grow with {self.growth:g}; give more")
+
+    def rate(self, share: float = 1.0) -> Rate:
+        """The schedule of an inner optimizer that takes a share of AdamW's rate."""
+        return Rate(
+            peak=self.lr * share,
+            warmup_steps=int(self.warmup * self.steps),
+            min_ratio=self.min_lr_ratio,
+        )
+
+    @cached_property
+    def timetable(self) -> Timetable:
+        """Windows of the run by position."""
+        if not self.growth:
+            return timetable.equal(self.inner_steps, rounds=self.steps // self.inner_steps)
+        longest = self.max_inner_steps or LONGEST * self.inner_steps
+        rule = schedules.QSR(shortest=self.inner_steps, longest=longest, growth=self.growth)
+        return timetable.growing(rule, self.rate(), total_steps=self.steps)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -103,7 +139,10 @@ class Settings:
     @property
     def join_step(self) -> int:
         """Steps after which the last worker joins: at the end of a window."""
-        return round(self.join_at * self.steps / self.inner_steps) * self.inner_steps
+        windows, wanted = self.timetable, self.join_at * self.steps
+        turn = windows.turn_at(int(wanted))
+        ends = (windows.steps_until(turn), windows.steps_until(turn + 1))
+        return min(ends, key=lambda step: abs(step - wanted))
 
     @property
     def churn(self) -> str:
@@ -112,6 +151,13 @@ class Settings:
             (self.drop > 0, f"each misses {100 * self.drop:g}% of the rounds"),
             (self.join_at > 0, f"the last joins after {self.join_step} steps"),
             (bool(self.speeds), f"windows of {', '.join(map(str, self.windows))} steps"),
+            (self.growth > 0, f"windows grow from {_first_and_last(self)} steps"),
             (self.split_data, "each has its own text"),
         ]
         return "; ".join(text for holds, text in told if holds)
+
+
+def _first_and_last(settings: Settings) -> str:
+    windows = settings.timetable
+    last = windows.window(windows.turn_at(settings.steps - 1))
+    return f"{windows.window(0)} to {last}"

@@ -21,6 +21,7 @@ from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
 from atoll.coordinator.rounds import contributors
 from atoll.coordinator.spec import RunSpec
 from atoll.coordinator.status import PeerStatus
+from atoll.optim.layout import Layout
 from atoll.optim.log import Entry
 from atoll.optim.store import LogStore
 from atoll.peer import saved
@@ -85,7 +86,7 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
     entries = [] if gossip else read_log(run, checkpoint)
     told = told_rounds(run) if gossip else logged_rounds(entries)
     sent, received = per_peer_bytes(run)
-    ddp = ddp_bytes(checkpoint.layout.numel, len(run.peers), len(told), spec)
+    ddp = ddp_bytes(checkpoint.layout, len(run.peers), len(told), spec)
     valid_loss = held_out_loss(spec, checkpoint)
     draw_loss(loss_plot(run, spec, told, compared, valid_loss), plot)
     base = compared.baseline
@@ -180,13 +181,13 @@ def per_peer_bytes(run: DemoRun) -> tuple[int, int]:
     return sum(sent) // len(run.peers), sum(received) // len(run.peers)
 
 
-def ddp_bytes(numel: int, peers: int, rounds: int, spec: RunSpec) -> int:
+def ddp_bytes(layout: Layout, peers: int, rounds: int, spec: RunSpec) -> int:
     """What a peer of synchronous data parallel training would send for as many steps.
 
     A ring all-reduce of fp32 gradients sends 2 (P - 1) / P of them a step and peer.
     """
-    steps = rounds * spec.outer.inner_steps
-    return 2 * (peers - 1) * numel * FP32_BYTES * steps // peers
+    steps = spec.timetable(len(spec.method().fragments(layout))).steps_until(rounds)
+    return 2 * (peers - 1) * layout.numel * FP32_BYTES * steps // peers
 
 
 def chains_equal(run: DemoRun, entries: list[Entry]) -> bool:

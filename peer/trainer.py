@@ -2,10 +2,11 @@
 
 It runs in a thread of its own (`Trainer.run`); everyone else reads `Trainer.statistics`.
 
-The schedule belongs to the run, not to the peer: with H inner steps a window and n fragments, the
-step after position ``p`` of the log is ``p * H / n``, so a peer that joins late or slept starts
-where the others are. Where windows go by a peer's speed, its steps are larger or smaller strides of
-the schedule. A peer that waits long for a decision trains on, at a rate at most two windows ahead.
+The schedule belongs to the run, not to the peer: which step comes after a position of the log, and
+how many a window has there, says the run's timetable (`atoll.optim.timetable`), so a peer that
+joins late or slept starts where the others are. Where windows go by a peer's speed, its steps are
+larger or smaller strides of the schedule. A peer that waits long for a decision trains on, at a
+rate at most two windows ahead.
 
 A loss or gradient that is not finite costs its step. After `MAX_SKIPS` of them in a row the peer's
 parameters are taken to be spoiled: it drops its window, goes back to the synced parameters with a
@@ -38,7 +39,7 @@ from atoll.optim.worker import Worker
 from atoll.peer import data, models, saved
 from atoll.peer.devices import Device
 from atoll.peer.errors import SavedStateError
-from atoll.peer.learner import Evaluator, Learner, steps_until
+from atoll.peer.learner import Evaluator, Learner
 from atoll.peer.pace import WARM_STEPS, Pace
 from atoll.peer.trainer_statistics import Progress, TrainerStatistics
 from atoll.peer.watched_reducer import WatchedReducer
@@ -112,12 +113,12 @@ class Trainer:
         self.device = Device.choose(self.options.device, spec.inner.precision)
         self.corpus = corpus or open_corpus(spec)
         model = build_model(spec, self.corpus.tokenizer.vocab_size) if model is None else model
-        self._num_fragments = len(method.fragments(Layout.of(model)))
+        self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
         self.learner = Learner(
             model,
             spec.inner,
             self.device,
-            total_steps=self._steps_until(spec.run.rounds),
+            total_steps=self.timetable.total_steps,
             optimizer=method.inner,
         )
         self._stream = self.corpus.stream(
@@ -134,15 +135,16 @@ class Trainer:
         self._stopping = threading.Event()
         self._evaluator: Evaluator | None = None
         self._saved_at_s = self.options.clock()
+        self._method = method
         self.worker: Worker = method.worker(
             self.learner.model,
             self.learner.optimizer,
             self._reducer,
-            inner_steps=spec.outer.inner_steps,
+            inner_steps=self.timetable.window(at),
         )
         self._statistics = TrainerStatistics(
             position=at,
-            inner_steps=spec.outer.inner_steps,
+            inner_steps=self.worker.inner_steps,
             params=self.worker.layout.numel,
             device=self.device.label,
             precision=self.device.precision,
@@ -189,8 +191,7 @@ class Trainer:
         """
         if self.worker.step_in_window == 0 or self._progress.steps == WARM_STEPS:
             self._look_at_pace()
-        if self.worker.step_in_window == 0 and self.spec.outer.windows == "deadline":
-            self._size_window()
+        self._size_window()
         began_s = self.options.clock()
         torch.manual_seed(self._step_seed())
         inner = self.spec.inner
@@ -210,12 +211,11 @@ class Trainer:
     @property
     def schedule_step(self) -> int:
         """The step of the run that comes next, from 0."""
-        inner_steps, own = self.spec.outer.inner_steps, self.worker.inner_steps
-        ahead = min(self._progress.since_commit, 2 * own) * inner_steps // own
-        return self._steps_until(self._progress.position) + ahead
-
-    def _steps_until(self, position: int) -> int:
-        return steps_until(position, self.spec.outer.inner_steps, self._num_fragments)
+        own = self.worker.inner_steps
+        ahead = min(self._progress.since_commit, 2 * own)
+        if self.spec.outer.windows == "deadline":
+            ahead = ahead * self.spec.outer.inner_steps // own
+        return self.timetable.steps_until(self._progress.position) + ahead
 
     def evaluate(
         self,
@@ -318,11 +318,13 @@ class Trainer:
         self._pace.look(busy_s, self._progress.steps)
 
     def _size_window(self) -> None:
-        """Take as many steps as this peer does while the median one does those of the spec."""
-        mine_s = self._statistics.pace_s
-        if mine_s > 0:
-            paces_s = [mine_s, *self.options.paces_s()]
-            own, *_ = schedules.deadline(paces_s, inner_steps=self.spec.outer.inner_steps)
+        """Take as many steps as the run's rule wants of this peer here."""
+        common = self.timetable.window(self.worker.next_position)
+        if self.spec.outer.windows != "deadline":
+            self.worker.resize(common, delay=self._method.hidden_steps(common))
+        elif self.worker.step_in_window == 0 and self._statistics.pace_s > 0:
+            paces_s = [self._statistics.pace_s, *self.options.paces_s()]
+            own, *_ = schedules.deadline(paces_s, inner_steps=common)
             self.worker.resize(own)
 
     def _take(self, loss: float, tokens: int) -> None:

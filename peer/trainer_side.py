@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from atoll.coordinator.spec import RunSpec
+from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.reducer import Commit, Contribution, Settle
+from atoll.optim.timetable import Timetable
 from atoll.peer.reporting import TrainerView
 
 POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
@@ -20,7 +23,7 @@ LOOP_S = 60.0  # for a question to the loop, which answers at once
 T = TypeVar("T")
 
 
-class TrainerSide:
+class TrainerSide(ABC):
     """The position, the clock of windows, and the two crossings between trainer and loop."""
 
     def __init__(
@@ -64,6 +67,16 @@ class TrainerSide:
         """See `Reducer`."""
         return self._position
 
+    @property
+    @abstractmethod
+    def fragments(self) -> Sequence[Fragment]:
+        """See `Reducer`."""
+
+    @property
+    def timetable(self) -> Timetable:
+        """Steps and windows of the run by position."""
+        return self.spec.timetable(len(self.fragments))
+
     def progress(self) -> TrainerView | None:
         """What can be told of a trainer that does not tell itself; None before it has started."""
         if self._began_s is None:
@@ -71,7 +84,7 @@ class TrainerSide:
         left_s = self._window_s - (self._trained_s() - self._ended_s)
         return TrainerView(
             ready_in_s=max(0.0, left_s),
-            inner_steps=self.spec.outer.inner_steps,
+            inner_steps=self.timetable.window(self._position),
             tokens=self._tokens,
         )
 

@@ -10,6 +10,7 @@ from atoll.peer.commands import Subparsers, new_parser, print_json
 
 if TYPE_CHECKING:
     from atoll.coordinator.spec import RunSpec
+    from atoll.optim.timetable import Timetable
     from atoll.peer.advice import Option
     from atoll.peer.plan import Setting
 
@@ -62,11 +63,13 @@ def run(args: argparse.Namespace) -> int:
     """Predict and print."""
     from atoll.coordinator.spec import RunSpec
     from atoll.peer import advice
-    from atoll.peer.plan import bare_model
+    from atoll.peer.plan import bare_model, windows_of
 
     spec = RunSpec.load(args.path)
     setting = setting_of(args, spec)
-    model, inner_steps = bare_model(spec), spec.outer.inner_steps
+    model = bare_model(spec)
+    windows = windows_of(spec, model)
+    inner_steps = windows.mean_window(spec.run.rounds)
     at = partial(advice.options, model, setting, step_tokens=spec.step_tokens)
     mine = advice.option_of(
         spec.method(),
@@ -82,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(_told(args, setting, model, mine, shown, chosen))
         return 0
     print(_heading(args, spec, setting, model))
+    if spec.outer.windows == "qsr":
+        print(_grown(spec.run.rounds, windows))
     for line in table([mine, *shown]):
         print(line)
     print()
@@ -129,6 +134,14 @@ def _heading(args: argparse.Namespace, spec: "RunSpec", setting: "Setting", mode
         f"{name}, {_params(model) / 1e6:.3g}M parameters; {setting.peers} peers, "
         f"{setting.mbit_s:g} Mbit/s, {1000 * setting.rtt_s:g} ms; "
         f"a step takes {1000 * setting.step_s:.0f} ms ({how})\n"
+    )
+
+
+def _grown(rounds: int, windows: "Timetable") -> str:
+    return (
+        f"Windows grow from {windows.window(0)} to {windows.window(rounds - 1)} steps, "
+        f"{windows.mean_window(rounds)} on average, as which they are taken here; "
+        f"{rounds} rounds are {windows.steps_until(rounds):,} steps.\n"
     )
 
 

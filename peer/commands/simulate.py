@@ -43,6 +43,16 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--inner-steps", type=int, default=30, metavar="H", help="of a window (default: 30)"
     )
+    parser.add_argument(
+        "--growth",
+        type=float,
+        default=0.0,
+        metavar="ALPHA",
+        help="let windows grow from H as the rate falls, to (ALPHA / rate)^2 steps (QSR)",
+    )
+    parser.add_argument(
+        "--max-inner-steps", type=int, default=0, metavar="H", help="to at most (default: 10 H)"
+    )
     parser.add_argument("--model", default="nano", help="a preset of RUN.toml (default: nano)")
     parser.add_argument(
         "--set",
@@ -154,6 +164,8 @@ def _settings(args: argparse.Namespace) -> "Settings":
         workers=args.workers,
         tokens=args.tokens,
         inner_steps=args.inner_steps,
+        growth=args.growth,
+        max_inner_steps=args.max_inner_steps,
         batch_size=args.batch_size,
         seq_len=args.seq_len,
         model=args.model,

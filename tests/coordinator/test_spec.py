@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ x = 1
 [coordinator]
 listen = "7700"
 """
+
+
+QSR = "[run]\nrounds = 100\n[outer]\nwindows = 'qsr'\ngrowth = {growth}\n"
 
 
 def problems(text: str) -> list[str]:
@@ -77,6 +81,17 @@ def test_all_problems_are_told_at_once_with_their_lines() -> None:
         ("[compression]\ncodec = 'ternary'\nfeedback = 1.0", "unbiased"),
         ("[outer]\nlr = 11.0", "'auto' or a number above 0"),
         ("[outer]\nmomentum = 1.0", "'auto' or a number in [0, 1)"),
+        ("[outer]\nwindows = 'fixed'", "'equal', 'deadline' or 'qsr'"),
+        ("[outer]\ngrowth = 0.01", 'expected none with windows = "equal"'),
+        ("[outer]\nwindows = 'deadline'\nmax_inner_steps = 60", 'windows = "qsr" takes them'),
+        ("[outer]\nwindows = 'qsr'\ngrowth = 0.01", "give run.rounds above 0"),
+        (QSR.format(growth=0.0), "expected 0.00418 to 0.026 for windows that grow from 30"),
+        (QSR.format(growth=0.004), "expected 0.00418 to 0.026"),
+        (QSR.format(growth=0.03), "expected 0.00418 to 0.026"),
+        (QSR.format(growth=0.01) + "max_inner_steps = 30", "more than outer.inner_steps, 30"),
+        (QSR.format(growth=0.01) + "[inner]\nmin_lr_ratio = 1.0", "below 1"),
+        (QSR.format(growth=0.01) + "method = 'ddp'\ninner_steps = 1", "expected 'equal' with"),
+        ("[outer]\nmethod = 'diloco(tau=31)'", "at most the 30 steps of a window"),
         ("[outer]\ninner_steps = 0", "greater than or equal to 1, got 0"),
         ("[model]\ncustom = 'model'", "'module:function'"),
         ("[compression]\ncodec = 'in8'", "int8"),
@@ -113,6 +128,19 @@ def test_a_template_of_other_values() -> None:
         {"model": {"overrides": {"layers": 3, "tied": True}}, "run": {"seed": 9}}
     )
     assert RunSpec.from_toml(template(spec)) == spec
+
+
+def test_windows_grow_by_the_spec_alone() -> None:
+    spec = RunSpec.from_toml(QSR.format(growth=0.01) + "max_inner_steps = 90")
+    windows = spec.timetable(1)
+    assert RunSpec.from_json(spec.canonical()).timetable(1) == windows
+    rate = spec.inner.rate.at(windows.steps_until(40), windows.total_steps)
+    grown = math.floor((0.01 / rate) ** 2)
+    assert [windows.window(position) for position in (0, 40, 99)] == [44, grown, 90]
+    assert 44 < grown < 90
+    assert windows.total_steps - windows.steps_until(100) in range(90)
+    assert spec.timetable(1, rounds=50).total_steps < windows.total_steps / 1.9
+    assert RunSpec.from_dict({"run": {"rounds": 7}}).timetable(2).total_steps == 105
 
 
 def test_file(tmp_path: Path) -> None:

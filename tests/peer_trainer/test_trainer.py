@@ -159,7 +159,7 @@ def test_only_matrices_decay(corpus):
 
 def rates(steps, **inner):
     section = make_spec(inner={"warmup_steps": 4, "lr": 1.0, "min_lr_ratio": 0.1} | inner).inner
-    return [learner.learning_rate(i, inner=section, total_steps=steps) for i in range(20)]
+    return [section.rate.at(i, steps) for i in range(20)]
 
 
 def test_the_rate_warms_up_and_follows_a_cosine_to_its_end():
@@ -182,8 +182,7 @@ def test_a_run_without_warm_up_starts_at_the_peak():
 def test_a_joiner_starts_at_the_step_of_the_run(corpus):
     trainer = make(corpus, position=3)
     trainer.step()
-    inner = trainer.spec.inner
-    expected = learner.learning_rate(3 * H, inner=inner, total_steps=6 * H)
+    expected = trainer.spec.inner.rate.at(3 * H, 6 * H)
     assert trainer.statistics().learning_rate == expected
     assert trainer.statistics().position == 3
 

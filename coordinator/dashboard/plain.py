@@ -78,17 +78,21 @@ def _is_settled(row: RoundSummary, status: RunStatus) -> bool:
 
 
 def round_line(row: RoundSummary, before: RoundSummary | None, status: RunStatus) -> str:
-    """One round: its number, loss, tokens/s, bytes sent, utilisation and members."""
+    """One round: its number, loss, tokens/s, bytes sent, utilisation and members.
+
+    When a round was decided of which no member has told, and what it sent, is not known.
+    """
     total = f"/{status.rounds_total}" if status.rounds_total else ""
     rate = status.tokens_per_s
     if before is not None and row.at > before.at:
         rate = row.tokens / (row.at - before.at)
+    told = bool(row.seconds)
     fields = [
         text.clock_time(row.at),
         f"round {row.position:>{max(3, len(total) - 1)}}{total}",
         f"loss {text.loss_text(row.loss)}",
-        f"{text.count(rate):>5} tok/s",
-        f"{text.size(row.wire_bytes):>7} sent",
+        f"{text.count(rate if told else None):>5} tok/s",
+        f"{text.size(row.wire_bytes if told else None):>7} sent",
         f"util {utilisation(status)}",
         _members(row, status),
     ]
@@ -146,7 +150,11 @@ def _is_older(status: RunStatus, than: RunStatus) -> bool:
 
 
 async def follow(
-    feed: Feed, write: Callable[[str], None], *, interval_s: float = INTERVAL_S
+    feed: Feed,
+    write: Callable[[str], None],
+    *,
+    interval_s: float = INTERVAL_S,
+    since: RunStatus | None = None,
 ) -> RunStatus:
     """Write the lines of a run until it has finished; a lost connection is said once.
 
@@ -154,11 +162,12 @@ async def follow(
         feed: Reads the state of the run.
         write: Takes one line without its end.
         interval_s: From one reading to the next.
+        since: What is known of the run already; all that is remembered of it, if left out.
 
     Returns:
         The last state of the finished run.
     """
-    previous: RunStatus | None = None
+    previous = since
     num_failures = 0
     while True:
         try:

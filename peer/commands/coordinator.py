@@ -164,7 +164,11 @@ async def _tell(up: Running) -> None:
     async def feed() -> RunStatus:
         return up.coordinator.status()
 
-    await follow(feed, say, interval_s=FOLLOW_S)
+    status = up.coordinator.status()
+    if status.position:  # started again: an earlier start told of these
+        say(f"goes on after round {status.position}")
+    since = status if status.position else None
+    await follow(feed, say, interval_s=FOLLOW_S, since=since)
     checkpoint = up.coordinator.last_checkpoint()
     say(f"the run has all its rounds; checkpoint: {checkpoint or 'none'}")
     say("this goes on answering peers until it is stopped (Ctrl-C)")

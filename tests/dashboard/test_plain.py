@@ -173,6 +173,26 @@ def test_follow_says_once_that_the_connection_is_lost_and_ends_with_the_run(samp
     assert told[-1].startswith("finished after 3 rounds")
 
 
+def test_follow_says_nothing_of_what_is_known_already(sample):
+    steps, written = [sample(12), sample(13, state="finished")], []
+
+    async def feed():
+        return steps.pop(0)
+
+    asyncio.run(follow(feed, written.append, interval_s=0.0, since=sample(12)))
+    rounds = [line for line in without_clock(written) if line.startswith("round")]
+    assert [line.split()[1] for line in rounds] == ["13/120"]
+
+
+def test_of_a_round_that_nobody_told_of_speed_and_bytes_are_unknown(sample):
+    """As when the coordinator was away, and learned of some rounds at once."""
+    after = sample(37)
+    *others, last = after.history
+    untold = replace(last, seconds={}, wire_bytes=0)
+    (line,) = without_clock(lines(sample(36), replace(after, history=[*others, untold])))
+    assert line.split()[4:9] == [ABSENT, "tok/s", ABSENT, "sent", "util"]
+
+
 @pytest.mark.parametrize("position", [0, 1, 512, 700])
 def test_a_long_run_can_be_joined_late(sample, position):
     status = sample(position)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.history import History
 from atoll.coordinator.status import HISTORY, NAMED_PEERS, RoundSummary, RoundTrace
@@ -26,6 +26,8 @@ class OpenRound:
     """A round that still takes traces."""
 
     summary: RoundSummary | None = None
+    counted: frozenset[str] | None = None
+    """PeerIDs of whose contribution something is in its entry; None where there is no log"""
     traces: dict[str, RoundTrace] = field(default_factory=dict)
 
 
@@ -76,6 +78,7 @@ class Rounds:
         self._newest.append(summary)
         current = self._open.setdefault(entry.position, OpenRound())
         current.summary = summary
+        current.counted = frozenset(member.peer_id for member in counted)
         self._close_old(entry.position)
         self._complete(current)
 
@@ -94,6 +97,10 @@ class Rounds:
         if summary is None:
             return
         complete = with_traces(summary, current.traces)
+        if current.counted is not None:
+            without = [peer for peer in complete.reasons if peer not in current.counted]
+            left_out = dict.fromkeys([*complete.left_out, *without])
+            complete = replace(complete, left_out=list(left_out))
         current.summary = complete
         for index in range(len(self._newest) - 1, -1, -1):
             if self._newest[index].position == complete.position:

@@ -1,0 +1,32 @@
+"""What a round says of those whom it went on without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from atoll.coordinator.dashboard.text import short_id
+from atoll.coordinator.dashboard.view import without
+from atoll.coordinator.status import RoundTrace
+
+
+def test_who_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -> None:
+    """Electors or not: a slow peer is seldom one."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            assert await net.publish(one, entry, body)
+            member, slow = entry.members[0].peer_id, "12D3KooWslow"
+            reasons = {member: "stalled", slow: "not ready in time"}
+            trace = RoundTrace(position=0, included=True, reasons=reasons)
+            net.up.coordinator.rounds.trace(entry.members[1].peer_id, trace, 0.0)
+            (row,) = net.up.coordinator.status().history
+            assert row.left_out == [slow]
+            assert without(row, {}) == [
+                f"{short_id(slow)}: not ready in time",
+                f"{short_id(member)} in part: stalled",
+            ]
+
+    kit.run(main())

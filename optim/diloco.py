@@ -8,13 +8,12 @@ Each commit moves local, and counts a contribution once:
     all other pieces              local += synced_new - synced_old
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from atoll.optim.difference import Difference
 from atoll.optim.reducer import Commit
 from atoll.optim.windows import Window
 from atoll.optim.worker import Worker
@@ -27,8 +26,8 @@ class DiLoCo(Worker):
     bytes; a peer whose contribution is left out trains on and contributes both windows at once.
     """
 
-    def _delta(self, index: int, local_F: Tensor) -> Callable[[], Tensor]:
-        return partial(self.fragments[index].difference, self._synced[index], local_F)
+    def _delta(self, index: int, local_F: Tensor) -> Difference:
+        return Difference(self.fragments[index], self._synced[index], local_F)
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         """Move local by the two rules at the top of this module, parameter by parameter."""

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec, TopK
-from atoll.compression.scratch import scratch
+from atoll.compression.scratch import room, scratch
 from atoll.compression.sparse import Sparse
 from atoll.optim import vectors
+from atoll.optim.difference import Difference
 from atoll.optim.fragments import (
     Dims,
     batches,
@@ -55,8 +56,8 @@ class Offer:
     squares: tuple[float, ...]
     """Sum of squares of d, one a piece."""
 
-    change_N: Tensor | None  # noqa: N815
-    """What inclusion at this weight adds to g: w (x - d) - g. None where g can't change."""
+    after_N: Tensor | None  # noqa: N815
+    """g after an inclusion at this weight: w (x - d). None where g can't change."""
 
     @property
     def norm(self) -> float:
@@ -105,12 +106,18 @@ class Feedback:
         self._slices = piece_slices(self.pieces)
         self._batches = list(batches(codec, self.pieces))
         self.mass_N = torch.zeros(numel if beta > 0 else 0)
+        self._offered = False
+        """whether there is an offer that may be settled"""
+        self._credited: list[tuple[slice, Tensor]] = []
+        """since then; it knows nothing of that"""
 
-    def offer(self, delta_N: Tensor, weight: float) -> Offer:
+    def offer(self, delta: Tensor | Difference, weight: float) -> Offer:
         """Encode a contribution together with the residual. Changes nothing.
 
+        Of several offers the last one can be settled.
+
         Args:
-            delta_N: pseudo-gradient, fp32 on the CPU.
+            delta: pseudo-gradient, fp32 on the CPU, or what computes it.
             weight: weight that the peer expects to be counted with.
 
         Raises:
@@ -118,22 +125,23 @@ class Feedback:
         """
         frames, squares = [b""] * len(self.pieces), [0.0] * len(self.pieces)
         chosen: list[tuple[slice, TopK, Sparse]] = []
-        change_N = vectors.empty(self.numel) if self._keeps(weight) else None
+        after_N = vectors.empty(self.numel) if self._keeps(weight) else None
         for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
-            x = self._with_residual(delta_N[cut], cut, weight)
+            x = self._with_residual(delta, cut, weight)
             if isinstance(codec, TopK) and codec.fills_planes(len(x) // len(pieces)):
                 chosen.append((batch, codec, codec.choose_rows(x.view(len(pieces), -1))))
             else:
                 frames[batch], sent = encode_sent(codec, x, pieces)
                 squares[batch] = sent.squares(pieces)
-                if change_N is not None:
+                if after_N is not None:
                     sent.take_from_(x)
-            if change_N is not None:
-                torch.sub(x.mul_(weight), self.mass_N[cut], out=change_N[cut])
+            if after_N is not None:
+                torch.mul(x, weight, out=after_N[cut])
         for some in _alike(chosen):
-            self._encode_chosen(some, weight, frames, squares, change_N)
-        return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), change_N=change_N)
+            self._encode_chosen(some, weight, frames, squares, after_N)
+        self._offered, self._credited = True, []
+        return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), after_N=after_N)
 
     def _encode_chosen(
         self,
@@ -141,7 +149,7 @@ class Feedback:
         weight: float,
         frames: list[bytes],
         squares: list[float],
-        change_N: Tensor | None,
+        after_N: Tensor | None,
     ) -> None:
         """Encode what was chosen of some batches together: calls on what one holds cost more."""
         batches, (codec, *_), parts = zip(*chosen, strict=True)
@@ -155,11 +163,10 @@ class Feedback:
         pieces = [piece for batch in batches for piece in range(batch.start, batch.stop)]
         for piece, frame, square in zip(pieces, of_rows, of_squares, strict=True):
             frames[piece], squares[piece] = frame, square
-        if change_N is not None:
+        if after_N is not None:
             starts = [self._values(batch).start for batch in batches]
             at = torch.cat([p.indices + start for p, start in zip(parts, starts, strict=True)])
-            lost = values.sub_(sent.values).mul_(weight).sub_(self.mass_N.index_select(0, at))
-            change_N.scatter_(0, at, lost)
+            after_N.scatter_(0, at, values.sub_(sent.values).mul_(weight))
 
     def settle(
         self,
@@ -181,23 +188,24 @@ class Feedback:
         Raises:
             ValueError: when the update that this residual is against is not given.
         """
-        if offer.change_N is None:
+        if offer.after_N is None:
             return
-        change_N = offer.change_N
+        after_N = offer.after_N
         if self.against_update:
             if update_F is None:
                 raise ValueError("expected the update that the residual is taken against")
             sent_N = decode_pieces(self.codec, offer.frames, self.pieces)
-            change_N = change_N + (sent_N - update_F) * offer.weight
+            after_N = after_N + (sent_N - update_F) * offer.weight
+        for part, lost in self._credited:
+            after_N[part] += lost
+        self._offered, self._credited = False, []
         share = weight / offer.weight
-        for batch, _ in self._batches:
-            counted = included[batch].tolist()
-            if all(counted):
-                self._add(self._values(batch), change_N, share)
-                continue
-            for piece, is_in in zip(self._slices[batch], counted, strict=True):
-                if is_in:
-                    self._add(piece, change_N, share)
+        if share == 1.0 and bool(included.all()):
+            self.mass_N = after_N
+            return
+        for piece, is_in in zip(self._slices, included.tolist(), strict=True):
+            if is_in:
+                self.mass_N[piece].lerp_(after_N[piece], share)
 
     def owner_credit(self, part: slice, lost: Tensor) -> None:
         """Keep what the owner's encoding of a part lost: g += W (a - u).
@@ -212,10 +220,13 @@ class Feedback:
         """
         if self.beta > 0:
             self.mass_N[part] += lost
+            if self._offered:
+                self._credited.append((part, lost))
 
     def reset(self) -> None:
         """Forget the residual, when the outcome of a contribution is unknown."""
-        self.mass_N.zero_()
+        self.mass_N = torch.zeros_like(self.mass_N)
+        self._offered = False
 
     def state_dict(self) -> dict[str, Any]:
         """The residual; an offer under way belongs to whoever holds it."""
@@ -232,7 +243,7 @@ class Feedback:
                 f"expected a residual of {self.mass_N.numel()} values, "
                 f"got {state['mass_N'].numel()}"
             )
-        self.mass_N.copy_(state["mass_N"])
+        self.mass_N = state["mass_N"].clone()
 
     def _keeps(self, weight: float) -> bool:
         """Whether an inclusion at this weight changes the residual."""
@@ -243,18 +254,19 @@ class Feedback:
         pieces = self._slices[batch]
         return slice(pieces[0].start, pieces[-1].stop)
 
-    def _with_residual(self, delta: Tensor, cut: slice, weight: float) -> Tensor:
-        """Some values of x = delta + beta g / w; scratch."""
+    def _with_residual(self, delta: Tensor | Difference, cut: slice, weight: float) -> Tensor:
+        """Some values of x = delta + beta g / w; scratch, unless they are delta's own."""
+        x = delta[cut] if isinstance(delta, Tensor) else _computed(delta, cut)
         if not self._keeps(weight):
-            return delta
-        share = torch.mul(self.mass_N[cut], self.beta / weight, out=scratch("offered", delta))
-        return torch.add(delta, share, out=share)
+            return x
+        share = self.beta / weight
+        return torch.add(x, self.mass_N[cut], alpha=share, out=scratch("offered", x))
 
-    def _add(self, cut: slice, change_N: Tensor, share: float) -> None:
-        change = change_N[cut]
-        if share != 1.0:
-            change = torch.mul(change, share, out=scratch("share", change))
-        self.mass_N[cut] += change
+
+def _computed(delta: Difference, cut: slice) -> Tensor:
+    x = room("offered", (cut.stop - cut.start,), torch.device("cpu"), torch.float32)
+    delta.write_(cut, x)
+    return x
 
 
 def _alike(

@@ -17,6 +17,7 @@ codecs that look at shapes or names. The pieces of a tensor know its name, so th
 import itertools
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,16 +126,19 @@ class Fragment:
             places.copy_(tiles)
         return cut_F
 
-    def difference(self, a_F: Tensor, b_F: Tensor) -> Tensor:
-        """What `ordered` gives of a - b, in one pass."""
-        values_F = vectors.empty(self.numel)
+    def places(self, run: slice, *cuts_F: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Where consecutive values of the fragment lie in vectors that `cut` gave; views.
+
+        One after another; a run begins and ends where a piece does.
+        """
         if not self.tensors:
-            return torch.sub(a_F, b_F, out=values_F)
-        for (tiles, a), (_, b) in zip(
-            self._tiles(values_F, a_F), self._tiles(values_F, b_F), strict=True
-        ):
-            torch.sub(a, b, out=tiles)
-        return values_F
+            yield tuple(cut_F[run] for cut_F in cuts_F)
+            return
+        for tensor in self._tensors_in(run):
+            shape, (start, stop) = self.tensors[tensor], self._starts[tensor : tensor + 2]
+            within = range(max(run.start, start) - start, min(run.stop, stop) - start)
+            views = [_tiled_run(cut_F[start:stop], shape, within) for cut_F in cuts_F]
+            yield from zip(*views, strict=True)
 
     def aligned(self, values_F: Tensor, *vectors_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Runs of the fragment's values, each with its places in vectors of all values; views.
@@ -170,6 +174,16 @@ class Fragment:
         """
         sizes = torch.tensor([math.prod(dims) for dims in self.pieces])
         return self.unordered(torch.repeat_interleave(included, sizes))
+
+    def _tensors_in(self, run: slice) -> range:
+        """Which tensors some consecutive values are of."""
+        first = bisect_right(self._starts, run.start) - 1
+        return range(first, bisect_left(self._starts, run.stop))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each tensor begins, and where the last one ends."""
+        return [0, *itertools.accumulate(map(math.prod, self.tensors))]
 
     def _of_spans(self, values_F: Tensor) -> Sequence[Tensor]:
         """The values of each span; views."""
@@ -352,6 +366,35 @@ def _tiled_places(values: Tensor, shape: Dims) -> list[Tensor]:
     tiled_RC = matrix_RC[: down * TILE, : across * TILE]
     tiles = tiled_RC.view(down, TILE, across, TILE).transpose(1, 2)
     return [tiles, matrix_RC[: down * TILE, across * TILE :], matrix_RC[down * TILE :]]
+
+
+def _tiled_run(values: Tensor, shape: Dims, run: range) -> Iterator[Tensor]:
+    """Views of some of a tensor's values, consecutive in the order of its tiles."""
+    at = 0
+    for places in _tiled_places(values, shape):
+        start, stop = max(run.start, at) - at, min(run.stop, at + places.numel()) - at
+        if start < stop:
+            yield from _consecutive(places, start, stop)
+        at += places.numel()
+
+
+def _consecutive(places: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """The values `[start, stop)` of a view, by rows of blocks: tiles, or single values."""
+    if places.dim() == 1:
+        yield places[start:stop]
+        return
+    across, block = places.shape[1], math.prod(places.shape[2:])
+    (row, column), (last, rest) = divmod(start // block, across), divmod(stop // block, across)
+    if row == last:
+        yield places[row, column:rest]
+        return
+    if column:
+        yield places[row, column:]
+        row += 1
+    if row < last:
+        yield places[row:last]
+    if rest:
+        yield places[last, :rest]
 
 
 def _blocks(layout: Layout) -> list[list[int]]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from atoll.optim.difference import Difference
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout
 
@@ -24,7 +25,7 @@ class Contribution:
     window: int
     """The peer's own count of windows, from 0; names the contribution with its fragment."""
 
-    delta: Tensor | Callable[[], Tensor]
+    delta: Tensor | Difference
     """Pseudo-gradient, synced minus local, or what else the method sends, of the fragment's
     values in its order; fp32 on the CPU, all finite. Or what computes it, on the thread
     of whoever asks: a pass over the model need not hold up the trainer."""

@@ -15,7 +15,7 @@ A subclass says what it sends (`_delta`) and how local follows a commit (`_follo
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.optim import vectors
+from atoll.optim.difference import Difference
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.reducer import Commit, Contribution, Reducer
@@ -249,7 +250,7 @@ class Worker(ABC):
     # what a method says
 
     @abstractmethod
-    def _delta(self, index: int, local_F: Tensor) -> Tensor | Callable[[], Tensor]:
+    def _delta(self, index: int, local_F: Tensor) -> Tensor | Difference:
         """What is sent at the end of a window, of a fragment whose parameters stand at local.
 
         Or what computes it later: then it is finite if local is.

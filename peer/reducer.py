@@ -172,7 +172,7 @@ class NetworkReducer(TrainerSide):
 
     def _encoded(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
         started = time.perf_counter()
-        offer = self._residuals[contribution.fragment].offer(contribution.delta_N, weight)
+        offer = self._residuals[contribution.fragment].offer(contribution.delta, weight)
         self.encode_s = time.perf_counter() - started
         return OfferedWindow(
             number=number,

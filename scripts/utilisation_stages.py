@@ -122,7 +122,7 @@ class Rounds:
         self._train()
         assert self.alone.handed_in is not None, "a window has ended"
         with stage("encoder: contribution"):
-            offer = self.residual.offer(self.alone.handed_in.delta_N, WEIGHT)
+            offer = self.residual.offer(self.alone.handed_in.delta, WEIGHT)
         frames = [offer.frames, *self.others]
         with stage("owner: add, average, encode"):
             owner = reduced(self.parts[0], frames)

@@ -62,6 +62,22 @@ def test_an_offer_changes_nothing_until_it_is_settled():
     assert torch.equal(feedback.mass_N, random(2))
 
 
+@pytest.mark.parametrize(
+    ("included", "weight"), [((True, True, True), 4.0), ((True, False, True), 2.0)]
+)
+def test_credit_between_offer_and_settlement_is_kept(included, weight):
+    owed, settled = Feedback(N, CODEC), Feedback(N, CODEC)
+    part, lost = slice(CELL, 2 * CELL + 500), random(7)[CELL : 2 * CELL + 500]
+    for feedback in (owed, settled):
+        feedback.mass_N.copy_(random(2))
+        offer = feedback.offer(random(3), 4.0)
+        if feedback is owed:
+            feedback.owner_credit(part, lost)
+        feedback.settle(offer, torch.tensor(included), weight=weight)
+    settled.owner_credit(part, lost)
+    torch.testing.assert_close(owed.mass_N, settled.mass_N)
+
+
 def test_mass_is_conserved_over_rounds_on_both_legs():
     """sum(w delta + g_old) = W u + sum(g_new), with unequal weights and three owners."""
     peers = [Feedback(N, CODEC) for _ in range(3)]
@@ -157,16 +173,18 @@ def test_batches_of_cells_are_the_cells_one_by_one():
     mass_N, delta_N = torch.randn(2, numel, generator=generator).unbind(0)
     feedback.mass_N.copy_(mass_N)
     offer = feedback.offer(delta_N, 3.0)
-    x_N = delta_N + mass_N * (0.5 / 3.0)
+    x_N = torch.add(delta_N, mass_N, alpha=0.5 / 3.0)
     frames = [codec.encode(x_C) for x_C in torch.split(x_N, CELL)]
     assert offer.frames == tuple(frames)
     sent = [codec.decode(f, x.shape) for f, x in zip(frames, torch.split(x_N, CELL), strict=True)]
-    change_N = (x_N - torch.cat(sent)) * 3.0 - mass_N
-    assert torch.equal(offer.change_N, change_N)
+    after_N = (x_N - torch.cat(sent)) * 3.0
+    assert torch.equal(offer.after_N, after_N)
     included = torch.arange(21) % 18 != 3
     feedback.settle(offer, included, weight=1.5)
     counted = included.repeat_interleave(CELL)[:numel]
-    assert torch.equal(feedback.mass_N, torch.where(counted, mass_N + change_N * 0.5, mass_N))
+    assert torch.equal(
+        feedback.mass_N, torch.where(counted, torch.lerp(mass_N, after_N, 0.5), mass_N)
+    )
 
 
 @pytest.mark.parametrize("spec", ["topk+2bit", "topk(k=5)+fp32", "randk(scaled=False)", "sign"])
@@ -178,7 +196,7 @@ def test_pieces_of_several_lengths_are_encoded_as_each_by_itself(spec):
     feedback.mass_N.copy_(torch.randn(numel))
     delta_N, weight = torch.randn(numel), 8.0
     offer = feedback.offer(delta_N, weight)
-    x_N = delta_N + feedback.mass_N * (0.9 / weight)
+    x_N = torch.add(delta_N, feedback.mass_N, alpha=0.9 / weight)
     for piece, frame, squares in zip(
         piece_slices(pieces), offer.frames, offer.squares, strict=True
     ):
@@ -186,8 +204,7 @@ def test_pieces_of_several_lengths_are_encoded_as_each_by_itself(spec):
         if "randk" not in spec:
             assert frame == codec.encode(x_N[piece])
         sent = codec.decode(frame, dims)
-        expected = (x_N[piece] - sent) * weight - feedback.mass_N[piece]
-        assert torch.equal(offer.change_N[piece], expected)
+        assert torch.equal(offer.after_N[piece], (x_N[piece] - sent) * weight)
         assert squares == pytest.approx(float(sent.double().square().sum()), rel=1e-6)
 
 

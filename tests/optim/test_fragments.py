@@ -1,8 +1,11 @@
+import itertools
+
 import pytest
 import torch
 
 from atoll.compression import parse
 from atoll.optim import fragments
+from atoll.optim.difference import Difference
 from atoll.optim.fragments import FragmentError
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.methods import parse as parse_method
@@ -167,6 +170,11 @@ def test_a_difference_is_what_is_taken_of_it():
         fragments.whole(layout),
         *fragments.strided(layout, 3),
     ):
-        assert torch.equal(
-            fragment.difference(fragment.cut(a), fragment.cut(b)), fragment.take(a - b)
-        )
+        difference = Difference(fragment, fragment.cut(a), fragment.cut(b))
+        expected = fragment.take(a - b)
+        assert torch.equal(difference(), expected)
+        for first, last in itertools.combinations_with_replacement(fragment.slices, 2):
+            run = slice(first.start, last.stop)
+            out = torch.full((run.stop - run.start,), float("nan"))
+            difference.write_(run, out)
+            assert torch.equal(out, expected[run])

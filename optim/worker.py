@@ -4,10 +4,10 @@
     local    what this peer trains: the model's own tensors
     delta    what it sends at the end of a window, of one fragment
 
-Each fragment of the group's method has its own window of H inner steps, at its own offset. A
-contribution that is handed in stays pending until a commit settles it; the commit is taken `delay`
-inner steps later, so that a reduction may travel while training goes on. With a delay of 0 the
-peer waits.
+Each fragment of the group's method has its own window of H inner steps, at its own offset, by its
+turn in the log; where the log went on without this peer, at that turn anew. A contribution that is
+handed in stays pending until a commit settles it; the commit is taken `delay` inner steps later,
+so that a reduction may travel while training goes on. With a delay of 0 the peer waits.
 
 A subclass says what it sends (`_delta`) and how local follows a commit (`_follow`).
 """
@@ -197,7 +197,7 @@ class Worker(ABC):
         self._take_arrived()
         if self._overdue():
             self._wait()
-        ended = [i for i, window in enumerate(self._windows) if self._has_ended(window)]
+        ended = self._ended()
         if ended:
             self._wait([self._contribution(index) for index in ended])
 
@@ -307,9 +307,40 @@ class Worker(ABC):
         stats = self._statistics
         self._statistics = replace(stats, steps=stats.steps + 1, tokens=stats.tokens + tokens)
 
+    def _ended(self) -> list[int]:
+        """Fragments to hand in; while an older one is undecided, a window grows."""
+        if any(map(self._has_ended, self._windows)) and len(self._windows) > 1:
+            self._keep_turns()
+        return [i for i, window in enumerate(self._windows) if self._has_ended(window)]
+
     def _has_ended(self, window: Window) -> bool:
-        """Whether to hand it in; while an older one is undecided, a window grows."""
         return window.step_in_window >= self.inner_steps and window.pending is None
+
+    def _keep_turns(self) -> None:
+        """Let the window end whose turn it is, if it is another's than the one that has ended.
+
+        Contributions out of turn wait for those before them: without this, fragments of a run that
+        went on without its peers once would be decided all at one time from then on. No window is
+        passed over twice in a row, so that each is handed in by a peer that is slow as well.
+        """
+        if all(window.pending is None for window in self._windows):
+            self.reducer.wait()  # returns at once: what the others decided
+        ended = {i for i, window in enumerate(self._windows) if self._has_ended(window)}
+        turn, count = self._turn(), len(self._windows)
+        longest = self.inner_steps + self.inner_steps // count
+        passed_over = any(self._windows[index].steps >= longest for index in ended - {turn})
+        if not ended or ended == {turn} or passed_over or self._windows[turn].pending is not None:
+            return
+        for ahead in range(count):
+            window = self._windows[(turn + ahead) % count]
+            window.step_in_window = self.inner_steps - ahead * self.inner_steps // count
+
+    def _turn(self) -> int:
+        """The fragment that the log moves next, of those that are not on offer (`optim.replay`)."""
+        count, decided = len(self._windows), {commit.fragment for commit in self._arrived}
+        turns = [(self.reducer.position + 1 + ahead) % count for ahead in range(count)]
+        on_offer = {i for i, window in enumerate(self._windows) if window.pending is not None}
+        return next((turn for turn in turns if turn not in on_offer - decided), turns[0])
 
     def _overdue(self) -> bool:
         return any(w.pending is not None and w.pending.age >= self.delay for w in self._windows)

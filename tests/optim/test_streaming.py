@@ -144,8 +144,8 @@ class OneAWait:
         self.most = max(self.most, len(self.under_way))
 
     def wait(self):
-        self.waits += 1
-        if self.under_way:
+        if self.under_way:  # else it returns at once
+            self.waits += 1
             self.position += 1
             fragment = self.under_way.pop(0)
             pieces = len(self.fragments[fragment].pieces)

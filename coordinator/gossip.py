@@ -147,7 +147,7 @@ class ToldRounds(Rounds):
         self.tokens_total = history.tokens_total()
         self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
 
-    def tell(self, peer_id: str, trace: RoundTrace, at_s: float) -> None:
+    def trace(self, peer_id: str, trace: RoundTrace, at_s: float) -> None:
         """Take one peer's account of a round."""
         newest = self._newest[-1].position if self._newest else 0
         if not newest - KEPT_OPEN <= trace.position < newest + KEPT_OPEN:

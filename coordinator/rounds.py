@@ -82,8 +82,14 @@ class Rounds:
         self._close_old(entry.position)
         self._complete(current)
 
-    def trace(self, peer_id: str, trace: RoundTrace) -> None:
-        """Take one member's account; of a round that is long past it is dropped."""
+    def trace(self, peer_id: str, trace: RoundTrace, at_s: float) -> None:
+        """Take one member's account; of a round that is long past it is dropped.
+
+        Args:
+            peer_id: of the member.
+            trace: what it tells.
+            at_s: when it came, by the run's clock; the log says when a round was.
+        """
         newest = self._newest[-1].position if self._newest else 0
         if not newest - KEPT_OPEN <= trace.position < newest + _AHEAD:
             return

@@ -354,7 +354,7 @@ def _node_request(coordinator: Coordinator, state_dir: Path) -> NodeRequest:
         port=port,
         advertise=settings.advertise,
         check=AdmissionCheck(coordinator.keys.run_public_key, coordinator.run_id),
-        admit=lambda peer_id: coordinator.admit(peer_id, "coordinator"),
+        admit=lambda peer_id: coordinator.entrance.admit(peer_id, "coordinator"),
     )
 
 

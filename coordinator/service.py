@@ -18,7 +18,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from atoll.coordinator import service_pb2 as pb
-from atoll.coordinator.coordinator import Coordinator, JoinRequest, Refusal
+from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.entrance import JoinRequest, Refusal
 from atoll.coordinator.follower import Claim
 from atoll.coordinator.rpc import (
     MAX_ENTRIES,
@@ -70,12 +71,12 @@ class Service:
 
     async def _challenge(self, request: pb.ChallengeRequest, _: Context) -> pb.ChallengeReply:
         _expect_size("peer_id", request.peer_id, 128)
-        nonce = self._run.challenge(request.peer_id)
+        nonce = self._run.entrance.challenge(request.peer_id)
         return pb.ChallengeReply(nonce=nonce, server_time_s=self._run.now_s())
 
     async def _join(self, request: pb.JoinRequest, _: Context) -> pb.JoinReply:
         _expect_size("peer_id", request.peer_id, 128)
-        welcome = self._run.join(
+        welcome = self._run.entrance.join(
             JoinRequest(
                 protocol=request.protocol,
                 version=request.version,
@@ -103,7 +104,7 @@ class Service:
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, _: Context) -> pb.HeartbeatReply:
         self._authenticate(request.auth)
-        self._run.expect_pace(request.auth.peer_id)
+        self._run.entrance.expect_pace(request.auth.peer_id)
         if max(len(request.events), len(request.traces)) > MAX_REPORTS:
             raise Refusal("invalid_argument", f"expected at most {MAX_REPORTS} events and traces")
         status = PeerStatus.from_json(request.status)
@@ -230,7 +231,7 @@ class Service:
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
 
     async def _status(self, request: pb.StatusRequest, _: Context) -> pb.StatusReply:
-        self._run.expect_token(request.token)
+        self._run.entrance.expect_token(request.token)
         return pb.StatusReply(status=self._run.status().to_json())
 
     @property
@@ -239,7 +240,7 @@ class Service:
 
     def _authenticate(self, auth: pb.Auth) -> None:
         _expect_size("peer_id", auth.peer_id, 128)
-        self._run.authenticate(auth.peer_id, auth.session)
+        self._run.entrance.authenticate(auth.peer_id, auth.session)
 
 
 _MALFORMED: Any = object()

@@ -182,7 +182,7 @@ def test_rounds_are_what_their_members_tell(tmp_path):
 
     def tell(peer, position, at_s, **changes):
         values = {"included": True, "loss": 2.0, "tokens": 100, "wire_bytes_sent": 7}
-        rounds.tell(peer, RoundTrace(position=position, **(values | changes)), at_s)
+        rounds.trace(peer, RoundTrace(position=position, **(values | changes)), at_s)
 
     tell("ann", 0, 10.0)
     tell("bob", 0, 11.0, loss=4.0, tokens=300)
@@ -199,6 +199,6 @@ def test_rounds_are_what_their_members_tell(tmp_path):
     again = ToldRounds(history, lambda: None)
     assert again.tokens_total == 500
     assert [row.position for row in again.newest()] == [1, 2, 3]
-    again.tell("late", RoundTrace(position=0, included=True, tokens=100), 15.0)
+    again.trace("late", RoundTrace(position=0, included=True, tokens=100), 15.0)
     assert again.newest() == rounds.newest()
     history.close()

@@ -303,7 +303,7 @@ def test_a_proof_by_another_key_or_an_old_nonce(kit: Any, tmp_path: Path) -> Non
         async with kit.net(tmp_path / "run") as net:
             victim, thief = net.client(0), net.client(1)
             peer_id = net.swarm.identities[0].peer_id
-            nonce = net.up.coordinator.challenge(peer_id)
+            nonce = net.up.coordinator.entrance.challenge(peer_id)
             request = thief._join_request(net.swarm.identities[1], nonce)
             request.peer_id = peer_id
             with pytest.raises(NotWelcome, match="signed by the key of the peer id"):

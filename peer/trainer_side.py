@@ -13,6 +13,7 @@ from typing import TypeVar
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout, LayoutError
+from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.timetable import Timetable
 from atoll.peer.reporting import TrainerView
@@ -46,6 +47,10 @@ class TrainerSide(ABC):
         self._number = 0
         """of the last contribution"""
         self._tokens = 0
+        """of all fragments' contributions; what was left out is in a later one, and counts once"""
+        self._on_offer_tokens: dict[int, int] = {}
+        self._left_out_tokens: dict[int, int] = {}
+        """by fragment"""
         self._began_s: float | None = None
         self._waited_s = 0.0
         self._waits_since_s: float | None = None
@@ -69,6 +74,11 @@ class TrainerSide(ABC):
 
     @property
     @abstractmethod
+    def method(self) -> Method:
+        """The run's method, whose `worker` goes into a training loop."""
+
+    @property
+    @abstractmethod
     def fragments(self) -> Sequence[Fragment]:
         """See `Reducer`."""
 
@@ -85,7 +95,7 @@ class TrainerSide(ABC):
         return TrainerView(
             ready_in_s=max(0.0, left_s),
             inner_steps=self.timetable.window(self._position),
-            tokens=self._tokens,
+            tokens=self._tokens // len(self.fragments),
         )
 
     def fail(self, error: Exception) -> None:
@@ -130,7 +140,20 @@ class TrainerSide(ABC):
         self._handed_in.add(self._number)
         trained_s = self._trained_s()
         self._window_s, self._ended_s = trained_s - self._ended_s, trained_s
-        self._tokens += contribution.tokens
+        fragment, tokens = contribution.fragment, contribution.tokens
+        self._tokens += max(0, tokens - self._left_out_tokens.pop(fragment, 0))
+        self._on_offer_tokens[fragment] = tokens
+
+    def _note_left_out(self, commit: Commit) -> None:
+        """Work that no update took stays in the drift, where the method keeps it."""
+        if commit.reset:
+            self._on_offer_tokens.clear()
+            self._left_out_tokens.clear()
+        elif commit.settles:
+            tokens = self._on_offer_tokens.pop(commit.fragment, 0)
+            included = commit.included is not None and bool(commit.included.any())
+            if not included and not self.method.every_step:
+                self._left_out_tokens[commit.fragment] = tokens
 
     def _arrived(self, number: int) -> None:
         self._handed_in.discard(number)
@@ -154,4 +177,5 @@ class TrainerSide(ABC):
     def _deliver(self, commit: Commit) -> None:
         if self._settle is None:
             raise RuntimeError("expected start() first")
+        self._note_left_out(commit)
         self._settle(commit)

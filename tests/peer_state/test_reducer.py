@@ -459,6 +459,7 @@ def test_windows_that_entries_went_on_without_are_offered_together(bench, missed
         for _ in range(2):
             model["w"].grad = torch.full((NUMEL,), 0.5)
             worker.step(tokens=10)
+        assert each.reducer.progress().tokens == worker.statistics().tokens
     each.let_loop_catch_up()
     assert [w.tokens for w in each.offers] == [20, 40, 60, 20]
     assert [w.offer.weight for w in each.offers] == [10.0] * 4

@@ -41,6 +41,17 @@ def test_only_the_fragment_whose_turn_it_is_is_waited_for(bench):
     ]
 
 
+def test_a_token_that_each_fragment_trains_on_is_told_once(bench):
+    each = bench(spec=STREAMING, layout=HALVES)
+    each.start()
+    for number, fragment in enumerate([1, 0, 1, 0]):
+        each.reducer.submit(of_fragment(fragment))
+        each.reducer.deliver(decided_fragment(number, fragment, settles=number + 1))
+        each.reducer.wait()
+    # All were left out, so the later ones hold the work of the earlier ones.
+    assert each.reducer.progress().tokens == of_fragment(0).tokens
+
+
 def test_a_wait_does_not_go_on_for_a_younger_one(bench):
     each = bench(spec=STREAMING, layout=HALVES)
     each.start()

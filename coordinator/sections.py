@@ -220,7 +220,8 @@ class OuterSection(Section):
     def _method(cls, value: str) -> str:
         elsewhere = sorted(methods.given(value) & _OWN_KEYS.keys())
         if elsewhere:
-            raise ValueError(f"expected {elsewhere[0]} as {_OWN_KEYS[elsewhere[0]]}, got {value!r}")
+            keys = " and ".join(f"{name} as {_OWN_KEYS[name]}" for name in elsewhere)
+            raise ValueError(f"expected {keys}, a key of its own in the file, got {value!r}")
         return value
 
     @field_validator("lr")

@@ -141,7 +141,8 @@ def _split_once(
     if len(all_N) < 2 * needed:
         raise DataError(
             f"expected at least {2 * needed} tokens of text (one window of {needed} for training "
-            f"and one for validation), got {len(all_N)}; add text or shorten seq_len"
+            f"and one for validation), got {len(all_N)}; add text (files with zero bytes count as "
+            "binary and are left out) or shorten seq_len"
         )
     cut = min(len(all_N) - max(needed, int(fraction * len(all_N))), len(all_N) - needed)
     cut = max(cut, needed)

@@ -41,7 +41,8 @@ def expect_source(source: str) -> None:
     """
     if source != STDLIB and not Path(source).expanduser().exists():
         raise DataError(
-            f"data source {source!r} does not exist; expected 'stdlib', a file, a folder or hf:NAME"
+            f"data source {source!r} does not exist; expected 'stdlib', a file, a folder or "
+            "hf:NAME; a peer names its own copy with --data"
         )
 
 

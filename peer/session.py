@@ -38,6 +38,7 @@ from atoll.peer.contact import Heartbeats
 from atoll.peer.membership import Membership, StateDirectory, addresses_to_keep
 from atoll.peer.paths import PeerPaths
 from atoll.peer.ports import expect_free
+from atoll.peer.repeats import Repeats
 from atoll.peer.reporting import LinkRates, Reporter, TrainerView
 from atoll.peer.rounds.messages import PROTOCOL
 from atoll.peer.run_reducer import RunReducer
@@ -179,6 +180,7 @@ class Session:
         self.on_phase = on_phase
         self.on_close = on_close
         self._tell = say
+        self._repeats = Repeats()
         self._incarnation = f"{random.SystemRandom().getrandbits(128):032x}"
         self._work = background_threads(2, "atoll-work")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -402,10 +404,13 @@ class Session:
         return self.trainer().ready_in_s
 
     def say(self, level: Level, text: str) -> None:
-        """Tell people, here and through the coordinator."""
+        """Tell people, here and through the coordinator; what repeats, less and less often."""
+        told = text if level == "info" else self._repeats.told(text, time.monotonic())
+        if told is None:
+            return
         if hasattr(self, "taking_part"):
-            self.taking_part.reporter.note(level, text, self.client.now_s())
-        self._tell(level, text)
+            self.taking_part.reporter.note(level, told, self.client.now_s())
+        self._tell(level, told)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let something go on until the session ends."""

@@ -109,6 +109,34 @@ def test_a_slow_peer_takes_shorter_windows_than_the_others_as_their_records_say(
     kit.until(lambda: members(organiser, after=position) == 2, "a round of both")
 
 
+def test_windows_grow_alike_at_peers_that_stay_and_one_that_starts_again(organise, kit, start):
+    outer = {"inner_steps": 8, "windows": "qsr", "growth": 0.0069}
+    spec = kit.tiny_spec(
+        run={"rounds": 100},
+        round={"min_peers": 3, "grace_s": 20.0},
+        outer=outer,
+        inner={"min_lr_ratio": 0.0},
+    )
+    windows = spec.timetable(1)
+    organiser = organise(spec)
+    for name in ("one", "two", "leaves"):  # two are a quorum
+        leaves = start(organiser.invite, name, share=0.4)
+    kit.until(lambda: members(organiser, after=8) == 3, "rounds of three")
+    leaves.daemon.stop()
+    assert leaves.join() is False
+    start(organiser.invite, "leaves", share=0.4)
+    there = organiser.status().position
+    kit.until(lambda: members(organiser, after=there) == 3, "it to be a member again")
+    together = organiser.status().position
+    kit.until(lambda: organiser.status().position > together + 6, "more rounds")
+    status = organiser.status()
+    assert status.inner_steps == windows.window(status.position) > windows.window(8)
+    rows = [row for row in status.history if row.members == 3 and row.position > together + 2]
+    expected = [3 * spec.step_tokens * windows.window(row.position - 1) for row in rows]
+    assert [row.tokens for row in rows] == expected
+    assert len(rows) >= 3
+
+
 def test_a_peer_of_a_finished_run_has_nothing_to_do(organise, kit, start):
     organiser = organise(kit.tiny_spec())
     start(organiser.invite).join()

@@ -91,14 +91,26 @@ class Settings:
             raise SetupError("expected a worker that the last one can join, got one in all")
 
     def _check_growth(self) -> None:
-        if self.growth < 0 or self.max_inner_steps < 0:
-            raise SetupError("expected a growth and a longest window of at least 0")
+        if self.growth < 0:
+            raise SetupError(f"expected a growth of at least 0, got {self.growth:g}")
+        if not self.growth and self.max_inner_steps:
+            raise SetupError("expected no longest window without --growth")
         if not self.growth:
             return
         if self.speeds:
             raise SetupError("expected windows that follow speeds or grow, got both")
-        if self.min_lr_ratio * self.lr * math.sqrt(self.inner_steps + 1) > self.growth:
-            raise SetupError(f"windows would not grow with {self.growth:g}; give more")
+        if self.longest <= self.inner_steps:
+            raise SetupError(
+                f"expected a longest window above {self.inner_steps} steps, got {self.longest}"
+            )
+        least = self.min_lr_ratio * self.lr * math.sqrt(self.inner_steps + 1)
+        if self.growth < least:
+            raise SetupError(f"windows would not grow: expected a growth of at least {least:.3g}")
+
+    @property
+    def longest(self) -> int:
+        """Steps of the longest window of QSR."""
+        return self.max_inner_steps or LONGEST * self.inner_steps
 
     def rate(self, share: float = 1.0) -> Rate:
         """The schedule of an inner optimizer that takes a share of AdamW's rate."""
@@ -113,8 +125,7 @@ class Settings:
         """Windows of the run by position."""
         if not self.growth:
             return timetable.equal(self.inner_steps, rounds=self.steps // self.inner_steps)
-        longest = self.max_inner_steps or LONGEST * self.inner_steps
-        rule = schedules.QSR(shortest=self.inner_steps, longest=longest, growth=self.growth)
+        rule = schedules.QSR(shortest=self.inner_steps, longest=self.longest, growth=self.growth)
         return timetable.growing(rule, self.rate(), total_steps=self.steps)
 
     @property

@@ -67,7 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before torch reads it: new vectors in huge pages take half the time to fill (Linux).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs failures that we report ourselves
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _main(arguments: Sequence[str]) -> int:
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     module = _load(chosen) if chosen in SUMMARIES else None
     parser = _parser(module, chosen)
@@ -111,8 +117,6 @@ def _table() -> str:
 def _run(module: ModuleType, args: argparse.Namespace) -> int:
     try:
         return int(module.run(args))
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone; the interpreter's last flush must not fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -103,6 +103,8 @@ class PeerDaemon:
                 self._emit("stopped", "left the run")
 
     def _train(self, link: Link, paths: PeerPaths) -> bool:
+        if self._stopping.is_set():  # the data of a run takes seconds to read
+            return False
         spec = link.spec
         if self._options.data is not None:
             data = spec.data.model_copy(update={"source": self._options.data})

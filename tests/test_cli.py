@@ -165,6 +165,15 @@ def test_ctrl_c_is_130(atoll, monkeypatch):
     assert (result.code, result.err) == (130, "")
 
 
+def test_ctrl_c_while_modules_are_loaded_is_130_too(atoll, monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", interrupted)
+    result = atoll("init")
+    assert (result.code, result.err) == (130, "")
+
+
 def test_a_foreseen_failure_is_one_message(atoll, monkeypatch):
     command_that_raises(TransportError("nobody answers"), monkeypatch)
     result = atoll("init")

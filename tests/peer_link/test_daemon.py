@@ -9,6 +9,7 @@ import pytest
 from atoll.coordinator.client_errors import CoordinatorError
 from atoll.peer.daemon import DaemonOptions, PeerDaemon, log_file
 from atoll.peer.errors import DataError
+from atoll.peer.link import Link
 from atoll.peer.membership import StateDirectoryInUse
 from atoll.peer.paths import PeerPaths
 from atoll.peer.session import LinkOptions
@@ -217,6 +218,19 @@ def test_a_stop_while_it_waits_for_the_coordinator_ends_it(organise, kit, start)
     daemon = start(organiser.invite)
     kit.until(lambda: daemon.said("trying again"), "it to try")
     daemon.daemon.stop()
+    assert daemon.join() is False
+
+
+def test_a_stop_while_it_joins_reads_no_data(organise, kit, start, tmp_path, monkeypatch):
+    opening = Link.open
+
+    def open_and_stop(*args, stopping, **options):
+        link = opening(*args, stopping=stopping, **options)
+        stopping.set()
+        return link
+
+    monkeypatch.setattr(Link, "open", open_and_stop)
+    daemon = start(organise(kit.tiny_spec()).invite, data=str(tmp_path / "nowhere"))
     assert daemon.join() is False
 
 

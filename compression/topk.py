@@ -79,7 +79,11 @@ class TopK(SparseCodec):
             raise CodecError(f"expected contractive values in topk, got {self.values.spec!r}")
 
     def for_union(self, members: int) -> TopK:
-        """Return the codec that keeps the whole union of `members` such frames."""
+        """Return the codec that keeps the whole union of `members` such frames.
+
+        For a reduction of one's own, beside `atoll.compression.merge`: no method here sends a
+        union on.
+        """
         return replace(self, k=min(CHUNK, self.k * members))
 
     def _payload_bytes(self, dims: Dims) -> int:

@@ -237,7 +237,10 @@ class GossipGroup(Group):
         return self._states[index]
 
     def mass_of(self, index: int) -> float:
-        """A worker's push-sum weight; 0 for one that is not here."""
+        """A worker's push-sum weight; 0 for one that is not here.
+
+        For who watches a group of their own: a joiner begins at 0, and no meeting changes the sum.
+        """
         return self._mass.get(index, 0.0)
 
     def _begin(self, layout: Layout, params_N: Tensor) -> None:

@@ -160,15 +160,6 @@ class Layout:
                 piece.copy_(param.grad.detach())
         return grad_N
 
-    def load_gradient_(self, module: nn.Module, grad_N: Tensor) -> None:
-        """Put a vector in place of a module's gradients, in the dtype and on the device they have.
-
-        Raises:
-            LayoutError: when the module or the vector is not of this layout.
-        """
-        for piece, param in self._pairs(grad_N, module):
-            param.grad = piece.to(dtype=param.dtype, device=param.device, copy=True)
-
     def split(self, vector_N: Tensor) -> list[Tensor]:
         """Views of a vector in the shapes of the parameters.
 

@@ -57,11 +57,6 @@ class NoLoCoMethod(PairedMethod):
         require(0 <= self.momentum < 1, "a momentum in [0, 1)", self.momentum)
         require(0 < self.pull <= 1, "a pull above 0 and at most 1", self.pull)
 
-    @property
-    def inertia(self) -> float:
-        """See `PairedMethod`."""
-        return self.momentum / (1 - self.momentum)
-
     def scalars(self, inner_lr: float) -> tuple[float, float]:
         """Those of the run."""
         return self.lr, self.momentum

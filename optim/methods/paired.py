@@ -4,7 +4,6 @@
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,11 +29,6 @@ class PairedMethod(Method):
     def reduction(self) -> Shape:
         """By gossip."""
         return "pairs"
-
-    @property
-    @abstractmethod
-    def inertia(self) -> float:
-        """How far a momentum that is left alone still leads, in momenta: mu / (1 - mu)."""
 
     def centre(self, centre_N: Tensor, params: Sequence[Tensor], layout: Layout) -> Tensor:
         """Where the weights of a pair are pulled to.

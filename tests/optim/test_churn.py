@@ -12,7 +12,7 @@ from atoll.optim.inprocess import InProcessGroup
 from atoll.optim.methods import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toys import TOKENS, Team, flat, net, sgd
+from toys import TOKENS, Team, flat, net, set_gradient, sgd
 
 EXACT = "diloco(codec=fp32, lr=1.0, momentum=0.0, weights=equal, clip_at=0.0)"
 METHODS = {
@@ -54,7 +54,7 @@ class Scripted:
         for step in steps:
             for index, worker in enumerate(self.workers):
                 move_N = torch.arange(12.0) % (index + 2) - 2.0 * step
-                worker.layout.load_gradient_(worker.model, move_N)
+                set_gradient(worker, move_N)
                 self.moved_N += move_N
                 worker.step(tokens=8)
 

@@ -68,7 +68,8 @@ class Crowd:
         """Sum of w, and of w (x + mu / (1 - mu) m), in float64."""
         total_N = torch.zeros(LAYOUT.numel, dtype=torch.float64)
         for index, state in self.states.items():
-            ahead_N = state.params_N.double() + self.method.inertia * state.momentum_N.double()
+            mu = self.method.momentum
+            ahead_N = state.params_N.double() + mu / (1 - mu) * state.momentum_N.double()
             total_N += self.mass[index] * ahead_N
         return sum(self.mass.values()), total_N
 

@@ -57,6 +57,13 @@ def flat(model: nn.Module) -> Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
+def set_gradient(worker: Worker, grad_N: Tensor) -> None:
+    """Put a vector in place of a worker's gradients."""
+    pieces = worker.layout.split(grad_N)
+    for param, piece in zip(worker.model.parameters(), pieces, strict=True):
+        param.grad = piece.clone()
+
+
 class Team:
     """Workers of one group, trained in lockstep; worker i sees batch 100 step + i."""
 

@@ -272,9 +272,9 @@ def kept(peers: list[CrowdPeer]) -> tuple[float, Tensor]:
     """Sum of w, and of w (x + mu / (1 - mu) m), in float64."""
     total_N = torch.zeros(LAYOUT.numel, dtype=torch.float64)
     for peer in peers:
-        state, inertia = peer.gossip.state, peer.ctx.method.inertia
+        state, mu = peer.gossip.state, peer.ctx.method.momentum
         total_N += peer.gossip.mass * (
-            state.params_N.double() + inertia * state.momentum_N.double()
+            state.params_N.double() + mu / (1 - mu) * state.momentum_N.double()
         )
     return sum(peer.gossip.mass for peer in peers), total_N
 

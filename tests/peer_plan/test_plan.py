@@ -55,7 +55,10 @@ def sent_in_a_window(spec: str, size: int, inner_steps: int = 6) -> int:
         before = group.statistics().wire_bytes
         for worker in workers:
             noise_N = torch.randn(worker.layout.numel, generator=generator)
-            worker.layout.load_gradient_(worker.model, noise_N)
+            for param, grad in zip(
+                worker.model.parameters(), worker.layout.split(noise_N), strict=True
+            ):
+                param.grad = grad.clone()
             worker.step(tokens=8, loss=float(step))
         sent[window] += group.statistics().wire_bytes - before
     return sent[1]

@@ -20,6 +20,7 @@ Random numbers (dropout) follow from the seed, the peer and the step, so they ne
 
 import hashlib
 import logging
+import statistics
 import threading
 import time
 from collections import deque
@@ -48,6 +49,7 @@ MAX_SKIPS = 10  # a bad batch costs one step, spoiled parameters all that follow
 MAX_DROPPED = 5  # windows; beyond it the fault is not in this peer's luck
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
 RATE_STEPS = 32  # steps over which tokens per second are measured
+SHARE_STEPS = 9  # steps of whose median a rest is a multiple
 
 _log = logging.getLogger(__name__)
 
@@ -131,6 +133,7 @@ class Trainer:
         at = self.options.position
         self._progress = Progress(position=at, seen_position=at)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
+        self._steps_s: deque[float] = deque(maxlen=SHARE_STEPS)
         self._pace = Pace()
         self._stopping = threading.Event()
         self._evaluator: Evaluator | None = None
@@ -309,9 +312,14 @@ class Trainer:
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
     def _rest(self, step_s: float) -> None:
-        """Leave the machine to others for as long as this peer's share of the time asks."""
+        """Leave the machine to others for as long as this peer's share of the time asks.
+
+        Of the last steps the median counts: in one of minutes the process or its machine slept.
+        """
+        self._steps_s.append(step_s)
         if self.options.share < 1.0:
-            self._stopping.wait(step_s * (1.0 / self.options.share - 1.0))
+            usual_s = statistics.median(self._steps_s)
+            self._stopping.wait(usual_s * (1.0 / self.options.share - 1.0))
 
     def _look_at_pace(self) -> None:
         busy_s = self.options.clock() - self.worker.statistics().wait_s

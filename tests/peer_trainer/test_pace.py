@@ -150,6 +150,24 @@ def test_a_share_of_the_time_slows_a_peer_down(corpus):
     assert min(rested) / 3 <= 1.5 * measured
 
 
+def test_a_step_in_which_the_machine_slept_asks_for_no_rest(corpus):
+    clock = Clock()
+    spec = Crew(corpus, [1.0]).spec
+    options = TrainerOptions(device="cpu", share=0.25, clock=clock)
+    trainer = Trainer(spec, InProcessGroup(1, spec.method()).member(0), options, corpus=corpus)
+    rested, gradient = [], trainer.learner.gradient
+    trainer._stopping.wait = rested.append
+    for step_s in [1.0, 1.0, 1.0, 3600.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]:
+
+        def timed(batches, *, step, step_s=step_s):
+            clock.now_s += step_s
+            return gradient(batches, step=step)
+
+        trainer.learner.gradient = timed
+        trainer.step()
+    assert rested == pytest.approx([3.0] * 7 + [4.5, 6.0, 6.0])
+
+
 def test_a_pace_is_measured_over_windows_without_waits():
     pace = Pace()
     pace.look(0.0, 0)

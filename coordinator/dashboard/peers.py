@@ -174,8 +174,8 @@ def details(peer: PeerStatus | None, width: int) -> Content:
         ("valid", text.loss_text(peer.valid_loss)),
         ("sent", text.size(peer.wire_bytes_sent)),
         ("received", text.size(peer.wire_bytes_received)),
-        ("up", f"{text.count(peer.uplink_mbit_s)} Mbit/s"),
-        ("down", f"{text.count(peer.downlink_mbit_s)} Mbit/s"),
+        ("up", _rate(peer.uplink_mbit_s)),
+        ("down", _rate(peer.downlink_mbit_s)),
         ("meets", text.short_id(peer.partner))
         if peer.partner
         else ("chain", text.short_hash(peer.chain)),
@@ -188,6 +188,11 @@ def details(peer: PeerStatus | None, width: int) -> Content:
             break
         line += piece
     return line + Content("\n") + _last_round(peer, width)
+
+
+def _rate(mbit_s: float) -> str:
+    """Of a link; none where it is not known, which is 0 in a status."""
+    return f"{text.count(mbit_s)} Mbit/s" if mbit_s else text.ABSENT
 
 
 def _last_round(peer: PeerStatus, width: int) -> Content:

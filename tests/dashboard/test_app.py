@@ -19,7 +19,7 @@ from atoll.coordinator.dashboard.panes import (
     PhasesPane,
     RoundsPane,
 )
-from atoll.coordinator.dashboard.peers import COLUMNS
+from atoll.coordinator.dashboard.peers import COLUMNS, details
 from atoll.coordinator.dashboard.text import ABSENT
 from atoll.coordinator.status import Event, Gap
 
@@ -93,6 +93,11 @@ def test_the_header_says_what_run_this_is_and_how_far(sample):
             assert piece in text, piece
 
     with_app(sample(37), check)
+
+
+def test_the_rate_of_a_link_that_is_not_known_is_a_dash(sample):
+    peer = replace(sample(37).peers[0], downlink_mbit_s=0.0)
+    assert f"up 20 Mbit/s down {ABSENT} chain" in details(peer, 200).plain
 
 
 def test_every_peer_has_a_row_and_the_chosen_one_details(sample):

@@ -35,12 +35,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from atoll.compression import Codec, CodecError
-from atoll.compression.sparse import CoordinateCodec, SparseCodec
+from atoll.compression.sparse import CoordinateCodec, Sparse, SparseCodec
 from atoll.optim import vectors
 from atoll.optim.fragments import (
+    AT_ONCE,
     Dims,
     Fragment,
     batches,
@@ -51,6 +53,7 @@ from atoll.optim.fragments import (
 )
 from atoll.optim.sent import Mean, MeanOfSenders, Sent, encode_sent, sent_in
 from atoll.optim.state import is_finite
+from atoll.optim.updates import Update
 
 Bytes = bytes | bytearray | memoryview
 
@@ -130,9 +133,14 @@ class Cells:
         slices = self.fragment.slices
         return slice(slices[start].start, slices[stop - 1].stop)
 
+    @cached_property
+    def scatters(self) -> bool:
+        """Whether an update is decoded to what was sent alone, and not to all values."""
+        return self.together and not self.gathers and isinstance(self.codec, SparseCodec)
+
     def max_sent_bytes(self, index: int) -> int:
         """Longest frame of one member's cell."""
-        return self.codec_at(index).wire_bytes(self.dims(index))
+        return self._most_bytes[index + 1] - self._most_bytes[index]
 
     def max_reduced_bytes(self, index: int, members: int) -> int:
         """Longest frame of one cell that so many members reduced."""
@@ -231,8 +239,20 @@ class Cells:
         if not self.together:
             yield from ((range(index, index + 1), self.codec) for index in range(first, stop))
             return
-        for batch, codec in batches(self.codec, self.fragment.pieces[first:stop]):
-            yield range(first + batch.start, first + batch.stop), codec
+        while first < stop:
+            last = min(stop, first + AT_ONCE, self._alike_until[first])
+            yield range(first, last), self.codec_at(first)
+            first = last
+
+    @cached_property
+    def _alike_until(self) -> list[int]:
+        """Of each cell, the first one after it that can't be worked on together with it."""
+        until = [len(self)] * len(self)
+        for index in reversed(range(len(self) - 1)):
+            pair = self.fragment.pieces[index : index + 2]
+            first, _ = next(batches(self.codec, pair))
+            until[index] = until[index + 1] if first.stop == 2 else index + 1
+        return until
 
     def decode_runs(self, first: int, frames: Sequence[Bytes]) -> Iterator[tuple[range, Sent]]:
         """What a member sent of the cells from `first` on, one a frame: cells, and their values.
@@ -297,6 +317,21 @@ class Cells:
             decode_batch(codec, reduced, self._pieces(run), out)
             require_finite(out)
 
+    def decode_scattered(self, first: int, frames: Sequence[Bytes]) -> Sparse:
+        """As `decode_reduced_all`, of cells whose update `scatters`.
+
+        Raises:
+            CodecError: when one is none of its cell.
+        """
+        values, indices = [torch.empty(0)], [torch.empty(0, dtype=torch.int64)]
+        for run, sent in self.decode_runs(first, frames):
+            require_finite(sent.values)
+            assert sent.indices is not None, "a sparse codec tells them"
+            values.append(sent.values)
+            indices.append(sent.indices.add_(self._within(run, first).start))
+        numel = self._within(range(first, first + len(frames)), first).stop if frames else 0
+        return Sparse(indices=torch.cat(indices), values=torch.cat(values), shape=(numel,))
+
     def _decode_gathered(
         self, run: range, codec: Codec, reduced: Sequence[Bytes], out: Tensor
     ) -> None:
@@ -332,11 +367,11 @@ class Cells:
 
     # bodies
 
-    def decode_body(self, body: Bytes, members: int) -> Tensor:
+    def decode_body(self, body: Bytes, members: int) -> Update:
         """Decode the body of an update of so many members.
 
         Returns:
-            update_F, fp32 on the CPU, all finite.
+            update_F, fp32 on the CPU, all finite; what was sent of it where it `scatters`.
 
         Raises:
             UpdateError: when it is too long (checked before memory is taken), its frames are not
@@ -351,18 +386,28 @@ class Cells:
         frames = unpack(memoryview(body), limits)
         if len(frames) != len(self):
             raise UpdateError(f"expected {len(self)} cells, got {len(frames)}")
-        update_F = vectors.empty(self.numel)
         try:
-            self.decode_reduced_all(0, frames, update_F)
+            return self.decode_update(0, frames)
         except CodecError as error:
-            raise self._refusal(frames, update_F) from error
-        return update_F
+            raise self._refusal(frames) from error
 
-    def _refusal(self, frames: Sequence[Bytes], update_F: Tensor) -> UpdateError:
+    def decode_update(self, first: int, frames: Sequence[Bytes]) -> Update:
+        """What the reduced frames of the cells from `first` on say.
+
+        Raises:
+            CodecError: when one is none of its cell.
+        """
+        if self.scatters:
+            return self.decode_scattered(first, frames)
+        out = vectors.empty(self._within(range(first, first + len(frames)), first).stop)
+        self.decode_reduced_all(first, frames, out)
+        return out
+
+    def _refusal(self, frames: Sequence[Bytes]) -> UpdateError:
         """Which of the cells does not decode."""
         for index, frame in enumerate(frames):
             try:
-                self.decode_reduced(index, frame, update_F[self.fragment.slices[index]])
+                self.decode_update(index, [frame])
             except CodecError as error:
                 return UpdateError(f"cell {index}: {error}")
         return UpdateError("a cell that decodes only by itself")

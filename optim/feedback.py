@@ -38,7 +38,8 @@ from atoll.optim.fragments import (
     grid,
     piece_slices,
 )
-from atoll.optim.sent import encode_sent, sums_of_squares
+from atoll.optim.sent import Sent, encode_sent, sums_of_squares
+from atoll.optim.updates import Update, dense
 
 BATCHES_AT_ONCE = 64  # of what was chosen: up to a million values, which stay in the cache
 
@@ -108,7 +109,7 @@ class Feedback:
         self.mass_N = torch.zeros(numel if beta > 0 else 0)
         self._offered = False
         """whether there is an offer that may be settled"""
-        self._credited: list[tuple[slice, Tensor]] = []
+        self._credited: list[tuple[slice, Update]] = []
         """since then; it knows nothing of that"""
 
     def offer(self, delta: Tensor | Difference, weight: float) -> Offer:
@@ -174,7 +175,7 @@ class Feedback:
         included: Tensor,
         *,
         weight: float,
-        update_F: Tensor | None = None,
+        update_F: Update | None = None,
     ) -> None:
         """Take the residual of an offer that was included, piece by piece.
 
@@ -195,9 +196,9 @@ class Feedback:
             if update_F is None:
                 raise ValueError("expected the update that the residual is taken against")
             sent_N = decode_pieces(self.codec, offer.frames, self.pieces)
-            after_N = after_N + (sent_N - update_F) * offer.weight
+            after_N = after_N + (sent_N - dense(update_F)) * offer.weight
         for part, lost in self._credited:
-            after_N[part] += lost
+            _add(after_N[part], lost)
         self._offered, self._credited = False, []
         share = weight / offer.weight
         if share == 1.0 and bool(included.all()):
@@ -207,7 +208,7 @@ class Feedback:
             if is_in:
                 self.mass_N[piece].lerp_(after_N[piece], share)
 
-    def owner_credit(self, part: slice, lost: Tensor) -> None:
+    def owner_credit(self, part: slice, lost: Update) -> None:
         """Keep what the owner's encoding of a part lost: g += W (a - u).
 
         Call it once the entry is decided, and only for a part that the entry names as this
@@ -216,10 +217,11 @@ class Feedback:
         Args:
             part: values of the part.
             lost: W (a - u): the sum of the weights that were averaged over, times the mean
-                before encoding less what was decoded from what was sent.
+                before encoding less what was decoded from what was sent. Of a sparse one an index
+                may come twice, with the same value.
         """
         if self.beta > 0:
-            self.mass_N[part] += lost
+            _add(self.mass_N[part], lost)
             if self._offered:
                 self._credited.append((part, lost))
 
@@ -261,6 +263,13 @@ class Feedback:
             return x
         share = self.beta / weight
         return torch.add(x, self.mass_N[cut], alpha=share, out=scratch("offered", x))
+
+
+def _add(mass: Tensor, lost: Update) -> None:
+    if isinstance(lost, Tensor):
+        mass += lost
+    else:
+        Sent(values=lost.values, indices=lost.indices).add_to_(mass)
 
 
 def _computed(delta: Difference, cut: slice) -> Tensor:

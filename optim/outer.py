@@ -16,6 +16,7 @@ from torch import Tensor
 from atoll.optim.fragments import Fragment, whole
 from atoll.optim.layout import CELL
 from atoll.optim.state import OuterState, StateError
+from atoll.optim.updates import Update, aligned
 
 NORM_BITS = 23  # of a value in a norm: 65,536 squares of 46 bits add up to less than 2^63
 ADAMW_SUMS = 2  # what AdamW's averages of ones have come to, kept after both moments
@@ -100,7 +101,7 @@ def heavy_ball(
 
 def descend(
     state: OuterState,
-    update_F: Tensor,
+    update_F: Update,
     *,
     lr: float,
     decay: float = 0.0,
@@ -113,7 +114,7 @@ def descend(
 
     Args:
         state: parameters; left as it is.
-        update_F: u, the decoded update.
+        update_F: u, the decoded update, or what was sent of it.
         lr: learning rate.
         decay: decoupled weight decay; 1 - lr decay is rounded to fp32 once.
         signed: take the sign of u, 0 where it is 0.
@@ -128,7 +129,7 @@ def descend(
     new = state.next_with_memory()
     for gap in fragment.gaps:
         new.params_N[gap] = state.params_N[gap]
-    for u, params, new_params in fragment.aligned(update_F, state.params_N, new.params_N):
+    for u, params, new_params in aligned(update_F, fragment, state.params_N, new.params_N):
         step = _times(torch.sign(u) if signed else u, lr_)
         torch.sub(_times(params, kept), step, out=new_params)
     return new
@@ -320,11 +321,13 @@ def _decay_matrices(state: OuterState, new: OuterState, kept: Tensor) -> None:
             out.copy_(old)
 
 
-def _require(update: Tensor, numel: int) -> None:
-    if update.shape != (numel,) or update.dtype != torch.float32 or update.device.type != "cpu":
+def _require(update: Update, numel: int) -> None:
+    values = update if isinstance(update, Tensor) else update.values
+    is_fp32 = values.dtype == torch.float32 and values.device.type == "cpu"
+    if update.shape != (numel,) or not is_fp32:
         raise StateError(
             f"expected an fp32 update of {numel} values on the CPU, "
-            f"got {update.dtype} of shape {tuple(update.shape)} on {update.device}"
+            f"got {values.dtype} of shape {tuple(update.shape)} on {values.device}"
         )
 
 

@@ -6,8 +6,7 @@ which their first windows end (`atoll.optim.worker`).
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from atoll.compression.sparse import Sparse
 from atoll.optim.cells import Bytes, Cells
 from atoll.optim.feedback import Feedback
 from atoll.optim.fragments import Fragment
@@ -16,6 +15,7 @@ from atoll.optim.log import Entry, MalformedRecord, split_body
 from atoll.optim.lowrank import INPUT, LowRankCells
 from atoll.optim.methods.base import Method, MethodError
 from atoll.optim.state import OuterState
+from atoll.optim.updates import Update
 
 
 class Replay:
@@ -84,7 +84,7 @@ class Replay:
                     f"got one of {part.wire_bytes}"
                 )
 
-    def decode(self, entry: Entry, body: Bytes) -> Tensor:
+    def decode(self, entry: Entry, body: Bytes) -> Update:
         """The update of an entry.
 
         Raises:
@@ -95,7 +95,7 @@ class Replay:
         return self.cells_at(entry.position).decode_body(body, len(entry.members))
 
     def next_state(
-        self, state: OuterState, entry: Entry, body: Bytes, update_F: Tensor | None = None
+        self, state: OuterState, entry: Entry, body: Bytes, update_F: Update | None = None
     ) -> OuterState:
         """state(p+1) = apply(state(p), entry(p)).
 
@@ -115,9 +115,11 @@ class Replay:
         if update_F is None:
             update_F = self.decode(entry, body)
         fragment = self.fragments[entry.fragment]
-        new = self.method.apply(
-            state, update_F, fragment=fragment, lr=entry.lr, momentum=entry.momentum
-        )
+        scalars = {"lr": entry.lr, "momentum": entry.momentum}
+        if isinstance(update_F, Sparse):
+            new = self.method.apply_sparse(state, update_F, fragment=fragment, **scalars)
+        else:
+            new = self.method.apply(state, update_F, fragment=fragment, **scalars)
         cells = self._cells[entry.fragment]
         if isinstance(cells, LowRankCells):
             cells.keep_warm(state, new, body)

@@ -32,7 +32,8 @@ class Sent:
     """fp32, of all of them, or at the indices"""
 
     indices: Tensor | None = None
-    """int64, distinct; the others are 0. None: there is a value for each."""
+    """int64; the others are 0. One that comes twice has one value. None: there is a value for
+    each."""
 
     def scale_(self, factor: Tensor) -> Sent:
         """Multiply by a number, in place."""

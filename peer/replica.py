@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from atoll.optim.log import (
     Certificate,
     Elector,
@@ -30,6 +28,7 @@ from atoll.optim.log import (
 from atoll.optim.replay import Replay
 from atoll.optim.state import OuterState
 from atoll.optim.store import LogStore, StoreError
+from atoll.optim.updates import Update
 
 Compute = Callable[..., Awaitable[Any]]
 LEASE_S = 15.0  # of a snapshot after a request for 8 MiB of it: what 5 Mbit/s take, and a retry
@@ -42,7 +41,7 @@ class Applied:
     entry: Entry
     state: OuterState
     apply_s: float
-    update_F: Tensor | None = None  # noqa: N815
+    update_F: Update | None = None  # noqa: N815
     """the decoded update, where residuals are taken against it"""
 
 
@@ -124,7 +123,7 @@ class Replica:
         entry: Entry,
         certificate: Certificate,
         body: bytes,
-        update_N: Tensor | None = None,
+        update_N: Update | None = None,
         *,
         since: float | None = None,
     ) -> bool:
@@ -172,7 +171,7 @@ class Replica:
         entry: Entry,
         certificate: Certificate,
         body: bytes,
-        update_N: Tensor | None,
+        update_N: Update | None,
         since: float | None = None,
     ) -> None:
         loop, opened = asyncio.get_running_loop(), self.opened

@@ -25,6 +25,7 @@ from atoll.optim.reducer import Contribution
 from atoll.optim.reduction import SHAPES, Reduction
 from atoll.optim.replay import cells_of, residual_of
 from atoll.optim.state import OuterState
+from atoll.optim.updates import Update
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone
 from atoll.peer.rounds.reduction import PartRange, PartReceiver, PartReducer, Share, batches
 
@@ -134,7 +135,7 @@ def reduced(part: PartRange, frames: Sequence[Sequence[bytes]]) -> PartReducer:
     return owner
 
 
-def received(part: PartRange, messages: Iterable[bytes], done: PartDone, members: int) -> Tensor:
+def received(part: PartRange, messages: Iterable[bytes], done: PartDone, members: int) -> Update:
     """What a member makes of a part's messages."""
     receiver = PartReceiver(part=part, members=members)
     for message in messages:

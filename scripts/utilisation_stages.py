@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,11 +22,14 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `atoll` does
 import torch
 from torch import Tensor
 
+from atoll.compression.sparse import Sparse
 from atoll.coordinator.spec import RunSpec
 from atoll.optim import inner
 from atoll.optim.layout import Layout
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.replay import Replay
+from atoll.optim.state import OuterState
+from atoll.optim.updates import Update, joined
 from atoll.peer.advice import as_run
 from atoll.peer.rounds.messages import PIECE_BYTES
 from atoll.peer.rounds.reduction import PartRange, batches
@@ -48,12 +52,12 @@ class Clock:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a block as a part of a stage of this round."""
-        before = resource.getrusage(resource.RUSAGE_THREAD)
+        began_s, before = time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD)
         yield
-        after = resource.getrusage(resource.RUSAGE_THREAD)
+        after, took_s = resource.getrusage(resource.RUSAGE_THREAD), time.thread_time() - began_s
         user, system = self.rounds[-1].get(name, (0.0, 0.0))
-        user += after.ru_utime - before.ru_utime
-        self.rounds[-1][name] = user, system + after.ru_stime - before.ru_stime
+        in_system_s = min(took_s, after.ru_stime - before.ru_stime)
+        self.rounds[-1][name] = user + took_s - in_system_s, system + in_system_s
 
     def least_ms(self) -> dict[str, tuple[float, float]]:
         """All and the system's share, of the round where a stage took least; the first warms up."""
@@ -132,15 +136,11 @@ class Rounds:
             messages, done = batches(theirs.frames, PIECE_BYTES), theirs.done(0, 0)[1]
             with stage("receiver: the other parts"):
                 parts.append(received(part, messages, done, len(frames)))
-        update_F = torch.cat(parts)
         with stage("log: apply"):
-            lr, momentum = self.replay.method.scalars(1e-3)
-            self.state = self.replay.method.apply(
-                self.state, update_F, fragment=self.cells.fragment, lr=lr, momentum=momentum
-            )
+            self.state = self._applied(joined(parts))
         included = torch.ones(len(self.cells), dtype=torch.bool)
         with stage("encoder: residual"):
-            self.residual.settle(offer, included, weight=WEIGHT, update_F=update_F)
+            self.residual.settle(offer, included, weight=WEIGHT)
             if owner.credit_N is not None:
                 self.residual.owner_credit(self.parts[0].values, owner.credit_N)
         commit = Commit(
@@ -152,6 +152,12 @@ class Rounds:
         )
         with stage("trainer: copies"):
             self.alone.settle(commit)
+
+    def _applied(self, update: Update) -> OuterState:
+        method, lr_momentum = self.replay.method, self.replay.method.scalars(1e-3)
+        apply = method.apply_sparse if isinstance(update, Sparse) else method.apply
+        scalars = dict(zip(("lr", "momentum"), lr_momentum, strict=True))
+        return apply(self.state, update, fragment=self.cells.fragment, **scalars)
 
     def _train(self) -> None:
         """A window of steps, of which the first moves all parameters."""
@@ -178,8 +184,9 @@ def main() -> None:
     found = {}
     for method in options.methods:
         rounds = Rounds(method, options.model, options.members)
-        for _ in range(options.rounds):
-            rounds.play()
+        with torch.inference_mode():  # as in the threads of a round
+            for _ in range(options.rounds):
+                rounds.play()
         found[method] = rounds.clock.least_ms()
         print(f"{method}, {rounds.cells.numel:,} values, {options.members} members")
         for name, (ms, system_ms) in found[method].items():

@@ -30,11 +30,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.compression import Codec, Int8, PowerSGD
+from atoll.compression.sparse import Sparse
 from atoll.optim import lowrank
 from atoll.optim.fragments import Fragment, by_tensor, whole
 from atoll.optim.layout import Layout
 from atoll.optim.reducer import Reducer
 from atoll.optim.state import OuterState
+from atoll.optim.updates import dense
 from atoll.optim.weights import CLIP_AT, WeightRule
 
 if TYPE_CHECKING:
@@ -181,6 +183,12 @@ class Method(ABC):
             lr: learning rate of the entry.
             momentum: of the entry.
         """
+
+    def apply_sparse(
+        self, state: OuterState, update: Sparse, *, fragment: Fragment, lr: float, momentum: float
+    ) -> OuterState:
+        """As `apply`, for an update of which most is 0; a hook for methods that gain by that."""
+        return self.apply(state, dense(update), fragment=fragment, lr=lr, momentum=momentum)
 
     @abstractmethod
     def worker(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.compression import Codec, TopK, TwoBit
+from atoll.compression.sparse import Sparse
 from atoll.optim.diloco import DiLoCo
 from atoll.optim.fragments import Fragment, tiled
 from atoll.optim.layout import Layout
@@ -95,6 +96,12 @@ class SparseLoCoMethod(Method):
     ) -> OuterState:
         """Plain descent."""
         return descend(state, update_F, lr=lr, fragment=fragment)
+
+    def apply_sparse(
+        self, state: OuterState, update: Sparse, *, fragment: Fragment, lr: float, momentum: float
+    ) -> OuterState:
+        """Plain descent; zeros are written nowhere."""
+        return descend(state, update, lr=lr, fragment=fragment)
 
     def hidden_steps(self, inner_steps: int) -> int:
         """As `tau` says."""

@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log import (
     Certificate,
@@ -22,6 +20,7 @@ from atoll.optim.log import (
     MalformedRecord,
     check_certificate,
 )
+from atoll.optim.updates import Update
 from atoll.peer.replica import Applied
 from atoll.peer.rounds.ballot import Place
 from atoll.peer.rounds.closing import take_passed
@@ -77,7 +76,7 @@ class Settled:
     included: list[bool] | None
     settles: int | None
     """the number of the contribution that was on offer when it was decided"""
-    credits: list[tuple[slice, Tensor]] = field(default_factory=list)
+    credits: list[tuple[slice, Update]] = field(default_factory=list)
     trace: RoundTrace | None = None
 
 
@@ -312,16 +311,16 @@ class Rounds:
         self._phase("train")
         self._on_settled(settled)
 
-    def _credits(self, entry: Entry, exchange: Exchange | None) -> list[tuple[slice, Tensor]]:
+    def _credits(self, entry: Entry, exchange: Exchange | None) -> list[tuple[slice, Update]]:
         """What this peer's encoding lost of the parts that the entry names as its own."""
         if exchange is None:
             return []
         mine = []
         for index, part in enumerate(entry.parts):
             done = exchange.parts.get(index)
-            credit_N = exchange.credits.get(index)
-            if credit_N is not None and done is not None and done.digest == part.digest:
-                mine.append((exchange.range_of(index).values, credit_N))
+            credit = exchange.credits.get(index)
+            if credit is not None and done is not None and done.digest == part.digest:
+                mine.append((exchange.range_of(index).values, credit))
         return mine
 
     def _trace(self, applied: Applied, pending: Pending) -> RoundTrace:

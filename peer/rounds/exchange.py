@@ -21,6 +21,7 @@ from atoll.optim import vectors
 from atoll.optim.cells import LENGTH, pack
 from atoll.optim.log import MalformedRecord
 from atoll.optim.lowrank import Factors, LowRankCells
+from atoll.optim.updates import Update
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.factors import FactorReceiver, FactorReducer, answers, first_frames
 from atoll.peer.rounds.messages import (
@@ -106,7 +107,7 @@ class Exchange:
         self.me = self._index[ctx.me.peer_id]
         self.generation = dict.fromkeys(range(len(group.parts)), 0)
         self.parts: dict[int, PartDone] = {}
-        self.credits: dict[int, Tensor] = {}
+        self.credits: dict[int, Update] = {}
         self.rejected: dict[int, float] = {}
         """norm of what a robust rule took out of each part that this peer reduced"""
         self.on_part: Callable[[], None] = lambda: None
@@ -247,7 +248,7 @@ class Exchange:
         Taken once: a part that is reduced again has memory of its own, since a thread may still be
         at the first.
         """
-        if isinstance(self.cells, LowRankCells):
+        if isinstance(self.cells, LowRankCells) or self.cells.scatters:
             return {}
         update_F = vectors.empty(self.cells.numel)
         parts = range(len(self.group.parts))
@@ -335,8 +336,8 @@ class Exchange:
             adding.cancel()
             await asyncio.gather(adding, return_exceptions=True)
         body, done = await self._ctx.compute(owned.reducer.done, part, generation)
-        if owned.reducer.credit_N is not None:
-            self.credits[part] = owned.reducer.credit_N
+        if (credit := owned.reducer.credit_N) is not None:
+            self.credits[part] = credit
         self.rejected[part] = owned.reducer.rejected
         self._complete(part, body, done, owned.reducer.decoded_N)
         self.reports.put_nowait(done)
@@ -575,7 +576,7 @@ class Exchange:
     async def _pass_back(self, part: int, receiver: PartReceiver | FactorReceiver) -> None:
         """Results came; a relay passes them on."""
 
-    def _complete(self, part: int, body: bytes, done: PartDone, decoded_N: Tensor) -> None:
+    def _complete(self, part: int, body: bytes, done: PartDone, decoded_N: Update) -> None:
         self._ctx.parts.put(self.group.position, done.digest, body, decoded_N)
         self.parts[part] = done
         self.on_part()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from atoll.optim.updates import Update
 
 
 class Arriving(Protocol):
@@ -28,7 +28,7 @@ class HeldPart:
     """A part's bytes, and its values where they were decoded as they came."""
 
     body: bytes
-    decoded_N: Tensor | None  # noqa: N815
+    decoded: Update | None
 
 
 class Holdings:
@@ -40,13 +40,11 @@ class Holdings:
         self.arriving: dict[int, Arriving] = {}
         """what may still bring parts of a position"""
 
-    def put(
-        self, position: int, digest: bytes, body: bytes, decoded_N: Tensor | None = None
-    ) -> None:
+    def put(self, position: int, digest: bytes, body: bytes, decoded: Update | None = None) -> None:
         """Keep a part until the position after its own is decided."""
         at = self._parts.setdefault(position, {})
-        if decoded_N is not None or digest not in at:
-            at[digest] = HeldPart(body=body, decoded_N=decoded_N)
+        if decoded is not None or digest not in at:
+            at[digest] = HeldPart(body=body, decoded=decoded)
 
     def body(self, digest: bytes) -> bytes | None:
         """The bytes of a part of any position."""
@@ -55,10 +53,10 @@ class Holdings:
                 return at[digest].body
         return None
 
-    def decoded(self, position: int, digest: bytes) -> Tensor | None:
+    def decoded(self, position: int, digest: bytes) -> Update | None:
         """The values of a part, where they were decoded as they came."""
         held = self._parts.get(position, {}).get(digest)
-        return held.decoded_N if held is not None else None
+        return held.decoded if held is not None else None
 
     def decided_up_to(self, position: int) -> None:
         """Keep what lies from ``position`` on, and the bytes of the entry before it."""
@@ -66,7 +64,7 @@ class Holdings:
             del self._parts[decided]
         last = self._parts.get(position - 1, {})
         for digest, held in last.items():
-            last[digest] = HeldPart(body=held.body, decoded_N=None)
+            last[digest] = HeldPart(body=held.body, decoded=None)
 
     def clear(self) -> None:
         """Drop everything: its epoch is over."""

@@ -18,6 +18,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from atoll.optim import vectors
 from atoll.optim.cells import LENGTH, Cells, Term, UpdateError, pack, unpack
 from atoll.optim.robust import Rule
 from atoll.optim.sent import Sent
+from atoll.optim.sparse_mean import SparseMean
+from atoll.optim.updates import Update, joined
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone, Prefix
 
 NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have
@@ -105,6 +108,9 @@ class PartRange:
 class PartReducer:
     """Accumulates one part.  Not thread safe: its owner calls it from one task at a time."""
 
+    adds_rows: ClassVar[bool] = False
+    """Whether sums of rows come or are made, which have all values"""
+
     def __init__(
         self,
         *,
@@ -134,11 +140,15 @@ class PartReducer:
         self._last = -1
         """one of the members of whom the fewest cells came; -1 while none is known"""
         self._done: tuple[bytes, PartDone] | None = None
-        self._sum_N = vectors.empty(part.count) if out_N is None else out_N
+        self._sparse: SparseMean | None = None
+        if part.cells.scatters and rule is None and not self.adds_rows:
+            self._sparse = SparseMean(part.cells, part.start_cell, part.stop_cell)
+        dense = self._sparse is None
+        self._sum_N = vectors.empty(part.count * dense) if out_N is None else out_N
         self._begun = 0
         """cells of which there is a sum"""
         self._weight = [0.0] * part.num_cells
-        self._credit_N = vectors.empty(0 if part.cells.gathers else part.count)
+        self._credit_N = vectors.empty(part.count * (dense and not part.cells.gathers))
         self.frames: list[bytes] = []
         self._hash = hashlib.sha256()
 
@@ -208,6 +218,8 @@ class PartReducer:
 
     def _put_together(self, part: int, generation: int) -> tuple[bytes, PartDone]:
         body = b"".join(self.frames)
+        if self._sparse is not None:
+            self._sparse.finish()
         partial = tuple(
             Prefix(member=m, cells=cells)
             for m, cells in sorted(self._arrived.items())
@@ -227,16 +239,18 @@ class PartReducer:
         return math.sqrt(self._rejected_squares)
 
     @property
-    def decoded_N(self) -> Tensor:  # noqa: N802
+    def decoded_N(self) -> Update:  # noqa: N802
         """What the frames decode to, once all cells are encoded."""
-        return self._sum_N
+        return self._sum_N if self._sparse is None else self._sparse.decoded
 
     @property
-    def credit_N(self) -> Tensor | None:  # noqa: N802
+    def credit_N(self) -> Update | None:  # noqa: N802
         """What encoding the mean lost, times the weight behind it: W (a - u) on this part.
 
         None where frames are gathered: nothing is lost.
         """
+        if self._sparse is not None:
+            return self._sparse.lost
         return None if self.part.cells.gathers else self._credit_N
 
     def _ready_cells(self) -> int:
@@ -259,7 +273,9 @@ class PartReducer:
     def _add_run(self, member: int, frames: Sequence[bytes | memoryview], sent: Sent) -> None:
         first, share = self._arrived[member], self._shares[member]
         self._check_norm(member, sent)
-        if not self.part.cells.gathers:
+        if self._sparse is not None:
+            self._sparse.add(member, first, sent, share.weight * share.clip)
+        elif not self.part.cells.gathers:
             sent.add_to_(self._sum_of(first, first + len(frames)), share.weight * share.clip)
         for index, frame in enumerate(frames, first):
             if self._keeps and share.weight > 0:
@@ -276,6 +292,8 @@ class PartReducer:
 
     def _encode(self, first: int, stop: int) -> list[bytes]:
         """The reduced frames of some cells, which are complete."""
+        if self._sparse is not None:
+            return self._sparse.encode(list(self._weights(first, stop)))
         start, mean_N = self.part.start_cell, self._sum_of(first, stop)
         if self.part.cells.gathers:
             frames = [self._gather(index) for index in range(first, stop)]
@@ -350,7 +368,10 @@ class PartReceiver:
         self.frames: list[bytes] = []
         """as they came, each with its length before it"""
         self._hash = hashlib.sha256()
-        self.decoded_N = vectors.empty(part.count) if out_N is None else out_N
+        self._decoded: list[Update] = []
+        self._out_N = out_N
+        if out_N is None and not part.cells.scatters:
+            self._out_N = vectors.empty(part.count)
 
     def take(self, data: memoryview) -> list[bytes]:
         """Take a message; there is nothing to answer.
@@ -359,16 +380,25 @@ class PartReceiver:
             CellRefused: it holds more than the part, or does not end where a cell ends.
             CodecError: a frame is no cell of the codec.
         """
-        part, first = self._part, len(self.frames)
         frames = self._buffer.feed(data)
         if frames:
-            start, stop = part.cell(first).start, part.cell(first + len(frames) - 1).stop
-            part.cells.decode_reduced_all(
-                part.start_cell + first, frames, self.decoded_N[start:stop]
-            )
+            self._decode(len(self.frames), frames)
         self.frames += [pack(frame) for frame in frames]
         self._hash.update(data)
         return []
+
+    def _decode(self, first: int, frames: Sequence[memoryview]) -> None:
+        cells, start_cell = self._part.cells, self._part.start_cell + first
+        if self._out_N is None:
+            self._decoded.append(cells.decode_scattered(start_cell, frames))
+            return
+        start, stop = self._part.cell(first).start, self._part.cell(first + len(frames) - 1).stop
+        cells.decode_reduced_all(start_cell, frames, self._out_N[start:stop])
+
+    @property
+    def decoded_N(self) -> Update:  # noqa: N802
+        """What the frames decode to, once all are there and `finish` was called."""
+        return self._decoded[0] if self._out_N is None else self._out_N
 
     def finish(self, done: PartDone) -> bytes:
         """The part's bytes.
@@ -378,6 +408,8 @@ class PartReceiver:
         """
         if len(self.frames) != self._part.num_cells or self._hash.digest() != done.digest:
             raise CellRefused("the bytes that came are not those that the owner names")
+        if self._out_N is None:
+            self._decoded = [joined(self._decoded)]
         return b"".join(self.frames)
 
 

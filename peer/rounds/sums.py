@@ -32,6 +32,8 @@ def mask_bytes(members: int) -> int:
 class RowReducer(PartReducer):
     """A relay's side: adds the cells of its row; its frames are the sums."""
 
+    adds_rows = True
+
     def __init__(self, *, row: Sequence[int], **options: Any) -> None:  # noqa: ANN401
         """``options`` are those of `PartReducer`; ``row`` names all members of the row in order."""
         super().__init__(**options)
@@ -75,6 +77,8 @@ class Direct:
 
 class TreeReducer(PartReducer):
     """An owner's side: adds its own row's members, and the other rows' sums."""
+
+    adds_rows = True
 
     def __init__(self, *, rows: Mapping[int, Sequence[int]], **options: Any) -> None:  # noqa: ANN401
         """``options`` are those of `PartReducer`; ``rows`` are the other rows' members."""

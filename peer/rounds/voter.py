@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from torch import Tensor
-
 from atoll.dht.transport import PeerUnreachable, Refused
-from atoll.optim import vectors
 from atoll.optim.cells import UpdateError
 from atoll.optim.log import (
     Elector,
@@ -22,6 +19,7 @@ from atoll.optim.log import (
     next_electorate,
     vote_payload,
 )
+from atoll.optim.updates import Update, joined, numel_of
 from atoll.peer.rounds.ballot import Booth, Place, term_of
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.deflating import deflated, inflated
@@ -52,7 +50,7 @@ class Voter:
         self._reach = reach
         self._booth = Booth(ctx.me)
         self._tally = Tally(ctx, on_certified)
-        self._verified: dict[bytes, Tensor | None] = {}
+        self._verified: dict[bytes, Update | None] = {}
 
     @property
     def term(self) -> int:
@@ -165,10 +163,10 @@ class Voter:
         peers = [source, *electors, *members]
         return await fetch_part(self._ctx, peers, part.digest, part.wire_bytes)
 
-    async def update(self, entry: Entry) -> Tensor | None:
+    async def update(self, entry: Entry) -> Update | None:
         """The update of an entry as it was decoded for the vote; None where it was not."""
         if came := self._decoded(entry):
-            joined_F: Tensor = await self._ctx.compute(vectors.joined, came)
+            joined_F: Update = await self._ctx.compute(joined, came)
             return joined_F
         return self._verified.get(entry.digest)
 
@@ -181,16 +179,16 @@ class Voter:
             update_N = await self._ctx.compute(self._ctx.replay.decode, entry, body)
         self._verified[entry.digest] = update_N
 
-    def _decoded(self, entry: Entry) -> list[Tensor]:
+    def _decoded(self, entry: Entry) -> list[Update]:
         """All parts of an entry, if all were decoded as they came."""
         cells = self._ctx.replay.cells_at(entry.position)
-        came: list[Tensor] = []
+        came: list[Update] = []
         for part in entry.parts:
             values = cells.values(part.start_cell, part.stop_cell)
-            part_N = self._ctx.parts.decoded(entry.position, part.digest)
-            if part_N is None or part_N.numel() != values.stop - values.start:
+            update = self._ctx.parts.decoded(entry.position, part.digest)
+            if update is None or numel_of(update) != values.stop - values.start:
                 return []
-            came.append(part_N)
+            came.append(update)
         return came
 
     def _check_rules(self, entry: Entry) -> None:

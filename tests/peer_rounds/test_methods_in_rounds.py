@@ -12,6 +12,7 @@ from atoll.dht.virtualtime import run_virtual
 from atoll.optim.layout import Layout
 from atoll.optim.log import Entry
 from atoll.optim.lowrank import LowRankCells
+from atoll.optim.updates import dense
 
 sys.path.insert(0, str(Path(__file__).parent))
 from swarm import Swarm
@@ -78,7 +79,7 @@ def play(folder, rounds, *, peers=3, on_round=None, **options):
         for record in store.headers(0, rounds):
             entry = Entry.decode(record.entry)
             assert len(entry.complete_members()) == peers
-            update_F = swarm.replay.decode(entry, store.body(entry.position))
+            update_F = dense(swarm.replay.decode(entry, store.body(entry.position)))
             given = [p.offers[entry.position] for p in members]
             decided.append((entry, update_F, torch.stack(given).mean(dim=0)))
         await swarm.stop()

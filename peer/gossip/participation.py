@@ -23,8 +23,9 @@ from atoll.optim.state import Assembly, OuterState, StateError
 from atoll.optim.store import Head
 from atoll.peer.contact import Heartbeats
 from atoll.peer.gossip.context import GossipContext
-from atoll.peer.gossip.engine import Gossip, GossipSettled, GossipStatistics
+from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.messages import Standing
+from atoll.peer.gossip.place import GossipStatistics
 from atoll.peer.gossip.reducer import GossipReducer
 from atoll.peer.gossip.snapshots import fetch_state
 from atoll.peer.reporting import Reporter, TrainerView

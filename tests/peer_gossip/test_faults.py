@@ -179,7 +179,7 @@ def test_random_breaks_keep_the_mean():
         mass, total_N = kept(peers)
         start = spread(peers)
         await crowd.rounds(30)
-        await crowd.until(lambda: all(p.gossip._round is None for p in peers))
+        await crowd.until(lambda: all(p.gossip._place.round is None for p in peers))
         after, after_N = kept(peers)
         assert after == mass
         assert (after_N - total_N).abs().max() < 1e-5
@@ -392,7 +392,7 @@ def test_a_peer_that_was_frozen_for_minutes_goes_on_and_counts_once():
         await crowd.rounds(5)
         mass, _ = kept(peers)
         frozen = peers[2]
-        await crowd.until(lambda: frozen.gossip._meeting is None)
+        await crowd.until(lambda: frozen.gossip._place.meeting is None)
         crowd.network.freeze(frozen.peer_id)
         before = frozen.position
         await asyncio.sleep(180.0)

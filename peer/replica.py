@@ -88,6 +88,8 @@ class Replica:
         self._moved = asyncio.Condition()
         self.moved_at = 0.0
         """when this replica came to stand where it stands, on the loop's clock"""
+        self.stood_s = 0.0
+        """how long it stood where it was before"""
         self.listeners: list[Callable[[Applied], None]] = []
 
     @property
@@ -389,6 +391,8 @@ class Replica:
         return (state.position, state.root()) if state is not None else None
 
     async def _notify(self) -> None:
-        self.moved_at = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        self.stood_s = now - self.moved_at if self.moved_at else 0.0
+        self.moved_at = now
         async with self._moved:
             self._moved.notify_all()

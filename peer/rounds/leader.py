@@ -361,6 +361,7 @@ class Leadership:
             expected=self.expected.ready_at,
             electors={elector.peer_id for elector in self.electorate},
             opened_at=self.ctx.replica.moved_at if self._has_turn() else math.inf,
+            last_s=self.ctx.replica.stood_s,
             first_ready_at=first if first is not None else now,
             quorum_ready_at=quorum,
             grace_s=self.ctx.settings.grace_s,

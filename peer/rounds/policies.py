@@ -60,6 +60,8 @@ class Rendezvous:
     electors: Collection[str]
     opened_at: float
     """when the position came to be decided next; infinite before its turn"""
+    last_s: float
+    """how long the position before was next"""
     first_ready_at: float
     quorum_ready_at: float | None
     """when a quorum of the electors was ready, None while it is not"""
@@ -91,13 +93,14 @@ def close_decision(view: Rendezvous, now: float) -> Close:
 def _alone_until(view: Rendezvous) -> float:
     """Until when a group waits for a quorum of its electors.
 
-    Electors that will be ready are waited for as long as the first peer's window took, and the
-    grace. Without that, two halves of a run whose windows are longer than the grace would, once out
-    of step, each close alone in the middle of the other's window, for ever. All of it counts from
-    the position's turn: who is slow hands in a fragment long before, and would go on alone.
+    Electors that will be ready are waited for as long as the first peer's window took, or the last
+    position, and the grace. Without that, two halves of a run whose windows are longer than the
+    grace would, once out of step, each close alone in the middle of the other's window, for ever.
+    All of it counts from the position's turn: who is slow hands in a fragment long before, and
+    would go on alone.
     """
     alone = max(view.first_ready_at, view.opened_at) + view.alone_s
-    limit = alone + max(0.0, view.first_ready_at - view.opened_at)
+    limit = alone + max(view.last_s, view.first_ready_at - view.opened_at)
     promised = [view.expected.get(peer, math.inf) for peer in set(view.electors) - set(view.ready)]
     return limit if any(at <= limit for at in promised) else alone
 

@@ -25,6 +25,7 @@ def view(**changes):
         "expected": {"a": 0.0, "b": 0.0, "c": 0.0},
         "electors": {"a", "b", "c", "d"},
         "opened_at": 80.0,
+        "last_s": 5.0,
         "first_ready_at": 100.0,
         "quorum_ready_at": 101.0,
         "grace_s": 3.0,
@@ -71,6 +72,19 @@ def test_without_a_quorum_a_group_waits_for_its_turn():
     since = replace(early, opened_at=150.0)  # ready long before
     assert close_decision(since, 158.9) is Close.WAIT
     assert close_decision(since, 159.0) is Close.CLOSE
+
+
+def test_without_a_quorum_an_elector_is_waited_for_as_long_as_the_last_position_took():
+    early = view(
+        ready={"e"},
+        expected={"e": 0.0, "a": 169.0},
+        opened_at=150.0,
+        last_s=10.0,
+        quorum_ready_at=None,
+    )
+    assert close_decision(early, 168.9) is Close.WAIT
+    assert close_decision(early, 169.0) is Close.CLOSE
+    assert close_decision(replace(early, last_s=9.9), 159.0) is Close.CLOSE
 
 
 def test_without_a_quorum_who_is_no_elector_promises_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -60,6 +61,8 @@ class TrainerSide(ABC):
         """when it ended, likewise"""
         self._handed_in: set[int] = set()
         """numbers of contributions that the loop has not got yet"""
+        self._loss: float | None = None
+        """of the last window"""
         self._failure: Exception | None = None
 
     @property
@@ -91,11 +94,15 @@ class TrainerSide(ABC):
         """What can be told of a trainer that does not tell itself; None before it has started."""
         if self._began_s is None:
             return None
-        left_s = self._window_s - (self._trained_s() - self._ended_s)
+        trained_s, tokens = self._trained_s(), self._tokens // len(self.fragments)
+        since_s = max(time.monotonic() - self._began_s, 1e-9)
         return TrainerView(
-            ready_in_s=max(0.0, left_s),
+            ready_in_s=max(0.0, self._window_s - (trained_s - self._ended_s)),
             inner_steps=self.timetable.window(self._position),
-            tokens=self._tokens // len(self.fragments),
+            tokens=tokens,
+            tokens_per_s=tokens / since_s,
+            loss=self._loss,
+            utilisation=min(1.0, trained_s / since_s),
         )
 
     def fail(self, error: Exception) -> None:
@@ -143,6 +150,7 @@ class TrainerSide(ABC):
         fragment, tokens = contribution.fragment, contribution.tokens
         self._tokens += max(0, tokens - self._left_out_tokens.pop(fragment, 0))
         self._on_offer_tokens[fragment] = tokens
+        self._loss = contribution.loss if math.isfinite(contribution.loss) else None
 
     def _note_left_out(self, commit: Commit) -> None:
         """Work that no update took stays in the drift, where the method keeps it."""

@@ -72,6 +72,7 @@ def test_two_loops_of_their_own_train_one_model(organiser, tmp_path):
     state = organiser.up.coordinator.follower.head_and_state()[1]
     assert {loop.root for loop in loops} == {state.root()}
     assert {peer.name: peer.state for peer in status.peers} == {"a": "gone", "b": "gone"}
+    assert all(0 < peer.loss < 6 and 0 < peer.utilisation < 1 for peer in status.peers)
 
 
 def test_a_model_of_another_shape_is_refused(organiser, tmp_path):

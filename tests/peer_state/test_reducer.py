@@ -425,7 +425,10 @@ def test_waiting_is_no_part_of_a_window(bench, monkeypatch):
         assert each.reducer.progress().ready_in_s == 5.0
     assert each.reducer.progress().ready_in_s == 5.0
     clock.now_s += 4.0
-    assert each.reducer.progress().ready_in_s == 1.0
+    told = each.reducer.progress()
+    assert told.ready_in_s == 1.0
+    assert told.utilisation == pytest.approx(11 / 31)
+    assert told.tokens_per_s == pytest.approx(100 / 31)
 
 
 def test_it_must_be_started_first(bench):

@@ -69,7 +69,7 @@ def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[Pa
     ]
     even = split_cells(sizes, [1.0] * len(ready))
     turn = position // len(ctx.replay.fragments)
-    return kept_parts(last, best, even, rates, turn=turn)
+    return kept_parts(last, best, even, rates, turn=turn, megabits=8e-6 * sum(sizes))
 
 
 def _rate_mbit_s(ctx: Context, peer: str, report: Ready) -> float:

@@ -29,6 +29,7 @@ MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut furt
 # scatters on a busy machine: 27 to 46 Mbit/s were read of four that had 50.
 KEEP_PARTS = 1.25
 KEEP_UNEVEN = 1.1  # such parts came of a reading; where even ones would do they are the safer ones
+WORTH_S = 0.1  # less on the links than that is not worth an owner's work at others'
 CUT_EVERY = 4  # updates of a fragment; the second one is cut by what the first has shown
 MAX_AHEAD = 3
 
@@ -159,6 +160,7 @@ def kept_parts(
     rates_mbit_s: Sequence[float],
     *,
     turn: int,
+    megabits: float,
 ) -> Sequence[PartPlan]:
     """The parts of the last entry; now and then others, if they are done much sooner.
 
@@ -170,11 +172,12 @@ def kept_parts(
         even: of the same cells, as if all rates were one.
         rates_mbit_s: of the slower direction of each member's link.
         turn: how many positions the fragment has had before.
+        megabits: of all cells.
     """
     if turn % CUT_EVERY != 1:
         return last
     last_s, best_s, even_s = (_transfer(plans, rates_mbit_s) for plans in (last, best, even))
-    if even_s <= KEEP_PARTS * best_s:
+    if even_s <= KEEP_PARTS * best_s or megabits * (even_s - best_s) < WORTH_S:
         return even if last_s > KEEP_UNEVEN * even_s else last
     return best if last_s > KEEP_PARTS * best_s else last
 

@@ -407,12 +407,16 @@ class Follower:
 
     def _apply(self, entry: Entry, body: bytes | bytearray) -> OuterState | None:
         view = memoryview(body)
-        split_body(entry, view)
+        if entry.kind == "null" or not self._goes_on_with(entry, self.state):
+            split_body(entry, view)  # else decoding does: large bodies are hashed once
         return self._next(self.state, entry, view)
+
+    def _goes_on_with(self, entry: Entry, state: OuterState) -> bool:
+        return not self.diverged and state.position == entry.position
 
     def _next(self, state: OuterState, entry: Entry, body: bytes | memoryview) -> OuterState | None:
         """The state after an entry; None where there is none any more."""
-        if self.diverged or state.position != entry.position:
+        if not self._goes_on_with(entry, state):
             return None
         try:
             return self.replay.next_state(state, entry, body)

@@ -12,7 +12,7 @@ from atoll.coordinator.follower import Follower, NotNext, RunKey
 from atoll.coordinator.keys import RunKeys
 from atoll.coordinator.members import FORGET_S, STALL_S
 from atoll.dht import verify
-from atoll.optim.log import CertificateInvalid, Partial, SignedEpoch, genesis_chain
+from atoll.optim.log import CertificateInvalid, MalformedRecord, Partial, SignedEpoch, genesis_chain
 from atoll.optim.store import LogStore
 
 RUN = b"r" * 32
@@ -114,6 +114,24 @@ def test_a_certified_root_that_is_not_ours_is_told(kit: Any, tmp_path: Path) -> 
     position = follower.state.position
     take(kit, follower, swarm)
     assert follower.head.position == 5 and follower.state.position == position
+    follower.store.close()
+
+
+@pytest.mark.parametrize("kind", ["update", "null", "update where nothing is applied any more"])
+def test_a_body_that_is_not_the_entrys_is_not_stored(kit: Any, tmp_path: Path, kind: str) -> None:
+    follower, swarm = make_follower(kit, tmp_path, RunKeys.generate()), kit.Swarm()
+    follower.open_epoch(swarm.electors())
+    entry, body = swarm.entry(RUN, follower.head)
+    if kind == "null":
+        entry, body = swarm.null(RUN, follower.head), b"x"
+    elif kind != "update":
+        follower.diverged = "by a fault"
+    claim = follower.precheck(entry.encode(), swarm.certify(entry).encode())
+    wrong = bytearray(body)
+    wrong[-1] ^= 1
+    with pytest.raises(MalformedRecord, match="body of entry 0"):
+        follower.accept(claim, wrong)
+    assert follower.head.position == follower.store.head.position == 0
     follower.store.close()
 
 

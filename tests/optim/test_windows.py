@@ -45,6 +45,34 @@ def test_a_delay_keeps_its_share_of_a_window():
         assert (worker.inner_steps, worker.delay) == (inner_steps, delay)
 
 
+def test_a_delay_that_is_given_stays_as_many_steps_and_is_resumed():
+    one, other = (Team(1, "diloco(tau=3)", 8) for _ in range(2))
+    one.workers[0].resize(20, delay=3)
+    one.run(range(7))
+    other.workers[0].load_state_dict(one.workers[0].state_dict())
+    assert [(t.workers[0].inner_steps, t.workers[0].delay) for t in (one, other)] == [(20, 3)] * 2
+    with pytest.raises(ValueError, match="a delay of 0 to 20 inner steps, got 21"):
+        one.workers[0].resize(20, delay=21)
+
+
+@pytest.mark.parametrize("spec", ["diloco", "diloco(tau=3)", "eager", "streaming(count=2, tau=2)"])
+def test_open_windows_are_for_the_position_after_all_that_is_under_way(spec):
+    team = Team(2, spec, 4, codec="fp32")
+    worker, ended = team.workers[0], 0
+    for step in range(30):
+        assert worker.next_position == ended == worker.statistics().windows
+        team.run(range(step, step + 1))
+        ended = worker.statistics().windows
+
+
+def test_a_worker_that_joins_knows_where_the_log_stands():
+    team = Team(2, "diloco", 2, codec="fp32", present=1)
+    team.run(range(6))
+    team.join(1)
+    late = team.workers[1]
+    assert late.next_position == late.statistics().position == late.reducer.position == 3
+
+
 def test_fragments_stay_apart_however_often_windows_change():
     team = Team(1, "streaming(count=2, tau=0)", 10, codec="fp32")
     worker = team.workers[0]

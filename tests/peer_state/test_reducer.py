@@ -431,6 +431,17 @@ def test_waiting_is_no_part_of_a_window(bench, monkeypatch):
     assert told.tokens_per_s == pytest.approx(100 / 31)
 
 
+def test_a_loop_of_ones_own_is_told_how_long_its_windows_are(bench):
+    outer = {"windows": "qsr", "inner_steps": 4, "growth": 0.004}
+    spec = RunSpec.from_dict({"run": {"rounds": 40}, "outer": outer})
+    for position in (0, 30):
+        each = bench(position=position, spec=spec)
+        each.start()
+        inner_steps = each.reducer.timetable.window(position)
+        assert inner_steps == spec.timetable(1).window(position) == (13 if position else 7)
+        assert each.reducer.progress().inner_steps == inner_steps
+
+
 def test_it_must_be_started_first(bench):
     each = bench()
     with pytest.raises(RuntimeError, match="start"):

@@ -214,6 +214,24 @@ def test_plan_as_a_table(run_toml, capsys):
     assert told[-1].startswith("Expected loss at equal time: H=")
 
 
+@pytest.mark.parametrize("method", ["diloco", "diloco(count=2)"])
+def test_plan_of_windows_that_grow(tmp_path, capsys, method):
+    path = tmp_path / "RUN.toml"
+    windows = "windows = 'qsr'\ngrowth = 0.01\n"
+    path.write_text(f"[run]\nrounds = 200\n[outer]\nmethod = '{method}'\n{windows}")
+    assert run("plan", str(path), "--peers", "4", "--mbit", "100", "--step-ms", "60") == 0
+    told = capsys.readouterr().out.splitlines()
+    count = methods.parse(method).count
+    timetable = RunSpec.load(path).timetable(count)
+    steps = timetable.steps_until(200)
+    mean = round(count * steps / 200)
+    (line,) = [line for line in told if line.startswith("Windows grow")]
+    assert line.startswith(f"Windows grow from 44 to {timetable.window(199)} steps, {mean} on")
+    assert line.endswith(f"200 rounds are {steps:,} steps.")
+    (mine,) = [line for line in told if line.endswith("this run")]
+    assert mine.split(") ")[-1].removeprefix("diloco").split()[0] == str(mean)
+
+
 def test_plan_as_json(run_toml, capsys):
     words = ("plan", run_toml, "--peers", "4", "--mbit", "50", "--step-ms", "60", "--all", "--json")
     assert run(*words) == 0

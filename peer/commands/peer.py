@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import math
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,8 @@ from atoll.peer.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.peer.daemon import DaemonEvent
+
+_PEER_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")  # libp2p's errors tell it whole
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -164,11 +167,13 @@ def _expect_data(source: str | None) -> None:
 def _as_text(event: "DaemonEvent") -> None:
     """As the coordinator tells its rounds; a stranger's words steer no terminal."""
     from atoll.coordinator.dashboard import text
+    from atoll.peer.rounds.context import short
 
     if event.kind == "phase":
         return
     level = "" if event.level == "info" else f"{event.level}  "
-    line = f"{text.clock_time(time.time())}  {level}{text.clean(event.text)}"
+    told = _PEER_ID.sub(lambda found: short(found[0]), text.clean(event.text))
+    line = f"{text.clock_time(time.time())}  {level}{told}"
     print(line, file=sys.stderr, flush=True)
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from atoll.coordinator.invite import Invite
 from atoll.peer import cli
+from atoll.peer.commands.peer import _as_text as as_text
+from atoll.peer.daemon import DaemonEvent
 from atoll.peer.membership import StateDirectory
 from atoll.peer.paths import PeerPaths
 
@@ -177,3 +179,12 @@ def test_a_peer_that_lost_its_log_says_from_whom_it_has_it_again(peer, paths, or
     again = peer(organiser.invite)
     assert again.code == 0
     assert re.search(r"recovered from position 0 to 3: .* from coordinator in ", again.err)
+
+
+def test_peers_are_told_apart_by_the_ends_of_their_names(capsys):
+    peer_id = "12D3KooWK8ZiEmjhRa8rHTvptvSWWLwjikhmF4g12q9VVMb73JqV"
+    told = f"round 3: {peer_id} cannot be reached: failed to dial {peer_id}: all dials failed"
+    as_text(DaemonEvent(kind="event", position=3, text=told, level="warning"))
+    said = capsys.readouterr().err.partition("  ")[2]
+    expected = "round 3: b73JqV cannot be reached: failed to dial b73JqV: all dials failed"
+    assert said == f"warning  {expected}\n"

@@ -113,6 +113,8 @@ class Worker(ABC):
         self._arrived: list[Commit] = []
         self._decided = 0
         synced_N = reducer.start(self.layout, self.layout.flatten(model), self._settle)
+        self._log_position = reducer.position
+        """after all commits that came, also those that are not taken yet"""
         self._statistics = WorkerStatistics(position=reducer.position)
         self.fragments = tuple(reducer.fragments)
         self._synced = self._cut(synced_N)
@@ -150,8 +152,9 @@ class Worker(ABC):
     @property
     def next_position(self) -> int:
         """Position of the log that the open windows are for: all that is under way decided."""
-        under_way = sum(window.pending is not None for window in self._windows)
-        return self._statistics.position + under_way
+        decided = {commit.fragment for commit in self._arrived}
+        on_offer = {i for i, window in enumerate(self._windows) if window.pending is not None}
+        return self._log_position + len(on_offer - decided)
 
     def resize(self, inner_steps: int, *, delay: int | None = None) -> None:
         """Let windows be of so many steps from now on.
@@ -243,6 +246,8 @@ class Worker(ABC):
             window.load_state_dict(saved)
         self._arrived = [Commit(**commit) for commit in state.get("arrived", [])]
         self._statistics = WorkerStatistics(**state["statistics"])
+        came = [commit.position for commit in self._arrived]
+        self._log_position = max([self._statistics.position, *came])
         self._load_own_state(state)
         self.reducer.load_state_dict(state["reducer"])
         self._resumed_s = time.perf_counter()
@@ -419,7 +424,9 @@ class Worker(ABC):
     def _settle(self, commit: Commit) -> None:
         """Take a commit, or keep it until its time has come."""
         self._decided += 1
+        self._log_position = max(self._log_position, commit.position)
         if commit.reset:
+            self._log_position = commit.position
             self._arrived = []
             self._reset(commit)
         elif self._is_early(commit):

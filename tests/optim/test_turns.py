@@ -97,6 +97,21 @@ def test_whom_the_log_went_on_without_is_in_turn_at_the_next_window(count, tau):
     assert all(n == INNER_STEPS for step, _, n in handed_in if step > 3 * INNER_STEPS)
 
 
+@pytest.mark.parametrize(("count", "tau"), [(2, 2), (2, 5), (3, 4), (4, 3)])
+def test_the_next_position_counts_what_came_early_and_is_not_taken_once(count, tau):
+    method = parse(f"streaming(count={count}, tau={tau})")
+    model, log = net(blocks=4), TurnsOfOthers(method)
+    worker = method.worker(model, adamw(model), log, inner_steps=INNER_STEPS)
+    for step in range(1, 200):
+        if step % 7 == 0:
+            log.decide()
+            log.wait()
+        backward(model, step)
+        worker.step(tokens=8)
+        not_delivered = len(log.on_offer) + sum(commit.settles for commit in log.queue)
+        assert worker.next_position == log.position + not_delivered
+
+
 def test_every_fragment_of_a_slow_peer_has_its_turns():
     """Others move the log twice in each of its turns, so that it is always at the same one."""
 

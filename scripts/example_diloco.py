@@ -64,12 +64,15 @@ class Text:
         return window_BT[:, :-1], window_BT[:, 1:]
 
 
-def train(reducer: Reducer, seed: int, steps: int, inner_steps: int = INNER_STEPS):
-    """The whole loop. A generator only so that several workers can take turns in one process."""
+def train(reducer: Reducer, seed: int, steps: int, inner_steps: int = INNER_STEPS, join=DiLoCo):
+    """The whole loop. A generator only so that several workers can take turns in one process.
+
+    A run of another method than DiLoCo gives its own worker to join with.
+    """
     model = ByteModel()
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = Text(seed)
-    diloco = DiLoCo(model, inner, reducer, inner_steps=inner_steps)  # 1: join
+    diloco = join(model, inner, reducer, inner_steps=inner_steps)  # 1: join
     for _ in range(steps):
         tokens_BT, targets_BT = text.batch()
         logits_BTV = model(tokens_BT)
@@ -102,7 +105,7 @@ def networked(invite: str, state_dir: Path, steps: int) -> None:
     with closing(connect(invite, state_dir=state_dir, name=state_dir.name)) as reducer:
         run, inner_steps, position = reducer.spec.run, reducer.spec.outer.inner_steps, 0
         seed = int.from_bytes(reducer.peer_id.encode()[-4:])  # every peer has a text of its own
-        for statistics in train(reducer, seed, steps, inner_steps):
+        for statistics in train(reducer, seed, steps, inner_steps, reducer.method.worker):
             if statistics.position > position and not math.isnan(statistics.loss):
                 position = statistics.position
                 print(f"position {position:3}  loss {statistics.loss:.3f}", flush=True)

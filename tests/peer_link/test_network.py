@@ -22,12 +22,13 @@ ROUNDS = 4
 
 
 @pytest.fixture
-def organiser(organise, kit, monkeypatch):
+def organiser(organise, kit, monkeypatch, request):
+    method = getattr(request, "param", "diloco")
     monkeypatch.syspath_prepend(SCRIPTS)
     model = {"custom": "example_diloco:build", "overrides": {}}
     spec = kit.tiny_spec(
         run={"rounds": ROUNDS},
-        outer={"inner_steps": 3},
+        outer={"inner_steps": 3, "method": method},
         data={"seq_len": 64},
         round={"min_peers": 2},
     )
@@ -51,7 +52,8 @@ class Loop(threading.Thread):
             )
         ) as reducer:
             inner_steps = reducer.spec.outer.inner_steps
-            for statistics in train(reducer, self.seed, 10_000, inner_steps):
+            join = reducer.method.worker
+            for statistics in train(reducer, self.seed, 10_000, inner_steps, join):
                 if statistics.position > self.position:
                     self.position = statistics.position
                     self.losses.append(statistics.loss)
@@ -60,6 +62,7 @@ class Loop(threading.Thread):
             self.root = reducer._replica.state.root()
 
 
+@pytest.mark.parametrize("organiser", ["diloco", "sparseloco(tau=2)"], indirect=True)
 def test_two_loops_of_their_own_train_one_model(organiser, tmp_path):
     loops = [Loop(organiser.invite, tmp_path / name, seed) for seed, name in enumerate("ab")]
     for loop in loops:

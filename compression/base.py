@@ -41,10 +41,11 @@ from dataclasses import MISSING, Field, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.compression.checksum import Checksum
+from atoll.compression.checksum import Checksum, of_rows
 from atoll.compression.scratch import TILE, frame_buffer, scratch
 
 Shape = int | Sequence[int]
@@ -384,22 +385,28 @@ class Codec(ABC):
 
     def _seal_rows(self, frames_RB: Tensor, dims: Dims) -> list[bytes]:
         """Return the frames whose payloads are written; rows of a multiple of 8 bytes, CPU."""
-        head, frames = self._head(dims), []
-        for payload in frames_RB[:, HEADER_BYTES:].unbind(0):
-            crc = Checksum(payload).value(head).to_bytes(4, "little")
-            frames.append(b"".join((head, crc, payload.numpy().data)))
-        return frames
+        rows = frames_RB.numpy()
+        rows[:, :HEADER_BYTES] = self._heads_of_rows(frames_RB[:, HEADER_BYTES:], dims)
+        return [row.tobytes() for row in rows]
 
     def _open_rows(self, frames: Sequence[Frame], dims: Dims) -> Tensor:
         """Check frames as `_open` does; return their payloads, a row each."""
         for length in {len(frame) for frame in frames}:
             self._check_length(length, dims)
         together = torch.frombuffer(bytearray().join(frames), dtype=torch.uint8)
-        payload_RB, head = together.view(len(frames), -1)[:, HEADER_BYTES:], self._head(dims)
-        for frame, payload in zip(frames, payload_RB.unbind(0), strict=True):
-            crc = Checksum(payload).value(head).to_bytes(4, "little")
-            self._check_header(bytes(frame[:HEADER_BYTES]), head + crc, dims)
+        frames_RB = together.view(len(frames), -1)
+        payload_RB, heads = frames_RB[:, HEADER_BYTES:], frames_RB[:, :HEADER_BYTES].numpy()
+        expected = self._heads_of_rows(payload_RB, dims)
+        for row in np.flatnonzero((heads != expected).any(1)):
+            self._check_header(heads[row].tobytes(), expected[row].tobytes(), dims)
         return payload_RB
+
+    def _heads_of_rows(self, payload_RB: Tensor, dims: Dims) -> np.ndarray:
+        """Return the header of each payload."""
+        head, heads = self._head(dims), np.empty((len(payload_RB), HEADER_BYTES), np.uint8)
+        heads[:, :4] = np.frombuffer(head, np.uint8)
+        heads[:, 4:].view("<u4")[:, 0] = of_rows(payload_RB, head)
+        return heads
 
     def _wrong_head(self, got: bytes, dims: Dims) -> str:
         if got[0] != self.code:

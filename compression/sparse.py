@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -100,6 +101,9 @@ class CoordinateCodec(Codec):
 class SparseCodec(CoordinateCodec):
     """Base of the codecs that send some values of each chunk."""
 
+    indices_rise: ClassVar[bool] = False
+    """Whether those of a payload do, or are refused"""
+
     def num_coordinates(self, dims: Dims) -> int:
         """Return how many values a tensor has."""
         return math.prod(dims)
@@ -124,6 +128,8 @@ class SparseCodec(CoordinateCodec):
             empty = torch.zeros(0)
             return Sparse(indices=empty.to(torch.int64), values=empty, shape=dims)
         indices_K, values_K = self._entries(payload, math.prod(dims))
+        if self.indices_rise:
+            return Sparse(indices=indices_K, values=values_K, shape=dims)
         order = torch.argsort(indices_K)
         return Sparse(indices=indices_K[order], values=values_K[order], shape=dims)
 
@@ -134,6 +140,8 @@ class SparseCodec(CoordinateCodec):
             CodecError: as `decode`.
         """
         rows = [self.sparse(frame, numel) for frame in frames]
+        if len(rows) == 1:
+            return replace(rows[0], shape=(1, numel))
         indices = [row.indices + at * numel for at, row in enumerate(rows)]
         return Sparse(
             indices=torch.cat(indices),

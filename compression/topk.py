@@ -65,6 +65,7 @@ class TopK(SparseCodec):
 
     name: ClassVar[str] = "topk"
     code: ClassVar[int] = 12
+    indices_rise: ClassVar[bool] = True
     k: int = 64
     values: Codec = field(default_factory=Int8)
 
@@ -115,9 +116,12 @@ class TopK(SparseCodec):
         return self.encode_chosen(self.choose_rows(x_RN))
 
     def choose_rows(self, x_RN: Tensor) -> Sparse:
-        """Return what is to be sent of rows on the CPU whose length `fills_planes`, as it is."""
-        indices_K, values_K = self._select(floats(x_RN))
-        self._add_starts_(indices_K)
+        """Return what is to be sent of rows on the CPU that `go_together`, as it is."""
+        if x_RN.shape[1] < CHUNK:
+            indices_K, values_K = select_short(x_RN, num_entries(x_RN.shape[1], self.k))
+        else:
+            indices_K, values_K = self._select(floats(x_RN))
+        self._add_starts_(indices_K, x_RN.shape[1])
         return Sparse(indices=indices_K, values=values_K, shape=tuple(x_RN.shape))
 
     def encode_chosen(self, chosen: Sparse) -> tuple[list[bytes], Sparse]:
@@ -143,14 +147,14 @@ class TopK(SparseCodec):
 
     def sparse_rows(self, frames: Sequence[Frame], numel: int) -> Sparse:
         """As `SparseCodec.sparse_rows`; all rows are read at once."""
-        if not self.fills_planes(numel):
+        if not self.go_together(numel):
             return super().sparse_rows(frames, numel)
         values_RB, _, indices_RB = self._sections(self._open_rows(frames, (numel,)), numel)
         indices_RK = read_index_rows(indices_RB, num_entries(numel, self.k))
-        check_indices(indices_RK.view(-1, self.k), CHUNK)
+        check_indices(self._in_chunks(indices_RK, numel), min(numel, CHUNK))
         values_RK = torch.empty(indices_RK.shape, dtype=torch.float32)
         self.values._read_rows(values_RB, values_RK)
-        self._add_starts_(indices_RK)
+        self._add_starts_(indices_RK, numel)
         shape = (len(frames), numel)
         return Sparse(indices=indices_RK.view(-1), values=values_RK.view(-1), shape=shape)
 
@@ -162,7 +166,8 @@ class TopK(SparseCodec):
         values_RB, rest_RB, indices_RB = self._sections(frames_RB[:, HEADER_BYTES:], numel)
         self.values._write_rows(chosen.values.view(shape), values_RB)
         rest_RB.zero_()
-        write_index_rows((chosen.indices & CHUNK - 1).view(shape), indices_RB)
+        within = chosen.indices % min(numel, CHUNK)
+        write_index_rows(within.view(shape), indices_RB)
         refuse_infinite(float(peak(chosen.values)))
         return frames_RB
 
@@ -170,18 +175,24 @@ class TopK(SparseCodec):
         """Entries of a row."""
         return num_entries(chosen.shape[1], self.k)
 
-    def _add_starts_(self, indices: Tensor) -> None:
-        """Turn indices within whole chunks, one after another, into flat ones."""
-        chunks_CK = indices.view(-1, self.k)
-        chunks_CK.add_(torch.arange(len(chunks_CK)).mul_(CHUNK).unsqueeze(1))
+    def _add_starts_(self, indices: Tensor, numel: int) -> None:
+        """Turn indices within the chunks of rows of so many values into flat ones."""
+        chunks_CK = self._in_chunks(indices, numel)
+        chunks_CK.add_(torch.arange(len(chunks_CK)).mul_(min(numel, CHUNK)).unsqueeze(1))
+
+    def _in_chunks(self, indices: Tensor, numel: int) -> Tensor:
+        """Return indices of rows of so many values, those of a chunk a row."""
+        return indices.view(-1, num_entries(min(numel, CHUNK), self.k))
 
     def _is_regular(self, x_RN: Tensor) -> bool:
         """Whether rows can be worked on together."""
-        return x_RN.device.type == "cpu" and self.fills_planes(x_RN.shape[1])
+        return x_RN.device.type == "cpu" and self.go_together(x_RN.shape[1])
 
-    def fills_planes(self, numel: int) -> bool:
-        """Whether a row has whole chunks only, and indices that fill their planes."""
-        return numel > 0 and numel % CHUNK == 0 and num_entries(numel, self.k) % 16 == 0
+    def go_together(self, numel: int) -> bool:
+        """Whether rows of so many values can: of whole chunks, or of a part of one."""
+        if not numel or (numel > CHUNK and numel % CHUNK):
+            return False
+        return self.wire_bytes(numel) % 8 == 0
 
     def _sections(self, payload_RB: Tensor, numel: int) -> tuple[Tensor, ...]:
         """Return the values, what fills them up, and the indices; of each row."""
@@ -235,10 +246,16 @@ def select(x_M: Tensor, k: int) -> tuple[Tensor, Tensor]:
         indices.append(largest_of_chunks(chunks, k))
         values.append(chunks.gather(1, indices[-1]))
     if rest:
-        chunk = x_M[cut:].view(1, rest)
-        indices.append(chunk.abs().topk(rest_k, dim=1, sorted=False).indices.sort(1).values)
-        values.append(chunk.gather(1, indices[-1]))
+        of_rest, values_of_rest = select_short(x_M[cut:].view(1, rest), rest_k)
+        indices.append(of_rest)
+        values.append(values_of_rest)
     return torch.cat([i.view(-1) for i in indices]), torch.cat([v.view(-1) for v in values])
+
+
+def select_short(x_RN: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As `select`, of rows that are shorter than a chunk."""
+    indices_RK = x_RN.abs().topk(k, dim=1, sorted=False).indices.sort(1).values
+    return indices_RK.view(-1), x_RN.gather(1, indices_RK).view(-1)
 
 
 def largest_of_chunks(x_CM: Tensor, k: int) -> Tensor:

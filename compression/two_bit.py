@@ -93,7 +93,7 @@ class TwoBit(BlockCodec):
         measures_RM = x_RN.new_empty((rows, self.num_measures))
         self._measure(x_RN, measures_RM)
         factors_RF = self._factors(measures_RM, scales_RS)
-        codes = room("codes of rows", (rows, size // 4), x_RN.device, torch.uint8)
+        codes = room("codes of rows", (rows, plane_bytes(size, 4)), x_RN.device, torch.uint8)
         pack_(self._bins(x_RN, factors_RF), 2, codes.view(-1), x_RN.numel(), run=size)
         self._finish(factors_RF, scales_RS)
         payload_RB[:, :SCALE_BYTES].view(torch.bfloat16).copy_(scales_RS)
@@ -107,14 +107,15 @@ class TwoBit(BlockCodec):
             return
         scales_RS = payload_RB[:, :SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
         require_finite(scales_RS, "scales", limit=FLOAT_MAX / self.code_limit)
-        codes = room("codes of rows", (len(out_RN), size // 4), out_RN.device, torch.uint8)
+        shape = (len(out_RN), plane_bytes(size, 4))
+        codes = room("codes of rows", shape, out_RN.device, torch.uint8)
         packed = codes.copy_(payload_RB[:, SCALE_BYTES:]).view(-1)
         code_M = unpack(packed, 2, out_RN.numel(), high=False, run=size)
         look_up(code_M, scales_RS, size, out_RN.view(-1))
 
     def _is_block(self, size: int) -> bool:
-        """Whether rows of `size` values are one block each, whose codes fill their planes."""
-        return size <= self.block and size == 4 * plane_bytes(size, 4)
+        """Whether rows of `size` values are one block each."""
+        return size <= self.block
 
     def _bins(self, x_BK: Tensor, factors_BF: Tensor) -> Tensor:
         """Return the bins (int8 scratch), and store their sums in the factors."""

@@ -130,7 +130,7 @@ class Feedback:
         for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
             x = self._with_residual(delta, cut, weight)
-            if isinstance(codec, TopK) and codec.fills_planes(len(x) // len(pieces)):
+            if isinstance(codec, TopK) and codec.go_together(len(x) // len(pieces)):
                 chosen.append((batch, codec, codec.choose_rows(x.view(len(pieces), -1))))
             else:
                 frames[batch], sent = encode_sent(codec, x, pieces)

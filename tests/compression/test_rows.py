@@ -31,7 +31,7 @@ def rows(count: int, numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("numel", [4_096, 65_536, 5_000])
+@pytest.mark.parametrize("numel", [4_096, 65_536, 5_000, 512, 300])
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_are_the_frames_of_each(spec, numel):
     x_RN = rows(5, numel) * torch.tensor([1.0, 1e-6, 30.0, 1e12, 1.0]).unsqueeze(1)

@@ -19,7 +19,7 @@ def rows(count: int, numel: int) -> torch.Tensor:
     return torch.randn(count, numel, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("numel", [65_536, 5_000])
+@pytest.mark.parametrize("numel", [65_536, 5_000, 4_000, 512, 300, 3])
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_say_what_they_decode_to(spec, numel):
     x_RN, dense_RN = rows(3, numel), torch.empty(3, numel)
@@ -28,17 +28,29 @@ def test_rows_say_what_they_decode_to(spec, numel):
     assert torch.equal(sent.dense(), dense_RN)
     assert bool((sent.indices[1:] > sent.indices[:-1]).all())
     assert frames == parse(spec).encode_rows(x_RN)
+    for frame, dense_N in zip(frames, dense_RN, strict=True):
+        assert torch.equal(parse(spec).decode(frame, numel), dense_N)
     read = parse(spec).sparse_rows(frames, numel)
     assert read.shape == sent.shape == (3, numel)
     assert torch.equal(read.indices, sent.indices)
     assert torch.equal(read.values, sent.values)
 
 
-def test_a_row_with_a_wrong_checksum_is_refused():
-    frames, _ = parse("topk+2bit").encode_sparse_rows(rows(2, 65_536))
+@pytest.mark.parametrize("numel", [65_536, 512])
+def test_a_row_with_a_wrong_checksum_is_refused(numel):
+    frames, _ = parse("topk+2bit").encode_sparse_rows(rows(2, numel))
     flipped = frames[1][:-1] + bytes([frames[1][-1] ^ 1])
     with pytest.raises(CodecError, match="checksum"):
-        parse("topk+2bit").sparse_rows([frames[0], flipped], 65_536)
+        parse("topk+2bit").sparse_rows([frames[0], flipped], numel)
+
+
+def test_an_index_beyond_a_short_row_is_refused():
+    codec = parse("topk+fp32")
+    frame = bytearray(codec.encode(rows(1, 512)[0]))
+    frame[-8:] = b"\xff" * 8  # the high bits of the indices
+    sealed = codec._header((512,), frame, len(frame)) + frame[8:]
+    with pytest.raises(CodecError, match="below 512"):
+        codec.sparse_rows([sealed], 512)
 
 
 @pytest.mark.parametrize("k", [1, 64, 200, 1_500, 4_096])

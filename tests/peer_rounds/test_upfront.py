@@ -267,7 +267,7 @@ def plans(*cuts):
 SIZES = [1_000_000] * 200
 
 
-def kept(last, rates, turn=1, megabits=8e-6 * sum(SIZES)):
+def kept(last, rates, turn=1, megabits=1_600.0):
     best, even = split_cells(SIZES, rates), split_cells(SIZES, [1.0] * len(rates))
     chosen = kept_parts(last, best, even, rates, turn=turn, megabits=megabits)
     return "last" if chosen is last else "best" if chosen is best else "even"

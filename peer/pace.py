@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 WARM_STEPS = 2  # caches, kernels and compilation; nobody trains at their speed for long
+LONGER = 4.0  # times the usual; of a longer step or window the process or its machine slept
 SMOOTHING = 0.5  # share of the windows before: one busy minute of a machine is not its speed
 
 
@@ -26,5 +27,6 @@ class Pace:
         if self._began is not None and steps > self._began[1]:
             latest_s = max(0.0, busy_s - self._began[0]) / (steps - self._began[1])
             before_s = self.step_s or latest_s
+            latest_s = min(latest_s, LONGER * before_s)
             self.step_s = SMOOTHING * before_s + (1.0 - SMOOTHING) * latest_s
         self._began = (busy_s, steps)

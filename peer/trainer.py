@@ -41,7 +41,7 @@ from atoll.peer import data, models, saved
 from atoll.peer.devices import Device
 from atoll.peer.errors import SavedStateError
 from atoll.peer.learner import Evaluator, Learner
-from atoll.peer.pace import WARM_STEPS, Pace
+from atoll.peer.pace import LONGER, WARM_STEPS, Pace
 from atoll.peer.trainer_statistics import Progress, TrainerStatistics
 from atoll.peer.watched_reducer import WatchedReducer
 
@@ -409,7 +409,8 @@ class Trainer:
         self._recent.append((self.options.clock(), self._progress.tokens))
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
         if self._progress.steps > 2:  # the first step is slow: caches, kernels, compilation
-            step_s = 0.9 * self._statistics.step_s + 0.1 * step_s
+            usual_s = self._statistics.step_s or step_s
+            step_s = 0.9 * usual_s + 0.1 * min(step_s, LONGER * usual_s)
         left = self.worker.steps_left
         self._publish(
             phase="training",

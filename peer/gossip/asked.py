@@ -24,7 +24,7 @@ class Asked:
 
     def __init__(self, place: Place) -> None:
         """At where this peer stands."""
-        self._place = place
+        self._place, self._ctx = place, place.ctx
         self._invited: deque[bytes] = deque(maxlen=KEPT_IDS)
         self._waiting: set[str] = set()
         """whose invitations have no answer yet"""
@@ -42,16 +42,16 @@ class Asked:
 
     async def _until_asked(self, here: Round, partner: str) -> str:
         """Wait for the partner; why it will not ask, empty where it has."""
-        looked_s = self._place.ctx.now()
+        looked_s = self._ctx.now()
         while here.ended is None:
-            now = self._place.ctx.now()
+            now = self._ctx.now()
             if now >= here.deadline_s:
                 return "did not ask in time"
             if now >= looked_s:
                 looked_s = now + LOOK_S
                 if why := await self._look_at(partner, here):
                     return why
-            await self._place.change_within(self._place.ctx.alive_s)
+            await self._place.change_within(self._ctx.alive_s)
         return ""
 
     async def _look_at(self, partner: str, here: Round) -> str:
@@ -62,20 +62,20 @@ class Asked:
         here.is_refused = True
         if standing.round > self._place.position:
             return "is ahead"
-        if standing.partner not in ("", self._place.ctx.me.peer_id):
+        if standing.partner not in ("", self._ctx.me.peer_id):
             return "meets somebody else"
-        left_s = here.deadline_s - self._place.ctx.now()
+        left_s = here.deadline_s - self._ctx.now()
         if standing.ready_in_s is None or standing.ready_in_s > left_s:
             return "is not ready in time"
         return ""
 
     async def serve(self, remote: str, stream: Stream) -> None:
         """Take part in a meeting that another peer begins, or say no."""
-        message = await stream.recv(timeout_s=self._place.ctx.settings.stall_s)
+        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
         if message is None or message[:1] != TERMS:
             raise MalformedRecord("expected terms, got another message")
         terms = Terms.decode(message[1:])
-        check_weight(self._place.ctx, terms)
+        check_weight(self._ctx, terms)
         self._expect_welcome(remote, terms)
         self._place.others.hear(remote, terms.round)
         self._waiting.add(remote)
@@ -86,7 +86,7 @@ class Asked:
         here.ended = asyncio.get_running_loop().create_future()
         self._place.meeting = remote
         self._place.wake()
-        watch = self._place.ctx.link.watch(self._place.ctx.transport)
+        watch = self._ctx.link.watch(self._ctx.transport)
         met: Met | None = None
         try:
             met = await self._take_part(here, remote, terms, stream)
@@ -102,7 +102,7 @@ class Asked:
             here.ended.set_result(met)
 
     def _expect_welcome(self, remote: str, terms: Terms) -> None:
-        barred = self._place.ctx.conduct.barred(remote, self._place.ctx.now())
+        barred = self._ctx.conduct.barred(remote, self._ctx.now())
         if barred is not None:
             raise Refused("barred", str(barred))
         if terms.protocol != PROTOCOL:
@@ -117,7 +117,7 @@ class Asked:
 
     async def _until_ready(self, remote: str, terms: Terms, stream: Stream) -> Round:
         """Keep an inviting peer waiting until this one can meet it, or say no."""
-        until = self._place.ctx.now() + min(terms.patience_s, MAX_PATIENCE_S)
+        until = self._ctx.now() + min(terms.patience_s, MAX_PATIENCE_S)
         while True:
             here = self._place.round
             view = Invited(
@@ -128,24 +128,24 @@ class Asked:
                 meeting=self._place.meeting,
                 has_window=here is not None,
                 is_open=here is not None and here.is_open and here.ended is None,
-                ready_in_s=self._place.ctx.ready_in_s() if self._place.window is None else 0.0,
-                left_s=until - self._place.ctx.now(),
+                ready_in_s=self._ctx.ready_in_s() if self._place.window is None else 0.0,
+                left_s=until - self._ctx.now(),
             )
             verdict = answer(view)
             if verdict == "accept" and here is not None:
                 return here
-            if verdict == "wait" and self._place.ctx.now() >= until:
+            if verdict == "wait" and self._ctx.now() >= until:
                 verdict = "training"
             if verdict != "wait":
                 raise Refused(verdict, f"{self._place.position} is the round of this peer")
-            await stream.send(ALIVE, timeout_s=self._place.ctx.settings.stall_s)
-            await self._place.change_within(self._place.ctx.alive_s)
+            await stream.send(ALIVE, timeout_s=self._ctx.settings.stall_s)
+            await self._place.change_within(self._ctx.alive_s)
 
     async def _take_part(
         self, here: Round, remote: str, terms: Terms, stream: Stream
     ) -> Met | None:
         mine = self._place.mine(here.window)
-        exchange = Exchange(self._place.ctx, stream, mine, terms.exchange)
+        exchange = Exchange(self._ctx, stream, mine, terms.exchange)
         exchange.take_terms(terms)
         here.times = exchange.times
         await exchange.send_terms()
@@ -167,7 +167,7 @@ class Asked:
         """Go on without mass: what may have been handed over is not counted twice."""
         self._place.mass = 0.0
         number = self._place.position + 1
-        self._place.ctx.on_event(
+        self._ctx.on_event(
             "warning",
             f"{short(partner)} is gone and cannot tell whether round {number} was "
             "committed: this peer's weights count again once it has met another one",

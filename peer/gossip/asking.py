@@ -16,16 +16,16 @@ class Asking:
 
     def __init__(self, place: Place) -> None:
         """From where this peer stands."""
-        self._place = place
+        self._place, self._ctx = place, place.ctx
 
     async def invite(self, here: Round, partner: str) -> Met | None:
         """Ask a partner, and meet it if it agrees; None where it comes to nothing."""
         name = os.urandom(16)
         self._place.meeting, self._place.outcomes.deciding = partner, name
-        watch = self._place.ctx.link.watch(self._place.ctx.transport)
+        watch = self._ctx.link.watch(self._ctx.transport)
         try:
-            timeout_s = ANSWERED_STALLS * self._place.ctx.settings.stall_s
-            async with await self._place.ctx.transport.open(
+            timeout_s = ANSWERED_STALLS * self._ctx.settings.stall_s
+            async with await self._ctx.transport.open(
                 partner, "gossip", timeout_s=timeout_s
             ) as stream:
                 return await self._propose(here, partner, stream, name)
@@ -39,10 +39,10 @@ class Asking:
 
     async def _propose(self, here: Round, partner: str, stream: Stream, name: bytes) -> Met | None:
         mine = self._place.mine(here.window)
-        exchange = Exchange(self._place.ctx, stream, mine, name)
-        left_s = max(0.0, here.deadline_s - self._place.ctx.now())
+        exchange = Exchange(self._ctx, stream, mine, name)
+        left_s = max(0.0, here.deadline_s - self._ctx.now())
         await exchange.send_terms(patience_s=left_s)
-        async with asyncio.timeout(left_s + ANSWERED_STALLS * self._place.ctx.settings.stall_s):
+        async with asyncio.timeout(left_s + ANSWERED_STALLS * self._ctx.settings.stall_s):
             await exchange.receive_terms()
         here.times = exchange.times
         self._place.agreed(partner)

@@ -332,9 +332,11 @@ class Worker(ABC):
             self.reducer.wait()  # returns at once: what the others decided
         ended = {i for i, window in enumerate(self._windows) if self._has_ended(window)}
         turn, count = self._turn(), len(self._windows)
-        longest = self.inner_steps + self.inner_steps // count
+        apart, due = self.inner_steps // count, self._windows[turn]
+        longest = self.inner_steps + apart
         passed_over = any(self._windows[index].steps >= longest for index in ended - {turn})
-        if not ended or ended == {turn} or passed_over or self._windows[turn].pending is not None:
+        too_young = due.pending is not None or due.steps < apart
+        if not ended or ended == {turn} or passed_over or too_young:
             return
         for ahead in range(count):
             window = self._windows[(turn + ahead) % count]

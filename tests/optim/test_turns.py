@@ -131,7 +131,8 @@ def test_windows_that_end_at_one_time_are_set_apart_again():
     model, reducer = net(blocks=4), TurnsOfOthers(method)
     worker = method.worker(model, adamw(model), reducer, inner_steps=INNER_STEPS)
     together = worker.state_dict()
-    together["step_in_window"] = together["fragments"][0]["step_in_window"] = INNER_STEPS - 1
+    for window in (together, *together["fragments"]):
+        window["step_in_window"] = window["steps"] = INNER_STEPS - 1
     worker.load_state_dict(together)
     for step in range(1, 26):
         reducer.step = step

@@ -176,8 +176,11 @@ def kept_parts(
     """
     if turn % CUT_EVERY != 1:
         return last
+    saved = _transfer(even, rates_mbit_s) - _transfer(best, rates_mbit_s)
+    if megabits * saved < WORTH_S:
+        rates_mbit_s, best = [1.0] * len(rates_mbit_s), even
     last_s, best_s, even_s = (_transfer(plans, rates_mbit_s) for plans in (last, best, even))
-    if even_s <= KEEP_PARTS * best_s or megabits * (even_s - best_s) < WORTH_S:
+    if even_s <= KEEP_PARTS * best_s:
         return even if last_s > KEEP_UNEVEN * even_s else last
     return best if last_s > KEEP_PARTS * best_s else last
 

@@ -296,4 +296,6 @@ def test_parts_are_even_where_uneven_ones_save_no_time_that_counts():
     assert kept(even, rates) == "best"
     assert kept(even, rates, megabits=6.8) == "last"
     assert kept(split_cells(SIZES, rates), [200.0] * 4, megabits=6.8) == "even"
+    of_three = plans((0, 67, 0), (67, 134, 1), (134, 200, 2))
+    assert kept(of_three, [200.0, 200.0, 200.0, 40.0], megabits=6.8) == "even"
     assert kept(even, [20.0, 4.0, 20.0, 20.0], megabits=6.8) == "best"

@@ -57,6 +57,7 @@ from atoll.optim.updates import Update
 
 Bytes = bytes | bytearray | memoryview
 
+SPARSE_AT_ONCE = 16 * AT_ONCE  # cells, of which nothing is made dense
 LENGTH = struct.Struct("<I")
 TERM = struct.Struct("<ffI")
 
@@ -234,13 +235,13 @@ class Cells:
 
     # consecutive cells
 
-    def runs(self, first: int, stop: int) -> Iterator[tuple[range, Codec]]:
+    def runs(self, first: int, stop: int, at_once: int = AT_ONCE) -> Iterator[tuple[range, Codec]]:
         """The cells `[first, stop)`, by those that are encoded or decoded at once."""
         if not self.together:
             yield from ((range(index, index + 1), self.codec) for index in range(first, stop))
             return
         while first < stop:
-            last = min(stop, first + AT_ONCE, self._alike_until[first])
+            last = min(stop, first + at_once, self._alike_until[first])
             yield range(first, last), self.codec_at(first)
             first = last
 
@@ -262,7 +263,8 @@ class Cells:
         Raises:
             CodecError: when one is no frame of its cell.
         """
-        for run, codec in self.runs(first, first + len(frames)):
+        at_once = SPARSE_AT_ONCE if isinstance(self.codec, SparseCodec) else AT_ONCE
+        for run, codec in self.runs(first, first + len(frames), at_once):
             sent = frames[run.start - first : run.stop - first]
             if self.together:
                 yield run, sent_in(codec, sent, self._pieces(run))

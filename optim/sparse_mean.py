@@ -6,11 +6,15 @@ indices, until nobody's cell is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from atoll.compression import Codec, TopK
 from atoll.compression.scratch import room
 from atoll.compression.sparse import Sparse
 from atoll.optim.cells import Cells, require_finite
@@ -47,22 +51,16 @@ class SparseMean:
         """
         first, stop = weights[0][0].start, weights[-1][0].stop
         sent = [self._take(member, self._values(first, stop)) for member in sorted(self._waiting)]
-        frames: list[bytes] = []
-        for run, codec in self._cells.runs(self._start + first, self._start + stop):
-            pieces = self._cells.fragment.pieces[run.start : run.stop]
-            cells = range(run.start - self._start, run.stop - self._start)
-            mean, indices = self._sum(self._values(cells.start, cells.stop), sent)
-            parts = list(self._weighted(mean, cells, weights))
-            for part, weight in parts:
-                part.div_(weight)
-            encoded, kept = encode_sent(codec, mean, pieces)
-            require_finite(kept.values)
-            kept.take_from_(mean)
-            for part, weight in parts:
-                part.mul_(weight)
-            self._keep(cells, mean, kept, indices)
-            frames += encoded
-        return frames
+        of_cells = [weight for run, weight in weights for _ in run]
+        runs = [
+            self._mean(run, codec, of_cells[run.start - self._start - first :], sent)
+            for run, codec in self._cells.runs(self._start + first, self._start + stop)
+        ]
+        for alike in _alike(runs):
+            _encode_together(alike)
+        for run in runs:
+            self._keep(run)
+        return [frame for run in runs for frame in run.frames]
 
     def finish(self) -> None:
         """Put together what all cells came to, so that who asks for it need not."""
@@ -99,6 +97,35 @@ class SparseMean:
             self._waiting[member] = [self._part(waits.indices[stop:], waits.values[stop:])]
         return self._part(waits.indices[:stop], waits.values[:stop])
 
+    def _mean(
+        self, run: range, codec: Codec, weights: Sequence[float], sent: Sequence[Sparse]
+    ) -> _Run:
+        """The mean of some equal cells, where anybody sent, and what is to be sent of it."""
+        pieces = self._cells.fragment.pieces[run.start : run.stop]
+        values = self._values(run.start - self._start, run.stop - self._start)
+        mean, at = self._sum(values, sent)
+        divisors_C = torch.tensor([weight or 1.0 for weight in weights[: len(run)]])
+        rows_CN = mean.view(len(run), -1)
+        rows_CN.div_(divisors_C.unsqueeze(1))
+        if isinstance(codec, TopK) and codec.go_together(rows_CN.shape[1]):
+            frames, kept = list[bytes](), codec.choose_rows(rows_CN)
+        else:
+            frames, encoded = encode_sent(codec, mean, pieces)
+            assert encoded.indices is not None, "a sparse codec tells them"
+            kept = Sparse(
+                indices=encoded.indices, values=encoded.values, shape=tuple(rows_CN.shape)
+            )
+        somewhere = torch.cat([*at, kept.indices])
+        return _Run(
+            start=values.start,
+            codec=codec,
+            indices=somewhere,
+            mean=mean.index_select(0, somewhere),
+            weights=divisors_C.index_select(0, somewhere // rows_CN.shape[1]),
+            kept=kept,
+            frames=frames,
+        )
+
     def _sum(self, run: slice, sent: Sequence[Sparse]) -> tuple[Tensor, list[Tensor]]:
         """The sum of some values, in scratch, and the indices in it of what each member sent."""
         total = room("sums", (run.stop - run.start,), torch.device("cpu"), torch.float32).zero_()
@@ -109,21 +136,57 @@ class SparseMean:
             Sent(values=of_member.values[first:stop], indices=at[-1]).add_to_(total)
         return total, at
 
-    def _weighted(
-        self, total: Tensor, cells: range, weights: Weights
-    ) -> Iterator[tuple[Tensor, float]]:
-        """Values with one weight above 0 behind them, which are a view, and that weight."""
-        start = self._values(cells.start, cells.stop).start
-        for run, weight in weights:
-            first, stop = max(run.start, cells.start), min(run.stop, cells.stop)
-            if weight > 0 and first < stop:
-                values = self._values(first, stop)
-                yield total[values.start - start : values.stop - start], weight
-
-    def _keep(self, cells: range, lost: Tensor, kept: Sent, at: Sequence[Tensor]) -> None:
+    def _keep(self, run: _Run) -> None:
         """Note what some cells decode to and what was lost, where anything was sent or kept."""
-        assert kept.indices is not None, "a sparse codec tells them"
-        start = self._values(cells.start, cells.stop).start
-        somewhere = torch.cat([*at, kept.indices])
-        self._decoded.append(self._part(kept.indices + start, kept.values))
-        self._lost.append(self._part(somewhere + start, lost.index_select(0, somewhere)))
+        require_finite(run.kept.values)
+        numel = math.prod(run.kept.shape)
+        decoded = room("sums", (numel,), torch.device("cpu"), torch.float32)
+        decoded.index_fill_(0, run.indices, 0.0)
+        decoded.scatter_(0, run.kept.indices, run.kept.values)
+        lost = run.mean.sub_(decoded.index_select(0, run.indices)).mul_(run.weights)
+        self._decoded.append(self._part(run.kept.indices + run.start, run.kept.values))
+        self._lost.append(self._part(run.indices + run.start, lost))
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """Some cells of one length, of which the mean is known."""
+
+    start: int
+    """of their values in the part"""
+    codec: Codec
+    indices: Tensor
+    """where anybody sent, or something is kept; some come twice"""
+    mean: Tensor
+    """there"""
+    weights: Tensor
+    """behind that"""
+    kept: Sparse
+    """what was chosen, and once it is encoded what that decodes to; a row a cell"""
+    frames: list[bytes]
+    """none until then"""
+
+
+def _alike(runs: Sequence[_Run]) -> Iterable[Sequence[_Run]]:
+    """What was chosen and is not encoded yet, by codec and length."""
+    groups: dict[tuple[Codec, int], list[_Run]] = {}
+    for run in runs:
+        if not run.frames:
+            groups.setdefault((run.codec, run.kept.shape[1]), []).append(run)
+    return groups.values()
+
+
+def _encode_together(runs: Sequence[_Run]) -> None:
+    codec, parts = runs[0].codec, [run.kept for run in runs]
+    assert isinstance(codec, TopK), "others encode at once"
+    chosen = Sparse(
+        indices=torch.cat([part.indices for part in parts]),
+        values=torch.cat([part.values for part in parts]),
+        shape=(sum(part.shape[0] for part in parts), parts[0].shape[1]),
+    )
+    frames, sent = codec.encode_chosen(chosen)
+    values = torch.split(sent.values, [len(part.values) for part in parts])
+    of_runs = iter(frames)
+    for run, of_run in zip(runs, values, strict=True):
+        run.kept = replace(run.kept, values=of_run)
+        run.frames = list(itertools.islice(of_runs, run.kept.shape[0]))

@@ -121,6 +121,7 @@ class PeerDaemon:
                 save_every_s=60.0,
                 share=self._options.share,
                 paces_s=link.paces_s,
+                is_over=lambda: 0 < spec.run.rounds <= link.position,
             ),
         )
         link.watch(lambda: view_of(trainer))

@@ -82,6 +82,8 @@ class TrainerOptions:
     """Of the time to train; after each step the rest is left to other programs."""
     paces_s: Callable[[], Sequence[float]] = tuple
     """Seconds that a step takes each of the other peers, as far as they say."""
+    is_over: Callable[[], bool] = lambda: False
+    """Whether the run has all its rounds, which a peer in the middle of a window may not know."""
     clock: Callable[[], float] = field(default=time.perf_counter)
     """Seconds from anywhere; measures speed only."""
 
@@ -181,6 +183,9 @@ class Trainer:
             while not self._stopping.is_set() and not self.finished:
                 self.step()
                 self._save_when_due()
+                if self.options.is_over():
+                    self._reducer.wait()  # brings the last round; nothing more is decided
+                    self._validate_when_due()
             if self.options.state_path is not None:
                 self.save(self.options.state_path)
         finally:

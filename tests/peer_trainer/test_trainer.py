@@ -12,6 +12,7 @@ from torch import nn
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.fragments import whole
 from atoll.optim.inprocess import InProcessGroup
+from atoll.optim.reducer import Commit
 from atoll.peer import data, learner
 from atoll.peer.errors import SavedStateError
 from atoll.peer.trainer import (
@@ -516,3 +517,19 @@ def test_a_saved_trainer_holds_no_pickle(corpus, tmp_path):
     head = (tmp_path / "state").read_bytes()
     assert re.search(rb'"format":"atoll-saved-1"', head)
     assert b"\x80\x04\x95" not in head[:10]
+
+
+def test_a_run_that_ends_in_the_middle_of_a_window_ends_there(corpus):
+    spec = make_spec(outer={"inner_steps": 1000})
+    trainer = make(corpus, spec, validate_every=1, is_over=lambda: trainer._progress.steps >= 3)
+    last = Commit(position=6, params_N=trainer.worker.synced_N, included=None, members=2)
+
+    def wait():
+        assert trainer._progress.steps == 3
+        trainer._reducer._deliver(dataclasses.replace(last, settles=False))
+
+    trainer._reducer.wait = wait
+    trainer.run()
+    told = trainer.statistics()
+    assert (told.phase, told.steps, told.position) == ("finished", 3, 6)
+    assert told.valid_position == 6

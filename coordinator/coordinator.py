@@ -296,9 +296,7 @@ class Coordinator:
 
     def _window(self, now_s: float) -> int:
         """H where the run is."""
-        rounds = self.spec.run.rounds
-        position = self._position(now_s)
-        return self._timetable.window(min(position, rounds - 1) if rounds else position)
+        return self._timetable.window(self._position(now_s))
 
     def _position(self, now_s: float) -> int:
         """How far the run is: the end of the log; by gossip where half of the trainers are."""

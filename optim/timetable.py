@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from atoll.optim.schedules import QSR, Rate
@@ -48,7 +48,7 @@ class Timetable:
         return steps + moved * stair.inner_steps // self.num_fragments
 
     def window(self, position: int) -> int:
-        """H of the turn that a position lies in."""
+        """H of the turn that a position lies in; after the end that of the last."""
         return self._stair(position // self.num_fragments).inner_steps
 
     def mean_window(self, rounds: int) -> int:
@@ -112,7 +112,9 @@ def growing_over(rule: QSR, rate: Rate, *, rounds: int, num_fragments: int = 1) 
     total_steps = bisect_left(
         range(most + 1), True, lo=least, key=lambda steps: of(steps).steps_until(rounds) <= steps
     )
-    return of(total_steps)
+    timetable, last_turn = of(total_steps), (rounds - 1) // num_fragments
+    stairs = tuple(stair for stair in timetable.stairs if stair.turn <= last_turn)
+    return replace(timetable, stairs=stairs)
 
 
 def _climb(length_at: Callable[[int], int], total_steps: int) -> tuple[Stair, ...]:

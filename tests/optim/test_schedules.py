@@ -107,6 +107,7 @@ def test_a_run_of_so_many_rounds_ends_where_its_rate_does(
     one_less = timetable.growing(rule, rate, total_steps=fewer, num_fragments=num_fragments)
     if windows.total_steps > rounds * shortest // num_fragments:
         assert one_less.steps_until(rounds) > fewer
+    assert windows.window(rounds) == windows.window(rounds - 1)
     turns = rounds // num_fragments
     begins = walked(rule, rate, windows.total_steps)[: turns + 1]
     assert [windows.steps_until(num_fragments * turn) for turn in range(len(begins))] == begins

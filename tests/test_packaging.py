@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -115,3 +116,21 @@ def test_bench_refuses_an_unknown_name(tmp_path):
     run = subprocess.run(bench, cwd=tmp_path, capture_output=True, text=True, timeout=10)
     assert run.returncode == 2
     assert "no benchmark 'no-such-thing'" in run.stderr
+
+
+def test_setup_clears_no_environment_that_is_another_places(tmp_path):
+    """A linked .venv, as in a second clone, is that of where the link leads."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "setup", tmp_path / "scripts" / "setup")
+    for name in ("pyproject.toml", "constraints.txt", "constraints-cuda.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    theirs = tmp_path / "theirs"
+    (theirs / "bin").mkdir(parents=True)
+    (theirs / "bin" / "pip").write_text("of another place")
+    (tmp_path / ".venv").symlink_to(theirs)
+    found = subprocess.run(
+        [str(tmp_path / "scripts" / "setup")], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 1
+    assert f"got a link to {theirs}, which would be cleared; remove the link" in found.stderr
+    assert (theirs / "bin" / "pip").read_text() == "of another place"

@@ -29,7 +29,7 @@ MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut furt
 # scatters on a busy machine: 27 to 46 Mbit/s were read of four that had 50.
 KEEP_PARTS = 1.25
 KEEP_UNEVEN = 1.1  # such parts came of a reading; where even ones would do they are the safer ones
-WORTH_S = 0.1  # less on the links than that is not worth an owner's work at others'
+WORTH_S = 0.2  # on the links; less than that is not worth an owner's work at others
 CUT_EVERY = 4  # updates of a fragment; the second one is cut by what the first has shown
 MAX_AHEAD = 3
 

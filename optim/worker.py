@@ -152,9 +152,7 @@ class Worker(ABC):
     @property
     def next_position(self) -> int:
         """Position of the log that the open windows are for: all that is under way decided."""
-        decided = {commit.fragment for commit in self._arrived}
-        on_offer = {i for i, window in enumerate(self._windows) if window.pending is not None}
-        return self._log_position + len(on_offer - decided)
+        return self._log_position + len(self._undecided())
 
     def resize(self, inner_steps: int, *, delay: int | None = None) -> None:
         """Let windows be of so many steps from now on.
@@ -344,10 +342,14 @@ class Worker(ABC):
 
     def _turn(self) -> int:
         """The fragment that the log moves next, of those that are not on offer (`optim.replay`)."""
-        count, decided = len(self._windows), {commit.fragment for commit in self._arrived}
+        count, undecided = len(self._windows), self._undecided()
         turns = [(self.reducer.position + 1 + ahead) % count for ahead in range(count)]
+        return next((turn for turn in turns if turn not in undecided), turns[0])
+
+    def _undecided(self) -> set[int]:
+        """Fragments on offer of which no commit has come."""
         on_offer = {i for i, window in enumerate(self._windows) if window.pending is not None}
-        return next((turn for turn in turns if turn not in on_offer - decided), turns[0])
+        return on_offer - {commit.fragment for commit in self._arrived}
 
     def _overdue(self) -> bool:
         return any(w.pending is not None and w.pending.age >= self.delay for w in self._windows)

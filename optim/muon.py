@@ -13,6 +13,7 @@ the code that is usually copied: the gradient is not overwritten by the momentum
 in fp32, and which parameters are matrices follows from the modules, not from names.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -120,17 +121,12 @@ def orthogonalize(matrix_RC: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor
 def muon_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of a model for `Muon`.
 
-    Matrices of hidden layers go to Muon. Embeddings, the layer that gives one output for each row
+    Matrices of hidden layers go to Muon. Embeddings, the layers that give one output for each row
     of an embedding, and vectors go to AdamW; vectors do not decay.
     """
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    sizes = {table.num_embeddings for table in tables}
     ends = {id(table.weight) for table in tables}
-    ends |= {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module.out_features in sizes
-    }
+    ends |= {id(head.weight) for table in tables for head in _heads(model, table)}
     trained = [param for param in model.parameters() if param.requires_grad]
     vectors = [p for p in trained if p.dim() < 2]
     matrices = [p for p in trained if p.dim() >= 2]
@@ -144,3 +140,17 @@ def muon_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]
         for kind, params, decay in groups
         if params
     ]
+
+
+def _heads(model: nn.Module, table: nn.Embedding) -> list[nn.Linear]:
+    """The layers at the end of a model that turn an embedding around.
+
+    A hidden layer may have as many outputs as a table has rows: 256 is a usual width and the number
+    of bytes. So one of another shape, or before the end, is only a head if no other layer has as
+    many outputs.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    shape = table.weight.shape
+    last = list(itertools.takewhile(lambda layer: layer.weight.shape == shape, reversed(layers)))
+    as_many = [layer for layer in layers if layer.out_features == table.num_embeddings]
+    return last or (as_many if len(as_many) == 1 else [])

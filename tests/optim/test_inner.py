@@ -83,6 +83,40 @@ def test_embedding_head_and_vectors_are_not_made_orthogonal():
     assert len(vectors["params"]) == 4
 
 
+class Bytes(nn.Module):
+    """As wide as a byte has values, so that hidden layers have as many outputs as the head."""
+
+    def __init__(self, *, tied: bool = False, wide_head: bool = False, heads: int = 1) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 16)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}) for _ in range(2)
+        )
+        self.widen = nn.Linear(16, 24)
+        if wide_head:
+            self.head = nn.Linear(24, 16)
+        else:
+            self.heads = nn.ModuleList(nn.Linear(16, 16) for _ in range(heads))
+        if tied:
+            self.heads[0].weight = self.table.weight
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"heads": 3}])
+def test_hidden_layers_with_as_many_outputs_as_the_head_are_made_orthogonal(options):
+    model = Bytes(**options)
+    muon, tables, _ = muon_groups(model, weight_decay=0.1)
+    hidden = [layer.weight for block in model.blocks for layer in block.values()]
+    assert [id(p) for p in muon["params"]] == [*map(id, hidden), id(model.widen.weight)]
+    ends = {id(model.table.weight), *(id(head.weight) for head in model.heads)}
+    assert {id(p) for p in tables["params"]} == ends
+
+
+def test_where_no_layer_is_sure_to_be_the_head_all_are_hidden():
+    model = Bytes(wide_head=True)
+    _, tables, _ = muon_groups(model, weight_decay=0.1)
+    assert [id(p) for p in tables["params"]] == [id(model.table.weight)]
+
+
 def test_lion_by_hand():
     param = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     lion = Lion([param], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)

@@ -20,6 +20,7 @@ Neither knows how bytes travel. A method is one file in this folder:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cached_property
@@ -81,6 +82,15 @@ class Method(ABC):
 
     clip_at: float = CLIP_AT
     """Norms are clipped to so many medians; 0 for no clipping."""
+
+    def __post_init__(self) -> None:
+        """Check the options; methods check their own after these.
+
+        Raises:
+            MethodError: when one is out of range.
+        """
+        require(0 <= self.feedback <= 1, "a feedback from 0 to 1", self.feedback)
+        require(0 <= self.clip_at < math.inf, "a clip_at of at least 0", self.clip_at)
 
     @property
     def reduction(self) -> Shape:
@@ -222,6 +232,25 @@ def require(condition: bool, expected: str, got: object) -> None:
     """
     if not condition:
         raise MethodError(f"expected {expected}, got {got}")
+
+
+def require_outer(lr: float, momentum: float = 0.0) -> None:
+    """Refuse the numbers of an outer step.
+
+    Raises:
+        MethodError: unless the rate is finite and not negative, and the momentum in [0, 1).
+    """
+    require(0 <= lr < math.inf, "an outer rate of at least 0", lr)
+    require(0 <= momentum < 1, "a momentum from 0 to below 1", momentum)
+
+
+def require_decay(decay: float) -> None:
+    """Refuse a weight decay.
+
+    Raises:
+        MethodError: unless it is finite and not negative.
+    """
+    require(0 <= decay < math.inf, "a decay of at least 0", decay)
 
 
 def _text(value: object) -> str:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from atoll.optim.diloco import DiLoCo
 from atoll.optim.fragments import Fragment
-from atoll.optim.methods.base import Method, require
+from atoll.optim.methods.base import Method, require, require_outer
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import heavy_ball
 from atoll.optim.overlapped import Overlapped
@@ -57,7 +57,9 @@ class CO2Method(Method):
         Raises:
             MethodError: when one is out of range.
         """
-        require(self.penalty >= 1, "a penalty of at least 1", self.penalty)
+        super().__post_init__()
+        require_outer(self.lr, self.momentum)
+        require(1 <= self.penalty < math.inf, "a penalty of at least 1", self.penalty)
         require(self.clip > 0, "a clip above 0", self.clip)
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:

@@ -11,6 +11,7 @@ The mean is clipped by its norm when it is applied: it is reduced in parts, so n
 before, and clipping each peer's own gradient is another rule.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ from atoll.compression import Bf16, Codec
 from atoll.optim.fragments import Fragment
 from atoll.optim.gradients import GradientWorker
 from atoll.optim.layout import Layout
-from atoll.optim.methods.base import Method, require
+from atoll.optim.methods.base import Method, require, require_decay
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import ADAMW_SUMS, adamw, clipped
 from atoll.optim.reducer import Reducer
@@ -63,10 +64,11 @@ class DDPMethod(Method):
         Raises:
             MethodError: when one is out of range.
         """
-        require(self.clip_norm >= 0, "a clip_norm of at least 0", self.clip_norm)
+        super().__post_init__()
+        require(0 <= self.clip_norm < math.inf, "a clip_norm of at least 0", self.clip_norm)
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "betas in [0, 1)", self)
-        require(self.eps > 0, "an eps above 0", self.eps)
-        require(self.decay >= 0, "a decay of at least 0", self.decay)
+        require(0 < self.eps < math.inf, "an eps above 0", self.eps)
+        require_decay(self.decay)
 
     def memory_numel(self, layout: Layout) -> int:
         """Both moments, and what their bias corrections have come to."""

@@ -25,7 +25,7 @@ from atoll.compression import Codec, Dct
 from atoll.optim.fragments import Fragment, by_tensor
 from atoll.optim.gradients import GradientWorker
 from atoll.optim.layout import Layout
-from atoll.optim.methods.base import InnerName, Method, Shape, require
+from atoll.optim.methods.base import InnerName, Method, Shape, require, require_decay
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import descend
 from atoll.optim.reducer import Reducer
@@ -63,8 +63,9 @@ class DeMoMethod(Method):
         Raises:
             MethodError: when one is out of range.
         """
+        super().__post_init__()
         require(self.delay in (0, 1), "a delay of 0 or 1", self.delay)
-        require(self.decay >= 0, "a decay of at least 0", self.decay)
+        require_decay(self.decay)
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:

@@ -16,7 +16,7 @@ from atoll.optim.defaults import outer_defaults
 from atoll.optim.diloco import DiLoCo
 from atoll.optim.fragments import Fragment
 from atoll.optim.layout import Layout
-from atoll.optim.methods.base import Method, require
+from atoll.optim.methods.base import Method, require, require_outer
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import nesterov
 from atoll.optim.reducer import Reducer
@@ -52,8 +52,8 @@ class DiLoCoMethod(Method):
         Raises:
             MethodError: when one is out of range.
         """
-        require(self.lr >= 0, "an outer rate of at least 0", self.lr)
-        require(0 <= self.momentum < 1, "a momentum from 0 to below 1", self.momentum)
+        super().__post_init__()
+        require_outer(self.lr, self.momentum)
         require(self.tau >= 0, "a tau of at least 0", self.tau)
         require(self.count >= 1, "at least one fragment", self.count)
         require(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from atoll.compression import Codec, Sign
 from atoll.optim.fragments import Fragment
 from atoll.optim.gradients import GradientWorker
-from atoll.optim.methods.base import InnerName, Method, Shape, require
+from atoll.optim.methods.base import InnerName, Method, Shape, require, require_decay
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import descend
 from atoll.optim.reducer import Reducer
@@ -60,8 +60,9 @@ class DLionMethod(Method):
         Raises:
             MethodError: when one is out of range.
         """
+        super().__post_init__()
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "betas in [0, 1)", self)
-        require(self.decay >= 0, "a decay of at least 0", self.decay)
+        require_decay(self.decay)
 
     @property
     def reduction(self) -> Shape:

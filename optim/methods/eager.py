@@ -44,8 +44,11 @@ class EagerMethod(DiLoCoMethod):
         """Check the options.
 
         Raises:
-            MethodError: when peers is below 1.
+            MethodError: when one is out of range, or is of what this method doesn't do.
         """
+        super().__post_init__()
+        require(self.tau == 0, "no tau: a reduction travels for a window", self.tau)
+        require(self.count == 1, "one fragment", self.count)
         require(self.peers >= 1, "at least one peer", self.peers)
 
     @classmethod

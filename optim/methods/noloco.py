@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from atoll.compression import Codec, Fp32
 from atoll.optim.diloco import DiLoCo
 from atoll.optim.fragments import Fragment
-from atoll.optim.methods.base import require
+from atoll.optim.methods.base import require, require_outer
 from atoll.optim.methods.paired import PairedMethod
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import gossip
@@ -53,8 +53,9 @@ class NoLoCoMethod(PairedMethod):
         Raises:
             MethodError: one that it can't have.
         """
+        super().__post_init__()
+        require_outer(self.lr, self.momentum)
         require(not self.feedback, "no feedback: nothing keeps what a codec lost", self.feedback)
-        require(0 <= self.momentum < 1, "a momentum in [0, 1)", self.momentum)
         require(0 < self.pull <= 1, "a pull above 0 and at most 1", self.pull)
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:

@@ -29,7 +29,7 @@ from atoll.compression.sparse import Sparse
 from atoll.optim.diloco import DiLoCo
 from atoll.optim.fragments import Fragment, tiled
 from atoll.optim.layout import Layout
-from atoll.optim.methods.base import Method, Shape, require
+from atoll.optim.methods.base import Method, Shape, require, require_outer
 from atoll.optim.methods.registry import register
 from atoll.optim.outer import descend
 from atoll.optim.reducer import Reducer
@@ -65,6 +65,8 @@ class SparseLoCoMethod(Method):
         Raises:
             MethodError: when they do not go together.
         """
+        super().__post_init__()
+        require_outer(self.lr)
         require(self.tau >= 0, "a tau of at least 0", self.tau)
 
     @property

@@ -138,6 +138,11 @@ def test_bytes_are_those_of_the_frames():
         ("diloco(weights=speed)", "one of rate, tokens, equal"),
         ("streaming(alpha=2)", "between 0 and 1"),
         ("diloco(count=2, codec=powersgd)", "one fragment"),
+        ("eager(count=2)", "one fragment"),
+        ("eager(tau=5)", "no tau"),
+        ("co2(penalty=inf)", "penalty"),
+        ("ddp(clip_norm=inf)", "clip_norm"),
+        ("ddp(eps=inf)", "eps"),
         ("streaming(count=2", "name or name"),
         ("diloco(codec=int8(block=2)", "brackets"),
         ("x" * 2_000, "1000 characters"),
@@ -146,6 +151,33 @@ def test_bytes_are_those_of_the_frames():
 def test_spec_that_is_wrong_says_what_is_right(spec, expected):
     with pytest.raises(MethodError, match=expected):
         parse(spec)
+
+
+@pytest.mark.parametrize("name", ["diloco", "muloco", "streaming", "eager", "co2", "noloco"])
+@pytest.mark.parametrize("option", ["lr=-1", "lr=inf", "lr=nan", "momentum=1", "momentum=-0.1"])
+def test_outer_step_that_climbs_or_grows_is_refused(name, option):
+    with pytest.raises(MethodError, match="expected"):
+        parse(f"{name}({option})")
+
+
+@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("option", ["clip_at=-1", "clip_at=nan", "feedback=-0.1", "feedback=2"])
+def test_options_of_all_methods_out_of_range_are_refused(name, option):
+    with pytest.raises(MethodError, match="expected"):
+        parse(f"{name}({option})")
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo", "dlion"])
+@pytest.mark.parametrize("decay", ["-1", "inf", "nan"])
+def test_decay_out_of_range_is_refused(name, decay):
+    with pytest.raises(MethodError, match="decay"):
+        parse(f"{name}(decay={decay})")
+
+
+def test_sparseloco_that_climbs_is_refused():
+    for lr in (-1, float("inf")):
+        with pytest.raises(MethodError, match="outer rate"):
+            parse("sparseloco", lr=lr)
 
 
 def test_unknown_codec_is_refused():

@@ -22,6 +22,7 @@ from atoll.coordinator.client_errors import (
     BadReply,
     CoordinatorUnreachable,
     WrongCertificate,
+    WrongRunOrVersion,
     from_grpc,
 )
 from atoll.coordinator.invite import Invite
@@ -49,9 +50,11 @@ class StatusClient:
         """How the run is. Needs no joining."""
         reply = await self._call("Status", pb.StatusRequest(token=self.invite.token))
         try:
-            return RunStatus.from_json(reply.status)
+            status = RunStatus.from_json(reply.status)
         except StatusError as error:
             raise BadReply(f"{error}; use the organiser's version of Atoll") from None
+        self._expect_run(status.run_id)
+        return status
 
     async def close(self) -> None:
         """Close the connection; idempotent."""
@@ -60,6 +63,15 @@ class StatusClient:
             await channel.close()
 
     # Inside
+
+    def _expect_run(self, run_id: str) -> None:
+        expected = self.invite.run_id.hex()
+        if run_id != expected:
+            raise WrongRunOrVersion(
+                "failed_precondition",
+                f"{self._target}: expected run {expected[:12]}, got {run_id[:12]}: the invite is "
+                "of another run; ask the organiser for the current invite",
+            )
 
     async def _call(self, name: str, request: Any) -> Any:  # noqa: ANN401  # protobuf messages
         async def call(channel: Any) -> Any:  # noqa: ANN401

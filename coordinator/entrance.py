@@ -113,6 +113,8 @@ class Entrance:
         """A fresh credential."""
         now_s = self._clock()
         expires_s = now_s + self._admission_s()
+        if len(self._admitted_until_s) > 2 * MAX_MEMBERS:
+            self._admitted_until_s.clear()  # whoever is here gets another with its next report
         self._admitted_until_s[peer_id] = expires_s
         admission = Admission(
             peer_id=peer_id,

@@ -233,6 +233,8 @@ def test_strangers_are_turned_away(kit: Any, tmp_path: Path) -> None:
                 await attempt(other_invite(invite, tls_sha256=b"t" * 32))
             with pytest.raises(NotWelcome, match="token"):
                 await StatusClient(other_invite(invite, token=b"")).status()
+            with pytest.raises(WrongRunOrVersion, match="invite is of another run"):
+                await StatusClient(other_invite(invite, run_id=b"x" * 32)).status()
 
     kit.run(main())
 

@@ -165,14 +165,19 @@ class CoordinatorClient(StatusClient):
         events: Sequence[Event] = (),
         traces: Sequence[RoundTrace] = (),
         leaving: bool = False,
+        retired: bool = False,
     ) -> Beat:
-        """Say how we are. Raises NotWelcome when it is time to join again."""
+        """Say how we are, or goodbye, `retired` if we have no vote from where we stand on.
+
+        Raises NotWelcome when it is time to join again.
+        """
         request = pb.HeartbeatRequest(
             auth=self._auth(),
             status=status.to_json(),
             events=[event.to_json() for event in events],
             traces=[trace.to_json() for trace in traces],
             leaving=leaving,
+            retired=retired,
             epoch_sha256=hashlib.sha256(self._epoch).digest() if self._epoch else b"",
         )
         asked_s = self._clock()

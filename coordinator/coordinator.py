@@ -110,12 +110,23 @@ class Coordinator:
         traces: Sequence[RoundTrace],
         *,
         leaving: bool,
+        retired: bool = False,
     ) -> Beat:
-        """Take what an authenticated peer says about itself."""
+        """Take what an authenticated peer says about itself.
+
+        Args:
+            status: how it is.
+            events: what it tells people.
+            traces: its accounts of rounds.
+            leaving: it says goodbye.
+            retired: and has voted for nothing from where it stands on, and never will.
+        """
         now_s = self._steady()
         self.presence.report(status, now_s, leaving=leaving)
+        if leaving and retired:
+            self._epochs.retire(status)
         for event in events:
-            self._journal.say(event.level, status.peer_id, event.text)
+            self._journal.say(event.level, status.peer_id, event.text, at_s=event.at)
         for trace in traces:
             self.rounds.trace(status.peer_id, trace, self._clock())
         return Beat(
@@ -156,8 +167,11 @@ class Coordinator:
             self._journal.say("warning", source, f"sent a wrong body: {error}")
             raise Refusal("invalid_argument", str(error)) from None
         left_out = _left_out(electorate, claim.entry)
-        valid_loss = self._mean_valid_loss()
-        self.rounds.add(claim.entry, self._clock(), left_out=left_out, valid_loss=valid_loss)
+        late = self._went_on(claim.entry)
+        valid_loss = None if late else self._mean_valid_loss()
+        self.rounds.add(
+            claim.entry, self._clock(), left_out=left_out, valid_loss=valid_loss, late=late
+        )
         self._moved_on()
         return True
 
@@ -197,7 +211,9 @@ class Coordinator:
     def _on_missed(self, taken: Sequence[Followed]) -> None:
         for each in taken:
             left_out = _left_out(each.electorate, each.entry)
-            self.rounds.add(each.entry, self._clock(), left_out=left_out, valid_loss=None)
+            self.rounds.add(
+                each.entry, self._clock(), left_out=left_out, valid_loss=None, late=True
+            )
         self._gaps = self.follower.store.gaps()
         self._publisher = Publisher()
         self._moved_on()
@@ -304,6 +320,11 @@ class Coordinator:
         if self._logged:
             return head.position
         return max(head.position, common_position(self.presence.alive(now_s), epoch=head.epoch))
+
+    def _went_on(self, entry: Entry) -> bool:
+        """Whether half of the trainers had decided what follows an entry before it came here."""
+        alive = self.presence.alive(self._steady())
+        return common_position(alive, epoch=entry.epoch) > entry.position + 1
 
     def _claimed(self, now_s: float) -> int:
         """The highest position that anyone in touch claims to have."""

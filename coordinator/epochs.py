@@ -6,8 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from atoll.coordinator.follower import Follower
-from atoll.coordinator.members import Member, Progress, common_position, electable
-from atoll.coordinator.status import Level
+from atoll.coordinator.members import (
+    MAX_MEMBERS,
+    Member,
+    Progress,
+    Retired,
+    can_decide,
+    common_position,
+    electable,
+)
+from atoll.coordinator.status import Level, PeerStatus
 from atoll.optim.log import Elector, choose_electors
 
 
@@ -22,7 +30,14 @@ class Epochs:
         self._min_peers = min_peers
         self._say = say
         self._progress = Progress()
+        self._retired: Retired = {}
         self._behind_told = False
+
+    def retire(self, status: PeerStatus) -> None:
+        """Take the word of a peer that leaves: from where it stands on it has voted for nothing."""
+        if len(self._retired) >= MAX_MEMBERS:
+            del self._retired[next(iter(self._retired))]
+        self._retired[status.peer_id, status.incarnation] = status.epoch, status.position
 
     def note(self, alive: Sequence[Member], now_s: float) -> None:
         """Take how far the run is, by those who are in touch."""
@@ -41,10 +56,21 @@ class Epochs:
                 await self.open(alive, now_s)
         elif not electable(alive, epoch=self._follower.head.epoch):
             self._progress.pause(now_s)
+        elif not self._can_decide():
+            await self.open(alive, now_s, because=": electors left")
         elif self._progress.is_stalled(now_s, round_s):
             await self._open_if_whole(alive, now_s)
 
-    async def open(self, alive: Sequence[Member], now_s: float) -> bool:
+    def _can_decide(self) -> bool:
+        """Whether those who have not left can be a quorum, as far as leaving peers said.
+
+        If not, nothing is decided at our head, and nobody stands beyond it: an epoch that opens
+        there voids nothing, so it need not wait.
+        """
+        electorate, head = self._follower.electorate, self._follower.head
+        return can_decide(electorate, self._retired, (head.epoch, head.position))
+
+    async def open(self, alive: Sequence[Member], now_s: float, because: str = "") -> bool:
         """Open an epoch with those who can vote; False if nobody can."""
         again = self._follower.is_open
         peers = electable(alive, epoch=self._follower.head.epoch if again else None)
@@ -53,10 +79,11 @@ class Epochs:
         electors = choose_electors(
             [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in peers]
         )
+        self._retired.clear()  # who left can't become an elector of the new one
         opened = await asyncio.to_thread(self._follower.open_epoch, electors)
-        self._progress.restart(now_s, again=again)
+        self._progress.restart(now_s, again=again and not because)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
-        self._say("info", f"{text} with {len(electors)} peers")
+        self._say("info", f"{text} with {len(electors)} peers{because}")
         return True
 
     async def _open_if_whole(self, alive: Sequence[Member], now_s: float) -> None:

@@ -6,11 +6,12 @@ Times are seconds of any steady clock that the caller passes in.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.coordinator.rpc import ALIVE_S
 from atoll.coordinator.status import PeerStatus
+from atoll.optim.log import Elector, is_quorum
 
 STALL_S = 60.0  # docs/protocol.md, part 1: without progress for this long, a new epoch
 MAX_STALL_S = 3600.0  # new epochs that do not help come ever more slowly, up to this
@@ -22,6 +23,11 @@ PACE_PER_S = 10.0
 SHUN_S = 300.0  # a peer that claimed to have entries and sent none is asked again after this
 
 _ELECTABLE = ("ready", "training", "syncing")
+
+MAX_INCARNATION_CHARS = 32  # of an elector's
+
+Retired = dict[tuple[str, str], tuple[int, int]]
+"""(peer id, incarnation) of who left: from which (epoch, position) on it has voted for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +106,23 @@ def electable(alive: Iterable[Member], *, epoch: int | None) -> list[PeerStatus]
         for member in alive
         if member.status.role == "trainer"
         and member.status.state in states
-        and member.status.incarnation
+        and 0 < len(member.status.incarnation) <= MAX_INCARNATION_CHARS
     ]
+
+
+def can_decide(
+    electorate: Sequence[Elector],
+    retired: Mapping[tuple[str, str], tuple[int, int]],
+    at: tuple[int, int],
+) -> bool:
+    """Whether anything may have been decided at (epoch, position), or still may.
+
+    Not if those who have voted for nothing there, and never will, leave no quorum.  True where the
+    electorate is not known.
+    """
+    since = [retired.get((e.peer_id, e.incarnation)) for e in electorate]
+    voters = [i for i, place in enumerate(since) if place is None or place > at]
+    return not electorate or is_quorum(voters, len(electorate))
 
 
 @dataclass

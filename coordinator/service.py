@@ -115,6 +115,7 @@ class Service:
             [Event.from_json(raw) for raw in request.events],
             [RoundTrace.from_json(raw) for raw in request.traces],
             leaving=request.leaving,
+            retired=request.retired,
         )
         record = self._run.follower.epoch_record
         known = request.epoch_sha256 == hashlib.sha256(record).digest()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61toll/coordinator/service.proto\x12\x14\x61toll.coordinator.v1\"6\n\x04Head\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\r\n\x05\x63hain\x18\x03 \x01(\x0c\"(\n\x04\x41uth\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x0c\"#\n\x10\x43hallengeRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\"6\n\x0e\x43hallengeReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\x15\n\rserver_time_s\x18\x02 \x01(\x01\"\x90\x01\n\x0bJoinRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\x0c\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\r\n\x05nonce\x18\x06 \x01(\x0c\x12\x11\n\tsignature\x18\x07 \x01(\x0c\x12\r\n\x05token\x18\x08 \x01(\x0c\"\xdb\x01\n\tJoinReply\x12\x0c\n\x04spec\x18\x01 \x01(\x0c\x12\x11\n\tadmission\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x14\n\x0cgenesis_root\x18\x05 \x01(\x0c\x12\r\n\x05\x65poch\x18\x06 \x01(\x0c\x12(\n\x04head\x18\x07 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Head\x12\x11\n\tbootstrap\x18\x08 \x03(\t\x12\x15\n\rserver_time_s\x18\t \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\n \x01(\x01\"\x93\x01\n\x10HeartbeatRequest\x12(\n\x04\x61uth\x18\x01 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Auth\x12\x0e\n\x06status\x18\x02 \x01(\x0c\x12\x0e\n\x06\x65vents\x18\x03 \x03(\x0c\x12\x0e\n\x06traces\x18\x04 \x03(\x0c\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\x12\x14\n\x0c\x65poch_sha256\x18\x06 \x01(\x0c\"\xd4\x01\n\x0eHeartbeatReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12(\n\x04head\x18\x02 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Head\x12\x15\n\rserver_time_s\x18\x03 \x01(\x01\x12\x11\n\tbootstrap\x18\x04 \x03(\t\x12\x0f\n\x07publish\x18\x05 \x01(\x08\x12\x14\n\x0cpublish_from\x18\x06 \x01(\x04\x12\x11\n\tadmission\x18\x07 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x08 \x01(\x08\x12\x13\n\x0bheartbeat_s\x18\t \x01(\x01\"`\n\x0ePublishRequest\x12\x35\n\x06header\x18\x01 \x01(\x0b\x32#.atoll.coordinator.v1.PublishHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x92\x01\n\rPublishHeader\x12(\n\x04\x61uth\x18\x01 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Auth\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\r\n\x05\x65ntry\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x05 \x01(\x0c\x12\x12\n\nbody_bytes\x18\x06 \x01(\x04\"]\n\x0cPublishReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12(\n\x04head\x18\x02 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Head\x12\x11\n\tsend_body\x18\x03 \x01(\x08\"\xe3\x01\n\x0c\x46\x65tchRequest\x12(\n\x04\x61uth\x18\x01 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Auth\x12\x33\n\x07\x65ntries\x18\x02 \x01(\x0b\x32 .atoll.coordinator.v1.EntryRangeH\x00\x12\x39\n\x08snapshot\x18\x03 \x01(\x0b\x32%.atoll.coordinator.v1.SnapshotRequestH\x00\x12\x31\n\x06leaves\x18\x04 \x01(\x0b\x32\x1f.atoll.coordinator.v1.LeafRangeH\x00\x42\x06\n\x04what\":\n\nEntryRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06\x62odies\x18\x03 \x01(\x08\"3\n\x0fSnapshotRequest\x12\x0e\n\x06latest\x18\x01 \x01(\x08\x12\x10\n\x08position\x18\x02 \x01(\x04\";\n\tLeafRange\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"\xbe\x01\n\nFetchReply\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32!.atoll.coordinator.v1.EntryHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x12\x36\n\x08snapshot\x18\x03 \x01(\x0b\x32\".atoll.coordinator.v1.SnapshotInfoH\x00\x12*\n\x04leaf\x18\x04 \x01(\x0b\x32\x1a.atoll.coordinator.v1.LeafH\x00\x42\x06\n\x04part\"u\n\x0b\x45ntryHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\r\n\x05\x65ntry\x18\x03 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x04 \x01(\x0c\x12\r\n\x05\x63hain\x18\x05 \x01(\x0c\x12\x12\n\nbody_bytes\x18\x06 \x01(\x04\"w\n\x0cSnapshotInfo\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x0c\n\x04root\x18\x03 \x01(\x0c\x12\x14\n\x0cleaf_digests\x18\x04 \x01(\x0c\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x12\n\nfirst_body\x18\x06 \x01(\x04\"#\n\x04Leaf\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1e\n\rStatusRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\"\x1d\n\x0bStatusReply\x12\x0e\n\x06status\x18\x01 \x01(\x0c\x32\x8b\x04\n\x0b\x43oordinator\x12Y\n\tChallenge\x12&.atoll.coordinator.v1.ChallengeRequest\x1a$.atoll.coordinator.v1.ChallengeReply\x12J\n\x04Join\x12!.atoll.coordinator.v1.JoinRequest\x1a\x1f.atoll.coordinator.v1.JoinReply\x12Y\n\tHeartbeat\x12&.atoll.coordinator.v1.HeartbeatRequest\x1a$.atoll.coordinator.v1.HeartbeatReply\x12W\n\x07Publish\x12$.atoll.coordinator.v1.PublishRequest\x1a\".atoll.coordinator.v1.PublishReply(\x01\x30\x01\x12O\n\x05\x46\x65tch\x12\".atoll.coordinator.v1.FetchRequest\x1a .atoll.coordinator.v1.FetchReply0\x01\x12P\n\x06Status\x12#.atoll.coordinator.v1.StatusRequest\x1a!.atoll.coordinator.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61toll/coordinator/service.proto\x12\x14\x61toll.coordinator.v1\"6\n\x04Head\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\r\n\x05\x63hain\x18\x03 \x01(\x0c\"(\n\x04\x41uth\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x0c\"#\n\x10\x43hallengeRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\"6\n\x0e\x43hallengeReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\x15\n\rserver_time_s\x18\x02 \x01(\x01\"\x90\x01\n\x0bJoinRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\x0c\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\r\n\x05nonce\x18\x06 \x01(\x0c\x12\x11\n\tsignature\x18\x07 \x01(\x0c\x12\r\n\x05token\x18\x08 \x01(\x0c\"\xdb\x01\n\tJoinReply\x12\x0c\n\x04spec\x18\x01 \x01(\x0c\x12\x11\n\tadmission\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x14\n\x0cgenesis_root\x18\x05 \x01(\x0c\x12\r\n\x05\x65poch\x18\x06 \x01(\x0c\x12(\n\x04head\x18\x07 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Head\x12\x11\n\tbootstrap\x18\x08 \x03(\t\x12\x15\n\rserver_time_s\x18\t \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\n \x01(\x01\"\xa4\x01\n\x10HeartbeatRequest\x12(\n\x04\x61uth\x18\x01 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Auth\x12\x0e\n\x06status\x18\x02 \x01(\x0c\x12\x0e\n\x06\x65vents\x18\x03 \x03(\x0c\x12\x0e\n\x06traces\x18\x04 \x03(\x0c\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\x12\x14\n\x0c\x65poch_sha256\x18\x06 \x01(\x0c\x12\x0f\n\x07retired\x18\x07 \x01(\x08\"\xd4\x01\n\x0eHeartbeatReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12(\n\x04head\x18\x02 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Head\x12\x15\n\rserver_time_s\x18\x03 \x01(\x01\x12\x11\n\tbootstrap\x18\x04 \x03(\t\x12\x0f\n\x07publish\x18\x05 \x01(\x08\x12\x14\n\x0cpublish_from\x18\x06 \x01(\x04\x12\x11\n\tadmission\x18\x07 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x08 \x01(\x08\x12\x13\n\x0bheartbeat_s\x18\t \x01(\x01\"`\n\x0ePublishRequest\x12\x35\n\x06header\x18\x01 \x01(\x0b\x32#.atoll.coordinator.v1.PublishHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x92\x01\n\rPublishHeader\x12(\n\x04\x61uth\x18\x01 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Auth\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\r\n\x05\x65ntry\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x05 \x01(\x0c\x12\x12\n\nbody_bytes\x18\x06 \x01(\x04\"]\n\x0cPublishReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12(\n\x04head\x18\x02 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Head\x12\x11\n\tsend_body\x18\x03 \x01(\x08\"\xe3\x01\n\x0c\x46\x65tchRequest\x12(\n\x04\x61uth\x18\x01 \x01(\x0b\x32\x1a.atoll.coordinator.v1.Auth\x12\x33\n\x07\x65ntries\x18\x02 \x01(\x0b\x32 .atoll.coordinator.v1.EntryRangeH\x00\x12\x39\n\x08snapshot\x18\x03 \x01(\x0b\x32%.atoll.coordinator.v1.SnapshotRequestH\x00\x12\x31\n\x06leaves\x18\x04 \x01(\x0b\x32\x1f.atoll.coordinator.v1.LeafRangeH\x00\x42\x06\n\x04what\":\n\nEntryRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06\x62odies\x18\x03 \x01(\x08\"3\n\x0fSnapshotRequest\x12\x0e\n\x06latest\x18\x01 \x01(\x08\x12\x10\n\x08position\x18\x02 \x01(\x04\";\n\tLeafRange\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"\xbe\x01\n\nFetchReply\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32!.atoll.coordinator.v1.EntryHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x12\x36\n\x08snapshot\x18\x03 \x01(\x0b\x32\".atoll.coordinator.v1.SnapshotInfoH\x00\x12*\n\x04leaf\x18\x04 \x01(\x0b\x32\x1a.atoll.coordinator.v1.LeafH\x00\x42\x06\n\x04part\"u\n\x0b\x45ntryHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\r\n\x05\x65ntry\x18\x03 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x04 \x01(\x0c\x12\r\n\x05\x63hain\x18\x05 \x01(\x0c\x12\x12\n\nbody_bytes\x18\x06 \x01(\x04\"w\n\x0cSnapshotInfo\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x0c\n\x04root\x18\x03 \x01(\x0c\x12\x14\n\x0cleaf_digests\x18\x04 \x01(\x0c\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x12\n\nfirst_body\x18\x06 \x01(\x04\"#\n\x04Leaf\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1e\n\rStatusRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\"\x1d\n\x0bStatusReply\x12\x0e\n\x06status\x18\x01 \x01(\x0c\x32\x8b\x04\n\x0b\x43oordinator\x12Y\n\tChallenge\x12&.atoll.coordinator.v1.ChallengeRequest\x1a$.atoll.coordinator.v1.ChallengeReply\x12J\n\x04Join\x12!.atoll.coordinator.v1.JoinRequest\x1a\x1f.atoll.coordinator.v1.JoinReply\x12Y\n\tHeartbeat\x12&.atoll.coordinator.v1.HeartbeatRequest\x1a$.atoll.coordinator.v1.HeartbeatReply\x12W\n\x07Publish\x12$.atoll.coordinator.v1.PublishRequest\x1a\".atoll.coordinator.v1.PublishReply(\x01\x30\x01\x12O\n\x05\x46\x65tch\x12\".atoll.coordinator.v1.FetchRequest\x1a .atoll.coordinator.v1.FetchReply0\x01\x12P\n\x06Status\x12#.atoll.coordinator.v1.StatusRequest\x1a!.atoll.coordinator.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,35 +44,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREPLY']._serialized_start=396
   _globals['_JOINREPLY']._serialized_end=615
   _globals['_HEARTBEATREQUEST']._serialized_start=618
-  _globals['_HEARTBEATREQUEST']._serialized_end=765
-  _globals['_HEARTBEATREPLY']._serialized_start=768
-  _globals['_HEARTBEATREPLY']._serialized_end=980
-  _globals['_PUBLISHREQUEST']._serialized_start=982
-  _globals['_PUBLISHREQUEST']._serialized_end=1078
-  _globals['_PUBLISHHEADER']._serialized_start=1081
-  _globals['_PUBLISHHEADER']._serialized_end=1227
-  _globals['_PUBLISHREPLY']._serialized_start=1229
-  _globals['_PUBLISHREPLY']._serialized_end=1322
-  _globals['_FETCHREQUEST']._serialized_start=1325
-  _globals['_FETCHREQUEST']._serialized_end=1552
-  _globals['_ENTRYRANGE']._serialized_start=1554
-  _globals['_ENTRYRANGE']._serialized_end=1612
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1614
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1665
-  _globals['_LEAFRANGE']._serialized_start=1667
-  _globals['_LEAFRANGE']._serialized_end=1726
-  _globals['_FETCHREPLY']._serialized_start=1729
-  _globals['_FETCHREPLY']._serialized_end=1919
-  _globals['_ENTRYHEADER']._serialized_start=1921
-  _globals['_ENTRYHEADER']._serialized_end=2038
-  _globals['_SNAPSHOTINFO']._serialized_start=2040
-  _globals['_SNAPSHOTINFO']._serialized_end=2159
-  _globals['_LEAF']._serialized_start=2161
-  _globals['_LEAF']._serialized_end=2196
-  _globals['_STATUSREQUEST']._serialized_start=2198
-  _globals['_STATUSREQUEST']._serialized_end=2228
-  _globals['_STATUSREPLY']._serialized_start=2230
-  _globals['_STATUSREPLY']._serialized_end=2259
-  _globals['_COORDINATOR']._serialized_start=2262
-  _globals['_COORDINATOR']._serialized_end=2785
+  _globals['_HEARTBEATREQUEST']._serialized_end=782
+  _globals['_HEARTBEATREPLY']._serialized_start=785
+  _globals['_HEARTBEATREPLY']._serialized_end=997
+  _globals['_PUBLISHREQUEST']._serialized_start=999
+  _globals['_PUBLISHREQUEST']._serialized_end=1095
+  _globals['_PUBLISHHEADER']._serialized_start=1098
+  _globals['_PUBLISHHEADER']._serialized_end=1244
+  _globals['_PUBLISHREPLY']._serialized_start=1246
+  _globals['_PUBLISHREPLY']._serialized_end=1339
+  _globals['_FETCHREQUEST']._serialized_start=1342
+  _globals['_FETCHREQUEST']._serialized_end=1569
+  _globals['_ENTRYRANGE']._serialized_start=1571
+  _globals['_ENTRYRANGE']._serialized_end=1629
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1631
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1682
+  _globals['_LEAFRANGE']._serialized_start=1684
+  _globals['_LEAFRANGE']._serialized_end=1743
+  _globals['_FETCHREPLY']._serialized_start=1746
+  _globals['_FETCHREPLY']._serialized_end=1936
+  _globals['_ENTRYHEADER']._serialized_start=1938
+  _globals['_ENTRYHEADER']._serialized_end=2055
+  _globals['_SNAPSHOTINFO']._serialized_start=2057
+  _globals['_SNAPSHOTINFO']._serialized_end=2176
+  _globals['_LEAF']._serialized_start=2178
+  _globals['_LEAF']._serialized_end=2213
+  _globals['_STATUSREQUEST']._serialized_start=2215
+  _globals['_STATUSREQUEST']._serialized_end=2245
+  _globals['_STATUSREPLY']._serialized_start=2247
+  _globals['_STATUSREPLY']._serialized_end=2276
+  _globals['_COORDINATOR']._serialized_start=2279
+  _globals['_COORDINATOR']._serialized_end=2802
 # @@protoc_insertion_point(module_scope)

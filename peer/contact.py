@@ -68,9 +68,14 @@ class Heartbeats:
         """Send one heartbeat and heed the answer; what could not be sent stays for the next."""
         events = _take(self._reporter.events)
         traces = _take(self._reporter.traces)
+        retired = leaving and self.has_retired()  # before the status: it holds from there on
         try:
             beat = await self._client.heartbeat(
-                await self._reporter.status(), events=events, traces=traces, leaving=leaving
+                await self._reporter.status(),
+                events=events,
+                traces=traces,
+                leaving=leaving,
+                retired=retired,
             )
         except CoordinatorError:
             self._reporter.events.extendleft(reversed(events))
@@ -78,6 +83,10 @@ class Heartbeats:
             raise
         await self._heed(beat)
         return beat
+
+    def has_retired(self) -> bool:
+        """Whether this peer has no vote from where it stands on."""
+        return False
 
     def note_head(self, head: Head) -> None:
         """Where the coordinator stands."""
@@ -139,6 +148,10 @@ class Contact(Heartbeats):
     def stored(self, position: int) -> bool:
         """Whether the coordinator has every entry before a position."""
         return self._source.position >= position
+
+    def has_retired(self) -> bool:
+        """See `Rounds.retired`."""
+        return self._rounds.retired
 
     def note_head(self, head: Head) -> None:
         """Where the coordinator stands."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 PATIENCE_STALLS = 20  # a round with one repair and one change of leader takes about ten
 KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
+LAST_VOTE_S = 10.0  # what an elector that leaves has voted for is mostly decided within a second
 HAND_OVER_S = 3.0  # a heartbeat tells the coordinator what it lacks, another tells that it has it
 SETTLE_PAUSE_S = 1.0
 
@@ -96,7 +97,10 @@ class LogParticipation:
         self.replica.store.close()
 
     async def hand_over(self) -> None:
-        """Let the coordinator have the entries up to here, while it is there to take them."""
+        """Vote no more; let the coordinator have the entries up to here, while it is there."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_VOTE_S):
+                await self.rounds.retire()
         position, contact = self.replica.position, self.contact
         with suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_S):

@@ -88,8 +88,19 @@ class Booth:
         """No place yet."""
         self._me = me
         self._electorate: tuple[Elector, ...] = ()
+        self._retiring = False
         self.here = self.furthest = Place(-1, -1)
         self.acceptor = Acceptor()
+
+    def retire(self) -> None:
+        """Vote for nothing any more, but for what this process has voted for here already."""
+        self._retiring = True
+
+    @property
+    def retired(self) -> bool:
+        """Whether this process has voted for nothing here or further on, and never will."""
+        here = self.here == self.furthest
+        return self._retiring and here and self.acceptor.accepted is None
 
     def turn(self, place: Place, electorate: Sequence[Elector]) -> bool:
         """Stand at ``place``; whether that is another place than before."""
@@ -121,6 +132,8 @@ class Booth:
             )
         if self._me not in self._electorate:
             raise Refused("no-elector", "this peer does not vote at this position")
+        if self.retired:
+            raise Refused("retired", "this peer leaves, and votes no more")
         leader = leader_of(self._electorate, place.position, term_of(attempt))
         if remote != leader.peer_id:
             raise Refused("not-the-leader", f"expected {leader.peer_id} at attempt {attempt}")

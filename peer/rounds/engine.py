@@ -212,6 +212,15 @@ class Rounds:
     def _pending_at(self, position: int) -> Pending | None:
         return self._pending.get(self._ctx.replay.fragment_at(position))
 
+    async def retire(self) -> None:
+        """See `Voter.retire`: the coordinator needs not wait for the votes of who left so."""
+        await self.voter.retire()
+
+    @property
+    def retired(self) -> bool:
+        """See `Booth.retired`."""
+        return self.voter.retired
+
     async def close(self) -> None:
         """End everything that is under way."""
         await self.leading.close()

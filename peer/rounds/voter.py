@@ -58,6 +58,18 @@ class Voter:
         self._turn()
         return term_of(self._booth.promised)
 
+    @property
+    def retired(self) -> bool:
+        """See `Booth.retired`."""
+        self._turn()
+        return self._booth.retired
+
+    async def retire(self) -> None:
+        """Begin no more votes; wait until what this peer voted for last is decided."""
+        self._booth.retire()
+        while not self.retired:
+            await self._ctx.replica.moved()
+
     async def answer(self, remote: str, method: str, body: bytes) -> bytes:
         """The reply to a call.
 

@@ -185,6 +185,77 @@ def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> N
     kit.run(main())
 
 
+@pytest.mark.parametrize("retired", [True, False])
+def test_electors_that_leave_without_a_quorum_bring_a_new_epoch(
+    kit: Any, tmp_path: Path, retired: bool
+) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            coordinator, swarm = net.up.coordinator, net.swarm
+            clients = await net.started()
+            entry, body = swarm.entry(net.run_id, coordinator.head())
+            assert await net.publish(clients[0], entry, body)
+            assert coordinator.follower.electorate == swarm.electors()
+            for index in (0, 1):
+                await coordinator.tick()
+                assert coordinator.head().epoch == 0  # two of three may go on
+                status = swarm.status(index, state="leaving", position=1)
+                await clients[index].heartbeat(status, leaving=True, retired=retired)
+            await coordinator.tick()
+            head = coordinator.head()
+            assert (head.epoch, head.position) == (int(retired), 1)
+            if retired:
+                assert coordinator.follower.electorate == swarm.electors()[2:]
+                assert coordinator.status().state == "training"
+                texts = [event.text for event in coordinator.status().events]
+                assert "epoch 1 opened at position 1 with 1 peers: electors left" in texts
+                await coordinator.tick()
+                assert coordinator.head().epoch == 1
+
+    kit.run(main())
+
+
+def test_an_elector_that_left_beyond_the_head_may_have_voted_at_it(
+    kit: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            coordinator, swarm = net.up.coordinator, net.swarm
+            clients = await net.started()
+            entry, body = swarm.entry(net.run_id, coordinator.head())
+            for index in (0, 1):
+                status = swarm.status(index, state="leaving", position=1)
+                await clients[index].heartbeat(status, leaving=True, retired=True)
+            await coordinator.tick()
+            assert coordinator.head().epoch == 0  # the entry that they voted for is not here
+            assert await net.publish(clients[2], entry, body)
+            await coordinator.tick()
+            head = coordinator.head()
+            assert (head.epoch, head.position) == (1, 1)
+
+    kit.run(main())
+
+
+def test_a_run_that_all_have_left_goes_on_with_who_comes_back(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            coordinator, swarm = net.up.coordinator, net.swarm
+            clients = await net.started()
+            for index, client in enumerate(clients):
+                status = swarm.status(index, state="leaving")
+                await client.heartbeat(status, leaving=True, retired=True)
+            await coordinator.tick()
+            assert coordinator.head().epoch == 0  # nobody is there
+            back = swarm.status(1, incarnation="2", state="training")
+            await clients[1].heartbeat(back)
+            await coordinator.tick()
+            assert coordinator.head().epoch == 1
+            (elector,) = coordinator.follower.electorate
+            assert (elector.peer_id, elector.incarnation) == (back.peer_id, "2")
+
+    kit.run(main())
+
+
 def test_no_epoch_voids_what_most_peers_hold(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:

@@ -3,11 +3,13 @@ from atoll.coordinator.members import (
     Pace,
     Progress,
     Publisher,
+    can_decide,
     common_position,
     electable,
     window_s,
 )
 from atoll.coordinator.status import PeerStatus
+from atoll.optim.log import Elector
 
 
 def peer(peer_id: str, **changes: object) -> PeerStatus:
@@ -53,6 +55,27 @@ def test_electors_of_a_later_epoch_hold_a_state() -> None:
     for peer_id, state in (("a", "training"), ("b", "syncing"), ("c", "recovering")):
         members.update(peer(peer_id, state=state), 0.0)
     assert [p.peer_id for p in electable(members.alive(0.0), epoch=0)] == ["a", "b"]
+
+
+def test_who_can_be_no_elector_is_not_electable() -> None:
+    members = Members()
+    for peer_id, incarnation in (("a", "1" * 32), ("b", "1" * 33), ("c", "")):
+        members.update(peer(peer_id, incarnation=incarnation), 0.0)
+    assert [p.peer_id for p in electable(members.alive(0.0), epoch=0)] == ["a"]
+
+
+def test_nothing_is_decided_without_the_votes_of_those_who_left() -> None:
+    first, second, third = (Elector(peer_id=p, incarnation="1") for p in "abc")
+    pair, trio = (first, second), (first, second, third)
+    assert can_decide(pair, {}, (0, 5))
+    assert not can_decide(pair, {("a", "1"): (0, 5)}, (0, 5))
+    assert can_decide(pair, {("b", "1"): (0, 5)}, (0, 5))  # half with the first
+    assert can_decide(trio, {("a", "1"): (0, 5)}, (0, 5))
+    assert not can_decide(trio, {("a", "1"): (0, 5), ("c", "1"): (0, 4)}, (0, 5))
+    assert not can_decide(pair, {("a", "1"): (0, 9)}, (1, 5))  # an epoch later
+    assert can_decide(pair, {("a", "1"): (0, 6)}, (0, 5))  # it may have voted here
+    assert can_decide(pair, {("a", "2"): (0, 5)}, (0, 5))  # another process
+    assert can_decide((), {}, (0, 5))
 
 
 def test_a_stall_is_60_s_and_new_epochs_come_ever_more_slowly() -> None:

@@ -8,7 +8,9 @@ the same as at once, because what the leader makes of it may come late.
 
 Beside deliveries a process may start again (another incarnation, nothing remembered), after which
 it leads and votes if the rules let it; or go on to the next position once a certificate exists and
-come back to this one, as a replica does that recovers from an older snapshot.
+come back to this one, as a replica does that recovers from an older snapshot.  Or it retires: it
+votes no more, and says where it stands once the rules let it; that tells the coordinator what it
+takes to be undecided here for ever.
 
 The rules are those of ``atoll.peer.rounds.ballot`` and ``atoll.optim.log``; this file only stores
 and restores what their objects hold.
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from atoll.coordinator import members
 from atoll.dht.transport import Refused
 from atoll.optim.log import (
     Certificate,
@@ -61,6 +64,9 @@ class Process(NamedTuple):
 
     incarnation: int = 0
     returned: bool = False
+    retiring: bool = False
+    gone_from: Place | None = None
+    """said when its first incarnation, the elector, left"""
     promised: int = 0
     accepted: Told = None
     leads: tuple[Lead, ...] = ()
@@ -76,6 +82,10 @@ class DecidedTwice(AssertionError):  # noqa: N818
     """Two certificates for one position."""
 
 
+class Voided(AssertionError):  # noqa: N818
+    """A certificate for a position that the coordinator takes to be undecided for ever."""
+
+
 Change = tuple[Process, Message | None] | None
 """What a step makes of a process, and what it sends; None where it refuses."""
 
@@ -84,11 +94,13 @@ Rule = Callable[[int, Process, Any], Change]
 
 
 class Model:
-    """Electors 0..n-1, some attempts, and so many restarts or returns to a position."""
+    """Electors 0..n-1, some attempts, so many restarts or returns to a position; do they leave?"""
 
-    def __init__(self, electors: int, attempts: Sequence[int], mishaps: int) -> None:
+    def __init__(
+        self, electors: int, attempts: Sequence[int], mishaps: int, *, leaving: bool = False
+    ) -> None:
         self.electorate = tuple(elector(i, 0) for i in range(electors))
-        self.attempts, self.mishaps = attempts, mishaps
+        self.attempts, self.mishaps, self.leaving = attempts, mishaps, leaving
         term = ballot.term_of(max(attempts)) + 1
         self.further = [TERM * (term + i) for i in range(electors)]
         """attempts for ``finish``"""
@@ -106,6 +118,7 @@ class Model:
 
         Raises:
             DecidedTwice: in one of them two entries have a certificate.
+            Voided: in one of them an epoch that the coordinator may open here voids an entry.
         """
         start = self.start()
         seen, todo = {start}, [start]
@@ -114,11 +127,21 @@ class Model:
             won = self.winners(state.messages)
             if len(won) > 1:
                 raise DecidedTwice(f"{sorted(won)} by {sorted(map(str, state.messages))}")
+            if won and self.is_given_up(state):
+                raise Voided(f"{sorted(won)} by {sorted(map(str, state.messages))}")
             for after in self.steps(state, bool(won)):
                 if after not in seen:
                     seen.add(after)
                     todo.append(after)
         return seen
+
+    def is_given_up(self, state: State) -> bool:
+        """Whether the coordinator opens an epoch here, by what peers said that left."""
+        gone: members.Retired = {}
+        for index, process in enumerate(state.processes):
+            if process.gone_from is not None:
+                gone[f"p{index}", "0"] = process.gone_from
+        return not members.can_decide(self.electorate, gone, HERE)
 
     def start(self) -> State:
         """Every leader has asked, nobody has answered."""
@@ -178,6 +201,8 @@ class Model:
                     yield from self._deliver(state, index, message)
         if state.mishaps < self.mishaps:
             yield from self._mishaps(state, decided)
+        if self.leaving:
+            yield from self._leave(state, decided)
         if state.mishaps:
             for attempt in self.attempts:
                 yield from self._step(state, self.leaders[attempt], self._begin, attempt)
@@ -263,10 +288,26 @@ class Model:
         """Start again with nothing; or, where a certificate exists, move on and be put back."""
         again = state._replace(mishaps=state.mishaps + 1)
         for index, process in enumerate(state.processes):
-            if process != Process(incarnation=process.incarnation):
-                yield put(again, index, Process(incarnation=process.incarnation + 1))
+            anew = Process(incarnation=process.incarnation, gone_from=process.gone_from)
+            if process != anew:
+                yield put(again, index, anew._replace(incarnation=process.incarnation + 1))
             if decided and not process.returned:
                 yield put(again, index, process._replace(returned=True))
+
+    def _leave(self, state: State, decided: bool) -> Iterator[State]:
+        """Vote no more; say goodbye where the rules let it, here or one position further on."""
+        for index, process in enumerate(state.processes):
+            if process.incarnation:
+                continue
+            if not process.retiring:
+                yield put(state, index, process._replace(retiring=True))
+            elif process.gone_from is None:
+                booth = restored(process, elector(index, 0), self.electorate)
+                if booth.retired:
+                    yield put(state, index, process._replace(gone_from=HERE))
+                booth.turn(NEXT, self.electorate)
+                if decided and booth.retired:
+                    yield put(state, index, process._replace(gone_from=NEXT))
 
     # where nothing fails any more
 
@@ -321,6 +362,8 @@ def as_accepted(told: Told) -> Accepted | None:
 def restored(process: Process, me: Elector, electorate: tuple[Elector, ...]) -> Booth:
     """The booth as this process left it."""
     booth = Booth(me)
+    if process.retiring:
+        booth.retire()
     booth.turn(HERE, electorate)
     booth.acceptor.promised = process.promised
     booth.acceptor.accepted = as_accepted(process.accepted)

@@ -77,6 +77,22 @@ def test_a_booth_votes_no_more_where_it_was_before():
     booth.accept(leads(3, 0).peer_id, Place(2, 3), 0, b"entry")
 
 
+def test_who_retires_votes_for_nothing_new_and_says_so_when_that_holds():
+    booth = Booth(ME)
+    booth.turn(HERE, (ME, OTHER))
+    assert not booth.retired
+    booth.accept(leads(4, 0).peer_id, HERE, 0, b"entry")
+    booth.retire()
+    assert not booth.retired  # what it voted for may be decided
+    booth.accept(leads(4, 0).peer_id, HERE, 0, b"entry")
+    booth.turn(NEXT, (ME, OTHER))
+    assert booth.retired
+    assert refusal(booth.accept, leads(5, 0).peer_id, NEXT, 0, b"entry") == "retired"
+    assert refusal(booth.prepare, leads(5, TERM).peer_id, NEXT, TERM) == "retired"
+    booth.turn(HERE, (ME, OTHER))
+    assert not booth.retired  # it voted here, and has forgotten for what
+
+
 def test_an_attempt_is_led_once_and_by_its_leader():
     attempt = next(a for a in (0, TERM) if leads(4, a) == ME)
     mine = Leads(ME)

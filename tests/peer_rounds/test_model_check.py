@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from atoll.coordinator import members
 from atoll.dht.transport import Refused
 from atoll.optim import log
+from atoll.optim.log import is_quorum
 from atoll.peer.rounds import ballot
 from atoll.peer.rounds.ballot import TERM, Acceptor, Booth, Leads
 
 sys.path.insert(0, str(Path(__file__).parent))
-from model import DecidedTwice, Message, Model
+from model import DecidedTwice, Message, Model, Voided
 
 
 def terms(count):
@@ -51,6 +53,24 @@ def test_no_order_of_events_decides_a_position_twice_in_the_larger_worlds():
 @pytest.mark.exhaustive
 def test_no_order_of_events_decides_twice_where_a_leader_proposes_anew_and_peers_restart():
     assert len(Model(3, AGAIN, 1).explore()) > 50_000
+
+
+@pytest.mark.parametrize(
+    ("electors", "attempts", "mishaps", "least"),
+    [
+        (1, terms(2), 1, 40),
+        (2, terms(2), 2, 3_000),
+        (2, AGAIN, 1, 20_000),
+        (3, terms(1), 1, 1_000),
+        (3, terms(2), 0, 12_000),
+        (4, terms(1), 0, 1_000),
+    ],
+)
+def test_no_epoch_for_electors_that_left_voids_an_entry(electors, attempts, mishaps, least):
+    model = Model(electors, attempts, mishaps, leaving=True)
+    states = model.explore()
+    assert len(states) > least
+    assert any(model.is_given_up(state) for state in states)
 
 
 @pytest.mark.parametrize("electors", [1, 2, 3, 4])
@@ -179,3 +199,43 @@ def test_a_replica_that_comes_back_to_a_position_must_not_vote_there_again(monke
     monkeypatch.setattr(Booth, "turn", turn)
     with pytest.raises(DecidedTwice):
         Model(3, terms(2), 1).explore()
+
+
+def test_a_process_that_has_retired_must_not_vote(monkeypatch):
+    check = Booth.check
+
+    def check_but_for_that(self, *args):
+        self._retiring, retiring = False, self._retiring
+        try:
+            check(self, *args)
+        finally:
+            self._retiring = retiring
+
+    monkeypatch.setattr(Booth, "check", check_but_for_that)
+    with pytest.raises(Voided):
+        Model(2, terms(1), 0, leaving=True).explore()
+
+
+def test_a_process_that_has_voted_must_not_say_that_it_has_not(monkeypatch):
+    monkeypatch.setattr(Booth, "retired", property(lambda self: self._retiring))
+    with pytest.raises(Voided):
+        Model(2, terms(1), 0, leaving=True).explore()
+
+
+def test_a_process_that_came_back_does_not_know_what_it_voted_for(monkeypatch):
+    retired = property(lambda self: self._retiring and self.acceptor.accepted is None)
+    monkeypatch.setattr(Booth, "retired", retired)
+    with pytest.raises(Voided):
+        Model(2, terms(1), 1, leaving=True).explore()
+
+
+def test_what_a_process_says_further_on_does_not_hold_here(monkeypatch):
+    def can_decide(electorate, retired, at):
+        return is_quorum([i for i, e in enumerate(electorate) if name(e) not in retired], 2)
+
+    def name(elector):
+        return elector.peer_id, elector.incarnation
+
+    monkeypatch.setattr(members, "can_decide", can_decide)
+    with pytest.raises(Voided):
+        Model(2, terms(1), 0, leaving=True).explore()

@@ -33,11 +33,13 @@ class Client:
         self.beats, self.published, self.joins = [], [], 0
         self.refuse_from = 1 << 40  # entries from here on do not get through
 
-    async def heartbeat(self, status, *, events, traces, leaving):
+    async def heartbeat(self, status, *, events, traces, leaving, retired):
         if self.failures:
             raise self.failures.pop(0)
         self.beats.append(
-            types.SimpleNamespace(status=status, events=events, traces=traces, leaving=leaving)
+            types.SimpleNamespace(
+                status=status, events=events, traces=traces, leaving=leaving, retired=retired
+            )
         )
         answer = {"epoch": b"", "bootstrap": (), "publish_from": None, "admission": b""}
         return Beat(head=self.head, finished=False, heartbeat_s=1.0, **(answer | self.answer))
@@ -130,6 +132,17 @@ def test_a_heartbeat_tells_status_and_events_once(tmp_path):
         assert [first.leaving, second.leaving] == [False, True]
 
     with_peer(tmp_path, use)
+
+
+def test_who_leaves_says_whether_it_has_retired(tmp_path):
+    async def use(peer):
+        await peer.contact.beat(leaving=True)
+        await peer.peer.rounds.retire()
+        await peer.contact.beat()
+        await peer.contact.beat(leaving=True)
+        assert [beat.retired for beat in peer.client.beats] == [False, False, True]
+
+    with_peer(tmp_path, use, position=1)
 
 
 def test_what_could_not_be_told_is_told_next_time_in_order(tmp_path):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from atoll.coordinator.history import History
 from atoll.coordinator.status import EVENTS, Event, Level
 
+LATE_S = 24 * 3600.0  # an event that claims to be older comes from a clock that is wrong
+
 
 class Journal:
     """The newest events; all of them are in the history."""
@@ -26,8 +28,17 @@ class Journal:
         """Note what the coordinator has to say."""
         self.say(level, "coordinator", text)
 
-    def say(self, level: Level, source: str, text: str) -> None:
-        """Note what happened to somebody, now."""
-        event = Event(at=self._clock(), level=level, source=source[:128], text=text[:1000])
+    def say(self, level: Level, source: str, text: str, *, at_s: float | None = None) -> None:
+        """Note what happened to somebody.
+
+        Args:
+            level: of the event.
+            source: PeerID, or "coordinator".
+            text: for people.
+            at_s: when it happened, by the run's clock as its source knows it; now, if left out.
+        """
+        now_s = self._clock()
+        at_s = now_s if at_s is None or not now_s - LATE_S <= at_s <= now_s else at_s
+        event = Event(at=at_s, level=level, source=source[:128], text=text[:1000])
         self._events.append(event)
         self._history.add_event(event)

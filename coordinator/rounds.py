@@ -12,7 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.history import History
-from atoll.coordinator.status import HISTORY, NAMED_PEERS, RoundSummary, RoundTrace
+from atoll.coordinator.status import (
+    HISTORY,
+    NAMED_PEERS,
+    RoundSummary,
+    RoundTrace,
+    seconds_between,
+)
 from atoll.optim.log import Entry, Member
 from atoll.optim.store import LogStore
 
@@ -46,7 +52,8 @@ class Rounds:
         self.tokens_total = history.tokens_total()
         self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
         for record in _records(store, history.last_round()):
-            self.add(Entry.decode(record), time.time(), left_out=[], valid_loss=None)
+            entry = Entry.decode(record)
+            self.add(entry, time.time(), left_out=[], valid_loss=None, late=True)
 
     def newest(self) -> list[RoundSummary]:
         """The newest summaries, oldest first."""
@@ -54,19 +61,26 @@ class Rounds:
 
     def interval_s(self) -> float:
         """Median seconds between the last few rounds; 0 if there were none."""
-        times = [summary.at for summary in list(self._newest)[-_RECENT:]]
-        pairs = itertools.pairwise(times)
-        return statistics.median([max(0.0, b - a) for a, b in pairs] or [0.0])
+        pairs = itertools.pairwise(list(self._newest)[-_RECENT:])
+        found = [s for a, b in pairs if (s := seconds_between(a, b)) is not None]
+        return statistics.median(found or [0.0])
 
     def add(
-        self, entry: Entry, at_s: float, *, left_out: Sequence[str], valid_loss: float | None
+        self,
+        entry: Entry,
+        at_s: float,
+        *,
+        left_out: Sequence[str],
+        valid_loss: float | None,
+        late: bool = False,
     ) -> None:
-        """Take a decided position."""
+        """Take a decided position; `late` if the run has gone on since."""
         counted = contributors(entry)
         summary = RoundSummary(
             epoch=entry.epoch,
             position=entry.position + 1,
             at=at_s,
+            late=late,
             loss=entry.loss,
             valid_loss=valid_loss,
             tokens=sum(member.tokens for member in counted) // self._num_fragments,
@@ -132,21 +146,13 @@ def with_traces(summary: RoundSummary, traces: Mapping[str, RoundTrace]) -> Roun
     """The summary with what its epoch's traces say: mean phase times, bytes, and reasons."""
     told = {peer: t for peer, t in traces.items() if t.epoch == summary.epoch}
     ours = list(told.values())
-    return RoundSummary(
-        epoch=summary.epoch,
-        position=summary.position,
-        at=summary.at,
-        loss=summary.loss,
-        valid_loss=summary.valid_loss,
-        tokens=summary.tokens,
-        members=summary.members,
-        left_out=summary.left_out,
+    return replace(
+        summary,
         rejected=min(math.hypot(*(t.rejected for t in ours)), sys.float_info.max),
         reasons=_reasons(ours),
         seconds=_mean_phases([t.seconds for t in ours if t.included] or [t.seconds for t in ours]),
         wire_bytes=min(sum(t.wire_bytes_sent for t in ours), 2**63 - 1),
         peer_bytes=_most({peer: t.wire_bytes_sent for peer, t in told.items()}),
-        chain=summary.chain,
     )
 
 

@@ -198,6 +198,8 @@ class RoundSummary(_Record):
     """The state that the entry leads to: 1 after the first round."""
     at: Amount
     """Seconds since 1970 when the coordinator learned of it."""
+    late: bool = False
+    """Whether the run had gone on by then: `at` does not say when the round was."""
     loss: float | None = None
     valid_loss: float | None = None
     tokens: Count = 0
@@ -214,6 +216,11 @@ class RoundSummary(_Record):
     peer_bytes: PeerBytes = field(default_factory=dict)
     """Of these, by PeerID; those that sent most, if there are many."""
     chain: Hex = ""
+
+
+def seconds_between(before: RoundSummary, after: RoundSummary) -> float | None:
+    """From one round to the next; None where the coordinator was not there for both."""
+    return None if before.late or after.late else max(0.0, after.at - before.at)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from atoll.coordinator.dashboard.view import (
     utilisation_of,
     without,
 )
-from atoll.coordinator.status import Event, RoundSummary, RunStatus
+from atoll.coordinator.status import Event, RoundSummary, RunStatus, seconds_between
 
 # A round is known before its members' accounts of it are: they come with the next heartbeats.
 TRACES_WITHIN_S = 3.0
@@ -83,15 +83,12 @@ def round_line(row: RoundSummary, before: RoundSummary | None, status: RunStatus
     When a round was decided of which no member has told, and what it sent, is not known.
     """
     total = f"/{status.rounds_total}" if status.rounds_total else ""
-    rate = status.tokens_per_s
-    if before is not None and row.at > before.at:
-        rate = row.tokens / (row.at - before.at)
     told = bool(row.seconds)
     fields = [
         text.clock_time(row.at),
         f"round {row.position:>{max(3, len(total) - 1)}}{total}",
         f"loss {text.loss_text(row.loss)}",
-        f"{text.count(rate if told else None):>5} tok/s",
+        f"{text.count(_rate(row, before, status) if told else None):>5} tok/s",
         f"{text.size(row.wire_bytes if told else None):>7} sent",
         f"util {utilisation(status)}",
         _members(row, status),
@@ -99,6 +96,14 @@ def round_line(row: RoundSummary, before: RoundSummary | None, status: RunStatus
     if row.valid_loss is not None:
         fields.append(f"valid {text.loss_text(row.valid_loss)}")
     return "  ".join(fields)
+
+
+def _rate(row: RoundSummary, before: RoundSummary | None, status: RunStatus) -> float | None:
+    """Tokens per second; None for a round of the coordinator's absence."""
+    gap_s = seconds_between(before or row, row)
+    if gap_s is None:
+        return None
+    return row.tokens / gap_s if gap_s else status.tokens_per_s
 
 
 def _members(row: RoundSummary, status: RunStatus) -> str:

@@ -49,7 +49,7 @@ _COLUMNS: Final[tuple[Column[RoundSummary], ...]] = (
     ),
     Column(
         title="at", width=8, priority=6, draw=lambda r, w: Content.assemble(
-            (text.clock_time(r.at), "$dim")
+            (text.clock_time(None if r.late else r.at), "$dim")
         ),
     ),
     Column(

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 from atoll.coordinator.dashboard.text import ABSENT, clean, finite, percent, short_id
-from atoll.coordinator.status import Gap, PeerStatus, RoundSummary, RunStatus
+from atoll.coordinator.status import Gap, PeerStatus, RoundSummary, RunStatus, seconds_between
 
 SHORT_CHARS = 6  # by which peers tell each other apart in what they say
 _IDENTITY = re.compile(rf"\b[1-9A-HJ-NP-Za-km-z]{{{SHORT_CHARS},128}}\b")  # base58
@@ -42,8 +42,8 @@ class View:
 
 def round_seconds(history: Sequence[RoundSummary]) -> float | None:
     """The median time from one committed round to the next, by the server's clock."""
-    gaps = [b.at - a.at for a, b in pairwise(history[-NUM_RECENT_ROUNDS:])]
-    steady = [gap for gap in gaps if finite(gap) is not None and gap > 0]
+    pairs = pairwise(history[-NUM_RECENT_ROUNDS:])
+    steady = [gap for a, b in pairs if finite(gap := seconds_between(a, b)) and gap]
     return median(steady) if steady else None
 
 
@@ -61,9 +61,8 @@ def elapsed_seconds(status: RunStatus) -> float | None:
 
 
 def token_rates(history: Sequence[RoundSummary]) -> list[float]:
-    """Tokens per second of each round but the first."""
-    pairs = ((a, b) for a, b in pairwise(history) if b.at > a.at)
-    return [b.tokens / (b.at - a.at) for a, b in pairs]
+    """Tokens per second of each round but the first, where it is known when they were."""
+    return [b.tokens / gap for a, b in pairwise(history) if (gap := seconds_between(a, b))]
 
 
 def is_gone(peer: PeerStatus) -> bool:

@@ -127,18 +127,19 @@ def _line(
     gaps: Sequence["Gap"],
 ) -> str:
     from atoll.coordinator.dashboard import text, view
+    from atoll.coordinator.status import seconds_between
 
-    seconds = f"{row.at - before.at:7.1f}" if before is not None else f"{'-':>7}"
+    gap_s = seconds_between(before, row) if before is not None else None
     absent = "; ".join(view.without(row, names))
     fields = (
         f"{row.position:>5}",
-        f"{text.clock_time(row.at):<8}",
+        f"{text.clock_time(None if row.late else row.at):<8}",
         f"{text.loss_text(row.loss):<6}",
         f"{text.loss_text(row.valid_loss):<6}",
         f"{text.count(row.tokens):>7}",
         f"{row.members:>5}",
-        f"{row.wire_bytes / 1e6:7.2f}",
-        seconds,
+        f"{row.wire_bytes / 1e6:7.2f}" if row.seconds else f"{text.ABSENT:>7}",
+        f"{text.ABSENT:>7}" if gap_s is None else f"{gap_s:7.1f}",
         row.chain[:16],
     )
     notes = [f"without {absent}"] if absent else []

@@ -169,6 +169,43 @@ def test_heartbeats_become_status_and_rounds(kit: Any, tmp_path: Path) -> None:
     kit.run(main())
 
 
+def test_rounds_of_an_absence_have_no_time_and_no_validation_loss(kit: Any, tmp_path: Path) -> None:
+    """They were long ago; what the coordinator learns at once looked like a run at full speed."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            clients = await net.started()
+            for index, client in enumerate(clients):
+                status = net.swarm.status(index, position=3 if index else 4, valid_loss=2.0)
+                await client.heartbeat(status)
+            for _ in range(4):
+                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+                await net.publish(clients[0], entry, body)
+            rows = (await clients[0].status()).history
+            assert [row.late for row in rows] == [True, True, False, False]
+            assert [row.valid_loss for row in rows] == [None, None, 2.0, 2.0]
+
+    kit.run(main())
+
+
+def test_an_event_has_the_time_at_which_it_happened(kit: Any, tmp_path: Path) -> None:
+    """Not that of the coordinator's return, unless the peer's clock is out of the question."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            now_s = net.up.coordinator.now_s()
+            times_s = (now_s - 600.0, now_s + 600.0, 0.0)
+            events = [Event(at=at_s, text=f"{at_s}") for at_s in times_s]
+            await one.heartbeat(net.swarm.status(0), events=events)
+            status = await one.status()
+            past, future, never = [event.at for event in status.events[-3:]]
+            assert past == times_s[0]
+            assert now_s <= future <= status.now and now_s <= never <= status.now
+
+    kit.run(main())
+
+
 def test_the_coordinator_asks_one_peer_for_what_it_lacks(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:

@@ -5,7 +5,14 @@ import pytest
 
 from atoll.coordinator.dashboard.plain import follow, lines, render_status
 from atoll.coordinator.dashboard.text import ABSENT
-from atoll.coordinator.dashboard.view import naming, utilisation, utilisation_of
+from atoll.coordinator.dashboard.view import (
+    eta_seconds,
+    naming,
+    round_seconds,
+    token_rates,
+    utilisation,
+    utilisation_of,
+)
 from atoll.coordinator.status import Event, Gap
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]x[/red]\r\nround 99 \u202eevil\u0000"
@@ -35,6 +42,20 @@ def test_a_round_waits_for_its_members_accounts(sample):
 def test_several_rounds_come_in_order(sample):
     found = [line.split()[2] for line in lines(sample(2), sample(6)) if " round " in line]
     assert found == ["3/120", "4/120", "5/120", "6/120"]
+
+
+def test_rounds_of_an_absence_have_no_speed(sample):
+    """They came all at once; nor do they say when the next ones end."""
+    whole = sample(40)
+    *seen, first, last = whole.history
+    at_once = [replace(row, at=first.at + 0.01 * i, late=True) for i, row in enumerate(seen)]
+    status = replace(whole, history=[*at_once, first, last])
+    rates = [line.split()[5] for line in lines(None, status) if " tok/s " in line]
+    assert rates[:-1] == [ABSENT] * (len(rates) - 1)
+    assert rates[-1].endswith("k")
+    assert len(token_rates(status.history)) == 1
+    assert round_seconds(status.history) == last.at - first.at
+    assert eta_seconds(replace(whole, history=at_once)) is None
 
 
 def test_validation_is_shown_where_it_was_measured(sample):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from atoll.coordinator.dashboard.text import ABSENT
 from atoll.coordinator.rounds import with_traces
 from atoll.coordinator.status import NAMED_PEERS, RoundSummary, RoundTrace, StatusError
 from atoll.peer.commands.rounds import table, trace
@@ -55,6 +56,22 @@ def test_a_long_reason_is_cut_before_it_is_sent():
     assert reasons({"p": "x" * 1000}) == {"p": "x" * MAX_REASON}
     with pytest.raises(StatusError):
         told(reasons={"p": "x" * 1000}).to_json()
+
+
+def test_what_is_not_known_of_a_round_is_no_number():
+    """Nobody has told of the first one yet; the second was while the coordinator was away."""
+    untold = replace(ROUND, left_out=[])
+    late = replace(ROUND, position=13, at=6.0, left_out=[], late=True, seconds={"send": 1.0})
+    after = replace(ROUND, position=14, at=9.0, left_out=[], seconds={"send": 1.0})
+    last = replace(after, position=15, at=12.0, wire_bytes=5_000_000)
+    _, *lines = table([untold, late, after, last])
+    assert [line.split()[-2:] for line in lines] == [
+        [ABSENT, ABSENT],
+        ["0.00", ABSENT],
+        ["0.00", ABSENT],
+        ["5.00", "3.0"],
+    ]
+    assert lines[1].split()[1] == "--:--:--"
 
 
 def test_what_strangers_write_steers_no_terminal():

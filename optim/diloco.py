@@ -1,6 +1,7 @@
 """DiLoCo in the user's own loop: train alone for a window, then meet the others.
 
-    drift    synced - local; at the end of a window it is the pseudo-gradient delta
+    drift    synced - local; at the end of a window it is the pseudo-gradient delta. Of parameters
+             in bf16 it is what they lack of synced as bf16 holds it
 
 Each commit moves local, and counts a contribution once:
 
@@ -27,12 +28,12 @@ class DiLoCo(Worker):
     """
 
     def _delta(self, index: int, local_F: Tensor) -> Difference:
-        return Difference(self.fragments[index], self._synced[index], local_F)
+        return Difference(self.fragments[index], self._held(index), local_F)
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         """Move local by the two rules at the top of this module, parameter by parameter."""
         fragment, pending = self.fragments[commit.fragment], window.pending
-        old_F = self._synced[commit.fragment]
+        old_F = self._held(commit.fragment)
         vectors = [new_F, old_F]
         if pending is not None and commit.included is not None:
             vectors.append(pending.local_N)

@@ -123,6 +123,30 @@ class Layout:
             for piece, param in self._pairs(params_N, module):
                 param.copy_(piece)
 
+    def held(
+        self, module: nn.Module, values_F: Tensor, spans: Sequence[tuple[int, int]] | None = None
+    ) -> Tensor:
+        """Values as a module's parameters hold them: rounded, where these have fewer bits.
+
+        Args:
+            module: of this layout.
+            values_F: of the runs, one after another.
+            spans: runs of the vector, as in `parameters_in`; all of it by default.
+
+        Returns:
+            The values themselves if all parameters are fp32, else a new vector.
+
+        Raises:
+            LayoutError: when the module is not of this layout.
+        """
+        places = list(self.parameters_in(module, ((0, self.numel),) if spans is None else spans))
+        if all(param.dtype == torch.float32 for param, _ in places):
+            return values_F
+        held_F = vectors.empty(values_F.numel())
+        for param, place in places:
+            held_F[place] = values_F[place].to(param.dtype)
+        return held_F
+
     def parameters_in(
         self, module: nn.Module, spans: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[nn.Parameter, slice]]:

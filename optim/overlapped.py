@@ -28,7 +28,7 @@ class Overlapped(Worker):
         self._restart()
 
     def _restart(self) -> None:
-        self._start_N: Tensor = self.synced_N
+        self._start_N: Tensor = self.layout.held(self.model, self.synced_N)
         self._sent_N: Tensor = torch.zeros_like(self.synced_N)
         self._owed_N: Tensor = torch.zeros_like(self.synced_N)
 
@@ -42,7 +42,7 @@ class Overlapped(Worker):
 
     def _handed_in(self, fragment: Fragment) -> None:
         self._owed_N = torch.zeros_like(self._owed_N)
-        self._start_N = self._next_start()
+        self._start_N = self.layout.held(self.model, self._next_start())
         self.layout.load_(self.model, self._start_N)
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:

@@ -287,6 +287,13 @@ class Worker(ABC):
     def _load_own_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a hook
         """Take over what `_own_state` gave."""
 
+    def _held(self, index: int) -> Tensor:
+        """Where a fragment's local begins: synced, rounded to the dtypes of the parameters.
+
+        Drift is measured from here: what rounding took was not trained, and is not sent.
+        """
+        return self.layout.held(self.model, self._synced[index], self.fragments[index].spans)
+
     def _cut(self, synced_N: Tensor) -> list[Tensor]:
         return [fragment.cut(synced_N) for fragment in self.fragments]
 
@@ -360,7 +367,7 @@ class Worker(ABC):
         delta = self._delta(index, local_F)
         if not is_finite(delta if isinstance(delta, Tensor) else local_F):
             self._discard()
-            local_F, delta = self._synced[index], torch.zeros(self.fragments[index].numel)
+            local_F, delta = self._held(index), torch.zeros(self.fragments[index].numel)
         losses = [float(loss) for loss in window.losses]
         loss = sum(losses) / len(losses) if losses else float("nan")
         number = self._statistics.windows
@@ -379,7 +386,7 @@ class Worker(ABC):
         )
 
     def _discard(self) -> None:
-        """Drop windows whose result is not finite.
+        """Drop windows whose result is not finite; what was handed in before stays in local.
 
         Their moments hold NaN as well, so the inner optimizer starts afresh. A contribution of no
         tokens, thus of weight 0, takes its place: nobody has to wait for this peer.
@@ -391,7 +398,12 @@ class Worker(ABC):
             max(window.steps for window in self._windows),
             self._statistics.position,
         )
-        self.layout.load_(self.model, self.synced_N)
+        sound_N = vectors.empty(self.layout.numel)
+        stands = zip(self.fragments, self._synced, self._windows, strict=True)
+        for fragment, synced_F, window in stands:
+            pending = window.pending
+            fragment.put_cut_(sound_N, synced_F if pending is None else pending.local_N)
+        self.layout.load_(self.model, sound_N)
         self.inner.state.clear()
         for window in self._windows:
             window.disown()

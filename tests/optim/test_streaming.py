@@ -11,7 +11,7 @@ from atoll.optim.methods import MethodError, parse
 from atoll.optim.reducer import Commit
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toys import Team, adamw, backward, flat, net
+from toys import Team, adamw, backward, flat, net, sgd
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
@@ -171,3 +171,62 @@ def test_a_delay_beyond_the_next_fragments_turn_waits_for_what_is_overdue_alone(
     assert reducer.most == under_way
     assert reducer.waits == reducer.position == worker.statistics().included
     assert reducer.position == (40 - tau) // 2
+
+
+class OnOffer:
+    """Decides a contribution when a test says so."""
+
+    position = 0
+
+    def __init__(self, method):
+        self.method, self.submitted = method, []
+
+    def start(self, layout, params_N, settle):
+        self.fragments, self.settle, self.params_N = self.method.fragments(layout), settle, params_N
+        return params_N
+
+    def submit(self, contribution):
+        self.submitted.append(contribution)
+
+    def wait(self):
+        pass
+
+    def decide(self, contribution, *, included: bool):
+        """Plain descent by it, or nothing."""
+        self.position += 1
+        fragment, params_N = self.fragments[contribution.fragment], self.params_N.clone()
+        if included:
+            fragment.put_cut_(params_N, fragment.cut(params_N) - contribution.delta_N)
+        everywhere = torch.ones(len(fragment.pieces), dtype=torch.bool)
+        self.settle(
+            Commit(
+                fragment=contribution.fragment,
+                position=self.position,
+                params_N=params_N,
+                included=everywhere if included else None,
+                members=1,
+            )
+        )
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_work_under_way_counts_once_though_later_steps_are_dropped(included):
+    """One fragment travels while the window of the other ends in NaN."""
+    method = parse("diloco(count=2, tau=6, codec=fp32)")
+    model, reducer = net(), OnOffer(method)
+    worker = method.worker(model, sgd(model), reducer, inner_steps=6)
+    for step in range(6):
+        backward(model, step)
+        if step == 5:
+            next(model.parameters()).grad.fill_(float("nan"))
+        worker.step(tokens=8)
+    (sound, dropped), fragment = reducer.submitted, reducer.fragments[1]
+    assert (sound.fragment, sound.tokens, dropped.tokens) == (1, 24, 0)
+    reducer.decide(sound, included=included)
+    model.zero_grad()
+    for _ in range(3):
+        worker.step(tokens=0)
+    drift = fragment.cut(worker.synced_N) - fragment.cut(flat(model))
+    expected = torch.zeros_like(drift) if included else sound.delta_N
+    torch.testing.assert_close(drift, expected, rtol=1e-4, atol=1e-6)
+    assert reducer.submitted[2].tokens == (0 if included else 24)

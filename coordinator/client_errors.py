@@ -78,7 +78,14 @@ def from_grpc(error: grpc.aio.AioRpcError, address: str) -> CoordinatorError:
     """The error that a failed call means."""
     code, details = error.code(), (error.details() or "no details")[:500]
     if code in _UNREACHABLE:
-        return CoordinatorUnreachable(f"{address}: {details}")
+        return CoordinatorUnreachable(f"{address}: {_why(code, details)}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return BadReply(f"{address}: {details}")
     return _REFUSALS.get(code, CoordinatorRefused)(code.name.lower(), details)
+
+
+def _why(code: grpc.StatusCode, details: str) -> str:
+    """What gRPC names last: what happened, after the layers that it went through."""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no answer in time"
+    return details.rpartition(":")[2].strip().lower() or details

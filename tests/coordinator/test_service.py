@@ -26,6 +26,7 @@ from atoll.coordinator.client_errors import (
     NotWelcome,
     WrongCertificate,
     WrongRunOrVersion,
+    from_grpc,
 )
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.keys import RunKeys
@@ -274,6 +275,28 @@ def test_strangers_are_turned_away(kit: Any, tmp_path: Path) -> None:
                 await StatusClient(other_invite(invite, run_id=b"x" * 32)).status()
 
     kit.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "told"),
+    [
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7700: Failed "
+            "to connect to remote host: Connection refused",
+            "host:7700: connection refused",
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "host:7700: socket closed"),
+        (grpc.StatusCode.UNAVAILABLE, "odd:", "host:7700: odd:"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "host:7700: no answer in time"),
+    ],
+)
+def test_why_a_call_failed_is_told_in_few_words(
+    code: grpc.StatusCode, details: str, told: str
+) -> None:
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(code, metadata, metadata, details=details)
+    assert str(from_grpc(error, "host:7700")) == told
 
 
 def test_a_call_whose_connection_another_call_gave_up_has_failed_and_was_not_cancelled(

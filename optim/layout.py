@@ -233,7 +233,8 @@ class Layout:
         if found != tuple(zip(self.names, self.shapes, strict=True)):
             raise LayoutError(
                 f"expected the {len(self.names)} parameters of the layout, "
-                f"got {_first_difference(self, found)}; build the model from the run's spec"
+                f"got {_first_difference(self, found)}; build the model from the run's spec, and "
+                "neither freeze nor add parameters once it has joined"
             )
         return [param for _, param in named]
 

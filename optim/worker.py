@@ -13,6 +13,7 @@ A subclass says what it sends (`_delta`) and how local follows a commit (`_follo
 """
 
 import logging
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -311,6 +312,7 @@ class Worker(ABC):
             window.restart(self.inner_steps - (turn + 1) * self.inner_steps // count)
 
     def _count(self, tokens: int, loss: float | Tensor | None) -> None:
+        tokens = operator.index(tokens)  # a tensor that counts a mask would go on to the others
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         for window in self._windows:
             window.count(tokens, loss)

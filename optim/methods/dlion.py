@@ -5,7 +5,9 @@ At each step, with the inner rate eta:
     send sign(beta1 m + (1 - beta1) gradient)        m = beta2 m + (1 - beta2) gradient
     synced = (1 - eta decay) synced - eta vote       vote: the sign of the sum, or the mean
 
-A sign of zero is sent as positive; a tie in the sum is a vote of 0.
+A tie in the sum is a vote of 0. One bit can't say that a sign is zero: it is positive and negative
+in turns, at every position and from value to value, so that parameters without a gradient stay
+within a step. Departure: the published code counts zeros and ties as negative.
 """
 
 from collections.abc import Mapping
@@ -104,7 +106,15 @@ class DLion(GradientWorker):
             return grad_N
         step_N = self._momentum_N * self._beta1 + grad_N * (1.0 - self._beta1)
         self._momentum_N = self._momentum_N * self._beta2 + grad_N * (1.0 - self._beta2)
-        return torch.where(step_N >= 0, 1.0, -1.0)
+        if not bool(step_N.all()):
+            step_N = torch.where(step_N == 0, self._in_turns(), step_N)
+        return torch.where(step_N > 0, 1.0, -1.0)
+
+    def _in_turns(self) -> Tensor:
+        """1 and -1 for even and odd values, the other way round at the next position."""
+        signs_N = torch.ones(self.layout.numel)
+        signs_N[(self.reducer.position + 1) % 2 :: 2] = -1.0
+        return signs_N
 
     def _own_state(self) -> dict[str, Any]:
         return {"momentum_N": self._momentum_N}

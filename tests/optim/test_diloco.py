@@ -408,6 +408,29 @@ def test_window_without_steps_is_refused():
         DiLoCo(net, torch.optim.SGD(net.parameters()), ScriptedReducer(), inner_steps=0)
 
 
+def test_tokens_that_a_tensor_counts_are_a_number():
+    method, reducer = scripted()
+    for _ in range(2):
+        method.advance(tokens=torch.ones(8, dtype=torch.bool).sum())
+    (contribution,) = reducer.submitted
+    assert type(contribution.tokens) is int
+    assert contribution.tokens == method.statistics().tokens == 16
+    with pytest.raises(TypeError):
+        method.advance(tokens=8.5)
+
+
+@pytest.mark.parametrize("change", ["freeze", "add"])
+def test_a_model_whose_parameters_change_says_so(change):
+    method, _ = scripted()
+    train_step(method, 0)
+    if change == "freeze":
+        method.model[2].requires_grad_(False)
+    else:
+        method.model.append(nn.Linear(1, 1))
+    with pytest.raises(LayoutError, match="neither freeze nor add"):
+        train_step(method, 1)
+
+
 def test_both_clocks_run():
     _, methods = group(2, 2)
     run(methods, range(4))

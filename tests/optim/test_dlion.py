@@ -50,6 +50,17 @@ def test_one_worker_is_lion():
     torch.testing.assert_close(team.local(), flat(model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_parameters_without_a_gradient_go_nowhere(workers):
+    """As an expert that is not used, or a byte that does not occur: one bit has no zero."""
+    team = Team(workers, "dlion", inner=sgd)
+    start = flat(net())
+    for _ in range(20):
+        for worker in team.workers:
+            worker.step(tokens=8)
+    torch.testing.assert_close(team.local(), start, rtol=0.0, atol=1e-6)
+
+
 def test_a_value_and_step_costs_a_bit():
     team = Team(2, "dlion", inner=sgd, make=lambda: net(2, 256))
     team.run(range(1))

@@ -148,7 +148,7 @@ class Daemon:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
-                start_new_session=True,  # Ctrl-C is ours: we say goodbye before it goes
+                process_group=0,  # Ctrl-C is ours: we say goodbye before it goes
             )
         except OSError as error:
             lock.close()

@@ -21,7 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -97,15 +98,35 @@ def run_toml(point: Point, options: argparse.Namespace) -> str:
     return template(RunSpec.from_dict(told | as_run(point.method, options.inner_steps)))
 
 
+@contextmanager
+def session_niceness(nice: int) -> Iterator[None]:
+    """Let this session have more or less of the CPU than others, while this lasts."""
+    if not nice:
+        yield
+        return
+    group = Path("/proc/self/autogroup")
+    before = group.read_text().split()[-1]
+    group.write_text(str(nice))
+    try:
+        yield
+    finally:
+        group.write_text(before)
+
+
 class Hosts:
     """The processes of one point; ended with it."""
 
-    def __init__(self, lab: WanLab, folder: Path, log: IO[bytes], nice: int) -> None:
-        self._lab, self._folder, self._log, self._nice = lab, folder, log, nice
+    def __init__(self, lab: WanLab, folder: Path, log: IO[bytes]) -> None:
+        self._lab, self._folder, self._log = lab, folder, log
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, host: int, *command: str) -> subprocess.Popen[str]:
-        """Run a program of ours on a host."""
+        """Run a program of ours on a host.
+
+        All are of one session, between which Linux shares the CPU before it looks at threads: what
+        yields to the inner steps of its own host yields to those of the others, as on a machine
+        of its own.
+        """
         process = self._lab.popen(
             host,
             [sys.executable, *command],
@@ -114,7 +135,7 @@ class Hosts:
             stderr=self._log,
             text=True,
             cwd=self._folder,
-            start_new_session=True,  # Linux shares the CPU between sessions
+            process_group=0,  # Ctrl-C is ours
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -122,8 +143,6 @@ class Hosts:
                 "THP_MEM_ALLOC_ENABLE": "1",
             },
         )
-        if self._nice:  # of the session: a process's own counts within its session only
-            Path(f"/proc/{process.pid}/autogroup").write_text(str(self._nice))
         self.processes.append(process)
         return process
 
@@ -153,7 +172,7 @@ def measure(point: Point, options: argparse.Namespace, log: IO[bytes]) -> Row:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-bench-")))
         lab = stack.enter_context(WanLab(links, mtu=options.mtu, congestion="cubic"))
-        hosts = stack.enter_context(Hosts(lab, folder, log, options.nice))
+        hosts = stack.enter_context(Hosts(lab, folder, log))
         invite = start_coordinator(lab, hosts, folder, run_toml(point, options), options.hosts)
         peers = [
             hosts.start(
@@ -304,10 +323,10 @@ def parser() -> argparse.ArgumentParser:
     add("--inner-steps", type=int, default=32)
     add("--hosts", type=int, default=4)
     add("--rtt", type=float, default=50.0, help="ms between any two hosts")
-    add("--windows", type=int, default=4, help="that count")
-    add("--warmup", type=int, default=2, help="rounds before those")
+    add("--windows", type=int, default=20, help="that count")
+    add("--warmup", type=int, default=10, help="rounds before those")
     add("--mtu", type=int, default=9000, help="of the hosts; small packets cost the lab CPU")
-    add("--nice", type=int, default=0, help="of the hosts; -20 keeps other programs out of the way")
+    add("--nice", type=int, default=0, help="of this session; -20: before all other programs")
     add("--rerun", action="store_true", help="measure")
     add("--save", action="store_true", help="keep what was measured")
     add("--log", type=Path, default=ROOT / "build" / "bench_utilisation.log")
@@ -324,7 +343,7 @@ def main() -> int:
             return 2
         options.log.parent.mkdir(exist_ok=True)
         rows = []
-        with options.log.open("wb") as log:
+        with options.log.open("wb") as log, session_niceness(options.nice):
             for point in points(options):
                 rows.append(asdict(measure(point, options, log)))
                 print(table(rows[-1:]), file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from atoll.compression import CodecError
+from atoll.compression import parse as parse_codec
 from atoll.optim import GossipGroup, GroupError, InProcessGroup, methods
 from atoll.optim.methods import MethodError, parse
 
@@ -46,6 +47,38 @@ def team(spec: str, size: int = 3) -> Team:
 
 def test_every_method_is_trained_here():
     assert {parse(spec).name for spec in SETTINGS} == set(methods.names())
+
+
+PUBLISHED = {
+    "streaming": {"alpha": 0.5, "tau": 5, "pattern": "strided"},
+    "co2": {"lr": 1.0, "momentum": 0.5, "penalty": 1.0, "clip": float("inf")},  # of the code
+    "demo": {"feedback": 0.999, "weights": "equal"},
+    "sparseloco": {"lr": 1.0, "feedback": 0.95},
+    "muloco": {"lr": 0.7, "momentum": 0.6},  # for one worker
+    "noloco": {"lr": 0.7, "momentum": 0.5, "pull": 0.7, "feedback": 0.0},
+    "dlion": {"beta1": 0.9, "beta2": 0.99, "weights": "equal", "feedback": 0.0},
+}
+CODECS = {
+    "streaming": "fp4",
+    "sparseloco": "topk(k=64)+2bit",
+    "demo": "dct(k=32)",
+    "dlion": "sign",
+    "noloco": "fp32",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_defaults_are_the_published_constants(name):
+    method = parse(name)
+    assert {option: getattr(method, option) for option in PUBLISHED[name]} == PUBLISHED[name]
+    assert method.codec == parse_codec(CODECS.get(name, "int8"))
+
+
+def test_muloco_keeps_its_constants_in_runs_of_all_lengths():
+    for rounds in (10, 1_000):
+        assert not methods.defaults_for("muloco", rounds=rounds, inner_steps=30, peers=4)
+    found = methods.defaults_for("eager", rounds=10, inner_steps=30, peers=4)
+    assert found == {"lr": 0.8, "momentum": 0.3, "peers": 4}
 
 
 @pytest.mark.parametrize("spec", SETTINGS)

@@ -15,6 +15,7 @@ from the class that is raised, in any layer, without a common base:
     defined in atoll.*, named in BAD_INPUTS     2
     defined in atoll.*, anything else           1     (TransportError, ...)
     OSError: address in use                     2
+    OSError: no space left                      1
     OSError with a file name                    2     (not found, no permission, a directory, ...)
     OSError                                     1
     sqlite3.OperationalError                    1     (a full disk, a file that cannot be written)
@@ -135,8 +136,8 @@ def exit_code(error: BaseException) -> int | None:
         bad_input = isinstance(error, ValueError) or not BAD_INPUTS.isdisjoint(_names(error))
         return BAD_INPUT if bad_input else FAILED
     if isinstance(error, OSError):
-        bad_input = error.errno == errno.EADDRINUSE or error.filename is not None
-        return BAD_INPUT if bad_input else FAILED
+        named = error.filename is not None and error.errno != errno.ENOSPC
+        return BAD_INPUT if named or error.errno == errno.EADDRINUSE else FAILED
     return FAILED if DATABASE_ERROR in _names(error) or _is_out_of_memory(error) else None
 
 

@@ -15,9 +15,11 @@ A reader MUST compare the digest before it uses a value, and MUST refuse another
 Errors are `SavedStateError`.
 """
 
+import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,9 +54,14 @@ def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
     metadata = {"format": FORMAT, "kind": kind, "run": run, "tree": text}
     metadata["sha256"] = _digest(metadata, tensors)
     partial = path.with_name(path.name + ".partial")
-    safetensors.torch.save_file(tensors, partial, metadata)
-    _sync(partial)
-    partial.replace(path)
+    try:
+        safetensors.torch.save_file(tensors, partial, metadata)
+        _sync(partial)
+        partial.replace(path)
+    except safetensors.SafetensorError as error:
+        raise _os_error(error, path) from None
+    finally:
+        partial.unlink(missing_ok=True)
     _sync(path.parent)
 
 
@@ -90,6 +97,13 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise SavedStateError(f"{path} does not exist") from error
     except (safetensors.SafetensorError, OSError) as error:
         raise SavedStateError(f"{path} is damaged ({error}); move it away") from error
+
+
+def _os_error(error: safetensors.SafetensorError, path: Path) -> OSError:
+    """The library tells what the system said in its text only: '... (os error 28)'."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else errno.EIO
+    return OSError(number, os.strerror(number) if found else str(error), str(path))
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

@@ -134,6 +134,7 @@ def test_classes_that_mean_bad_input_are_where_they_are_named(name):
         (OSError(errno.EADDRINUSE, "Address already in use"), 2),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "here"), 2),
         (sqlite3.OperationalError("database or disk is full"), 1),
+        (OSError(errno.ENOSPC, "No space left on device", "here"), 1),
         (MemoryError(), 1),
         (RuntimeError("a bug"), None),
         (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1),

@@ -1,4 +1,6 @@
+import errno
 import math
+import resource
 import struct
 
 import pytest
@@ -52,6 +54,25 @@ def test_views_of_one_tensor_are_saved_apart(tmp_path):
 def test_another_kind_or_run_is_refused(path, wrong):
     with pytest.raises(SavedStateError, match=r"is of another (kind|run): expected"):
         load(path, **wrong)
+
+
+@pytest.fixture
+def little_room():
+    """No file may grow beyond 4 kB: as a full disk, but for the number of the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("little_room")
+def test_a_disk_that_takes_nothing_more_is_an_os_error_and_leaves_the_old_file(path):
+    """As the system tells it, by which people are told what to do; it was safetensors' own."""
+    with pytest.raises(OSError, match="File too large") as raised:
+        saved.save(path, {"other": torch.zeros(10_000)}, kind="trainer", run="r1")
+    assert raised.value.errno == errno.EFBIG and raised.value.filename == str(path)
+    assert equal(load(path), TREE)
+    assert [file.name for file in path.parent.iterdir() if file.is_file()] == ["state"]
 
 
 def test_a_missing_file_is_said(tmp_path):

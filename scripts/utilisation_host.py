@@ -11,7 +11,6 @@ what was seen since then, in lines of JSON on stdout.
 
 import json
 import logging
-import statistics
 import sys
 import time
 from contextlib import closing
@@ -27,7 +26,7 @@ from atoll.peer.trainer import build_model
 
 TOKENS_PER_STEP = 8 * 1024  # what they weigh is the same for all peers
 NOISE = 1e-3
-SLEEPS = 50  # of which the median tells how late this machine's clock wakes a thread
+SLEEPS = 50  # of which the least late tells when a thread wakes whose core is free
 VOCABULARY = 256  # of bytes
 
 Facts = dict[str, Any]
@@ -44,7 +43,7 @@ class EmulatedTraining:
         self.step_s = step_s
         self._params = list(model.parameters())
         self._noise = NOISE * torch.randn(max(param.numel() for param in self._params))
-        self._late_s = statistics.median(lateness_s(0.002) for _ in range(SLEEPS))
+        self._late_s = min(lateness_s(0.002) for _ in range(SLEEPS))
         self._step = 0
         self.overslept_s = 0.0
         """by how much steps ended later than they should, since the machine was busy"""

@@ -24,6 +24,7 @@ import pytest
 from atoll.coordinator.checkpoints import load_checkpoint
 from atoll.coordinator.client_errors import CoordinatorError
 from atoll.coordinator.invite import Invite
+from atoll.coordinator.members import STALL_S
 from atoll.coordinator.spec import RunSpec, template
 from atoll.dht.identity import Identity
 from atoll.optim.log import Entry
@@ -145,6 +146,9 @@ class Child:
 
     def thaw(self):
         os.killpg(self._process.pid, signal.SIGCONT)
+
+    def interrupt(self):
+        os.kill(self._process.pid, signal.SIGINT)
 
     def terminate(self):
         os.kill(self._process.pid, signal.SIGTERM)
@@ -384,6 +388,27 @@ def test_a_peer_that_is_stopped_leaves_the_roster_and_resumes(run):
     there = run.status().position
     until(lambda: run.members_since(there) == 3, "cas to be a member again")
     assert run.shown("cas").peer_id == shown.peer_id
+
+
+def test_electors_that_leave_together_do_not_stop_who_stays(run):
+    """Without those two no quorum is left of the three that could vote on the next round."""
+    run.set_pace(3 * STEP_S)  # so that both have left before another round
+    epoch, there = run.status().epoch, run.status().position
+    until(lambda: run.members_since(there) == 3, "a round of three")
+    there = run.status().position
+    for name in ("ben", "cas"):
+        run.peers[name].interrupt()
+    assert [run.peers[name].wait() for name in ("ben", "cas")] == [130, 130]
+    run.set_pace(STEP_S)
+    until(lambda: run.status().position >= there + 2, "two rounds of ann alone", STALL_S / 2)
+    status = run.status()
+    assert status.epoch == epoch + 1
+    assert any(event.text.endswith("with 1 peers: electors left") for event in status.events)
+
+    for name in ("ben", "cas"):
+        run.start_peer(name).await_said("resumed at position")
+    there = run.status().position
+    until(lambda: run.members_since(there) == 3, "both to be members again")
 
 
 def test_no_round_is_lost_without_the_coordinator_and_the_run_ends(run):

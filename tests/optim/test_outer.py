@@ -196,6 +196,16 @@ def test_bias_corrections_are_one_less_the_powers_of_the_betas():
     torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0.0)
 
 
+def test_adamw_keeps_what_comes_after_its_moments():
+    """The factors of PowerSGD lie there."""
+    warm_K = hashed(7, 1)
+    memory_M = torch.cat([torch.zeros(2 * N + ADAMW_SUMS), warm_K])
+    state = OuterState.genesis(ADAMW_LAYOUT, hashed(N, 1_000), memory_M)
+    after = adamw(state, hashed(N, 2), **ADAMW)
+    assert torch.equal(after.memory_M[-7:], warm_K)
+    assert after.memory_M[: 2 * N].all()
+
+
 def test_exact_norm_is_the_norm():
     for seed, size in ((1, 1.0), (2, 1e30), (3, 1e-40)):
         x = hashed(N, seed) * size

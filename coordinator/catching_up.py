@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 
-from atoll.coordinator.follower import Followed, Follower, FollowerError, Missed
+from atoll.coordinator.follower import DISK_ERRORS, Followed, Follower, FollowerError, Missed
 from atoll.coordinator.status import Level
 from atoll.optim.log import LogError
 from atoll.optim.state import OuterState
@@ -85,6 +85,8 @@ class CatchUp:
         self._say = say
         self._lag = Lag()
         self._task: asyncio.Task[None] | None = None
+        self._failure = ""
+        """why the last try failed"""
         self.is_installing = False
         """Whether the follower is busy with what was found, for as long as applying it takes."""
 
@@ -108,10 +110,19 @@ class CatchUp:
                 if found is not None:
                     self.is_installing = True
                     await self._install(found)
+            self._failure = ""
+        except (StoreError, *DISK_ERRORS) as error:
+            self._tell_failure(str(error))
         except Exception:
             log.exception("catching up failed; it is tried again")
         finally:
             self.is_installing = False
+
+    def _tell_failure(self, failure: str) -> None:
+        """Once for each reason: it is tried again each LAG_S."""
+        if failure != self._failure:
+            self._say("warning", f"catching up failed, it is tried again: {failure}")
+        self._failure = failure
 
     async def _install(self, found: Found) -> None:
         before = self._follower.state.position

@@ -18,7 +18,7 @@ from atoll.coordinator.catching_up import CatchUp, FetchMissed
 from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.entrance import Entrance, Refusal
 from atoll.coordinator.epochs import Epochs
-from atoll.coordinator.follower import Claim, Followed, Follower, NotNext
+from atoll.coordinator.follower import DISK_ERRORS, Claim, Followed, Follower, NotNext
 from atoll.coordinator.gossip import FetchModel, KeptModels, ToldRounds
 from atoll.coordinator.history import History
 from atoll.coordinator.journal import Journal
@@ -33,6 +33,7 @@ from atoll.optim.log import Elector, Entry, LogError, Verify
 from atoll.optim.store import Head
 
 TICK_S = 0.5
+DISK_PAUSE_S = 15.0  # a body that cannot be stored is not sent again sooner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,7 @@ class Coordinator:
         self._models: KeptModels | None = None
         self._gaps = follower.store.gaps()
         self._diverged_told = False
+        self._ask_from_s = 0.0
         self._started_s = self._stored_start()
         if self._is_finished():
             self.finished.set()
@@ -166,6 +168,9 @@ class Coordinator:
         except LogError as error:
             self._journal.say("warning", source, f"sent a wrong body: {error}")
             raise Refusal("invalid_argument", str(error)) from None
+        except DISK_ERRORS as error:
+            self.tell_disk(error)
+            raise Refusal("resource_exhausted", f"the coordinator's disk: {error}") from None
         left_out = _left_out(electorate, claim.entry)
         late = self._went_on(claim.entry)
         valid_loss = None if late else self._mean_valid_loss()
@@ -292,8 +297,17 @@ class Coordinator:
 
     # Inside
 
+    def tell_disk(self, error: Exception) -> None:
+        """Tell that the disk took something not; for a while no peer is asked for entries."""
+        self._ask_from_s = self._steady() + DISK_PAUSE_S
+        self._journal.tell_once(
+            "error",
+            f"the coordinator cannot write its state ({error}): make room on its disk. Training "
+            "goes on, and what it misses is fetched then",
+        )
+
     def _publish_from(self, peer_id: str, now_s: float) -> int | None:
-        if not self._logged:
+        if not self._logged or now_s < self._ask_from_s:
             return None
         head = self.follower.head
         asked = self._publisher.asked(

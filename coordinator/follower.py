@@ -26,6 +26,7 @@ Exceptions: `LogError` (atoll.optim.log) for an entry that is wrong, and
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ from atoll.optim.state import OuterState
 from atoll.optim.store import Head, LogStore, NotStored, Record, StoreCorrupt
 
 SNAPSHOT_SHARE = 0.05  # of the time that writing snapshots may take
+DISK_ERRORS = (OSError, sqlite3.OperationalError)  # what is raised where a disk takes no more
 _ROOTS = 16  # newest state roots kept to be compared with certified ones
 
 
@@ -450,7 +452,8 @@ class Follower:
         started_s = self._steady()
         if started_s < self._snapshot_due_s:
             return
-        self.store.save_snapshot(state, self._head.chain)
+        with contextlib.suppress(*DISK_ERRORS):  # told with the first entry that is not taken
+            self.store.save_snapshot(state, self._head.chain)
         took_s = self._steady() - started_s
         self._snapshot_due_s = started_s + took_s / SNAPSHOT_SHARE
 

@@ -1,13 +1,15 @@
 """What the coordinator remembers for people: rounds, events and peers, in one SQLite file.
 
-Losing this file loses nothing that training needs; it is made again from the log.
+Losing this file loses nothing that training needs; it is made again from the log. So a disk that
+takes nothing more is no failure here: what cannot be written is forgotten with the process.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +36,8 @@ class History:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._db = _open(path)
+        except sqlite3.OperationalError:  # a full disk: the file may be whole
+            raise
         except sqlite3.DatabaseError:
             path.replace(path.with_name(f"{path.name}.damaged"))
             self._db = _open(path)
@@ -41,7 +45,7 @@ class History:
     def put_round(self, summary: RoundSummary) -> None:
         """Keep a round, in place of what was known of it."""
         row = (summary.position, summary.tokens, summary.to_json())
-        with self._lock, self._db:
+        with self._changing():
             self._db.execute("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?)", row)
 
     def rounds(self, newest: int) -> list[RoundSummary]:
@@ -51,7 +55,7 @@ class History:
 
     def forget_rounds(self, after: int) -> None:
         """Drop rounds beyond a position: the log does not have them."""
-        with self._lock, self._db:
+        with self._changing():
             self._db.execute("DELETE FROM rounds WHERE position > ?", (after,))
 
     def last_round(self) -> int:
@@ -68,7 +72,7 @@ class History:
 
     def add_event(self, event: Event) -> None:
         """Keep an event; the oldest go."""
-        with self._lock, self._db:
+        with self._changing():
             cursor = self._db.execute("INSERT INTO events (record) VALUES (?)", (event.to_json(),))
             oldest = (cursor.lastrowid or 0) - MAX_EVENTS
             self._db.execute("DELETE FROM events WHERE id <= ?", (oldest,))
@@ -81,7 +85,7 @@ class History:
     def put_peers(self, peers: Iterable[PeerStatus]) -> None:
         """Keep the last status of each of these peers, and of no others."""
         rows = [(peer.peer_id, peer.to_json()) for peer in peers]
-        with self._lock, self._db:
+        with self._changing():
             self._db.execute("DELETE FROM peers")
             self._db.executemany("INSERT INTO peers VALUES (?, ?)", rows)
 
@@ -94,6 +98,12 @@ class History:
         """Close the file; idempotent."""
         with self._lock:
             self._db.close()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """All of the block's changes, or none where the disk takes no more."""
+        with suppress(sqlite3.OperationalError), self._lock, self._db:
+            yield
 
     def _blobs(self, query: str, limit: int) -> list[bytes]:
         with self._lock:

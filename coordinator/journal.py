@@ -9,6 +9,7 @@ from atoll.coordinator.history import History
 from atoll.coordinator.status import EVENTS, Event, Level
 
 LATE_S = 24 * 3600.0  # an event that claims to be older comes from a clock that is wrong
+REPEAT_S = 600.0  # what stays wrong is said again after this
 
 
 class Journal:
@@ -27,6 +28,12 @@ class Journal:
     def tell(self, level: Level, text: str) -> None:
         """Note what the coordinator has to say."""
         self.say(level, "coordinator", text)
+
+    def tell_once(self, level: Level, text: str) -> None:
+        """Note what the coordinator has to say, unless it said so a short time ago."""
+        since_s = self._clock() - REPEAT_S
+        if not any(event.text == text and event.at > since_s for event in self._events):
+            self.tell(level, text)
 
     def say(self, level: Level, source: str, text: str, *, at_s: float | None = None) -> None:
         """Note what happened to somebody.

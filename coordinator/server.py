@@ -41,7 +41,7 @@ from atoll.coordinator.addresses import split_address
 from atoll.coordinator.admission import AdmissionCheck
 from atoll.coordinator.catching_up import CatchUp, FetchMissed
 from atoll.coordinator.coordinator import TICK_S, Coordinator
-from atoll.coordinator.follower import Follower, RunKey
+from atoll.coordinator.follower import DISK_ERRORS, Follower, RunKey
 from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.history import History
 from atoll.coordinator.invite import Invite
@@ -401,8 +401,10 @@ async def _tick(coordinator: Coordinator, metrics: Metrics | None) -> None:
             await coordinator.tick()
             if metrics is not None:
                 metrics.update(coordinator.status())
+        except DISK_ERRORS as error:
+            coordinator.tell_disk(error)
         except Exception:
-            log.exception("the coordinator goes on, but something failed")  # a full disk, say
+            log.exception("the coordinator goes on, but something failed")
         await asyncio.sleep(TICK_S)
 
 

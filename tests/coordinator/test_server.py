@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import pytest
 
 from atoll.coordinator.client import CoordinatorClient
 from atoll.coordinator.follower import Follower
+from atoll.coordinator.history import History
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.keys import KeysError
 from atoll.coordinator.server import InUse, NodeRequest, Running, WrongDirectory, running, serve
@@ -216,6 +219,20 @@ class FakeNode:
 
     async def close(self) -> None:
         self.closed = True
+
+
+def test_a_history_on_a_full_disk_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    """It was put aside, and all that people knew of the run with it."""
+    path = tmp_path / "history.db"
+    History(path).close()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # as a full disk
+    try:
+        with pytest.raises(sqlite3.OperationalError):
+            History(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.exists() and not path.with_name("history.db.damaged").exists()
 
 
 def test_the_dht_node_lives_with_it_and_is_in_the_invite(kit: Any, tmp_path: Path) -> None:

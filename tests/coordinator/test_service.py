@@ -28,6 +28,7 @@ from atoll.coordinator.client_errors import (
     WrongRunOrVersion,
     from_grpc,
 )
+from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.invite import Invite
 from atoll.coordinator.keys import RunKeys
 from atoll.coordinator.rpc import METHODS
@@ -203,6 +204,38 @@ def test_an_event_has_the_time_at_which_it_happened(kit: Any, tmp_path: Path) ->
             past, future, never = [event.at for event in status.events[-3:]]
             assert past == times_s[0]
             assert now_s <= future <= status.now and now_s <= never <= status.now
+
+    kit.run(main())
+
+
+def test_a_disk_that_is_full_is_told_once_and_the_run_goes_on(kit: Any, tmp_path: Path) -> None:
+    """It was a traceback every half second, and peers thought that they were out of touch."""
+
+    def limit_disk(coordinator: Coordinator, pages: int) -> None:
+        for database in (coordinator.follower.store, coordinator.rounds._history):
+            database._db.execute(f"PRAGMA max_page_count = {pages}")  # no file gets below its size
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, _ = await net.started()
+            coordinator = net.up.coordinator
+            ahead = net.swarm.status(0, position=1)
+            assert (await one.heartbeat(ahead)).publish_from == 0
+            limit_disk(coordinator, 1)
+            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            for client in (one, two, one):
+                with pytest.raises(CoordinatorRefused, match=r"disk.*full") as raised:
+                    await net.publish(client, entry, body)
+                assert raised.value.code == "resource_exhausted"
+            long_ones = [Event(at=0.0, text="x" * 1000)] * 16
+            beat = await one.heartbeat(ahead, events=long_ones)
+            assert beat.publish_from is None
+            await coordinator.tick()
+            told = [e.text for e in (await one.status()).events if e.level == "error"]
+            assert len(told) == 1 and "make room on its disk" in told[0]
+            limit_disk(coordinator, 2**31)
+            assert await net.publish(two, entry, body)
+            assert coordinator.head().position == 1
 
     kit.run(main())
 

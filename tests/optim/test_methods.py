@@ -30,6 +30,7 @@ SETTINGS = {
     "sparseloco": (3, {}),
     "sparseloco(tau=2)": (3, {}),
     "sparseloco(average=all)": (3, {}),
+    "sparseloco(merge=select)": (3, {}),
     "demo": (1, {}),
     "demo(delay=1, decay=0.1, average=senders)": (1, {}),
     "dlion": (1, {}),
@@ -72,6 +73,14 @@ def test_defaults_are_the_published_constants(name):
     method = parse(name)
     assert {option: getattr(method, option) for option in PUBLISHED[name]} == PUBLISHED[name]
     assert method.codec == parse_codec(CODECS.get(name, "int8"))
+
+
+def test_what_is_selected_again_was_divided_by_all():
+    assert parse("sparseloco(merge=select, average=senders)").divides_by == "all"
+    assert [parse(f"sparseloco(average={who})").divides_by for who in ("all", "senders")] == [
+        "all",
+        "senders",
+    ]
 
 
 def test_muloco_keeps_its_constants_in_runs_of_all_lengths():

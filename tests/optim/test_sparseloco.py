@@ -1,6 +1,7 @@
 """`sparseloco`: tiles, error feedback, the union of indices, one outer rate."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,24 @@ def test_mean_over_senders_counts_what_one_sent_in_full():
     torch.testing.assert_close(step[0], torch.tensor(1.0), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(step[64], torch.tensor(3.0), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(step[1:64], chunk[1:64], rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_not_selected_again_comes_back_from_its_owner():
+    """Both send the 64 values that they may; of their mean, over both, 64 are kept."""
+    spec = "sparseloco(codec=topk(k=64)+fp32, merge=select, feedback=1.0)"
+    team = Team(2, spec, 1, make=lambda: net(1, 128), clip_at=0)
+    fragment = team.workers[0].fragments[0]
+    numel = Layout.of(net(1, 128)).numel
+    small, large = torch.zeros(numel), torch.zeros(numel)
+    small[:64] = torch.linspace(1.0, 2.0, 64)
+    large[64:128] = torch.linspace(3.0, 4.0, 64)
+    states = [team.group.state]
+    for deltas in ([small, large], [torch.zeros(numel)] * 2):
+        hand_in(team, deltas)
+        states.append(team.group.state)
+    steps = [fragment.take(before.params_N - after.params_N) for before, after in pairwise(states)]
+    torch.testing.assert_close(steps[0], large / 2, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(steps[1], small / 2, rtol=1e-4, atol=1e-5)
 
 
 def test_who_sent_what_is_told_by_topk_only():

@@ -148,6 +148,25 @@ def test_work_that_was_left_out_is_in_the_next_contribution_once(spec):
     assert not worker.state_dict()["owed_N"].any()
 
 
+def test_a_fresh_pseudo_gradient_counts_as_one_of_the_last_entrys_members():
+    worker, reducer = lone("eager(peers=2)", 2)
+    start_N = worker.synced_N.clone()
+    shares = []
+    for position, members in ((1, 5), (2, 0), (3, 3)):
+        train(worker, range(2 * position - 2, 2 * position))
+        state = worker.state_dict()
+        shares.append(float(state["sent_N"].norm() / state["fresh_N"].norm()))
+        everywhere = torch.ones(len(worker.fragments[0].pieces), dtype=torch.bool)
+        included = everywhere if members else None
+        reducer.queue = [
+            [Commit(position=position, params_N=start_N, included=included, members=members)]
+        ]
+    assert shares == pytest.approx([2.0, 5.0, 5.0])
+    train(worker, range(6, 8))
+    state = worker.state_dict()
+    assert float(state["sent_N"].norm() / state["fresh_N"].norm()) == pytest.approx(3.0)
+
+
 def test_reset_drops_overlay_and_window():
     worker, reducer = lone("eager", 2)
     new_N = torch.full_like(worker.synced_N, 0.125)

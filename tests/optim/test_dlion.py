@@ -9,7 +9,7 @@ import torch
 from atoll.optim.lion import Lion
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toys import Team, backward, flat, net, sgd
+from toys import Team, backward, flat, net, set_gradient, sgd
 
 
 def plain(workers: int, steps: int, vote: str, lr=1e-2, beta1=0.9, beta2=0.99, decay=0.1):
@@ -48,6 +48,22 @@ def test_one_worker_is_lion():
         backward(model, 100 * step)
         lion.step()
     torch.testing.assert_close(team.local(), flat(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 6, 10, 14, 50])
+def test_a_tie_moves_nothing_in_whatever_order_votes_are_added(workers):
+    """A sixth is no fp32 number, so sums of as many for as against are not quite 0."""
+    team = Team(workers, "dlion", inner=sgd)
+    start = flat(net())
+    generator = torch.Generator().manual_seed(1)
+    votes = [torch.randperm(workers, generator=generator) % 2 for _ in range(len(start) - 1)]
+    majority = torch.arange(workers) < workers // 2 + 1
+    votes = torch.stack([*votes, majority], dim=1) * 2.0 - 1.0
+    for worker, vote_N in zip(team.workers, votes, strict=True):
+        set_gradient(worker, vote_N)
+        worker.step(tokens=8)
+    assert torch.equal(team.local()[:-1], start[:-1])
+    assert float((team.local() - start)[-1]) == pytest.approx(-1e-2, rel=1e-4)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

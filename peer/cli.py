@@ -25,7 +25,9 @@ Anything else is a bug and keeps its traceback.
 """
 
 import argparse
+import atexit
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -68,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before torch reads it: new vectors in huge pages take half the time to fill (Linux).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs failures that we report ourselves
+    # Else the interpreter looks for garbage in all of torch when it ends: 1.2 s of CPU for 0.2.
+    atexit.register(gc.freeze)
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
+KEYS_FILE = "keys.json"  # in the directory of every coordinator, and of nothing else
 TLS_NAME = "atoll-coordinator"
 """The name in every certificate: peers trust the pin, not the name."""
 

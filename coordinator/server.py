@@ -45,7 +45,7 @@ from atoll.coordinator.follower import DISK_ERRORS, Follower, RunKey
 from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.history import History
 from atoll.coordinator.invite import Invite
-from atoll.coordinator.keys import RunKeys, write_private
+from atoll.coordinator.keys import KEYS_FILE, RunKeys, write_private
 from atoll.coordinator.metrics import Metrics
 from atoll.coordinator.rpc import SERVER_OPTIONS
 from atoll.coordinator.service import Service
@@ -162,7 +162,7 @@ async def running(
     """A coordinator that is up inside the block."""
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_locked(state_dir))
-        keys = RunKeys.load_or_create(state_dir / "keys.json")
+        keys = RunKeys.load_or_create(state_dir / KEYS_FILE)
         identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
         follower = await asyncio.to_thread(_follow, spec, keys, identifier, genesis, state_dir)
         stack.callback(follower.store.close)
@@ -222,7 +222,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
 
 
 def _expect_directory(state_dir: Path) -> None:
-    if not state_dir.exists() or (state_dir / "keys.json").exists():
+    if not state_dir.exists() or (state_dir / KEYS_FILE).exists():
         return
     if not state_dir.is_dir():
         raise WrongDirectory(f"{state_dir}: expected a directory, got a file")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from atoll.coordinator.client import Joined
 from atoll.coordinator.invite import Invite
+from atoll.coordinator.keys import KEYS_FILE
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.layout import Layout
 from atoll.peer.paths import PeerPaths
@@ -147,9 +148,14 @@ def expect_run(paths: PeerPaths, run_id: bytes) -> None:
 
     Raises:
         StateOfAnotherRun: that of another run, or something that is no run.
-        StateDirectoryUnusable: it cannot be read.
+        StateDirectoryUnusable: it cannot be read, or is a coordinator's.
     """
     with _usable(paths):
+        if (paths.root / KEYS_FILE).exists():
+            raise StateDirectoryUnusable(
+                f"{paths.root}: expected a folder for this peer alone, got that of a coordinator; "
+                "give this peer another directory with --state-dir"
+            )
         if not paths.run.exists():
             return
         raw = paths.run.read_bytes()

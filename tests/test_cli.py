@@ -329,7 +329,7 @@ def test_an_invite_file_with_something_else_is_refused(atoll, spec_file, tmp_pat
     ("invite", "expected"),
     [
         ("hello", "starts with 'atoll1'; got 'hello'"),
-        ("no-such-file", "or name a file that holds it"),
+        ("no-such-file", "holds it, and no such file is here"),
         ("atoll2" + INVITE[6:], "version"),
         (INVITE[:-3], "damaged"),
         (INVITE.replace("A", "B", 1), "damaged"),

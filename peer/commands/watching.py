@@ -34,7 +34,8 @@ def read_invite(text: str) -> "Invite":
         try:
             return Invite.decode(text)
         except NotAnInvite as error:
-            raise NotAnInvite(f"{error}, or name a file that holds it") from None
+            absent = "" if len(text) > 255 or not text.strip() else ", and no such file is here"
+            raise NotAnInvite(f"{error}, or name a file that holds it{absent}") from None
     with path.open("rb") as file:
         raw = file.read(MAX_CHARS + 1)
     try:

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from atoll.coordinator.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.spec import RunSpec
 from atoll.optim.layout import Layout
 from atoll.peer.membership import (
@@ -52,6 +53,16 @@ def test_what_joining_gave_is_there_at_the_next_start(paths, membership):
     again = StateDirectory(paths, RUN)
     assert again.recall() == membership
     again.close()
+
+
+def test_the_directory_of_a_coordinator_is_left_alone(paths):
+    """Its log would have been the peer's too, which drops old updates."""
+    paths.root.mkdir()
+    RunKeys.load_or_create(paths.root / KEYS_FILE)
+    before = contents(paths.root)
+    with pytest.raises(StateDirectoryUnusable, match="that of a coordinator"):
+        StateDirectory(paths, RUN)
+    assert contents(paths.root) == before
 
 
 def test_remembering_replaces_the_file_as_a_whole(paths, membership, monkeypatch):

@@ -181,7 +181,7 @@ class Layout:
         grad_N = torch.zeros(self.numel, dtype=torch.float32)
         for piece, param in self._pairs(grad_N, module):
             if param.grad is not None:
-                piece.copy_(param.grad.detach())
+                piece.copy_(param.grad.detach().to_dense())  # of an embedding it may be sparse
         return grad_N
 
     def split(self, vector_N: Tensor) -> list[Tensor]:

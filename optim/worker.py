@@ -193,7 +193,8 @@ class Worker(ABC):
     def advance(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
         """What `step` does after `inner.step()`, for loops that call that one themselves.
 
-        A step that was skipped, as by a gradient scaler, is passed with 0 tokens.
+        A step that was skipped, as by a gradient scaler, is passed with 0 tokens. Not for methods
+        that send gradients, whose inner optimizer never steps: unscale the gradients, then `step`.
         """
         self._count(tokens, loss)
         self._take_arrived()
@@ -212,6 +213,7 @@ class Worker(ABC):
         """
         first, *others = [window.state_dict() for window in self._windows]
         return {
+            "kind": type(self).__name__,
             "layout": self.layout.to_json(),
             "model": self.model.state_dict(),
             "inner": self.inner.state_dict(),
@@ -230,17 +232,22 @@ class Worker(ABC):
         """Go on where `state_dict` was taken.
 
         Raises:
-            LayoutError: when it was taken of another model, or is no worker's.
+            LayoutError: when it was taken of another model or method, or is no worker's.
         """
         if "layout" not in state:
             raise LayoutError(f"expected what state_dict gave, got only {sorted(state)}")
+        kind, windows = state.get("kind"), [state, *state.get("fragments", [])]
+        if kind not in (None, type(self).__name__) or len(windows) != len(self._windows):
+            raise LayoutError(
+                f"expected the state of {type(self).__name__} with {len(self._windows)} fragments, "
+                f"got that of {kind} with {len(windows)}; resume with the method that was saved"
+            )
         if Layout.from_json(state["layout"]) != self.layout:
             raise LayoutError("expected the state of this model, got that of another layout")
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
         self._synced = self._cut(state["synced_N"].clone())
         self.inner_steps, self.delay = state["inner_steps"], state["delay"]
-        windows = [state, *state.get("fragments", [])]
         for window, saved in zip(self._windows, windows, strict=True):
             window.load_state_dict(saved)
         self._arrived = [Commit(**commit) for commit in state.get("arrived", [])]

@@ -44,6 +44,23 @@ def test_load_keeps_the_dtype_of_the_module():
     assert model.weight.dtype == torch.bfloat16
 
 
+def test_gradients_may_be_sparse_and_parameters_in_any_order_of_memory():
+    model = nn.ModuleDict({"table": nn.Embedding(5, 3, sparse=True), "out": nn.Linear(3, 2)})
+    weight = torch.empty(3, 2).t()
+    assert not weight.is_contiguous()
+    model["out"].weight = nn.Parameter(weight.copy_(torch.arange(6.0).view(2, 3)))
+    layout = Layout.of(model)
+    model["out"](model["table"](torch.tensor([1, 1, 4]))).sum().backward()
+    grad_N, params_N = layout.gradient(model), layout.flatten(model)
+    table, weight, bias = layout.split(grad_N)
+    assert table.abs().sum(1).bool().tolist() == [False, True, False, False, True]
+    assert torch.equal(weight, model["out"].weight.grad)
+    assert torch.equal(bias, torch.full((2,), 3.0))
+    assert torch.equal(layout.split(params_N)[1], torch.arange(6.0).view(2, 3))
+    layout.load_(model, params_N + 1.0)
+    assert torch.equal(layout.flatten(model), params_N + 1.0)
+
+
 def test_names_of_a_compiled_module_are_those_of_the_plain_one():
     model = nn.Linear(3, 2)
     wrapped = nn.Module()

@@ -9,6 +9,7 @@ import torch
 from atoll.compression import CodecError
 from atoll.compression import parse as parse_codec
 from atoll.optim import GossipGroup, GroupError, InProcessGroup, methods
+from atoll.optim.layout import LayoutError
 from atoll.optim.methods import MethodError, parse
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -115,6 +116,25 @@ def test_resume_gives_the_bits_of_not_stopping(spec, stop, ahead):
     for index in range(3):
         assert torch.equal(resumed.local(index), whole.local(index))
         assert resumed.workers[index].statistics().tokens == 12 * 48
+
+
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [
+        ("diloco", "eager(peers=3)"),
+        ("diloco", "streaming(count=2, tau=2)"),
+        ("streaming(count=2, tau=2)", "diloco"),
+        ("dlion", "ddp"),
+        ("muloco(count=2, tau=2, codec=sign, feedback=0.5)", "diloco"),
+    ],
+)
+def test_state_of_another_method_is_refused_before_anything_changes(saved, other):
+    first, second = team(saved), team(other)
+    first.run(range(3))
+    before = second.local()
+    with pytest.raises(LayoutError, match="resume with the method that was saved"):
+        second.load(first.save())
+    assert torch.equal(second.local(), before)
 
 
 @pytest.mark.parametrize("spec", [s for s in SETTINGS if parse(s).reduction != "pairs"])

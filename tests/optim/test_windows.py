@@ -43,6 +43,18 @@ def test_a_delay_keeps_its_share_of_a_window():
     for inner_steps, delay in [(16, 8), (4, 2), (1, 0), (8, 4)]:
         worker.resize(inner_steps)
         assert (worker.inner_steps, worker.delay) == (inner_steps, delay)
+    quarter = Team(1, "diloco(tau=2)", 8).workers[0]
+    quarter.resize(16)
+    assert quarter.delay == 4
+
+
+def test_a_commit_that_waits_for_its_time_is_counted_after_a_restart():
+    one, other = (Team(2, "diloco(tau=3)", 4) for _ in range(2))
+    one.run(range(5))
+    other.load(one.save())
+    worker, resumed = one.workers[0], other.workers[0]
+    assert worker.statistics().position == 0 < worker.reducer.position
+    assert resumed.next_position == worker.next_position == 1
 
 
 def test_a_delay_that_is_given_stays_as_many_steps_and_is_resumed():

@@ -86,3 +86,8 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+async def inline(function: Callable[..., Any], /, *args: Any) -> Any:  # noqa: ANN401
+    """Work in the loop that otherwise goes to a thread, so that the order of things is the same."""
+    return function(*args)

@@ -32,11 +32,6 @@ class Compute(Protocol):
         ...
 
 
-async def inline(function: Callable[..., Any], /, *args: Any) -> Any:  # noqa: ANN401
-    """A Compute that runs on the event loop."""
-    return function(*args)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings:
     """Times of a round, as the spec of the run gives them (`round` in `atoll.coordinator.spec`)."""

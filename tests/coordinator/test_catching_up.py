@@ -21,10 +21,10 @@ from atoll.coordinator.status import Gap
 from atoll.dht import verify
 from atoll.dht.identity import Identity
 from atoll.dht.memory import run_virtual
+from atoll.dht.virtualtime import inline
 from atoll.optim.log import ChainMismatch, MalformedRecord, genesis_chain
 from atoll.optim.store import LogStore
 from atoll.peer.missed import MissedLog
-from atoll.peer.rounds.context import inline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
 import swarm as in_memory

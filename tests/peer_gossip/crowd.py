@@ -15,6 +15,7 @@ from torch import Tensor
 from atoll.dht.identity import Identity
 from atoll.dht.memory import MemoryNetwork, run_virtual
 from atoll.dht.roster import MemoryBoard, PeerRecord
+from atoll.dht.virtualtime import inline
 from atoll.optim import methods
 from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Elector, sha256
@@ -24,7 +25,7 @@ from atoll.optim.weights import work_weight
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.exchange import GossipWindow
-from atoll.peer.rounds.context import RoundSettings, inline
+from atoll.peer.rounds.context import RoundSettings
 
 RUN_ID = b"g" * 32
 LAYOUT = Layout(names=("a", "b"), shapes=((CELL + 2_000,), (3_000,)))

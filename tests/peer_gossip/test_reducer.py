@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+from atoll.dht.virtualtime import inline
 from atoll.optim import methods
 from atoll.optim.layout import Layout, LayoutError
 from atoll.optim.log import Elector
@@ -15,7 +16,7 @@ from atoll.optim.state import OuterState
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import GossipSettled
 from atoll.peer.gossip.reducer import GossipReducer
-from atoll.peer.rounds.context import RoundSettings, inline
+from atoll.peer.rounds.context import RoundSettings
 from atoll.peer.rounds.trace import RoundTrace
 
 LAYOUT = Layout(names=("w",), shapes=((50,),))

@@ -17,6 +17,7 @@ from atoll.compression import parse
 from atoll.dht.identity import Identity, verify
 from atoll.dht.memory import MemoryNetwork, run_virtual
 from atoll.dht.roster import MemoryBoard, PeerRecord
+from atoll.dht.virtualtime import inline
 from atoll.optim import methods
 from atoll.optim.feedback import Offer
 from atoll.optim.layout import CELL, Layout
@@ -28,7 +29,7 @@ from atoll.optim.store import LogStore
 from atoll.optim.weights import work_weight
 from atoll.peer.recovery import Recovered, Recovery, RecoveryError
 from atoll.peer.replica import Replica
-from atoll.peer.rounds.context import Context, RoundSettings, inline
+from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.flight import OfferedWindow
 

@@ -8,10 +8,10 @@ import torch
 
 from atoll.compression import parse
 from atoll.dht.memory import run_virtual
+from atoll.dht.virtualtime import inline
 from atoll.optim.cells import Cells, unpack
 from atoll.optim.layout import CELL
 from atoll.peer.rounds import policies
-from atoll.peer.rounds.context import inline
 from atoll.peer.rounds.messages import PartPlan
 from atoll.peer.rounds.reduction import CellRefused, PartRange, PartReducer, Share
 from atoll.peer.rounds.relays import TreePart

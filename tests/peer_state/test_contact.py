@@ -11,10 +11,10 @@ from atoll.coordinator.client import Beat, Published
 from atoll.coordinator.client_errors import CoordinatorUnreachable, NotWelcome
 from atoll.coordinator.status import PeerStatus
 from atoll.dht.memory import run_virtual
+from atoll.dht.virtualtime import inline
 from atoll.optim.store import Head
 from atoll.peer.contact import MAX_PAUSE_S, MAX_SENT, Contact
 from atoll.peer.reporting import LinkRates, Reporter, TrainerView
-from atoll.peer.rounds.context import inline
 from atoll.peer.sources import CoordinatorSource
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))

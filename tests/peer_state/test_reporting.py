@@ -8,8 +8,8 @@ import pytest
 
 from atoll.coordinator.status import RoundTrace
 from atoll.dht.memory import run_virtual
+from atoll.dht.virtualtime import inline
 from atoll.peer.reporting import MAX_KEPT, MAX_LEFT_OUT, MAX_TEXT, LinkRates, Reporter, TrainerView
-from atoll.peer.rounds.context import inline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
 from swarm import Swarm

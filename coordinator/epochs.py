@@ -83,7 +83,8 @@ class Epochs:
         opened = await asyncio.to_thread(self._follower.open_epoch, electors)
         self._progress.restart(now_s, again=again and not because)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
-        self._say("info", f"{text} with {len(electors)} peers{because}")
+        plural = "" if len(electors) == 1 else "s"
+        self._say("info", f"{text} with {len(electors)} peer{plural}{because}")
         return True
 
     async def _open_if_whole(self, alive: Sequence[Member], now_s: float) -> None:

@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     )
     plain = args.plain or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
     demo = Demo(options, say=_say)
-    _say(f"{args.peers} peers, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
+    whom = "1 peer" if args.peers == 1 else f"{args.peers} peers"
+    _say(f"{whom}, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
     finished, stopped_by = asyncio.run(carry_out(demo, _lines if plain else _dashboard))
     if finished is None:
         _say("stopped")

@@ -225,8 +225,10 @@ def test_reset_drops_drift_pending_and_the_window():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_window_that_is_not_finite_never_reaches_the_reducer(value, caplog):
     method, reducer = scripted()
+    method.inner.param_groups[0]["momentum"] = 0.9
     start_N = local(method)
     train_step(method, 0)
+    assert method.inner.state
     with torch.no_grad():
         method.model[0].weight[0, 0] = value
     with caplog.at_level(logging.WARNING):

@@ -230,3 +230,20 @@ def test_work_under_way_counts_once_though_later_steps_are_dropped(included):
     expected = torch.zeros_like(drift) if included else sound.delta_N
     torch.testing.assert_close(drift, expected, rtol=1e-4, atol=1e-6)
     assert reducer.submitted[2].tokens == (0 if included else 24)
+
+
+def test_a_reset_drops_what_waits_for_its_time():
+    method = parse("diloco(tau=4, codec=fp32)")
+    model, reducer = net(), OnOffer(method)
+    worker = method.worker(model, sgd(model), reducer, inner_steps=4)
+    for step in range(4):
+        backward(model, step)
+        worker.step(tokens=8)
+    reducer.decide(reducer.submitted[0], included=True)  # taken at step 8, were it not for
+    newest_N = torch.full_like(flat(model), 0.5)
+    reducer.settle(Commit(position=9, params_N=newest_N, included=None, members=2, reset=True))
+    model.zero_grad()
+    for _ in range(6):
+        worker.step(tokens=8)
+    assert torch.equal(worker.synced_N, newest_N)
+    assert worker.statistics().position == worker.next_position - 1 == 9

@@ -1,7 +1,8 @@
 """Which method, window and codec to take: what was measured here, and the pick that follows.
 
-The gap to data parallel training grows with the window and depends on the method and its codec.
-Both were measured in this project, mostly in short runs of small models (`atoll.peer.measured`).
+The gap to data parallel training grows with the window and with the peers, and depends on the
+method and its codec. All were measured in this project, mostly in short runs of small models
+(`atoll.peer.measured`).
 What was not measured is not recommended, and `diloco` is left only for what is clearly better.
 What is compared is the loss at equal time: idle links and costly inner optimizers both count.
 
@@ -25,7 +26,7 @@ from atoll.optim.fragments import FragmentError
 from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method
 from atoll.optim.muon import NEWTON_SCHULZ_STEPS, muon_groups
-from atoll.peer.measured import GAP_BY_WINDOW, METHODS, Measured
+from atoll.peer.measured import GAP_BY_WINDOW, GAP_BY_WORKERS, METHODS, Measured
 from atoll.peer.plan import Prediction, Setting, fragments_of, predict
 from atoll.peer.simulation_settings import RATE_SHARES
 
@@ -99,17 +100,23 @@ def measured_as(method: Method) -> Measured | None:
     return None if best is None else best.measured
 
 
-def gap_of(method: Method, inner_steps: int) -> float | None:
+def gap_of(method: Method, inner_steps: int, peers: int) -> float | None:
     """Expected share above the loss of data parallel; None where nothing was measured.
 
-    The gap by window is interpolated over the logarithm of H and ends with the last one measured.
+    What was measured of several windows with four workers, times what the method lost with so many
+    workers as there are peers in place of four. Both are interpolated over the logarithm, of H and
+    of peers, and end with the last ones measured.
     """
     row = measured_as(method)
     if row is None or not is_alike(method, inner_steps, row.inner_steps):
         return None
+    with_peers = 1.0 + workers_gap(method.name, peers)
+    measured = 1.0 + workers_gap(method.name, row.workers)
     if method.every_step:
-        return row.to_ddp
-    return (1.0 + window_gap(inner_steps)) * (1.0 + row.to_diloco) - 1.0
+        gap = row.to_ddp
+    else:
+        gap = (1.0 + window_gap(inner_steps)) * (1.0 + row.to_diloco) - 1.0
+    return (1.0 + gap) * with_peers / measured - 1.0
 
 
 def is_alike(method: Method, inner_steps: int, measured: int) -> bool:
@@ -127,9 +134,19 @@ def is_alike(method: Method, inner_steps: int, measured: int) -> bool:
 
 def window_gap(inner_steps: int, measured: Sequence[tuple[int, float]] = GAP_BY_WINDOW) -> float:
     """Share by which `diloco` with windows of H ends above data parallel."""
+    return _interpolated(inner_steps, measured)
+
+
+def workers_gap(name: str, workers: int) -> float:
+    """Share by which a method ends above data parallel of as many workers."""
+    return _interpolated(workers, GAP_BY_WORKERS[name])
+
+
+def _interpolated(at: int, measured: Sequence[tuple[int, float]]) -> float:
+    """Between the points on both sides, over the logarithm; beyond the last, its value."""
     for (low, gap_low), (high, gap_high) in pairwise(measured):
-        if inner_steps <= high:
-            share = math.log(inner_steps / low) / math.log(high / low)
+        if at <= high:
+            share = math.log(at / low) / math.log(high / low)
             return gap_low + share * (gap_high - gap_low)
     return measured[-1][1]
 
@@ -213,7 +230,7 @@ def option_of(
     return Option(
         prediction=predict(method, model, own, inner_steps=inner_steps),
         method=method.spec if row is None else row.spec,
-        gap=gap_of(method, inner_steps),
+        gap=gap_of(method, inner_steps, setting.peers),
         runs=True,
         slowed=slowed,
     )

@@ -11,7 +11,7 @@ and `ddp` beside it.
 
 import argparse
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from bench_methods import above, best, grouped
@@ -24,15 +24,15 @@ from atoll.peer.simulation_settings import Settings
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "peer" / "measured.py"
 BENCHMARKS = ROOT / "docs" / "benchmarks"
-WORKERS = 4  # in all tables that advice goes by
+WORKERS = 4  # in the tables of methods and windows
+BY_WORKERS = (1, 2, 4, 8)
 LONG_STEPS = 1_600  # of the table by windows: the longest that docs/benchmarks/outer.json has
 
 
 def name_of(settings):
     """The method's spec without what a run of this length and size takes by itself."""
     method, given = methods.parse(settings["spec"]), methods.given(settings["spec"])
-    known = {field.name for field in fields(Settings)}
-    run = Settings(**{key: value for key, value in settings.items() if key in known})
+    run = run_of(settings)
     left_open = methods.defaults_for(
         method.name,
         rounds=max(1, run.steps // run.inner_steps),
@@ -46,6 +46,12 @@ def name_of(settings):
     ]
     options = ", ".join(f"{name}={text(getattr(method, name))}" for name in kept)
     return f"{method.name}({options})" if options else method.name
+
+
+def run_of(settings):
+    """What was run, apart from the method."""
+    known = {field.name for field in fields(Settings)}
+    return Settings(**{key: value for key, value in settings.items() if key in known})
 
 
 def text(value):
@@ -116,6 +122,36 @@ def by_window():
     return [(1, 0.0), *sorted(gaps.items())]
 
 
+def by_workers():
+    """The gap to data parallel by number of workers, of each method, where all of it was measured.
+
+    Of rows that differ in the method, its window and the number of workers alone.
+    """
+    alike = {}
+    for row in json.loads((BENCHMARKS / "methods.json").read_text()):
+        own = replace(run_of(row["settings"]), workers=WORKERS, inner_steps=1)
+        alike.setdefault(repr(own), []).append(row)
+    found = {}
+    for group in alike.values():
+        base = {row["workers"]: row["valid_loss"] for row in group if row["method"] == "ddp"}
+        for name in sorted({row["method"] for row in group}):
+            gaps = gaps_by_workers([row for row in group if row["method"] == name], base)
+            if set(BY_WORKERS) <= set(gaps):
+                found[name] = sorted(gaps.items())
+    return found
+
+
+def gaps_by_workers(rows, base):
+    """Of a method's setting that was measured with most numbers of workers."""
+    named = {}
+    for row in rows:
+        if row["workers"] in base:
+            gap = round(row["valid_loss"] / base[row["workers"]] - 1, 4)
+            kind = name_of(row["settings"]), row["settings"]["inner_steps"]
+            named.setdefault(kind, {})[row["workers"]] = gap
+    return max(named.values(), key=len, default={})
+
+
 def module():
     """The text of peer/measured.py."""
     lines = [
@@ -146,6 +182,11 @@ def module():
         *(f"    ({inner_steps}, {gap})," for inner_steps, gap in by_window()),
         ")",
         '"""H, and the share by which `diloco` with int8 ends above data parallel."""',
+        "",
+        "GAP_BY_WORKERS = {",
+        *(f'    "{name}": {tuple(gaps)},' for name, gaps in by_workers().items()),
+        "}",
+        '"""Workers, and the share by which each method ends above data parallel of as many."""',
         "",
         "METHODS = (",
     ]

@@ -11,7 +11,7 @@ from torch import nn
 from atoll.coordinator.spec import RunSpec, template
 from atoll.optim import methods
 from atoll.peer import advice, cli, measured
-from atoll.peer.advice import Option, gap_of, pick, runs_over_network
+from atoll.peer.advice import Option, gap_of, pick, rows, runs_over_network
 from atoll.peer.plan import Prediction, Setting, bare_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,8 +60,23 @@ def test_what_does_not_run_or_was_not_measured_is_never_taken():
         pick([option(runs=False)])
 
 
-def gap(spec: str, inner_steps: int) -> float | None:
-    return gap_of(methods.parse(spec), inner_steps)
+def gap(spec: str, inner_steps: int, peers: int = 4) -> float | None:
+    return gap_of(methods.parse(spec), inner_steps, peers)
+
+
+def test_gap_goes_by_the_peers():
+    by_workers = dict(measured.GAP_BY_WORKERS["diloco"])
+    of_eight = (1.0 + by_workers[8]) / (1.0 + by_workers[4])
+    assert 1.0 + gap("diloco", 25, peers=8) == pytest.approx((1.0 + gap("diloco", 25)) * of_eight)
+    assert gap("diloco", 25, peers=2) < gap("diloco", 25) < gap("diloco", 25, peers=6)
+    assert gap("diloco", 25, peers=100) == gap("diloco", 25, peers=8)
+    assert gap("ddp", 1, peers=8) == gap("ddp", 1)
+
+
+def test_every_method_was_measured_with_several_numbers_of_workers():
+    assert {row.method.name for row in rows()} <= set(measured.GAP_BY_WORKERS)
+    counts = [[workers for workers, _ in gaps] for gaps in measured.GAP_BY_WORKERS.values()]
+    assert all(each == [1, 2, 4, 8] for each in counts)
 
 
 def test_gap_goes_through_what_was_measured():
@@ -74,7 +89,7 @@ def test_gap_goes_through_what_was_measured():
     together = (1 + by_window[25]) * worse - 1
     assert gap("diloco(codec=2bit)", 25) == pytest.approx(together)
     assert gap("ddp(clip_norm=1.0)", 1) == 0.0
-    assert gap("dlion", 1) == MEASURED["dlion"].to_ddp
+    assert gap("dlion", 1) == pytest.approx(MEASURED["dlion"].to_ddp)
 
 
 @pytest.mark.parametrize("spec", ["diloco(codec=nf4)", "sparseloco(tau=3)", "streaming"])

@@ -212,6 +212,11 @@ class Rounds:
     def _pending_at(self, position: int) -> Pending | None:
         return self._pending.get(self._ctx.replay.fragment_at(position))
 
+    def _exchange_at(self, position: int) -> Exchange | None:
+        """Of the group that this peer's contribution is in, if any."""
+        pending = self._pending_at(position)
+        return pending.exchange if pending is not None else None
+
     async def retire(self) -> None:
         """See `Voter.retire`: the coordinator needs not wait for the votes of who left so."""
         await self.voter.retire()
@@ -456,8 +461,7 @@ class Rounds:
         try:
             while not (passed.done() or held.reading.done()):
                 self._grouped.clear()
-                pending = self._pending_at(head.position)
-                exchange = pending.exchange if pending is not None else None
+                exchange = self._exchange_at(head.position)
                 if exchange is not None and not exchange.is_over:
                     return exchange
                 grouped = asyncio.create_task(self._wait_grouped())
@@ -479,8 +483,7 @@ class Rounds:
         deadline = self._ctx.now() + CONNECT_STALLS * self._ctx.settings.stall_s
         while self._ctx.now() < deadline:
             self._grouped.clear()
-            pending = self._pending_at(head.position)
-            exchange = pending.exchange if pending is not None else None
+            exchange = self._exchange_at(head.position)
             if exchange is not None and exchange.digest == head.group:
                 return exchange
             with suppress(TimeoutError):

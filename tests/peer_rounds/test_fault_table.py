@@ -21,8 +21,9 @@ from atoll.optim.layout import CELL, Layout
 from atoll.optim.log import Entry
 from atoll.optim.robust import median
 from atoll.peer.rounds.conduct import FIRST_BAR_S
-from atoll.peer.rounds.exchange import CODES, Exchange
+from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.pacing import Link
+from atoll.peer.rounds.sending import CODES
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strikes import expect_no_work_lost, expect_sums, passed, settled_down

@@ -167,6 +167,12 @@ def test_a_fresh_pseudo_gradient_counts_as_one_of_the_last_entrys_members():
     assert float(state["sent_N"].norm() / state["fresh_N"].norm()) == pytest.approx(3.0)
 
 
+def test_who_misses_a_round_is_no_member_of_it():
+    team = Team(3, "eager(peers=3)", 2, misses=lambda position, index: index == 2)
+    team.run(range(4))
+    assert [worker.state_dict()["members"] for worker in team.workers] == [2, 2, 2]
+
+
 def test_reset_drops_overlay_and_window():
     worker, reducer = lone("eager", 2)
     new_N = torch.full_like(worker.synced_N, 0.125)

@@ -2,7 +2,8 @@
 
 reducer = connect(invite, state_dir="state")
 diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
-...
+while not reducer.finished:
+    ...
 reducer.close()
 
 Where windows grow (outer.windows = "qsr"), each step begins with what the run's timetable says:

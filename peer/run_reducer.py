@@ -33,6 +33,11 @@ class RunReducer(Reducer, Protocol):
         ...
 
     @property
+    def finished(self) -> bool:
+        """Whether the run has all its rounds: what is trained from here on reaches nobody."""
+        ...
+
+    @property
     def hands_in(self) -> bool:
         """Whether a window has ended whose contribution is still on its way to the rounds."""
         ...

@@ -76,6 +76,11 @@ class TrainerSide(ABC):
         return self._position
 
     @property
+    def finished(self) -> bool:
+        """Whether the run has all its rounds: what is trained from here on reaches nobody."""
+        return self._is_over(self._position)
+
+    @property
     @abstractmethod
     def method(self) -> Method:
         """The run's method, whose `worker` goes into a training loop."""

@@ -57,7 +57,7 @@ class Loop(threading.Thread):
                 if statistics.position > self.position:
                     self.position = statistics.position
                     self.losses.append(statistics.loss)
-                if statistics.position >= ROUNDS:
+                if reducer.finished:
                     break
             self.root = reducer._replica.state.root()
 

@@ -102,10 +102,11 @@ class LogParticipation:
             async with asyncio.timeout(LAST_VOTE_S):
                 await self.rounds.retire()
         position, contact = self.replica.position, self.contact
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, CoordinatorError):
             async with asyncio.timeout(HAND_OVER_S):
                 while contact.in_touch and not contact.stored(position):
-                    await asyncio.sleep(HAND_OVER_S / 100)
+                    await contact.beat()  # tells what is here, and hears what is there
+                    await asyncio.sleep(HAND_OVER_S / 10)
 
     # building
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.optim.group import at_random
+from atoll.optim.group import GroupError, at_random
 from atoll.optim.inprocess import InProcessGroup
 from atoll.optim.methods import parse
+from atoll.optim.reducer import Contribution
+from atoll.optim.weights import clip_factors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toys import TOKENS, Team, flat, net, set_gradient, sgd
@@ -133,6 +135,25 @@ def test_what_the_codec_lost_is_conserved_when_rounds_are_missed():
         torch.testing.assert_close(masses(trained) + 2 * update_N, before_N + counted_N)
 
 
+def test_what_the_codec_lost_is_conserved_when_a_norm_is_clipped():
+    """sum g + W u before and after differ by the deltas, each by the share that it counted."""
+    trained = Team(3, "diloco(lr=1.0, momentum=0.0, weights=equal)", 1)
+    generator = torch.Generator().manual_seed(1)
+    params_N = trained.group.state.params_N.clone()
+    deltas = [torch.randn(len(params_N), generator=generator) * size for size in (1.0, 1.0, 50.0)]
+    codec = trained.method.codec
+    norms = [float(codec.decode(codec.encode(d), d.shape).norm()) for d in deltas]
+    shares = clip_factors(norms, [1, 1, 1])
+    for index, delta in enumerate(deltas):
+        trained.group.member(index).submit(
+            Contribution(window=0, delta=delta, tokens=8, steps=1, loss=0.0)
+        )
+    assert trained.group.statistics().clipped == 1
+    counted_N = sum(delta * share for delta, share in zip(deltas, shares, strict=True))
+    update_N = params_N - trained.group.state.params_N
+    torch.testing.assert_close(masses(trained) + 3 * update_N, counted_N, rtol=1e-3, atol=1e-3)
+
+
 def overheard(member) -> list:
     """All contributions that a worker hands in from now on."""
     handed_in, submit = [], member.submit
@@ -192,6 +213,41 @@ def test_the_first_window_of_a_joiner_moves_nobody():
         each.run(range(6, 8))
     assert joined.group.state.root() != alone.group.state.root()
     assert joined.group.statistics().rounds == 4
+
+
+def test_a_joiner_whose_first_window_missed_its_round_still_counts_for_nothing():
+    """Its drift holds that window; what comes after an entry with it in counts."""
+    spec = "diloco(codec=fp32, clip_at=0.0)"
+    alone, joined = Team(2, spec, 2), Team(3, spec, 2, present=2)
+    joined.group._misses = lambda position, index: (position, index) == (2, 2)
+    for each in (alone, joined):
+        each.run(range(4))
+    joined.join()
+    for each in (alone, joined):
+        each.run(range(4, 8))
+    assert joined.workers[2].statistics().left_out == joined.workers[2].statistics().included == 1
+    assert joined.group.state.root() == alone.group.state.root()
+    for each in (alone, joined):
+        each.run(range(8, 10))
+    assert joined.group.state.root() != alone.group.state.root()
+
+
+def test_the_rate_of_who_counts_for_nothing_is_not_asked():
+    team = Team(2, "demo", inner=sgd)
+    numel = len(team.group.state.params_N)
+
+    def hand_in(index: int, tokens: int, lr: float) -> None:
+        given = Contribution(
+            window=0, delta=torch.ones(numel), tokens=tokens, steps=1, loss=0.0, lr=lr
+        )
+        team.group.member(index).submit(given)
+
+    hand_in(0, tokens=8, lr=1e-2)
+    hand_in(1, tokens=0, lr=5e-3)
+    assert team.group.state.position == 1
+    hand_in(0, tokens=8, lr=1e-2)
+    with pytest.raises(GroupError, match="the same inner learning rate"):
+        hand_in(1, tokens=8, lr=5e-3)
 
 
 @pytest.mark.parametrize("spec", [s for s in METHODS if not s.startswith("ddp")])

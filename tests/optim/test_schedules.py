@@ -13,6 +13,7 @@ def test_qsr_grows_with_the_square_of_the_inverse_rate():
     rule = QSR(shortest=4, longest=100, growth=0.4)
     assert rule.inner_steps(0.1) == 16
     assert rule.inner_steps(0.05) == 64
+    assert rule.inner_steps(0.09) == 19  # of 19.75
     assert rule.inner_steps(1.0) == 4
     assert rule.inner_steps(0.03) == rule.inner_steps(0.0) == 100
 

@@ -204,3 +204,23 @@ def test_electors_that_leave_at_any_message_void_nothing(tmp_path, peers, num_le
     for message in range(1, LONGER_THAN_A_ROUND):
         took_s, _ = run_departure(tmp_path / str(message), peers, message, num_leaving)
         assert took_s < LAST_VOTE_S
+
+
+def test_a_vote_that_is_not_decided_keeps_an_elector_from_saying_that_it_has_none(tmp_path):
+    async def scenario(swarm):
+        one, two = await swarm.start(2)
+        await swarm.until(lambda: passed(swarm.peers, 0))
+        office = Office(swarm)
+        two.kill()
+        assert not one.rounds.retired
+        booth = one.rounds.voter._booth
+        voted_for = leader_of(one.replica.electorate, booth.here.position, 0).peer_id
+        booth.accept(voted_for, booth.here, 0, b"what the other may have applied")
+        began_s = swarm.now()
+        await office.leave(one)
+        assert swarm.now() - began_s >= LAST_VOTE_S
+        assert office.gone == {}
+        office.close()
+        two.replica.store.close()
+
+    run_swarm(tmp_path, scenario, layout=SMALL)

@@ -129,14 +129,16 @@ def test_where_no_layer_is_sure_to_be_the_head_all_are_hidden():
 
 
 def test_lion_by_hand():
-    param = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    """The last value's sign turns, since only a hundredth of its first gradient is kept."""
+    start = torch.tensor([1.0, -2.0, 3.0, 4.0])
+    param = nn.Parameter(start.clone())
     lion = Lion([param], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
-    grads = [torch.tensor([1.0, -1.0, 0.0]), torch.tensor([-20.0, -1.0, 1.0])]
+    grads = [torch.tensor([1.0, -1.0, 0.0, 1.0]), torch.tensor([-20.0, -1.0, 1.0, -0.5])]
     for grad in grads:
         param.grad = grad.clone()
         lion.step()
-    first = torch.tensor([1.0, -2.0, 3.0]) * 0.95 - 0.1 * torch.tensor([1.0, -1.0, 0.0])
-    second = first * 0.95 - 0.1 * torch.tensor([-1.0, -1.0, 1.0])
+    first = start * 0.95 - 0.1 * torch.tensor([1.0, -1.0, 0.0, 1.0])
+    second = first * 0.95 - 0.1 * torch.tensor([-1.0, -1.0, 1.0, -1.0])
     torch.testing.assert_close(param.detach(), second)
 
 

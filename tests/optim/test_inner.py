@@ -173,6 +173,15 @@ def test_muloco_is_diloco_around_muon():
     assert parse("muloco").inner == "muon"
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_betas_and_decay_are_those_that_were_asked_for(name):
+    built = inner.build(name, Tied(), lr=1e-3, betas=(0.8, 0.7), weight_decay=0.3)
+    for group in built.param_groups:
+        vectors = all(param.dim() < 2 for param in group["params"])
+        assert group["betas"] == (0.8, 0.7)
+        assert group["weight_decay"] == (0.0 if vectors else 0.3)
+
+
 def test_what_does_not_exist_is_refused():
     with pytest.raises(MethodError, match="adamw, muon"):
         inner.build("adam", net(), lr=1.0)

@@ -10,7 +10,7 @@ from atoll.compression.powersgd import orthonormal
 from atoll.compression.powersgd_reference import PowerSGDReference
 from atoll.optim.inprocess import InProcessGroup
 from atoll.optim.layout import Layout
-from atoll.optim.lowrank import cold, warm_numel
+from atoll.optim.lowrank import cold, rank_of, warm_numel
 from atoll.optim.methods import parse
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction import LowRankReduction
@@ -47,6 +47,26 @@ def of_rank_two(seed):
         else:
             pieces.append(draw[: shape[0]])
     return torch.cat(pieces)
+
+
+def test_what_shrinks_by_less_than_half_is_sent_whole():
+    """As in PyTorch's hook: (rows + columns) rank 2 < rows columns."""
+    assert [rank_of((12, 12), rank) for rank in (1, 2, 3, 4)] == [1, 2, 0, 0]
+    assert rank_of((12, 2, 6), 2) == 2
+    assert rank_of((144,), 1) == 0
+
+
+def test_a_round_of_zeros_keeps_the_factors_warm():
+    """A Q of zeros would have no direction to begin the next round from."""
+    method, reduction = reduction_of(f"ddp(codec={EXACT})", 1)
+    state = method.genesis(LAYOUT, torch.zeros(LAYOUT.numel))
+    given = [contribution(torch.zeros(LAYOUT.numel))]
+    reduced = reduction.reduce(given, reduction.weights(given), state)
+    after = state.next_blank()
+    reduction.cells.keep_warm(state, after, reduced.body)
+    assert not reduced.update_F.any()
+    for old, new in zip(reduction.cells.warm(state), reduction.cells.warm(after), strict=True):
+        assert torch.equal(new, old) and bool(old.any())
 
 
 def test_a_mean_of_the_factors_rank_is_exact_in_the_first_round():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from atoll.optim.robust import (
+    CLIP_STEPS,
     FLAG_EPS,
     FLAG_STEPS,
     REDUCERS,
@@ -152,3 +153,16 @@ def test_a_row_of_zeros_takes_nothing_from_the_flag_aggregators_length():
 
 def test_every_name_has_its_rule():
     assert [rule_of(name) for name in REDUCERS] == [None, *RULES]
+
+
+def test_centered_clipping_moves_by_the_papers_rule():
+    """x += mean((g - x) min(1, tau / |g - x|)); who is near is not pushed to the distance tau."""
+    rows = [0.0, 0.9, 1.0, 1.2, 10.0]
+    center = 1.0
+    for _ in range(CLIP_STEPS):
+        away = [row - center for row in rows]
+        tau = sorted(map(abs, away))[2]
+        center += sum(d * min(1.0, tau / max(abs(d), 1e-30)) for d in away) / len(rows)
+    assert abs(center - 1.0) > 0.01
+    got = centered_clip(torch.tensor(rows)[:, None])
+    assert float(got) == pytest.approx(center, rel=1e-4)

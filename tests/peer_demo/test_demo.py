@@ -14,8 +14,10 @@ from atoll.peer import children, cli
 from atoll.peer import demo as demo_module
 from atoll.peer.children import ChildFailed, ChildRefused
 from atoll.peer.cli import exit_code
+from atoll.peer.commands import demo as demo_command
 from atoll.peer.commands.demo import carry_out
 from atoll.peer.demo import ChaosError, DemoStuck, OutError, Watch, expect_room_for_chaos
+from atoll.peer.summary import Compared
 
 SOON_S = 10.0  # processes start within a second; a busy machine takes longer
 
@@ -180,6 +182,15 @@ def test_chaos_kills_a_peer_once_and_starts_it_again_without_its_log(stage, kit)
     with pytest.raises(ChildFailed, match="peer-1 was ended by SIGKILL"):
         asyncio.run(main())
     assert len(stage.said) == 2
+
+
+def test_who_stops_the_comparison_still_gets_the_summary(monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_command, "compare", stopped)
+    assert demo_command.compare_or_skip(None, None, "cpu") == Compared()
+    assert "Ctrl-C leaves them out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("peers", "rounds"), [(1, 12), (4, 1), (4, 4)])

@@ -65,7 +65,10 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        method = self.method()
+        try:
+            method = self.method()
+        except ValueError as error:  # the sections have checked what is theirs
+            raise ValueError(f"outer.method: {error}") from None
         if not method.logged and method.reduction != "pairs":
             raise ValueError(
                 f"outer.method: expected one whose state a log can hold, or one by gossip, got "

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SCHEMA_VERSION = 1
+PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -117,6 +118,9 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & PRIMARY  # the module's own have none
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise  # the log is well, the disk is not
         raise StoreCorrupt(
             f"{path}: {error}; move the directory away: the log can be fetched again from peers"
         ) from None

@@ -71,6 +71,7 @@ def test_all_problems_are_told_at_once_with_their_lines() -> None:
         ("[outer]\nmethod = 'demo'", "expected 1 with 'demo'"),
         ("[outer]\nmethod = 'diloco(codec=int4)'", "expected codec as compression.codec"),
         ("[outer]\nmethod = 'streaming(alpha=2)'", "between 0 and 1"),
+        ("[outer]\nmethod = 'streaming(count=0)'", "outer.method: expected at least one"),
         ("[outer]\nmethod = 'sparseloco'\nmomentum = 0.5", "options among"),
         ("[outer]\nmethod = 'sparseloco'\n[round]\nreducer = 'median'", "expected 'mean'"),
         (

@@ -98,6 +98,31 @@ def test_a_file_of_noise_is_corrupt_and_left_alone(tmp_path: Path, content: byte
     assert (tmp_path / "log.sqlite").read_bytes() == content
 
 
+WITHOUT_ROOM = """
+import resource, sqlite3, sys
+from pathlib import Path
+from atoll.optim.store import LogStore
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    LogStore(Path(sys.argv[1]), run_id=b"r" * 32, genesis_chain=b"g" * 32)
+except sqlite3.OperationalError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a file's size, as Linux tells them")
+def test_a_disk_without_room_is_no_damage(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ROOM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "disk" in told.stdout
+
+
 def test_a_database_of_something_else(tmp_path: Path) -> None:
     db = sqlite3.connect(tmp_path / "log.sqlite")
     db.execute("CREATE TABLE holidays (day TEXT)")

@@ -117,8 +117,18 @@ def test_who_leaves_the_dashboard_ends_the_demo(stage, kit):
     assert asyncio.run(stage.demo().run(show)) is None
 
 
+@pytest.fixture
+def not_ignored(number):
+    """Whoever runs the tests under nohup lets them ignore SIGHUP."""
+    before = signal.getsignal(number)
+    if before is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_children_too(stage, kit, number):
+def test_a_signal_ends_the_children_too(stage, kit, number, not_ignored):
     async def main():
         running = asyncio.create_task(carry_out(stage.demo(), kit.show_for_ever))
         await kit.until(lambda: len(stage.pids()) == 3)

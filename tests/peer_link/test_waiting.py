@@ -6,6 +6,7 @@ import torch
 
 from atoll.optim.feedback import Feedback
 from atoll.optim.reducer import Contribution
+from atoll.peer.contact import Contact
 from atoll.peer.daemon import DaemonOptions, PeerDaemon
 from atoll.peer.reporting import TrainerView
 from atoll.peer.session import LinkOptions
@@ -31,7 +32,11 @@ class Running:
         assert not self._thread.is_alive()
 
 
-def test_peers_that_were_all_started_again_say_what_they_wait_for(organise, kit, tmp_path):
+def test_peers_that_were_all_started_again_say_what_they_wait_for(
+    organise, kit, tmp_path, monkeypatch
+):
+    """They had been killed: nothing tells the coordinator that their votes are not needed."""
+    monkeypatch.setattr(Contact, "has_retired", lambda contact: False)
     organiser = organise(kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 2}))
     names = ("ann", "ben")
     crew = [Running(organiser.invite, tmp_path / name) for name in names]

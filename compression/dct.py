@@ -10,7 +10,7 @@ Payload::
 
     scales   bf16, one for each block
     codes    int8 for each coefficient (`bits=8`: amax / 127 steps), or a sign bit (`bits=1`: times
-             the mean magnitude), packed as `atoll.compression.planes`
+             the mean magnitude), packed as `atoll.compression.kernels.planes`
     indices  row * 64 + column of each coefficient, as `atoll.compression.sparse`
 
 or one bf16 for each value.
@@ -52,7 +52,7 @@ from atoll.compression.base import (
     spans,
 )
 from atoll.compression.checksum import Checksum
-from atoll.compression.planes import pack_runs_, packed_bytes, unpack_runs
+from atoll.compression.kernels.planes import pack_runs_, packed_bytes, unpack_runs
 from atoll.compression.registry import register
 from atoll.compression.scratch import TILE, room, scratch, tiles_of_matrices
 from atoll.compression.sparse import (

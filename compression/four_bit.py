@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atoll.compression.blocks import BlockCodec
-from atoll.compression.planes import plane_bytes
+from atoll.compression.kernels.blocks import BlockCodec
+from atoll.compression.kernels.planes import plane_bytes
 
 
 @dataclass(frozen=True)

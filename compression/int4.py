@@ -3,7 +3,7 @@
 Payload::
 
     scales   bf16, amax / 112 of each block of `block` values
-    codes    4 bits each, two's complement, packed as `atoll.compression.planes`
+    codes    4 bits each, two's complement, packed as `atoll.compression.kernels.planes`
 
 value = (16 code) * scale: the code is used where it stands, in the high half of a byte.
 Encoders write -7..7; a decoder also takes -8.
@@ -20,9 +20,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.blocks import absmax_scales, scale_blocks_, steps_of
 from atoll.compression.four_bit import FourBitCodec
-from atoll.compression.planes import EIGHTS, pack_, unpack
+from atoll.compression.kernels.blocks import absmax_scales, scale_blocks_, steps_of
+from atoll.compression.kernels.planes import EIGHTS, pack_, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import part
-from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_, steps_of
+from atoll.compression.kernels.blocks import BlockCodec, absmax_scales, scale_blocks_, steps_of
 from atoll.compression.registry import register
 
 

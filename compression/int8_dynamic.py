@@ -8,7 +8,7 @@ Payload::
 Source: 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861; the table is that of
 its "dynamic tree" data type: signed, up to 7 exponent bits.
 Departures: blocks of 256, 16-bit scales; the nearest code is looked up (see
-`atoll.compression.lookup`).
+`atoll.compression.kernels.lookup`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import part
-from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
-from atoll.compression.lookup import Levels, look_up, nearest_codes
+from atoll.compression.kernels.blocks import BlockCodec, absmax_scales, scale_blocks_
+from atoll.compression.kernels.lookup import Levels, look_up, nearest_codes
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
 

@@ -3,10 +3,10 @@
 Payload::
 
     scales   bf16, the largest magnitude of each block of `block` values
-    codes    4 bits each, index into `LEVELS`; packed as `atoll.compression.planes`
+    codes    4 bits each, index into `LEVELS`; packed as `atoll.compression.kernels.planes`
 
 Source: QLoRA, arXiv:2305.14314 (NF4; its table).  Departures: 16-bit scales, which is a quarter
-of a bit less a value; the nearest level is looked up (see `atoll.compression.lookup`).
+of a bit less a value; the nearest level is looked up (see `atoll.compression.kernels.lookup`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.blocks import absmax_scales, scale_blocks_
 from atoll.compression.four_bit import FourBitCodec
-from atoll.compression.lookup import look_up, nearest_codes
-from atoll.compression.planes import pack_, unpack
+from atoll.compression.kernels.blocks import absmax_scales, scale_blocks_
+from atoll.compression.kernels.lookup import look_up, nearest_codes
+from atoll.compression.kernels.planes import pack_, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
 

@@ -12,7 +12,8 @@ or one fp32 for each value.  M = P Q^T is summed as `rank` outer products in ord
 fp32 multiplication and an fp32 addition, so it has the same bits everywhere.
 
 The codec alone starts from a fixed Q and takes `iterations` steps of the power method.  In
-rounds the two phases are exchanged one after the other and Q stays warm (`atoll.optim.lowrank`):
+rounds the two phases are exchanged one after the other and Q stays warm
+(`atoll.optim.reduction.lowrank`):
 P and Q are linear in the matrix, so they are averaged as dense tensors are.
 
 Source: PowerSGD, arXiv:1905.13727.  Departures: the factors may travel in any elementwise codec;
@@ -40,7 +41,7 @@ from atoll.compression.base import (
     require_finite,
 )
 from atoll.compression.fp32 import Fp32
-from atoll.compression.noise import MASK_64, mix
+from atoll.compression.kernels.noise import MASK_64, mix
 from atoll.compression.registry import register
 
 MAX_RANK = 256

@@ -3,7 +3,7 @@
 Payload::
 
     scales   bf16, mean |x| / 64 of each block of `block` values
-    codes    1 bit each, 1 for negative; packed as `atoll.compression.planes`
+    codes    1 bit each, 1 for negative; packed as `atoll.compression.kernels.planes`
 
 value = +-64 * scale; zero counts as positive.
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import BF16_MAX
-from atoll.compression.blocks import BlockCodec, mean_sizes, scale_blocks_
-from atoll.compression.planes import pack_weighted, plane_bytes, unpack
+from atoll.compression.kernels.blocks import BlockCodec, mean_sizes, scale_blocks_
+from atoll.compression.kernels.planes import pack_weighted, plane_bytes, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
 

@@ -10,7 +10,7 @@ short chunk of r values with ceil(k r / 4096).
 Indices on the wire, all chunks after one another::
 
     low     the low 8 bits, a byte each
-    high    the high 4 bits, packed as `atoll.compression.planes`
+    high    the high 4 bits, packed as `atoll.compression.kernels.planes`
 
 They rise strictly within a chunk; a decoder MUST refuse what does not, and what is not in
 the chunk.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import HEADER_BYTES, Codec, CodecError, Dims, Frame, Shape, shape_of
-from atoll.compression.planes import pack_, pack_runs_, packed_bytes, unpack, unpack_runs
+from atoll.compression.kernels.planes import pack_, pack_runs_, packed_bytes, unpack, unpack_runs
 from atoll.compression.scratch import room
 
 CHUNK = 4_096  # 12-bit indices; 64 x 64

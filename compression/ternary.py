@@ -5,7 +5,8 @@ Payload::
     scales   bf16, one for each block of `block` values
     codes    balanced base 3: five digits -1, 0, 1 to an int8, d0 + 3 d1 + 9 d2 + 27 d3 + 81 d4
 
-Digits are cut into planes as in `atoll.compression.planes` (plane 0 the lowest digit).  They
+Digits are cut into planes as in `atoll.compression.kernels.planes` (plane 0 the lowest digit).
+They
 come out from the highest on: d4 is the integer nearest to byte / 81, d3 that to the rest / 27
 and so on.  Encoders write -121..121; a decoder takes every byte (at the ends of the range d4
 is then 2 or -2).
@@ -32,9 +33,9 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import BF16_MAX, TINY, CodecError, Mode, part
-from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
-from atoll.compression.noise import MARGIN, add_noise_, fresh_seed, mix
-from atoll.compression.planes import pack_weighted, plane_bytes, run_length
+from atoll.compression.kernels.blocks import BlockCodec, absmax_scales, scale_blocks_
+from atoll.compression.kernels.noise import MARGIN, add_noise_, fresh_seed, mix
+from atoll.compression.kernels.planes import pack_weighted, plane_bytes, run_length
 from atoll.compression.registry import register
 from atoll.compression.scratch import TILE, room, scratch
 

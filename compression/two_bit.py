@@ -3,7 +3,7 @@
 Payload::
 
     scales   4 bf16 for each block of `block` values: the means of the bins
-    codes    2 bits each, the bin; packed as `atoll.compression.planes`
+    codes    2 bits each, the bin; packed as `atoll.compression.kernels.planes`
 
 The bins are `width` sigma wide; the outer two reach to infinity.
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import BF16_MAX, FLOAT_MAX, TINY, CodecError, require_finite
-from atoll.compression.bins import NUM_SUMS, bin_means, store_counts, store_sums
-from atoll.compression.blocks import BlockCodec, block_peaks, squarable
-from atoll.compression.planes import pack_, plane_bytes, unpack
+from atoll.compression.kernels.bins import NUM_SUMS, bin_means, store_counts, store_sums
+from atoll.compression.kernels.blocks import BlockCodec, block_peaks, squarable
+from atoll.compression.kernels.planes import pack_, plane_bytes, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import room, scratch
 

@@ -18,10 +18,10 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 
 from atoll.coordinator.follower import DISK_ERRORS, Followed, Follower, FollowerError, Missed
-from atoll.coordinator.status import Level
-from atoll.optim.log import LogError
-from atoll.optim.state import OuterState
-from atoll.optim.store import StoreError
+from atoll.coordinator.run.status import Level
+from atoll.optim.log.entry import LogError
+from atoll.optim.log.store import StoreError
+from atoll.optim.state.outer_state import OuterState
 
 LAG_S = 5.0  # without progress; meanwhile peers prune more, and asking them where they are is cheap
 

@@ -1,11 +1,12 @@
 """Checkpoints: one safetensors file with parameters, outer memory, spec and chain.
 
     tensors    "params/NAME" and "momentum/NAME", fp32, for every trainable parameter; "memory",
-               fp32, where the method keeps more than a momentum (`atoll.optim.state`)
+               fp32, where the method keeps more than a momentum (`atoll.optim.state.outer_state`)
     metadata   format "atoll checkpoint 1", spec (canonical JSON), layout (JSON: the order of the
                names), position, epoch, chain, run_id and root (hex)
 
-`root` is the state root (`atoll.optim.state`) over all numbers, so a reader knows that what it
+`root` is the state root (`atoll.optim.state.outer_state`) over all numbers, so a reader knows that
+what it
 has is what was written. A file is written under another name, synced and renamed; the checkpoint
 of another run is never replaced.
 
@@ -29,10 +30,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.coordinator.spec import RunSpec
-from atoll.coordinator.spec_problems import SpecError
-from atoll.optim.layout import Layout, LayoutError
-from atoll.optim.state import OuterState, StateError
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.spec_problems import SpecError
+from atoll.optim.state.layout import Layout, LayoutError
+from atoll.optim.state.outer_state import OuterState, StateError
 
 FORMAT = "atoll checkpoint 1"
 MEMORY = "memory"

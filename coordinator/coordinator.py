@@ -22,15 +22,15 @@ from atoll.coordinator.follower import DISK_ERRORS, Claim, Followed, Follower, N
 from atoll.coordinator.gossip import FetchModel, KeptModels, ToldRounds
 from atoll.coordinator.history import History
 from atoll.coordinator.journal import Journal
-from atoll.coordinator.keys import RunKeys
 from atoll.coordinator.members import Publisher, common_position, window_s
 from atoll.coordinator.presence import Presence, mean
 from atoll.coordinator.rounds import Rounds, contributors
-from atoll.coordinator.rpc import HEARTBEAT_S
-from atoll.coordinator.spec import RunSpec
-from atoll.coordinator.status import MAX_GAPS, Event, Gap, PeerStatus, RoundTrace, RunStatus
-from atoll.optim.log import Elector, Entry, LogError, Verify
-from atoll.optim.store import Head
+from atoll.coordinator.rpc.messages import HEARTBEAT_S
+from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundTrace, RunStatus
+from atoll.optim.log.entry import Elector, Entry, LogError, Verify
+from atoll.optim.log.store import Head
 
 TICK_S = 0.5
 DISK_PAUSE_S = 15.0  # a body that cannot be stored is not sent again sooner

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from atoll.coordinator.admission import Admission, Role
 from atoll.coordinator.journal import Journal
-from atoll.coordinator.keys import RunKeys
 from atoll.coordinator.members import MAX_MEMBERS, Pace
-from atoll.coordinator.rpc import NONCE_TTL_S, PROTOCOL, join_payload
-from atoll.coordinator.sections import CoordinatorSection
+from atoll.coordinator.rpc.messages import NONCE_TTL_S, PROTOCOL, join_payload
+from atoll.coordinator.run.admission import Admission, Role
+from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.coordinator.sessions import Sessions
-from atoll.optim.log import Verify
+from atoll.optim.log.entry import Verify
 
 RefusalCode = Literal[
     "unauthenticated",

@@ -15,8 +15,8 @@ from atoll.coordinator.members import (
     common_position,
     electable,
 )
-from atoll.coordinator.status import Level, PeerStatus
-from atoll.optim.log import Elector, choose_electors
+from atoll.coordinator.run.status import Level, PeerStatus
+from atoll.optim.log.entry import Elector, choose_electors
 
 
 class Epochs:

@@ -17,7 +17,7 @@ A certified entry that does not apply here, or a certified root that is not ours
 machine computes wrongly: it goes on storing the log, says so (`diverged`), and keeps no more
 states.
 
-Exceptions: `LogError` (atoll.optim.log) for an entry that is wrong, and
+Exceptions: `LogError` (atoll.optim.log.entry) for an entry that is wrong, and
 
     FollowerError
       NotNext       an entry of another position or epoch than the next; nothing is wrong with it
@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from atoll.optim.cells import UpdateError
-from atoll.optim.log import (
+from atoll.optim.log.entry import (
     Certificate,
     ChainMismatch,
     Elector,
@@ -50,10 +49,11 @@ from atoll.optim.log import (
     genesis_chain,
     split_body,
 )
+from atoll.optim.log.replay import Replay
+from atoll.optim.log.store import Head, LogStore, NotStored, Record, StoreCorrupt
 from atoll.optim.methods import Method
-from atoll.optim.replay import Replay
-from atoll.optim.state import OuterState
-from atoll.optim.store import Head, LogStore, NotStored, Record, StoreCorrupt
+from atoll.optim.reduction.cells import UpdateError
+from atoll.optim.state.outer_state import OuterState
 
 SNAPSHOT_SHARE = 0.05  # of the time that writing snapshots may take
 DISK_ERRORS = (OSError, sqlite3.OperationalError)  # what is raised where a disk takes no more

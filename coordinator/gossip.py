@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from atoll.coordinator.follower import Claim, Follower, NotNext
 from atoll.coordinator.history import History
 from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, Rounds
-from atoll.coordinator.status import HISTORY, Level, RoundSummary, RoundTrace
-from atoll.optim.state import OuterState
-from atoll.optim.store import Head
+from atoll.coordinator.run.status import HISTORY, Level, RoundSummary, RoundTrace
+from atoll.optim.log.store import Head
+from atoll.optim.state.outer_state import OuterState
 
 RETRY_S = 5.0  # between two tries to fetch a model
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from atoll.coordinator.status import Event, PeerStatus, RoundSummary, StatusError
+from atoll.coordinator.run.status import Event, PeerStatus, RoundSummary, StatusError
 
 R = TypeVar("R", RoundSummary, Event, PeerStatus)
 

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from atoll.coordinator.rpc import ALIVE_S
-from atoll.coordinator.status import PeerStatus
-from atoll.optim.log import Elector, is_quorum
+from atoll.coordinator.rpc.messages import ALIVE_S
+from atoll.coordinator.run.status import PeerStatus
+from atoll.optim.log.entry import Elector, is_quorum
 
 STALL_S = 60.0  # docs/protocol.md, part 1: without progress for this long, a new epoch
 MAX_STALL_S = 3600.0  # new epochs that do not help come ever more slowly, up to this

@@ -7,7 +7,7 @@ import asyncio
 from atoll.coordinator.history import History
 from atoll.coordinator.journal import Journal
 from atoll.coordinator.members import Member, Members
-from atoll.coordinator.status import PeerStatus
+from atoll.coordinator.run.status import PeerStatus
 
 LONG_AGO_S = 60.0  # whoever the history knows is silent until it reports
 SAVE_EVERY_S = 5.0

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.history import History
-from atoll.coordinator.status import (
+from atoll.coordinator.run.status import (
     HISTORY,
     NAMED_PEERS,
     RoundSummary,
     RoundTrace,
     seconds_between,
 )
-from atoll.optim.log import Entry, Member
-from atoll.optim.store import LogStore
+from atoll.optim.log.entry import Entry, Member
+from atoll.optim.log.store import LogStore
 
 KEPT_OPEN = 64  # newest rounds that still take traces
 _AHEAD = 1024  # positions beyond the log for which traces are kept

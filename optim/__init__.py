@@ -11,18 +11,18 @@ for batch in data:
     inner.zero_grad()
 """
 
-from atoll.optim.cells import Cells, UpdateError
-from atoll.optim.defaults import outer_defaults
-from atoll.optim.diloco import DiLoCo
-from atoll.optim.feedback import Feedback, Offer
-from atoll.optim.gossip import GossipGroup
-from atoll.optim.group import GroupError, GroupStatistics
-from atoll.optim.inprocess import InProcessGroup, in_process
-from atoll.optim.layout import CELL, Layout, LayoutError
-from atoll.optim.outer import nesterov
+from atoll.optim.inprocess.gossip import GossipGroup
+from atoll.optim.inprocess.group import GroupError, GroupStatistics
+from atoll.optim.inprocess.members import InProcessGroup, in_process
+from atoll.optim.methods.defaults import outer_defaults
 from atoll.optim.reducer import Commit, Contribution, Reducer
-from atoll.optim.state import Assembly, OuterState, StateError, merkle_root
-from atoll.optim.worker import Worker, WorkerStatistics
+from atoll.optim.reduction.cells import Cells, UpdateError
+from atoll.optim.reduction.feedback import Feedback, Offer
+from atoll.optim.state.layout import CELL, Layout, LayoutError
+from atoll.optim.state.outer_state import Assembly, OuterState, StateError, merkle_root
+from atoll.optim.state.outer_step import nesterov
+from atoll.optim.workers.diloco import DiLoCo
+from atoll.optim.workers.worker import Worker, WorkerStatistics
 
 __all__ = [
     "CELL",

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from atoll.optim.difference import Difference
-from atoll.optim.fragments import Fragment
-from atoll.optim.layout import Layout
+from atoll.optim.state.difference import Difference
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

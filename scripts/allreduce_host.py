@@ -91,10 +91,10 @@ class RoundsHost:
     """A peer as in a run: p2pd, log, and the rounds engine; only the trainer is missing."""
 
     def __init__(self, place: Place) -> None:
-        from atoll.optim.feedback import Feedback
-        from atoll.optim.layout import Layout
+        from atoll.optim.log.replay import Replay
         from atoll.optim.methods import parse
-        from atoll.optim.replay import Replay
+        from atoll.optim.reduction.feedback import Feedback
+        from atoll.optim.state.layout import Layout
 
         self.place = place
         self.layout = Layout(names=("w",), shapes=((place.params,),))
@@ -125,10 +125,10 @@ class RoundsHost:
 
     async def meet(self, everyone: Sequence[Facts], told: Facts) -> None:
         from atoll.dht.identity import verify
-        from atoll.optim.log import genesis_chain
-        from atoll.optim.state import OuterState
-        from atoll.optim.store import LogStore
-        from atoll.peer.replica import Replica
+        from atoll.optim.log.entry import genesis_chain
+        from atoll.optim.log.replica import Replica
+        from atoll.optim.log.store import LogStore
+        from atoll.optim.state.outer_state import OuterState
 
         run_id = bytes.fromhex(told["run_id"])
         genesis = OuterState.genesis(self.layout, torch.zeros(self.place.params))
@@ -164,7 +164,7 @@ class RoundsHost:
 
     def _build(self, everyone: Sequence[Facts]) -> None:
         from atoll.dht.identity import verify
-        from atoll.optim.log import Elector
+        from atoll.optim.log.entry import Elector
         from atoll.peer.rounds.context import Context, RoundSettings
         from atoll.peer.rounds.engine import Rounds
 
@@ -234,7 +234,7 @@ class RoundsHost:
         }
 
     def mean_N(self) -> Tensor:  # noqa: N802
-        from atoll.optim.log import Entry
+        from atoll.optim.log.entry import Entry
 
         store, last = self.replica.store, self.replica.position - 1
         entry = Entry.decode(store.headers(last, 1)[0].entry)

@@ -23,7 +23,7 @@ from allreduce_host import Facts, Host, Place, vector
 from torch import Tensor
 
 from atoll.compression import parse
-from atoll.optim.cells import Cells, body_of
+from atoll.optim.reduction.cells import Cells, body_of
 
 PIECE_BYTES = 64 * 1024
 PACED_SHARE = 0.97  # of the uplink: headers take 0.6% at the lab's packet size

@@ -35,9 +35,9 @@ from wan_lab import Link, WanLab
 
 from atoll.compression import parse
 from atoll.dht.identity import Identity
-from atoll.optim.layout import CELL, Layout
-from atoll.optim.log import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain
-from atoll.optim.state import OuterState
+from atoll.optim.log.entry import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain
+from atoll.optim.state.layout import CELL, Layout
+from atoll.optim.state.outer_state import OuterState
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = Path(__file__).resolve().parent / "allreduce_host.py"

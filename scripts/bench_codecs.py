@@ -29,7 +29,7 @@ import torch
 from codec_inputs import demo_run, distributions, pseudo_gradient
 
 from atoll.compression import parse
-from atoll.peer.plotting import RUN, VALID
+from atoll.peer.lab.plotting import RUN, VALID
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_RUN = ROOT / "build" / "bench_codecs" / "run"

@@ -27,10 +27,10 @@ import methods_picture
 import torch
 
 from atoll.optim import methods
-from atoll.peer import models
-from atoll.peer.simulate import Bench, Folder, Result, parse_methods, simulate
-from atoll.peer.simulation_report import rows
-from atoll.peer.simulation_settings import RATE_SHARES, Settings
+from atoll.peer.lab.simulate import Bench, Folder, Result, parse_methods, simulate
+from atoll.peer.lab.simulation_report import rows
+from atoll.peer.lab.simulation_settings import RATE_SHARES, Settings
+from atoll.peer.training import models
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "methods.json"

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from atoll.peer.simulate import Bench, Folder, Result, parse_methods, simulate
-from atoll.peer.simulation_settings import Settings
+from atoll.peer.lab.simulate import Bench, Folder, Result, parse_methods, simulate
+from atoll.peer.lab.simulation_settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "bench_outer"

@@ -7,7 +7,8 @@
     ./scripts/bench robust --json             the rows as JSON on the last line
 
 Eight DiLoCo workers train a small transformer on the standard library's source in one process
-(`atoll.peer.simulate`): codec, error feedback, weights, clip factors and the outer step of a real
+(`atoll.peer.lab.simulate`): codec, error feedback, weights, clip factors and the outer step of a
+real
 run. What an owner does to a cell is done here cell by cell (`atoll.peer.rounds.reduction`). The
 last workers lie: they train like the others, and submit something else.
 
@@ -34,16 +35,16 @@ import torch
 from torch import Tensor
 
 from atoll.optim import methods, outer_defaults
-from atoll.optim.fragments import decode_pieces
-from atoll.optim.inprocess import GroupError
+from atoll.optim.inprocess.members import GroupError
+from atoll.optim.inprocess.reduction import SHAPES, MeanReduction, Reduced
 from atoll.optim.methods import DiLoCoMethod
 from atoll.optim.methods.registry import register
 from atoll.optim.reducer import Contribution
-from atoll.optim.reduction import SHAPES, MeanReduction, Reduced
-from atoll.optim.robust import REDUCERS, ReducerName, rule_of
-from atoll.optim.state import OuterState, StateError
-from atoll.optim.weights import CLIP_AT
-from atoll.peer.simulate import Bench, Folder, Settings, simulate
+from atoll.optim.reduction.robust import REDUCERS, ReducerName, rule_of
+from atoll.optim.reduction.weights import CLIP_AT
+from atoll.optim.state.fragments import decode_pieces
+from atoll.optim.state.outer_state import OuterState, StateError
+from atoll.peer.lab.simulate import Bench, Folder, Settings, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "bench_robust"

@@ -7,7 +7,7 @@
     ./scripts/bench scale --rerun --peers 144 --cells 144 --reduction rows
     ./scripts/bench scale --json                      the rows as JSON on the last line
 
-The peers are those of `tests/peer_rounds/swarm.py`: real rounds, log and votes on a network in
+The peers are those of `tests/support/swarm.py`: real rounds, log and votes on a network in
 memory whose clock jumps, so that hundreds of links of 100 Mbit/s and 50 ms fit one machine. A cell
 holds 64 values in place of 65,536: all bytes that are left are control, and the times that are
 told are what control alone costs. A part has one cell, so peers own as many parts as there are
@@ -36,18 +36,17 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "peer_rounds"))
-
-from swarm import Swarm, SwarmPeer, signed_epoch  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests"))
 
 from atoll.compression import parse  # noqa: E402
-from atoll.dht.memory import FRAME_BYTES, MemoryNetwork, run_virtual  # noqa: E402
 from atoll.dht.roster import MemoryRoster  # noqa: E402
-from atoll.optim import fragments  # noqa: E402
-from atoll.optim.cells import LENGTH  # noqa: E402
-from atoll.optim.layout import Layout  # noqa: E402
-from atoll.optim.log import Entry, choose_electors  # noqa: E402
+from atoll.dht.testing.memory import FRAME_BYTES, MemoryNetwork, run_virtual  # noqa: E402
+from atoll.optim.log.entry import Entry, choose_electors  # noqa: E402
+from atoll.optim.reduction.cells import LENGTH  # noqa: E402
+from atoll.optim.state import fragments  # noqa: E402
+from atoll.optim.state.layout import Layout  # noqa: E402
 from atoll.peer.rounds import policies  # noqa: E402
+from support.swarm import Swarm, SwarmPeer, signed_epoch  # noqa: E402
 
 SAVED = ROOT / "docs" / "benchmarks" / "scale.json"
 PAGE = ROOT / "docs" / "benchmarks" / "scale.md"

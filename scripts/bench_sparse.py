@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression import parse
-from atoll.optim.cells import Cells, Term
+from atoll.optim.reduction.cells import Cells, Term
 
 DENSE = ("int8", "int4", "2bit")
 COMMON = 0.5  # of each pseudo-gradient's norm; workers at H=30 agree about as much

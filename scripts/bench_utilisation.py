@@ -31,8 +31,8 @@ import psutil
 from bench_allreduce import lab_is_possible, load
 from wan_lab import Link, WanLab
 
-from atoll.coordinator.spec import RunSpec, template
-from atoll.peer.advice import as_run
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.peer.lab.advice import as_run
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = Path(__file__).resolve().parent / "utilisation_host.py"
@@ -251,7 +251,7 @@ def start_coordinator(lab: WanLab, hosts: Hosts, folder: Path, toml: str, index:
     service, dht = (f"{lab.ip(index)}:{port}" for port in PORTS)
     coordinator = hosts.start(
         index,
-        *("-m", "atoll.peer.cli"),
+        *("-m", "atoll.peer.cli.main"),
         *("coordinator", "RUN.toml", "--state-dir", "coordinator", "--listen", service),
         *("--dht-listen", dht, "--advertise", lab.ip(index), "--invite-file", "invite"),
         *("--quiet", "--stop-with-stdin"),

@@ -47,7 +47,7 @@ class Paced(nn.Module):
 
 def paced(*, vocab_size: int, seq_len: int) -> nn.Module:
     """What `model.custom` names."""
-    from atoll.peer import models
+    from atoll.peer.training import models
 
     config = models.preset("nano", {}, vocab_size=vocab_size, seq_len=seq_len)
     return Paced(models.Decoder(config), float(os.environ.get(PACE, "0")))
@@ -71,7 +71,7 @@ class Row:
 
 
 def spec_of(options, windows):
-    from atoll.coordinator.spec import RunSpec
+    from atoll.coordinator.run.spec import RunSpec
 
     return RunSpec.from_dict(
         {
@@ -92,8 +92,8 @@ def spec_of(options, windows):
 async def run(options, windows, out):
     """A whole run; its row."""
     from atoll.coordinator.checkpoints import load_checkpoint
-    from atoll.peer.demo import Demo, DemoOptions
-    from atoll.peer.summary import held_out_loss, read_log
+    from atoll.peer.lab.demo import Demo, DemoOptions
+    from atoll.peer.lab.summary import held_out_loss, read_log
 
     spec = spec_of(options, windows)
     program = (sys.executable, str(Path(__file__)), "--as-atoll", str(options.step_ms / 1000))
@@ -137,7 +137,7 @@ def line(row):
 
 def as_atoll(step_s, arguments):
     """Be a process of the run: `atoll ARGUMENTS`, a peer's at its speed."""
-    from atoll.peer.cli import main
+    from atoll.peer.cli.main import main
 
     if arguments[0] == "peer":
         index = int(arguments[arguments.index("--name") + 1].rsplit("-")[-1])

@@ -99,7 +99,7 @@ def in_process(workers: int, steps: int) -> None:
 
 
 def networked(invite: str, state_dir: Path, steps: int) -> None:
-    from atoll.peer.network import connect
+    from atoll.peer.daemon.network import connect
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with closing(connect(invite, state_dir=state_dir, name=state_dir.name)) as reducer:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from allreduce_host import Facts, Host, Place, RoundsHost, vector
 
-from atoll.optim.layout import CELL
+from atoll.optim.state.layout import CELL
 
 Tell = Callable[[Facts], None]
 
@@ -62,7 +62,7 @@ class SteadyHost(RoundsHost):
         self.node.on_restart = lambda: self._connect(everyone)
 
     def _build(self, everyone: Sequence[Facts]) -> None:
-        from atoll.peer.recovery import Recovery
+        from atoll.peer.recovery.recovery import Recovery
 
         super()._build(everyone)
         self.ctx.on_event = lambda level, text: self.tell(
@@ -75,12 +75,12 @@ class SteadyHost(RoundsHost):
         self.call, self.node.transport.call = self.node.transport.call, self._watched_call
 
     async def _genesis(self) -> Any:
-        from atoll.optim.state import OuterState
+        from atoll.optim.state.outer_state import OuterState
 
         return OuterState.genesis(self.layout, torch.zeros(self.place.params))
 
     async def _catch_up(self) -> None:
-        from atoll.peer.recovery import RecoveryError
+        from atoll.peer.recovery.recovery import RecoveryError
 
         with suppress(RecoveryError):
             await self.recovery.run()

@@ -28,7 +28,7 @@ from faults_cases import PATIENCE_S, Strike
 from faults_lab import SceneError, SplitLab
 from wan_lab import Link
 
-from atoll.coordinator.spec import RunSpec, template
+from atoll.coordinator.run.spec import RunSpec, template
 
 INNER_STEPS = 4
 STEP_S = 0.5  # a window of two seconds
@@ -65,8 +65,8 @@ sys.exit(cli.main(sys.argv[1:]))
 
 WATCH = """
 import sys, time
-from atoll.coordinator.client_errors import CoordinatorError
-from atoll.peer.commands.watching import look, read_invite
+from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.peer.cli.watching import look, read_invite
 while True:
     try:
         print(look(read_invite(sys.argv[1])).to_json().decode(), flush=True)

@@ -1,4 +1,4 @@
-"""Write peer/measured.py, the losses that advice goes by, from what docs/benchmarks holds.
+"""Write peer/lab/measured.py, the losses that advice goes by, from what docs/benchmarks holds.
 
     scripts/measured.py            say what would be in it
     scripts/measured.py --write
@@ -18,8 +18,8 @@ from bench_methods import above, best, grouped
 
 from atoll.compression import Codec
 from atoll.optim import methods
-from atoll.peer.advice import window_gap
-from atoll.peer.simulation_settings import Settings
+from atoll.peer.lab.advice import window_gap
+from atoll.peer.lab.simulation_settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "peer" / "measured.py"
@@ -153,7 +153,7 @@ def gaps_by_workers(rows, base):
 
 
 def module():
-    """The text of peer/measured.py."""
+    """The text of peer/lab/measured.py."""
     lines = [
         '"""Losses that were measured; scripts/measured.py writes this file from docs/."""',
         "",

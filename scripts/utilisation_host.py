@@ -3,7 +3,8 @@
 
     utilisation_host.py INVITE STATE_DIR '{"name": "a", "step_s": 0.05, "warmup": 2, "windows": 4}'
 
-The loop is anybody's own over `atoll.peer.network.connect`; everything but the arithmetic of the
+The loop is anybody's own over `atoll.peer.daemon.network.connect`; everything but the arithmetic
+of the
 model is what a run does. An inner step moves a part of the parameters and sleeps for the rest of
 its time, so that a window's pseudo-gradient has no zeros. It tells when it is warm, and at the end
 what was seen since then, in lines of JSON on stdout.
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.optim import inner
-from atoll.peer.network import connect
-from atoll.peer.reducer import NetworkReducer
-from atoll.peer.trainer import build_model
+from atoll.optim.inner import choose as inner
+from atoll.peer.daemon.network import connect
+from atoll.peer.daemon.reducer import NetworkReducer
+from atoll.peer.training.trainer import build_model
 
 TOKENS_PER_STEP = 8 * 1024  # what they weigh is the same for all peers
 NOISE = 1e-3

@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from atoll.compression.sparse import Sparse
-from atoll.coordinator.spec import RunSpec
-from atoll.optim import inner
-from atoll.optim.layout import Layout
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.inner import choose as inner
+from atoll.optim.log.replay import Replay
 from atoll.optim.reducer import Commit, Contribution, Settle
-from atoll.optim.replay import Replay
-from atoll.optim.state import OuterState
-from atoll.optim.updates import Update, joined
-from atoll.peer.advice import as_run
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.updates import Update, joined
+from atoll.peer.lab.advice import as_run
+from atoll.peer.lab.work import WEIGHT, received, reduced
 from atoll.peer.rounds.messages import PIECE_BYTES
 from atoll.peer.rounds.reduction import PartRange, batches
-from atoll.peer.trainer import build_model
-from atoll.peer.work import WEIGHT, received, reduced
+from atoll.peer.training.trainer import build_model
 
 METHODS = ("sparseloco(merge=select, tau=32)", "diloco")
 NOISE = 1e-3

@@ -1,4 +1,7 @@
-"""Imports point one way: peer -> coordinator -> optim, dht -> compression."""
+"""Imports point one way: peer -> coordinator -> optim, dht -> compression.
+
+Inside these layers the rooms have one order too: `ROOMS`.
+"""
 
 import ast
 from pathlib import Path
@@ -13,6 +16,64 @@ BELOW = {
     "coordinator": {"compression", "optim", "dht"},
     "peer": {"compression", "optim", "dht", "coordinator"},
 }
+
+# Packages, or single modules, each of which imports only from those before it and from itself. A
+# module belongs to the longest name that fits. The package of a room imports nothing for itself
+# that its modules may not.
+ROOMS = (
+    "compression.scratch",
+    "compression.checksum",
+    "compression.base",
+    "compression.registry",
+    "compression.kernels",
+    "compression",
+    "optim.state",
+    "optim.reduction",
+    "optim.reducer",
+    "optim.workers",
+    "optim.methods",
+    "optim.inner",
+    "optim.log",
+    "optim.inprocess",
+    "optim",
+    "dht",
+    "dht.testing",
+    "coordinator.run",
+    "coordinator.rpc",
+    "coordinator",
+    "coordinator.service",
+    "coordinator.dashboard",
+    "peer.paths",
+    "peer.errors",
+    "peer",
+    "peer.training",
+    "peer.rounds",
+    "peer.recovery",
+    "peer.daemon.electors",
+    "peer.daemon.meter",
+    "peer.daemon.patience",
+    "peer.daemon.ports",
+    "peer.daemon.repeats",
+    "peer.daemon.background",
+    "peer.daemon.watched_roster",
+    "peer.daemon.reporting",
+    "peer.daemon.run_reducer",
+    "peer.daemon.membership",
+    "peer.daemon.contact",
+    "peer.daemon.session",
+    "peer.daemon.trainer_side",
+    "peer.gossip",
+    "peer.daemon",
+    "peer.lab",
+    "peer.cli",
+)
+
+
+def room(name):
+    """The room of a module `atoll.a.b.c`, or of a name in it."""
+    inside = name.removeprefix("atoll.")
+    fitting = [room for room in ROOMS if f"{inside}.".startswith(f"{room}.")]
+    return max(fitting, key=len)
 
 
 def imports(source):
@@ -65,3 +126,27 @@ def test_the_reader_of_imports_sees_every_form():
         "from . import c\nfrom ..d import e\n"
     )
     assert set(imports(source)) == {"atoll.peer.a", "atoll.peer.b", "..c", "..d.e"}
+
+
+def modules():
+    """Every module of the product by its dotted name, with its source."""
+    for layer in BELOW:
+        for path in sorted((ROOT / layer).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(("atoll", *parts)).removesuffix(".__init__")
+            yield name, path.read_text(encoding="utf-8")
+
+
+def test_rooms_import_only_from_rooms_before_them():
+    order = {name: place for place, name in enumerate(ROOMS)}
+    wrong = [
+        (module, name)
+        for module, source in modules()
+        for name in imports(source)
+        if name.startswith("atoll.") and order[room(name)] > order[room(module)]
+    ]
+    assert wrong == []
+
+
+def test_every_room_has_modules():
+    assert {room(name) for name, _ in modules()} == set(ROOMS)

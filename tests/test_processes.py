@@ -22,14 +22,14 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.checkpoints import load_checkpoint
-from atoll.coordinator.client_errors import CoordinatorError
-from atoll.coordinator.invite import Invite
 from atoll.coordinator.members import STALL_S
-from atoll.coordinator.spec import RunSpec, template
+from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.spec import RunSpec, template
 from atoll.dht.identity import Identity
-from atoll.optim.log import Entry
-from atoll.optim.store import LogStore
-from atoll.peer.commands.watching import look
+from atoll.optim.log.entry import Entry
+from atoll.optim.log.store import LogStore
+from atoll.peer.cli.watching import look
 from atoll.peer.paths import PeerPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -81,7 +81,12 @@ def until(condition, what, timeout_s=DEADLINE_S):
 # in a process group of its own.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["atoll.peer.bootstrap", "atoll.peer.cli", "atoll.peer.daemon", "atoll.coordinator.server"]
+    [
+        "atoll.peer.daemon.bootstrap",
+        "atoll.peer.cli.main",
+        "atoll.peer.daemon.process",
+        "atoll.coordinator.service.server",
+    ]
 )
 CHILD = """
 import os, sys

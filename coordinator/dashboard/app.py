@@ -39,7 +39,7 @@ from atoll.coordinator.dashboard.panes import (
 )
 from atoll.coordinator.dashboard.themes import DARK, LIGHT
 from atoll.coordinator.dashboard.view import View
-from atoll.coordinator.status import RunStatus
+from atoll.coordinator.run.status import RunStatus
 
 LOWER_PANES = ("loss", "phases", "rounds", "events")
 

@@ -10,7 +10,7 @@ from textual.content import Content
 from atoll.coordinator.dashboard import text
 from atoll.coordinator.dashboard.peers import names
 from atoll.coordinator.dashboard.view import naming
-from atoll.coordinator.status import Event, RunStatus
+from atoll.coordinator.run.status import Event, RunStatus
 
 LEVEL_STYLES: Final = {
     "info": "$accent",

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from atoll.coordinator.dashboard.text import clean
-from atoll.coordinator.status import RunStatus
+from atoll.coordinator.run.status import RunStatus
 
 Feed = Callable[[], Awaitable[RunStatus]]
 

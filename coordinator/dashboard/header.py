@@ -19,7 +19,7 @@ from atoll.coordinator.dashboard.view import (
     token_rates,
     utilisation,
 )
-from atoll.coordinator.status import RunStatus
+from atoll.coordinator.run.status import RunStatus
 
 Fact = tuple[str, Content]  # a label and its value
 

@@ -19,7 +19,7 @@ from atoll.coordinator.dashboard.grid import GridState
 from atoll.coordinator.dashboard.grid import render as render_grid
 from atoll.coordinator.dashboard.header import header, num_lines
 from atoll.coordinator.dashboard.view import View, num_present, sorted_peers
-from atoll.coordinator.status import PeerStatus, RoundSummary
+from atoll.coordinator.run.status import PeerStatus, RoundSummary
 
 Row = TypeVar("Row")
 MIN_SMOOTHED = 3  # fewer rounds have no noise to look through

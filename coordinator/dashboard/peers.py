@@ -17,7 +17,7 @@ from atoll.coordinator.dashboard.marks import (
     stacked,
 )
 from atoll.coordinator.dashboard.view import is_gone, utilisation_of
-from atoll.coordinator.status import PeerStatus, RunStatus
+from atoll.coordinator.run.status import PeerStatus, RunStatus
 
 _STATE_STYLES: Final = {
     "joining": "$warn",

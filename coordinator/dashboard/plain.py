@@ -25,7 +25,7 @@ from atoll.coordinator.dashboard.view import (
     utilisation_of,
     without,
 )
-from atoll.coordinator.status import Event, RoundSummary, RunStatus, seconds_between
+from atoll.coordinator.run.status import Event, RoundSummary, RunStatus, seconds_between
 
 # A round is known before its members' accounts of it are: they come with the next heartbeats.
 TRACES_WITHIN_S = 3.0

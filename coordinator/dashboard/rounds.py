@@ -13,7 +13,7 @@ from atoll.coordinator.dashboard.grid import Column
 from atoll.coordinator.dashboard.marks import PHASES, legend, ordered_phases, stacked
 from atoll.coordinator.dashboard.peers import label
 from atoll.coordinator.dashboard.view import is_gone, is_held, missing, sorted_peers, without
-from atoll.coordinator.status import Gap, RoundSummary, RunStatus
+from atoll.coordinator.run.status import Gap, RoundSummary, RunStatus
 
 NUM_DETAIL_LINES: Final = 2
 _PHASES_CELLS: Final = 16  # beside who was left out and why, which needs the room more

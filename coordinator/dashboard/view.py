@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 from atoll.coordinator.dashboard.text import ABSENT, clean, finite, percent, short_id
-from atoll.coordinator.status import Gap, PeerStatus, RoundSummary, RunStatus, seconds_between
+from atoll.coordinator.run.status import Gap, PeerStatus, RoundSummary, RunStatus, seconds_between
 
 SHORT_CHARS = 6  # by which peers tell each other apart in what they say
 _IDENTITY = re.compile(rf"\b[1-9A-HJ-NP-Za-km-z]{{{SHORT_CHARS},128}}\b")  # base58

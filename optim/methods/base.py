@@ -32,16 +32,16 @@ from torch.optim import Optimizer
 
 from atoll.compression import Codec, Int8, PowerSGD
 from atoll.compression.sparse import Sparse
-from atoll.optim import lowrank
-from atoll.optim.fragments import Fragment, by_tensor, whole
-from atoll.optim.layout import Layout
 from atoll.optim.reducer import Reducer
-from atoll.optim.state import OuterState
-from atoll.optim.updates import dense
-from atoll.optim.weights import CLIP_AT, WeightRule
+from atoll.optim.reduction import lowrank
+from atoll.optim.reduction.weights import CLIP_AT, WeightRule
+from atoll.optim.state.fragments import Fragment, by_tensor, whole
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.updates import dense
 
 if TYPE_CHECKING:
-    from atoll.optim.worker import Worker
+    from atoll.optim.workers.worker import Worker
 
 Shape = Literal["mean", "gather", "low-rank", "pairs"]
 InnerName = Literal["adamw", "muon", "lion", "sgd"]
@@ -65,7 +65,7 @@ class Method(ABC):
     """The inner optimizer that the paper takes."""
 
     factors: ClassVar[bool] = True
-    """Whether `powersgd`'s factors are reduced one after the other (`atoll.optim.lowrank`). If not,
+    """Whether `powersgd`'s factors are reduced one after the other (`lowrank`). If not,
     it is a codec like any other: for methods that cut the model their own way."""
 
     every_step: ClassVar[bool] = False
@@ -184,7 +184,7 @@ class Method(ABC):
         lr: float,
         momentum: float,
     ) -> OuterState:
-        """The next state; the same bits on every device (`atoll.optim.outer`).
+        """The next state; the same bits on every device (`atoll.optim.state.outer_step`).
 
         Args:
             state: left as it is.

@@ -18,15 +18,15 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.optim.diloco import DiLoCo
-from atoll.optim.fragments import Fragment
 from atoll.optim.methods.base import Method, require, require_outer
 from atoll.optim.methods.registry import register
-from atoll.optim.outer import heavy_ball
-from atoll.optim.overlapped import Overlapped
 from atoll.optim.reducer import Reducer
-from atoll.optim.state import OuterState
-from atoll.optim.worker import Worker
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.outer_step import heavy_ball
+from atoll.optim.workers.diloco import DiLoCo
+from atoll.optim.workers.overlapped import Overlapped
+from atoll.optim.workers.worker import Worker
 
 
 @register

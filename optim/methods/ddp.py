@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.compression import Bf16, Codec
-from atoll.optim.fragments import Fragment
-from atoll.optim.gradients import GradientWorker
-from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method, require, require_decay
 from atoll.optim.methods.registry import register
-from atoll.optim.outer import ADAMW_SUMS, adamw, clipped
 from atoll.optim.reducer import Reducer
-from atoll.optim.state import OuterState
-from atoll.optim.worker import Worker
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.outer_step import ADAMW_SUMS, adamw, clipped
+from atoll.optim.workers.gradients import GradientWorker
+from atoll.optim.workers.worker import Worker
 
 
 @register

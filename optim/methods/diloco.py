@@ -11,17 +11,17 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.optim import fragments as cuts
-from atoll.optim.defaults import outer_defaults
-from atoll.optim.diloco import DiLoCo
-from atoll.optim.fragments import Fragment
-from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method, require, require_outer
+from atoll.optim.methods.defaults import outer_defaults
 from atoll.optim.methods.registry import register
-from atoll.optim.outer import nesterov
 from atoll.optim.reducer import Reducer
-from atoll.optim.state import OuterState
-from atoll.optim.worker import Worker
+from atoll.optim.state import fragments as cuts
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.outer_step import nesterov
+from atoll.optim.workers.diloco import DiLoCo
+from atoll.optim.workers.worker import Worker
 
 
 @register

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from atoll.optim.methods.base import require
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.registry import register
-from atoll.optim.overlapped import Overlapped
 from atoll.optim.reducer import Commit, Reducer
-from atoll.optim.windows import Window
-from atoll.optim.worker import Worker
+from atoll.optim.workers.overlapped import Overlapped
+from atoll.optim.workers.windows import Window
+from atoll.optim.workers.worker import Worker
 
 
 @register

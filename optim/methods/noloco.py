@@ -6,7 +6,7 @@ Pairs are drawn by a shared seed. With slow weights phi of one's own, after H in
 
 There is no common state and no log: a peer's weights drift towards its partners'. Two vectors of
 the model's length travel each way. Who meets whom, and what the two make of each other, is in
-`atoll.optim.gossip`.
+`atoll.optim.inprocess.gossip`.
 """
 
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.compression import Codec, Fp32
-from atoll.optim.diloco import DiLoCo
-from atoll.optim.fragments import Fragment
 from atoll.optim.methods.base import require, require_outer
 from atoll.optim.methods.paired import PairedMethod
 from atoll.optim.methods.registry import register
-from atoll.optim.outer import gossip
 from atoll.optim.reducer import Reducer
-from atoll.optim.state import OuterState
-from atoll.optim.worker import Worker
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.outer_step import gossip
+from atoll.optim.workers.diloco import DiLoCo
+from atoll.optim.workers.worker import Worker
 
 
 @register

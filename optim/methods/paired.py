@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.optim.layout import Layout
 from atoll.optim.methods.base import Method, Shape
+from atoll.optim.state.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedMethod(Method):
     """A method of which `apply` takes the pair's mean pseudo-gradient, then the way to its mean.
 
-    Both vectors are of all values, 2N together (`atoll.optim.gossip.meet`).
+    Both vectors are of all values, 2N together (`atoll.optim.inprocess.gossip.meet`).
     """
 
     keep_variance: bool = False

@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 
 from atoll.dht.transport import Refused, Stream, TransportError
-from atoll.optim.gossip import Met
-from atoll.optim.log import MalformedRecord
+from atoll.optim.inprocess.gossip import Met
+from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.gossip.exchange import BROKEN, Exchange, InDoubt, check_weight
 from atoll.peer.gossip.messages import ALIVE, PROTOCOL, TERMS, Terms
 from atoll.peer.gossip.place import Place, Round

@@ -6,7 +6,7 @@ import asyncio
 import os
 
 from atoll.dht.transport import Stream
-from atoll.optim.gossip import Met
+from atoll.optim.inprocess.gossip import Met
 from atoll.peer.gossip.exchange import BROKEN, Exchange
 from atoll.peer.gossip.place import ANSWERED_STALLS, Place, Round
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from atoll.dht.roster import PeerRecord
-from atoll.optim.cells import Cells
-from atoll.optim.fragments import Fragment
-from atoll.optim.layout import Layout
 from atoll.optim.methods.paired import PairedMethod
+from atoll.optim.reduction.cells import Cells
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.context import PeerContext
 
 

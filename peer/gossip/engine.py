@@ -8,7 +8,7 @@ A round ends in one of four ways, and none of them takes longer than its deadlin
     doubt    it broke when this peer was prepared: it asks until it knows, then met or kept
 
 A peer in doubt whose partner can't tell any more goes on without its mass, so that what it may
-have handed over is not counted twice (``atoll.optim.gossip``).
+have handed over is not counted twice (``atoll.optim.inprocess.gossip``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from atoll.optim.gossip import Met, Side, meet
-from atoll.optim.state import OuterState
+from atoll.optim.inprocess.gossip import Met, Side, meet
+from atoll.optim.state.outer_state import OuterState
 from atoll.peer.gossip.asked import Asked
 from atoll.peer.gossip.asking import Asking
 from atoll.peer.gossip.context import GossipContext

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from atoll.compression import CodecError
 from atoll.dht.transport import PeerUnreachable, Stream, TransportError
-from atoll.optim.cells import LENGTH, Cells, UpdateError, pack
-from atoll.optim.gossip import Met, Side, decoded, handed_over, meet
-from atoll.optim.log import MalformedRecord, sha256
-from atoll.optim.state import OuterState, is_finite
-from atoll.optim.weights import WorkRefused, work_weight
+from atoll.optim.inprocess.gossip import Met, Side, decoded, handed_over, meet
+from atoll.optim.log.entry import MalformedRecord, sha256
+from atoll.optim.reduction.cells import LENGTH, Cells, UpdateError, pack
+from atoll.optim.reduction.weights import WorkRefused, work_weight
+from atoll.optim.state.outer_state import OuterState, is_finite
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import (
     ALIVE,

@@ -12,7 +12,7 @@ Streams (duplex; an empty message is a sign of life)::
     gossip-leaves    LeafRequest -> ; <- leaves of a state that was lent
 
 A message of the stream ``gossip`` is one byte naming the kind, then the record; for cells the kind
-``CELL`` and whole frames, each with its length before it (``atoll.optim.cells``).
+``CELL`` and whole frames, each with its length before it (``atoll.optim.reduction.cells``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat
 
-from atoll.optim.log import Count, Digest, Incarnation, Record
+from atoll.optim.log.entry import Count, Digest, Incarnation, Record
 
 PROTOCOL = 1
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from atoll.coordinator.gossip import Model
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Transport, TransportError
-from atoll.optim.layout import Layout
-from atoll.optim.log import LogError
-from atoll.optim.state import StateError
+from atoll.optim.log.entry import LogError
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import StateError
 from atoll.peer.gossip.messages import Standing
 from atoll.peer.gossip.snapshots import fetch_state
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 from atoll.dht.transport import TransportError
-from atoll.optim.log import LogError
+from atoll.optim.log.entry import LogError
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import Standing
 from atoll.peer.gossip.policies import brought_level

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Literal
 
 from atoll.dht.transport import TransportError
-from atoll.optim.log import LogError
+from atoll.optim.log.entry import LogError
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import Outcome, Question, Terms
 from atoll.peer.rounds.guard import guarded_call

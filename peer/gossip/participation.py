@@ -13,26 +13,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from atoll.coordinator.client import Beat, Joined
-from atoll.coordinator.client_errors import CoordinatorError
+from atoll.coordinator.rpc.client import Beat, Joined
+from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.transport import TransportError
-from atoll.optim.log import Elector, LogError
+from atoll.optim.log.entry import Elector, LogError
+from atoll.optim.log.store import Head
 from atoll.optim.methods.paired import PairedMethod
-from atoll.optim.state import Assembly, OuterState, StateError
-from atoll.optim.store import Head
-from atoll.peer.contact import Heartbeats
+from atoll.optim.state.outer_state import Assembly, OuterState, StateError
+from atoll.peer.daemon.contact import Heartbeats
+from atoll.peer.daemon.reporting import Reporter, TrainerView
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.messages import Standing
 from atoll.peer.gossip.place import GossipStatistics
 from atoll.peer.gossip.reducer import GossipReducer
 from atoll.peer.gossip.snapshots import fetch_state
-from atoll.peer.reporting import Reporter, TrainerView
 from atoll.peer.rounds.context import RoundSettings, short
 
 if TYPE_CHECKING:
-    from atoll.peer.session import Session
+    from atoll.peer.daemon.session import Session
 
 PATIENCE_STALLS = 40  # a meeting that breaks and leaves a doubt takes about thirty
 SETTLE_PAUSE_S = 1.0
@@ -102,7 +102,7 @@ class _Place:
 
 
 class GossipParticipation:
-    """See ``atoll.peer.session.Participation``."""
+    """See ``atoll.peer.daemon.session.Participation``."""
 
     epoch = 0
 

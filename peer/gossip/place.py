@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from atoll.dht.transport import Refused, TransportError
-from atoll.optim.gossip import Met
-from atoll.optim.state import OuterState
+from atoll.optim.inprocess.gossip import Met
+from atoll.optim.state.outer_state import OuterState
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.exchange import GossipWindow, Mine, Times
 from atoll.peer.gossip.messages import PROTOCOL, Standing

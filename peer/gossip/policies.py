@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from atoll.optim.gossip import pairs
+from atoll.optim.inprocess.gossip import pairs
 
 REFUSALS = ("ahead", "training", "elsewhere", "paired", "barred", "replayed", "not-begun")
 """Codes by which an invited peer says no; being told no is no fault."""

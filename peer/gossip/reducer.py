@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.coordinator.spec import RunSpec
-from atoll.optim.fragments import Fragment
-from atoll.optim.layout import Layout
+from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
-from atoll.optim.state import OuterState
-from atoll.optim.weights import work_weight
+from atoll.optim.reduction.weights import work_weight
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon.trainer_side import POLL_S, TrainerSide
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.exchange import GossipWindow
-from atoll.peer.trainer_side import POLL_S, TrainerSide
 
 
 class GossipReducer(TrainerSide):

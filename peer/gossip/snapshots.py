@@ -12,8 +12,8 @@ from collections import OrderedDict
 from typing import Protocol
 
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport
-from atoll.optim.layout import Layout
-from atoll.optim.state import Assembly, OuterState, merkle_root
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import Assembly, OuterState, merkle_root
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.rounds.guard import guarded_stream
 from atoll.peer.rounds.messages import LeafRequest, SnapshotMeta

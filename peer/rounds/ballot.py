@@ -5,7 +5,7 @@ are a term, which one elector leads, ``leader_order[term % electors]``: a leader
 its bytes has others left.  Attempt 0 has a fixed leader and needs no promises.  All of it lives in
 memory and dies with the process: a restarted peer is another incarnation, and so another elector.
 
-Nothing here waits or sends; ``tests/peer_rounds/test_model_check.py`` drives these same classes
+Nothing here waits or sends; ``tests/peer/rounds/test_model_check.py`` drives these same classes
 through every order of messages, crashes and restarts.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atoll.dht.transport import Refused
-from atoll.optim.log import Elector, is_quorum, leader_order
+from atoll.optim.log.entry import Elector, is_quorum, leader_order
 
 TERM = 4  # attempts of one leader: each but the first is for a proposal that nobody can vote for
 

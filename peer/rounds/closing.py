@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Self
 
 from atoll.dht.transport import Refused
-from atoll.optim.log import MalformedRecord
+from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.rounds import spreading
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.deflating import deflated, inflated

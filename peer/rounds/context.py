@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from atoll.coordinator.status import Level
+from atoll.coordinator.run.status import Level
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Transport, TransportError
-from atoll.optim.log import Elector, Entry, Verify
-from atoll.optim.replay import Replay
-from atoll.optim.robust import Rule
-from atoll.peer.replica import Replica
+from atoll.optim.log.entry import Elector, Entry, Verify
+from atoll.optim.log.replay import Replay
+from atoll.optim.log.replica import Replica
+from atoll.optim.reduction.robust import Rule
 from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.holdings import Holdings
 from atoll.peer.rounds.messages import Closed, Group, PlannedPart, planned_parts
@@ -34,7 +34,7 @@ class Compute(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings:
-    """Times of a round, as the spec of the run gives them (`round` in `atoll.coordinator.spec`)."""
+    """Times of a round, as the spec of the run gives them (`round` in `spec`)."""
 
     stall_s: float
     """a peer without a sign of life for this long is taken for dead in this round"""

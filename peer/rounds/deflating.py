@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from atoll.optim.log import MalformedRecord
+from atoll.optim.log.entry import MalformedRecord
 
 LEVEL = 1  # of zlib: higher ones take longer and shrink these no further
 

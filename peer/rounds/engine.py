@@ -13,15 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from atoll.dht.transport import Refused, Stream, TransportError
-from atoll.optim.log import (
+from atoll.optim.log.entry import (
     Certificate,
     Entry,
     LogError,
     MalformedRecord,
     check_certificate,
 )
-from atoll.optim.updates import Update
-from atoll.peer.replica import Applied
+from atoll.optim.log.replica import Applied
+from atoll.optim.state.updates import Update
 from atoll.peer.rounds.ballot import Place
 from atoll.peer.rounds.closing import take_passed
 from atoll.peer.rounds.context import Context

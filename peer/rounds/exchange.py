@@ -14,9 +14,9 @@ from contextlib import suppress
 
 from atoll.compression import CodecError
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
-from atoll.optim.cells import pack
-from atoll.optim.log import MalformedRecord
-from atoll.optim.lowrank import LowRankCells
+from atoll.optim.log.entry import MalformedRecord
+from atoll.optim.reduction.cells import pack
+from atoll.optim.reduction.lowrank import LowRankCells
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.factors import FactorReceiver
 from atoll.peer.rounds.messages import (

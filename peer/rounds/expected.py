@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 
-from atoll.optim.log import Elector
+from atoll.optim.log.entry import Elector
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.votes import ask_head
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atoll.optim.cells import LENGTH, pack
-from atoll.optim.lowrank import Factors, LowRankCells
+from atoll.optim.reduction.cells import LENGTH, pack
+from atoll.optim.reduction.lowrank import Factors, LowRankCells
 from atoll.peer.rounds.messages import PartDone
 from atoll.peer.rounds.reduction import (
     CellRefused,

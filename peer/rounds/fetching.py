@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
-from atoll.optim.log import MalformedRecord, Record, sha256
+from atoll.optim.log.entry import MalformedRecord, Record, sha256
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
     PIECE_BYTES,

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Protocol
 
 from atoll.dht.transport import Refused, Stream, TransportError
-from atoll.optim.feedback import Offer
-from atoll.optim.log import Elector
+from atoll.optim.log.entry import Elector
+from atoll.optim.reduction.feedback import Offer
 from atoll.peer.rounds.ballot import Place, leader_of
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from atoll.optim.log import Member
-from atoll.optim.weights import cap_weights, clip_factors
+from atoll.optim.log.entry import Member
+from atoll.optim.reduction.weights import cap_weights, clip_factors
 from atoll.peer.rounds.ballot import Place
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import Group, PartPlan, Ready

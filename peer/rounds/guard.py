@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from atoll.compression import CodecError
 from atoll.dht.transport import BAD_MESSAGE, CallHandler, Refused, Stream, StreamHandler
-from atoll.optim.cells import UpdateError
-from atoll.optim.log import LogError
-from atoll.optim.weights import WorkRefused
+from atoll.optim.log.entry import LogError
+from atoll.optim.reduction.cells import UpdateError
+from atoll.optim.reduction.weights import WorkRefused
 
 BAD_INPUT = (LogError, UpdateError, CodecError, WorkRefused)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from atoll.optim.updates import Update
+from atoll.optim.state.updates import Update
 
 
 class Arriving(Protocol):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from atoll.dht.transport import Refused, Stream, TransportError
-from atoll.optim.log import (
+from atoll.optim.log.entry import (
     Elector,
     Entry,
     Member,

@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from atoll.dht.transport import Refused, Stream, TransportError
-from atoll.optim.log import Certificate, Entry
-from atoll.optim.weights import work_weight
+from atoll.optim.log.entry import Certificate, Entry
+from atoll.optim.reduction.weights import work_weight
 from atoll.peer.rounds.ballot import Leads, Place
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.leader import Leadership

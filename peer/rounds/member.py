@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from atoll.dht.transport import Stream
-from atoll.optim.log import MalformedRecord
+from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.rounds.closing import Seat, group_of
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.exchange import Exchange

@@ -19,7 +19,8 @@ Streams (duplex; an empty message is a sign of life)::
     leaves   LeafRequest ->  <- SnapshotMeta, then leaves of a snapshot
 
 A message of the streams ``round`` and ``reduce`` is one byte naming the kind, then the record; for
-cells the kind ``CELL`` and whole frames, each with its length before it (``atoll.optim.cells``).
+cells the kind ``CELL`` and whole frames, each with its length before it
+(``atoll.optim.reduction.cells``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, FiniteFloat
 
-from atoll.optim.log import (
+from atoll.optim.log.entry import (
     Count,
     Digest,
     Incarnation,
@@ -40,7 +41,7 @@ from atoll.optim.log import (
     Signature,
     sha256,
 )
-from atoll.optim.outer import to_fp32
+from atoll.optim.state.outer_step import to_fp32
 
 PROTOCOL = 6
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)

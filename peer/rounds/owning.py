@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from atoll.compression import CodecError
-from atoll.coordinator.status import Level
+from atoll.coordinator.run.status import Level
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
-from atoll.optim.cells import LENGTH
-from atoll.optim.lowrank import LowRankCells
-from atoll.optim.updates import Update
+from atoll.optim.reduction.cells import LENGTH
+from atoll.optim.reduction.lowrank import LowRankCells
+from atoll.optim.state.updates import Update
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.factors import FactorReducer
 from atoll.peer.rounds.messages import (

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.dht.transport import TransportError
-from atoll.optim.cells import Cells
-from atoll.optim.log import Part, Partial
+from atoll.optim.log.entry import Part, Partial
+from atoll.optim.reduction.cells import Cells
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Repair

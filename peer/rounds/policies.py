@@ -1,7 +1,8 @@
 """The decisions of a round, as pure functions of a view.  Nothing here waits or sends.
 
-The weight rule, the weight cap and the clip factors are the optimizer's (``atoll.optim.weights``);
-who leads, who votes and what a quorum is belong to the log (``atoll.optim.log``).
+The weight rule, the weight cap and the clip factors are the optimizer's
+(``atoll.optim.reduction.weights``);
+who leads, who votes and what a quorum is belong to the log (``atoll.optim.log.entry``).
 """
 
 from __future__ import annotations

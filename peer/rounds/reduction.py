@@ -4,9 +4,10 @@ Cells of a member arrive in order, so what a part holds of a member is always a 
 that came before the member stalled.  The mean of a cell is taken over the members whose cell
 arrived, sum(w c d) / sum(w), with weight w, clip factor c and decoded contribution d.
 
-A robust rule (``atoll.optim.robust``) takes the place of that mean where the run has chosen one:
+A robust rule (``atoll.optim.reduction.robust``) takes the place of that mean where the run has
+chosen one:
 then the encoded cells are held until all are there or late, and what the rule took out is counted.
-Where the method gathers, they are held too, and sent on together (``atoll.optim.cells``).
+Where the method gathers, they are held too, and sent on together (``atoll.optim.reduction.cells``).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.optim import vectors
-from atoll.optim.cells import LENGTH, Cells, Term, UpdateError, pack, unpack
-from atoll.optim.robust import Rule
-from atoll.optim.sent import Sent
-from atoll.optim.sparse_mean import SparseMean
-from atoll.optim.updates import Update, joined
+from atoll.optim.reduction.cells import LENGTH, Cells, Term, UpdateError, pack, unpack
+from atoll.optim.reduction.robust import Rule
+from atoll.optim.reduction.sent import Sent
+from atoll.optim.reduction.sparse_mean import SparseMean
+from atoll.optim.state import vectors
+from atoll.optim.state.updates import Update, joined
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone, Prefix
 
 NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have

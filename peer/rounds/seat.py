@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from atoll.dht.transport import Refused, Stream
-from atoll.optim import vectors
-from atoll.optim.lowrank import Factors, LowRankCells
-from atoll.optim.updates import Update
+from atoll.optim.reduction.lowrank import Factors, LowRankCells
+from atoll.optim.state import vectors
+from atoll.optim.state.updates import Update
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.factors import answers, first_frames
 from atoll.peer.rounds.messages import Group, PartDone

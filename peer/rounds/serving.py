@@ -6,8 +6,8 @@ import asyncio
 from typing import TypeVar
 
 from atoll.dht.transport import Refused, Stream
-from atoll.optim.log import Record
-from atoll.optim.store import NotStored
+from atoll.optim.log.entry import Record
+from atoll.optim.log.store import NotStored
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import MAX_SPAN, refuse_missing, send_pieces
 from atoll.peer.rounds.guard import guarded_stream

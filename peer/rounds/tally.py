@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from atoll.dht.transport import Refused, TransportError
-from atoll.optim.log import Certificate, Elector, Entry, Vote, is_quorum, vote_payload
+from atoll.optim.log.entry import Certificate, Elector, Entry, Vote, is_quorum, vote_payload
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import Voted
 

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from atoll.compression import CodecError
-from atoll.coordinator.status import Level
+from atoll.coordinator.run.status import Level
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
-from atoll.optim.log import MalformedRecord
-from atoll.optim.lowrank import LowRankCells
+from atoll.optim.log.entry import MalformedRecord
+from atoll.optim.reduction.lowrank import LowRankCells
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange, PartLost
 from atoll.peer.rounds.factors import FactorReceiver

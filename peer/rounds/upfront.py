@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Self
 
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
-from atoll.optim.cells import LENGTH, Cells, pack
-from atoll.optim.lowrank import LowRankCells
+from atoll.optim.reduction.cells import LENGTH, Cells, pack
+from atoll.optim.reduction.lowrank import LowRankCells
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
     ALIVE,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from atoll.dht.transport import PeerUnreachable, Refused
-from atoll.optim.cells import UpdateError
-from atoll.optim.log import (
+from atoll.optim.log.entry import (
     Elector,
     Entry,
     LogError,
@@ -19,7 +18,8 @@ from atoll.optim.log import (
     next_electorate,
     vote_payload,
 )
-from atoll.optim.updates import Update, joined, numel_of
+from atoll.optim.reduction.cells import UpdateError
+from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.ballot import Booth, Place, term_of
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.deflating import deflated, inflated

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from atoll.dht.transport import Refused, TransportError
-from atoll.optim.log import (
+from atoll.optim.log.entry import (
     Certificate,
     CertificateInvalid,
     Elector,

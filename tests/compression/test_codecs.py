@@ -2,9 +2,7 @@
 
 import concurrent.futures
 import struct
-import sys
 import zlib
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,9 +11,7 @@ from hypothesis import strategies as st
 
 from atoll.compression import CodecError, names, parse
 from atoll.compression.base import HEADER_BYTES
-
-sys.path.insert(0, str(Path(__file__).parent))
-from specs import SPECS
+from support.specs import SPECS
 
 CONTRACTIVE = [s for s in SPECS if parse(s).mode == "contractive"]
 LENGTHS = [0, 1, 7, 255, 256, 4095, 4096, 4097, 65_536, 65_536 + 300]

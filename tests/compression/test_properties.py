@@ -1,16 +1,11 @@
 """What codecs say of themselves is true, and combinators say it of the codec that they wrap."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from atoll.compression import CodecError, Zstd, names, parse
 from atoll.compression.registry import codec_class
-
-sys.path.insert(0, str(Path(__file__).parent))
-from specs import SPECS
+from support.specs import SPECS
 
 CODECS = [spec for spec in SPECS if parse(spec).name != "feedback"]
 SEEDED = {"ternary": "ternary(seed=1)", "randk": "randk(seed=1)"}

@@ -21,7 +21,7 @@ from atoll.compression.dct import (
     transform,
 )
 from atoll.compression.int8_dynamic import code_table
-from atoll.compression.powersgd_reference import PowerSGDReference
+from support.powersgd_reference import PowerSGDReference
 
 BASIS_SHA256 = "daa428273f2adf3227f41bdbcb2cdbf8f309f042911610e8c8651073a085d4ee"
 SHAPES = [(64, 32), (32,), (64, 32), (48, 8, 3), (10, 10), (128, 64)]

@@ -1,17 +1,13 @@
 """Many short frames at once are those of one at a time."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from atoll.compression import CodecError, parse
 from atoll.compression.topk import largest_of_chunks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from specs import SPECS as ALL
+from support.specs import SPECS as ALL
 
 SPECS = [
     "topk+2bit",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.compression import CodecError, TopK, merge, parse
-from atoll.compression.planes import (
+from atoll.compression.kernels.planes import (
     pack_,
     pack_runs_,
     pack_weighted,

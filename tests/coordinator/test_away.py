@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -13,8 +11,9 @@ import pytest
 import torch
 
 from atoll.optim import DiLoCo
-from atoll.peer.network import connect
-from atoll.peer.trainer import build_model
+from atoll.peer.daemon.network import connect
+from atoll.peer.training.trainer import build_model
+from support import organiser
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +30,7 @@ def build(*, vocab_size, seq_len):
 @pytest.fixture
 def links() -> Any:
     """The coordinator in a thread that the tests of links use."""
-    path = Path(__file__).parents[1] / "peer_link" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("links_of_coordinator_tests", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return organiser
 
 
 class Loop(threading.Thread):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,20 +13,18 @@ from typing import Any
 import pytest
 
 from atoll.coordinator.catching_up import LAG_S, CatchUp, Found, Lag
-from atoll.coordinator.client_errors import NotThere
 from atoll.coordinator.follower import Claim, Followed, Follower, Missed, NotNext, RunKey
-from atoll.coordinator.keys import RunKeys
-from atoll.coordinator.status import Gap
+from atoll.coordinator.rpc.client_errors import NotThere
+from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.status import Gap
 from atoll.dht import verify
 from atoll.dht.identity import Identity
-from atoll.dht.memory import run_virtual
-from atoll.dht.virtualtime import inline
-from atoll.optim.log import ChainMismatch, MalformedRecord, genesis_chain
-from atoll.optim.store import LogStore
-from atoll.peer.missed import MissedLog
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "peer_rounds"))
-import swarm as in_memory
+from atoll.dht.testing.memory import run_virtual
+from atoll.dht.testing.virtualtime import inline
+from atoll.optim.log.entry import ChainMismatch, MalformedRecord, genesis_chain
+from atoll.optim.log.store import LogStore
+from atoll.peer.recovery.missed import MissedLog
+from support import swarm as in_memory
 
 RUN = b"r" * 32
 EVERY = 2

@@ -15,9 +15,9 @@ from atoll.coordinator.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from atoll.coordinator.spec import RunSpec
-from atoll.optim.layout import Layout
-from atoll.optim.state import OuterState
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
 
 LAYOUT = Layout(names=("embed", "head"), shapes=((1000, 100), (40_000,)))
 SPEC = RunSpec.from_dict({"run": {"name": "test"}})

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 
 from atoll.coordinator.follower import Follower, NotNext, RunKey
-from atoll.coordinator.keys import RunKeys
 from atoll.coordinator.members import FORGET_S, STALL_S
+from atoll.coordinator.run.keys import RunKeys
 from atoll.dht import verify
-from atoll.optim.log import CertificateInvalid, MalformedRecord, Partial, SignedEpoch, genesis_chain
-from atoll.optim.store import LogStore
+from atoll.optim.log.entry import (
+    CertificateInvalid,
+    MalformedRecord,
+    Partial,
+    SignedEpoch,
+    genesis_chain,
+)
+from atoll.optim.log.store import LogStore
 
 RUN = b"r" * 32
 
@@ -360,7 +366,7 @@ def test_admissions_are_renewed_at_half_time(kit: Any, tmp_path: Path) -> None:
 
 
 def test_an_open_run_needs_no_token(kit: Any, tmp_path: Path) -> None:
-    from atoll.coordinator.spec import RunSpec
+    from atoll.coordinator.run.spec import RunSpec
 
     fields = kit.SPEC.model_dump()
     fields["coordinator"]["invite_only"] = False

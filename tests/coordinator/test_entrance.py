@@ -9,9 +9,9 @@ import pytest
 from atoll.coordinator.entrance import Entrance
 from atoll.coordinator.history import History
 from atoll.coordinator.journal import Journal
-from atoll.coordinator.keys import RunKeys
 from atoll.coordinator.members import MAX_MEMBERS
-from atoll.coordinator.sections import CoordinatorSection
+from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.dht import verify
 
 

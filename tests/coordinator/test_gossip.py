@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +9,11 @@ import torch
 from atoll.coordinator.checkpoints import load_checkpoint
 from atoll.coordinator.gossip import Model, ModelKeeper, ToldRounds, due_round
 from atoll.coordinator.history import History
-from atoll.coordinator.server import running
-from atoll.coordinator.spec import RunSpec
-from atoll.coordinator.status import RoundTrace
-from atoll.optim.state import OuterState
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kit import LAYOUT, Net, Swarm, genesis, run
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.status import RoundTrace
+from atoll.coordinator.service.server import running
+from atoll.optim.state.outer_state import OuterState
+from support.kit import LAYOUT, Net, Swarm, genesis, run
 
 SPEC = RunSpec.from_dict(
     {

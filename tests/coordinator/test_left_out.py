@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll.coordinator.dashboard.text import short_id
 from atoll.coordinator.dashboard.view import without
-from atoll.coordinator.status import RoundTrace
+from atoll.coordinator.run.status import RoundTrace
 
 
 def test_who_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -> None:

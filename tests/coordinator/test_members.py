@@ -8,8 +8,8 @@ from atoll.coordinator.members import (
     electable,
     window_s,
 )
-from atoll.coordinator.status import PeerStatus
-from atoll.optim.log import Elector
+from atoll.coordinator.run.status import PeerStatus
+from atoll.optim.log.entry import Elector
 
 
 def peer(peer_id: str, **changes: object) -> PeerStatus:

@@ -1,10 +1,6 @@
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
@@ -24,7 +20,7 @@ def run():
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory):
     """Three nodes that live as long as a module."""
-    from nodes import Swarm  # takes hivemind along, which most tests here do without
+    from support.nodes import Swarm  # takes hivemind along, which most tests here do without
 
     swarm = Swarm()
     try:

@@ -6,7 +6,6 @@ import os
 import time
 
 import pytest
-from nodes import RUN, TICKET
 
 from atoll.dht import libp2p
 from atoll.dht.frames import encode_open
@@ -21,6 +20,7 @@ from atoll.dht.transport import (
     Refused,
     TransportError,
 )
+from support.nodes import RUN, TICKET
 
 
 def test_p2pd_takes_our_ed25519_identity(swarm, a, b):

@@ -8,7 +8,6 @@ import socket
 import time
 
 import pytest
-from nodes import RUN, record, start
 
 from atoll.dht import clock
 from atoll.dht.daemon import Daemon, DaemonError, DaemonOptions
@@ -18,6 +17,7 @@ from atoll.dht.transport import (
     DeadlineExceeded,
     PeerUnreachable,
 )
+from support.nodes import RUN, record, start
 
 
 def test_roster_meets_in_the_dht(swarm):

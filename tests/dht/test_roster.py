@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from atoll.dht import clock
 from atoll.dht.identity import Identity
-from atoll.dht.memory import run_virtual
 from atoll.dht.roster import (
     MAX_TTL_S,
     DhtRoster,
@@ -21,6 +20,7 @@ from atoll.dht.roster import (
     open_record,
     sign_record,
 )
+from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import Refused
 
 RUN = "run-a"

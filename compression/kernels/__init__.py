@@ -1,0 +1,1 @@
+"""Building blocks that codecs share: tiles of blocks, bit packing, lookup tables, noise."""

@@ -1,0 +1,309 @@
+"""Codecs that scale blocks of values and store a small code for each.
+
+Payload::
+
+    scales   bf16, one for each block of `block` values (the last block may be short)
+    codes    as the codec packs them, tile after tile of 65,536 values
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from atoll.compression.base import (
+    BF16_MAX,
+    FLOAT_MAX,
+    HEADER_BYTES,
+    TINY,
+    Codec,
+    CodecError,
+    Dims,
+    Frame,
+    carve,
+    floats,
+    part,
+    refuse_infinite,
+    require_finite,
+    step_sizes,
+)
+from atoll.compression.checksum import Checksum
+from atoll.compression.kernels.planes import constant
+from atoll.compression.scratch import MAX_TILES, TILE, room, scratch
+
+MAGNITUDE = 0x7FFFFFFF  # bits of an fp32 without its sign
+SQUARABLE = (1e-15, 1e15)  # norms between which squares and their sums are finite and normal
+
+
+@dataclass(frozen=True)
+class BlockCodec(Codec):
+    """Base of the codecs with one scale for each block of `block` values."""
+
+    block: int = 256
+    code_limit: ClassVar[float] = 128.0  # a power of two; no code stands for more
+
+    scales_per_block: ClassVar[int] = 1
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
+    scales_first: ClassVar[bool] = True  # `_factors` stores them, so that codes are what is left
+    reads_once: ClassVar[bool] = False  # True: factors for each step; few calls MUST make them
+    num_measures: ClassVar[int] = 1
+    tiles_at_once: ClassVar[int] = MAX_TILES  # on a CPU
+    alike_in_rows: ClassVar[bool] = False  # True: a block is encoded alike whatever is beside it
+
+    def __post_init__(self) -> None:
+        """Refuse blocks that do not divide a tile."""
+        if not 8 <= self.block <= TILE or TILE % self.block:
+            raise CodecError(f"expected a block that is a power of two >= 8, got {self.block}")
+
+    @abstractmethod
+    def _code_bytes(self, numel: int) -> int:
+        """Return the bytes of the codes of `numel` <= `TILE` values."""
+
+    def _measure(self, x_BK: Tensor, measures_BM: Tensor) -> None:
+        """Store what is to be known of each block first: its largest magnitude.
+
+        One measure at least MUST be NaN or infinite where the block has such a value.
+        """
+        block_peaks(x_BK, measures_BM)
+
+    def _factors(self, measures_BM: Tensor, scales_BS: Tensor) -> Tensor:
+        """Return what `_write_tile` needs for each block of the frame, [B, F]: the measures.
+
+        A codec whose scales follow from the peaks stores them here, all in one go.
+        """
+        return measures_BM
+
+    @abstractmethod
+    def _write_tile(
+        self, x_BK: Tensor, factors_BF: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
+    ) -> None:
+        """Encode `numel` values, given the factors of their blocks.
+
+        The last block may hold more values than are to be encoded.
+        """
+
+    def _finish(self, factors_BF: Tensor, scales_BS: Tensor) -> None:
+        """Store the scales of the frame, where they are known only once all codes are."""
+
+    @abstractmethod
+    def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
+        """Decode to `out_M`; its last block may be short."""
+
+    def encode_rows(self, x_RN: Tensor) -> list[bytes]:
+        """As `Codec.encode_rows`; rows of a tile each are encoded as the tiles of one tensor."""
+        if not self._is_tiles(x_RN):
+            return super().encode_rows(x_RN)
+        numel = x_RN.numel()
+        together = room("rows", (self._payload_bytes((numel,)),), x_RN.device, torch.uint8)
+        refuse_infinite(float(self._write(floats(x_RN), (numel,), together)))
+        frames_RB = torch.empty((len(x_RN), self.wire_bytes(TILE)), dtype=torch.uint8)
+        for of_frames, section in self._sections_of_rows(frames_RB[:, HEADER_BYTES:], together):
+            of_frames.copy_(section)
+        return self._seal_rows(frames_RB, (TILE,))
+
+    def decode_rows(self, frames: Sequence[Frame], out_RN: Tensor) -> None:
+        """As `Codec.decode_rows`; rows of a tile each are decoded as the tiles of one tensor."""
+        if not self._is_tiles(out_RN):
+            super().decode_rows(frames, out_RN)
+            return
+        dims, payload_RB = (out_RN.numel(),), self._open_rows(frames, (TILE,))
+        together = room("rows", (self._payload_bytes(dims),), out_RN.device, torch.uint8)
+        for of_frames, section in self._sections_of_rows(payload_RB, together):
+            section.copy_(of_frames)
+        self._read(together, dims, out_RN.view(-1))
+
+    def _is_tiles(self, x_RN: Tensor) -> bool:
+        on_cpu = x_RN.device.type == "cpu"
+        return self.alike_in_rows and on_cpu and len(x_RN) > 1 and x_RN.shape[1] == TILE
+
+    def _sections_of_rows(
+        self, payload_RB: Tensor, together: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return scales, then codes: of rows of a tile each, and of a tensor of all values."""
+        rows = len(payload_RB)
+        sections = self._sections(together, rows * TILE)
+        of_all = [section.view(torch.uint8).view(rows, -1) for section in sections]
+        of_rows = torch.split(payload_RB, [section.shape[1] for section in of_all], dim=1)
+        return zip(of_rows, of_all, strict=True)
+
+    def _payload_bytes(self, dims: Dims) -> int:
+        numel = math.prod(dims)
+        return 2 * self._num_blocks(numel) * self.scales_per_block + self._all_code_bytes(numel)
+
+    def _all_code_bytes(self, numel: int) -> int:
+        whole, rest = divmod(numel, TILE)
+        return whole * self._code_bytes(TILE) + (self._code_bytes(rest) if rest else 0)
+
+    def _num_blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def _sections(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return scales [blocks, scales of a block] and codes."""
+        num_scales = self._num_blocks(numel) * self.scales_per_block
+        code_bytes = payload.numel() - 2 * num_scales
+        scales, codes = carve(payload, (torch.bfloat16, num_scales), (torch.uint8, code_bytes))
+        return scales.view(-1, self.scales_per_block), codes.view(self.code_dtype)
+
+    def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
+        return self._write_sealed(x_N, dims, payload, None)
+
+    def _write_sealed(
+        self, x_N: Tensor, dims: Dims, payload: Tensor, seal: Checksum | None
+    ) -> Tensor:
+        scales, codes = self._sections(payload, x_N.numel())
+        measures = x_N.new_empty((scales.shape[0], self.num_measures))
+        steps = self._steps(x_N, measures, scales, codes)
+        if self.reads_once:
+            if seal:
+                seal.postpone(scales)
+            for step in steps:
+                self._write_step(step, seal)
+        else:
+            self._write_steps(list(steps), measures, scales, seal if self.scales_first else None)
+        return measures.amax()
+
+    def _write_step(self, step: tuple[Tensor, ...], seal: Checksum | None) -> None:
+        x_M, measures_BM, scales_BS, codes_M = step
+        x_BK = self._in_blocks(x_M)
+        self._measure(x_BK, measures_BM)
+        factors_BF = self._factors(measures_BM, scales_BS)
+        self._write_tile(x_BK, factors_BF, scales_BS, codes_M, x_M.numel())
+        if seal:
+            seal.reach(codes_M)
+
+    def _write_steps(
+        self,
+        steps: Sequence[tuple[Tensor, ...]],
+        measures: Tensor,
+        scales: Tensor,
+        seal: Checksum | None,
+    ) -> None:
+        """Measure all steps, make all factors in one go, then encode."""
+        steps_BK = [self._in_blocks(x_M) for x_M, *_ in steps]
+        for x_BK, (_, measures_BM, *_) in zip(steps_BK, steps, strict=True):
+            self._measure(x_BK, measures_BM)
+        factors = self._factors(measures, scales)
+        of_steps = torch.split(factors, [scales_BS.shape[0] for _, _, scales_BS, _ in steps])
+        for x_BK, factors_BF, (x_M, _, scales_BS, codes_M) in zip(
+            steps_BK, of_steps, steps, strict=True
+        ):
+            self._write_tile(x_BK, factors_BF, scales_BS, codes_M, x_M.numel())
+            if seal:
+                seal.reach(codes_M)
+        self._finish(factors, scales)
+
+    def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
+        scales_bf16, codes = self._sections(payload, out_N.numel())
+        scales = scales_bf16.to(torch.float32)
+        require_finite(scales, "scales", limit=FLOAT_MAX / self.code_limit)
+        for out_M, scales_BS, codes_M in self._steps(out_N, scales, codes):
+            self._read_tile(codes_M, scales_BS, out_M)
+
+    def _steps(self, x_N: Tensor, *rest: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Return what is processed at once: values, what there is for each block, and codes."""
+        sizes = step_sizes(x_N, self.tiles_at_once)
+        if len(sizes) == 1:
+            return [(x_N, *rest)]
+        *of_blocks, codes = rest
+        num_blocks = [self._num_blocks(size) for size in sizes]
+        num_codes = [self._all_code_bytes(size) // self.code_dtype.itemsize for size in sizes]
+        pieces = [torch.split(each, num_blocks) for each in of_blocks]
+        values, packed = torch.split(x_N, sizes), torch.split(codes, num_codes)
+        return zip(values, *pieces, packed, strict=True)
+
+    def _in_blocks(self, x_M: Tensor) -> Tensor:
+        """Return `x_M` as [B, K]; a short last block is filled up with repetitions of itself."""
+        numel = x_M.numel()
+        if numel <= self.block:
+            return x_M.view(1, numel)
+        short = numel % self.block
+        if short:
+            tail = x_M[-short:].repeat(-(-self.block // short))[: self.block]
+            x_M = torch.cat([x_M[:-short], tail])
+        return x_M.view(-1, self.block)
+
+
+def scale_blocks_(out_M: Tensor, scales_B1: Tensor, block: int) -> None:
+    """Multiply each block of `out_M` by its scale, in place; the last block may be short."""
+    whole = out_M.numel() // block
+    if whole:
+        blocks = part(out_M, 0, whole * block).view(whole, block)
+        blocks.mul_(part(scales_B1, 0, whole))
+    if whole * block < out_M.numel():
+        out_M[whole * block :].mul_(scales_B1[whole])
+
+
+def steps_of(x_BK: Tensor, factors_B1: Tensor, zero: int = 0) -> Tensor:
+    """Return zero + round(x * factor), at most 2^21 in magnitude, in the low bits of int32.
+
+    1.5 * 2^23 is added in the same pass; the fraction falls off.  `zero` is even, so that ties
+    fall the same way.  Reused scratch.
+    """
+    row_K = part(_rounder(zero, x_BK.device), 0, x_BK.shape[1])
+    return torch.addcmul(row_K, x_BK, factors_B1, out=scratch("work", x_BK)).view(torch.int32)
+
+
+@cache
+def _rounder(zero: int, device: torch.device) -> Tensor:
+    return torch.full((TILE,), 1.5 * 2**23 + zero, device=device)
+
+
+def block_peaks(x_BK: Tensor, peaks_B1: Tensor) -> Tensor:
+    """Store the largest magnitude of each block, NaN where it has one; return magnitudes.
+
+    Their bits are compared as integers, NaN above all: that takes half of the time, since nothing
+    is tested for NaN.  Reused scratch.
+    """
+    size_BK = scratch("work", x_BK)
+    bits_BK = size_BK.view(torch.int32)
+    torch.bitwise_and(x_BK.view(torch.int32), constant(MAGNITUDE, torch.int32), out=bits_BK)
+    torch.amax(bits_BK, 1, keepdim=True, out=peaks_B1.view(torch.int32))
+    return size_BK
+
+
+def squarable(norms: Tensor) -> bool:
+    """Tell whether norms of blocks say that no square or sum overflowed or vanished."""
+    smallest, largest = norms.aminmax()
+    return SQUARABLE[0] < float(smallest) and float(largest) < SQUARABLE[1]
+
+
+def mean_sizes(x_BK: Tensor, means_B1: Tensor) -> None:
+    """Store the mean magnitude of each block, NaN or infinite where it has such a value.
+
+    Magnitudes are divided before they are added, so that nothing overflows.
+    """
+    size_BK = torch.abs(x_BK, out=scratch("work", x_BK))
+    shares_K = scratch("shares", size_BK[0]).fill_(1 / size_BK.shape[1])
+    torch.mv(size_BK, shares_K, out=means_B1.view(-1))
+
+
+def absmax_scales(
+    peaks_B1: Tensor,
+    steps: float,
+    scales_B1: Tensor,
+    *,
+    code_limit: float = 128.0,
+    headroom: float = 1 + 2**-8,
+) -> Tensor:
+    """Store peak / steps of each block as bf16; return the factor from values to steps, [B, 1].
+
+    With the default headroom scales lie up to 2^-7 above peak / steps, so that no code exceeds
+    `steps` although bf16 rounds to nearest, or a bound clamps the scale.  They are never below
+    `TINY`, so that the factor is finite.  Without headroom codes may exceed `steps`.  Reused
+    scratch.
+    """
+    inverse_B1 = scratch("inverse", peaks_B1)
+    torch.add(TINY, peaks_B1, alpha=headroom / steps, out=inverse_B1)
+    scales_B1.copy_(inverse_B1.clamp_(max=BF16_MAX / code_limit))
+    inverse_B1.copy_(scales_B1).reciprocal_()
+    if headroom > 1:
+        most_B1 = torch.reciprocal(peaks_B1, out=scratch("most", peaks_B1)).mul_(steps)
+        torch.minimum(inverse_B1, most_B1, out=inverse_B1)
+    return inverse_B1

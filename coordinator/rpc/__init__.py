@@ -1,0 +1,1 @@
+"""gRPC between peers and coordinator: the wire format, TLS channels and the client."""

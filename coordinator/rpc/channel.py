@@ -1,0 +1,154 @@
+"""The connection to the coordinator of an invite, and the one question that needs no joining.
+
+    client = StatusClient(invite)
+    status = await client.status()
+    await client.close()
+
+It knows neither models nor logs, so a command that only asks how a run is starts at once. Each
+call has a deadline and fails with one of `atoll.coordinator.rpc.client_errors`; a failed call loses
+the channel, and the next one connects again, to the next address of the invite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from atoll.coordinator.rpc import service_pb2 as pb
+from atoll.coordinator.rpc.client_errors import (
+    BadReply,
+    CoordinatorUnreachable,
+    WrongCertificate,
+    WrongRunOrVersion,
+    from_grpc,
+)
+from atoll.coordinator.rpc.messages import CALL_TIMEOUT_S, METHODS, PROGRESS_TIMEOUT_S
+from atoll.coordinator.rpc.tls import pinned_channel
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.status import RunStatus, StatusError
+
+T = TypeVar("T")
+
+EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  # type checkers do not see it
+"""What a stream reads at its end."""
+
+
+class StatusClient:
+    """Asks the coordinator of an invite. Everything runs in the loop that first calls it."""
+
+    def __init__(self, invite: Invite) -> None:
+        """Connects at the first call."""
+        self.invite = invite
+        self._channel: Any = None
+        self._address = 0
+        self._connecting = asyncio.Lock()
+
+    async def status(self) -> RunStatus:
+        """How the run is. Needs no joining."""
+        reply = await self._call("Status", pb.StatusRequest(token=self.invite.token))
+        try:
+            status = RunStatus.from_json(reply.status)
+        except StatusError as error:
+            raise BadReply(f"{error}; use the organiser's version of Atoll") from None
+        self._expect_run(status.run_id)
+        return status
+
+    async def close(self) -> None:
+        """Close the connection; idempotent."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    # Inside
+
+    def _expect_run(self, run_id: str) -> None:
+        expected = self.invite.run_id.hex()
+        if run_id != expected:
+            raise WrongRunOrVersion(
+                "failed_precondition",
+                f"{self._target}: expected run {expected[:12]}, got {run_id[:12]}: the invite is "
+                "of another run; ask the organiser for the current invite",
+            )
+
+    async def _call(self, name: str, request: Any) -> Any:  # noqa: ANN401  # protobuf messages
+        async def call(channel: Any) -> Any:  # noqa: ANN401
+            return await stub(channel, name)(request, timeout=CALL_TIMEOUT_S)
+
+        return await self._with_channel(call)
+
+    async def _stream_out(self, name: str, request: Any) -> AsyncIterator[Any]:  # noqa: ANN401
+        channel = await self._connect()
+        stream = stub(channel, name)(request)
+        try:
+            while (reply := await self._read(stream)) is not EOF:
+                yield reply
+        finally:
+            stream.cancel()
+
+    async def _read(self, stream: Any) -> Any:  # noqa: ANN401
+        async def read(_: Any) -> Any:  # noqa: ANN401
+            return await asyncio.wait_for(stream.read(), PROGRESS_TIMEOUT_S)
+
+        return await self._with_channel(read)
+
+    async def _with_channel(self, use: Callable[[Any], Awaitable[T]]) -> T:
+        channel = await self._connect()
+        try:
+            return await use(channel)
+        except grpc.aio.AioRpcError as error:
+            failure = from_grpc(error, self._target)
+        except TimeoutError:
+            failure = CoordinatorUnreachable(f"{self._target}: nothing moved in time")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # gRPC says so to all calls of a channel that is closed, here after another call's end
+            failure = CoordinatorUnreachable(f"{self._target}: the connection was given up")
+        if isinstance(failure, CoordinatorUnreachable):
+            await self._give_up(channel)
+        raise failure
+
+    @property
+    def _target(self) -> str:
+        return self.invite.addresses[self._address % len(self.invite.addresses)]
+
+    async def _connect(self) -> Any:  # noqa: ANN401
+        async with self._connecting:
+            if self._channel is None:
+                self._channel = await self._open_channel()
+            return self._channel
+
+    async def _open_channel(self) -> Any:  # noqa: ANN401
+        sha256, failures = self.invite.tls_sha256, []
+        for _ in self.invite.addresses:
+            try:
+                return await pinned_channel(self._target, sha256, timeout_s=CALL_TIMEOUT_S / 2)
+            except (CoordinatorUnreachable, WrongCertificate) as error:
+                failures.append(error)
+                self._address += 1
+        raise next((f for f in failures if isinstance(f, WrongCertificate)), failures[0])
+
+    async def _give_up(self, channel: Any) -> None:  # noqa: ANN401
+        if self._channel is channel:
+            self._channel = None
+            self._address += 1
+            await channel.close()
+
+
+def stub(channel: Any, name: str) -> Any:  # noqa: ANN401
+    """The callable of a method."""
+    method = next(method for method in METHODS if method.name == name)
+    kinds = {
+        (False, False): channel.unary_unary,
+        (True, True): channel.stream_stream,
+        (False, True): channel.unary_stream,
+    }
+    return kinds[method.streams_in, method.streams_out](
+        method.path,
+        request_serializer=method.request.SerializeToString,
+        response_deserializer=method.reply.FromString,
+    )

@@ -1,0 +1,400 @@
+"""The peer's and the dashboard's side of the coordinator's service.
+
+    client = CoordinatorClient(invite, identity, version="0.1.0")
+    joined = await client.join()
+    beat = await client.heartbeat(status, traces=[...])
+    await client.publish(position=..., ...)         when beat.publish_from says so
+
+Each call has a deadline and fails with one of `atoll.coordinator.rpc.client_errors`; how it
+connects
+is in `atoll.coordinator.rpc.channel`.
+
+What comes back is checked as a stranger's, although the pinned certificate says that it is the
+coordinator: the spec must have the digest that the invite's run id names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.coordinator.rpc import service_pb2 as pb
+from atoll.coordinator.rpc.channel import EOF, StatusClient, stub
+from atoll.coordinator.rpc.client_errors import BadReply, NotWelcome
+from atoll.coordinator.rpc.messages import (
+    CALL_TIMEOUT_S,
+    CHUNK_BYTES,
+    PROGRESS_TIMEOUT_S,
+    PROTOCOL,
+    join_payload,
+)
+from atoll.coordinator.run.admission import AdmissionCheck, AdmissionRefused, Role
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.spec import RunSpec, run_id
+from atoll.coordinator.run.spec_problems import SpecError
+from atoll.coordinator.run.status import Event, PeerStatus, RoundTrace
+from atoll.dht import Identity
+from atoll.optim.log.store import Head
+from atoll.optim.state.layout import Layout, LayoutError
+from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
+
+APPLY_B_S = 50e6  # at least; an entry is applied before it is acknowledged
+MAX_BODY_BYTES = 1 << 36  # a reader that knows its run asks for less
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What a peer learns when it joins."""
+
+    spec: RunSpec
+    admission: bytes
+    """The credential for `Transport.admission`."""
+    layout: Layout
+    genesis_root: bytes
+    epoch: bytes
+    """Newest signed epoch (atoll.optim.log.entry.SignedEpoch); empty before the run starts."""
+    head: Head
+    bootstrap: tuple[str, ...]
+    clock_offset_s: float
+    """Add to our clock for the coordinator's."""
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The coordinator's answer to a heartbeat."""
+
+    epoch: bytes
+    """Newest signed epoch; empty before the run starts."""
+    head: Head
+    bootstrap: tuple[str, ...]
+    publish_from: int | None
+    """The position from which on the coordinator asks this peer for entries."""
+    admission: bytes
+    """A renewed credential, or empty."""
+    finished: bool
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What became of an entry that was sent."""
+
+    accepted: bool
+    """False: it was there already, or does not come next: see `head`."""
+    head: Head
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchedEntry:
+    """An entry from the coordinator's log, not verified."""
+
+    epoch: int
+    position: int
+    entry: bytes
+    certificate: bytes
+    chain: bytes
+    body_bytes: int
+    body: bytes | None
+    """None if bodies were not asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchedSnapshot:
+    """The digests of a snapshot; they make up `root`, which is not verified."""
+
+    position: int
+    chain: bytes
+    root: bytes
+    leaf_digests: tuple[bytes, ...]
+    layout: Layout
+    first_body: int
+    """From here on the coordinator holds the body of every entry; 0 but for a gap in its log."""
+
+
+class CoordinatorClient(StatusClient):
+    """Talks to the coordinator of an invite. Everything runs in the loop that first calls it."""
+
+    def __init__(
+        self,
+        invite: Invite,
+        identity: Identity,
+        *,
+        role: Role = "trainer",
+        version: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`identity` is whom the coordinator admits; `StatusClient` needs none."""
+        super().__init__(invite)
+        self.clock_offset_s = 0.0
+        self._identity = identity
+        self._role = role
+        self._version = version
+        self._clock = clock
+        self._session = b""
+        self._epoch = b""
+
+    @property
+    def joined(self) -> bool:
+        """Whether there is a session."""
+        return bool(self._session)
+
+    def now_s(self) -> float:
+        """Seconds since 1970 by the coordinator's clock, as far as known."""
+        return self._clock() + self.clock_offset_s
+
+    async def join(self) -> Joined:
+        """Prove who we are, and enter the run."""
+        identity = self._identity
+        asked_s = self._clock()
+        challenge = await self._call("Challenge", pb.ChallengeRequest(peer_id=identity.peer_id))
+        self.clock_offset_s = challenge.server_time_s - (asked_s + self._clock()) / 2
+        reply = await self._call("Join", self._join_request(identity, challenge.nonce))
+        joined = self._read_joined(reply)
+        self._session = reply.session
+        self._epoch = reply.epoch
+        return joined
+
+    async def heartbeat(
+        self,
+        status: PeerStatus,
+        *,
+        events: Sequence[Event] = (),
+        traces: Sequence[RoundTrace] = (),
+        leaving: bool = False,
+        retired: bool = False,
+    ) -> Beat:
+        """Say how we are, or goodbye, `retired` if we have no vote from where we stand on.
+
+        Raises NotWelcome when it is time to join again.
+        """
+        request = pb.HeartbeatRequest(
+            auth=self._auth(),
+            status=status.to_json(),
+            events=[event.to_json() for event in events],
+            traces=[trace.to_json() for trace in traces],
+            leaving=leaving,
+            retired=retired,
+            epoch_sha256=hashlib.sha256(self._epoch).digest() if self._epoch else b"",
+        )
+        asked_s = self._clock()
+        reply = await self._call("Heartbeat", request)
+        self.clock_offset_s = reply.server_time_s - (asked_s + self._clock()) / 2
+        self._epoch = reply.epoch or self._epoch
+        return Beat(
+            epoch=self._epoch,
+            head=_head(reply.head),
+            bootstrap=tuple(reply.bootstrap)[:16],
+            publish_from=reply.publish_from if reply.publish else None,
+            admission=reply.admission,
+            finished=reply.finished,
+            heartbeat_s=min(max(reply.heartbeat_s, 0.1), 60.0),
+        )
+
+    async def publish(
+        self,
+        *,
+        epoch: int,
+        position: int,
+        entry: bytes,
+        certificate: bytes,
+        body: bytes | bytearray | memoryview,
+    ) -> Published:
+        """Send the coordinator an entry that it lacks."""
+        view = memoryview(body)
+        header = pb.PublishHeader(
+            auth=self._auth(),
+            epoch=epoch,
+            position=position,
+            entry=entry,
+            certificate=certificate,
+            body_bytes=len(view),
+        )
+        reply = await self._offer(header, _body_parts(view))
+        return Published(accepted=reply.accepted, head=_head(reply.head))
+
+    async def fetch_entries(
+        self,
+        start: int,
+        count: int,
+        *,
+        bodies: bool = True,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> AsyncIterator[FetchedEntry]:
+        """The entries that the coordinator holds from `start` on, in order; none if it has none."""
+        what = pb.EntryRange(start=start, count=count, bodies=bodies)
+        request = pb.FetchRequest(auth=self._auth(), entries=what)
+        replies = self._stream_out("Fetch", request)
+        async for reply in replies:
+            header = _expect(reply, "header")
+            if header.body_bytes > max_body_bytes:
+                raise BadReply(
+                    f"entry {header.position}: expected a body of at most {max_body_bytes} bytes, "
+                    f"got {header.body_bytes}"
+                )
+            body = await _read_body(replies, header.body_bytes) if bodies else None
+            yield FetchedEntry(
+                epoch=header.epoch,
+                position=header.position,
+                entry=header.entry,
+                certificate=header.certificate,
+                chain=header.chain,
+                body_bytes=header.body_bytes,
+                body=body,
+            )
+
+    async def fetch_snapshot(self, position: int | None = None) -> FetchedSnapshot:
+        """The digests of a snapshot; the newest if no position is given. 0 is the genesis."""
+        what = pb.SnapshotRequest(latest=position is None, position=position or 0)
+        request = pb.FetchRequest(auth=self._auth(), snapshot=what)
+        async for reply in self._stream_out("Fetch", request):
+            return _read_snapshot(_expect(reply, "snapshot"))
+        raise BadReply("expected a snapshot, got nothing")
+
+    async def fetch_leaves(
+        self, position: int, start: int = 0, count: int = 1 << 30
+    ) -> AsyncIterator[tuple[int, bytes]]:
+        """Leaves of a snapshot with their index, not verified; feed them to an `Assembly`."""
+        what = pb.LeafRange(position=position, start=start, count=count)
+        request = pb.FetchRequest(auth=self._auth(), leaves=what)
+        async for reply in self._stream_out("Fetch", request):
+            leaf = _expect(reply, "leaf")
+            if len(leaf.data) > LEAF_BYTES:
+                raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
+            yield leaf.index, leaf.data
+
+    # Inside
+
+    def _auth(self) -> pb.Auth:
+        if not self._session:
+            raise NotWelcome("unauthenticated", "expected a session: join first")
+        return pb.Auth(peer_id=self._identity.peer_id, session=self._session)
+
+    def _join_request(self, identity: Identity, nonce: bytes) -> pb.JoinRequest:
+        return pb.JoinRequest(
+            protocol=PROTOCOL,
+            version=self._version,
+            run_id=self.invite.run_id,
+            peer_id=identity.peer_id,
+            role=self._role,
+            nonce=nonce,
+            signature=identity.sign(join_payload(self.invite.run_id, nonce)),
+            token=self.invite.token,
+        )
+
+    def _read_joined(self, reply: pb.JoinReply) -> Joined:
+        try:
+            spec = RunSpec.from_json(reply.spec)
+            layout = Layout.from_json(reply.layout)
+        except (SpecError, LayoutError) as error:
+            raise BadReply(f"{error}; use the organiser's version of Atoll") from None
+        if bytes.fromhex(run_id(spec, self.invite.run_key)) != self.invite.run_id:
+            raise BadReply("expected the spec of the invite's run, got another")
+        try:
+            check = AdmissionCheck(self.invite.run_key, self.invite.run_id, clock=self.now_s)
+            check(self._identity.peer_id, reply.admission)
+        except AdmissionRefused as error:
+            raise BadReply(f"the admission is not valid: {error.message}") from None
+        return Joined(
+            spec=spec,
+            admission=reply.admission,
+            layout=layout,
+            genesis_root=_digest(reply.genesis_root),
+            epoch=reply.epoch,
+            head=_head(reply.head),
+            bootstrap=tuple(reply.bootstrap)[:16],
+            clock_offset_s=self.clock_offset_s,
+            heartbeat_s=min(max(reply.heartbeat_s, 0.1), 60.0),
+        )
+
+    async def _offer(
+        self, header: pb.PublishHeader, body: Iterator[pb.PublishRequest]
+    ) -> pb.PublishReply:
+        async def call(channel: Any) -> pb.PublishReply:  # noqa: ANN401
+            stream = stub(channel, "Publish")()
+            try:
+                await _write(stream, pb.PublishRequest(header=header))
+                reply = await _reply(stream, CALL_TIMEOUT_S)
+                if reply.send_body:
+                    for part in body:
+                        await _write(stream, part)
+                    await stream.done_writing()
+                    reply = await _reply(stream, CALL_TIMEOUT_S + header.body_bytes / APPLY_B_S)
+                return reply
+            finally:
+                stream.cancel()
+
+        return await self._with_channel(call)
+
+
+async def _write(stream: Any, part: pb.PublishRequest) -> None:  # noqa: ANN401
+    await asyncio.wait_for(stream.write(part), PROGRESS_TIMEOUT_S)
+
+
+async def _reply(stream: Any, timeout_s: float) -> pb.PublishReply:  # noqa: ANN401
+    reply = await asyncio.wait_for(stream.read(), timeout_s)
+    if reply is EOF:
+        raise BadReply("expected an answer to an entry, got none")
+    return reply  # type: ignore[no-any-return]
+
+
+def _body_parts(view: memoryview) -> Iterator[pb.PublishRequest]:
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield pb.PublishRequest(chunk=bytes(view[start : start + CHUNK_BYTES]))
+
+
+async def _read_body(replies: AsyncIterator[Any], size: int) -> bytes:
+    body = bytearray()
+    while len(body) < size:
+        reply = await anext(replies, None)
+        if reply is None:
+            raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
+        body += _expect(reply, "chunk")
+    if len(body) != size:
+        raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
+    return bytes(body)
+
+
+def _expect(reply: Any, part: str) -> Any:  # noqa: ANN401
+    if reply.WhichOneof("part") != part:
+        raise BadReply(f"expected a {part}, got {reply.WhichOneof('part')}")
+    return getattr(reply, part)
+
+
+def _read_snapshot(info: pb.SnapshotInfo) -> FetchedSnapshot:
+    try:
+        layout = Layout.from_json(info.layout)
+    except LayoutError as error:
+        raise BadReply(str(error)) from None
+    least = -(-snapshot_bytes(layout, 0) // LEAF_BYTES)
+    if len(info.leaf_digests) % 32 or len(info.leaf_digests) < 32 * least:
+        raise BadReply(
+            f"expected at least {least} leaf digests of 32 bytes, "
+            f"got {len(info.leaf_digests)} bytes"
+        )
+    raw = info.leaf_digests
+    digests = tuple(raw[i : i + 32] for i in range(0, len(raw), 32))
+    if merkle_root(digests) != info.root:
+        raise BadReply("expected leaf digests that make up the root, got others")
+    return FetchedSnapshot(
+        position=info.position,
+        chain=_digest(info.chain),
+        root=info.root,
+        leaf_digests=digests,
+        layout=layout,
+        first_body=info.first_body,
+    )
+
+
+def _head(head: pb.Head) -> Head:
+    return Head(epoch=head.epoch, position=head.position, chain=_digest(head.chain))
+
+
+def _digest(raw: bytes) -> bytes:
+    if len(raw) != 32:
+        raise BadReply(f"expected a digest of 32 bytes, got {len(raw)}")
+    return raw

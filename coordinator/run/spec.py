@@ -1,0 +1,300 @@
+"""RUN.toml: everything a run needs to be known by, validated as a whole.
+
+A run is described by eight small sections: frozen models whose fields carry their own documentation
+(`atoll.coordinator.run.sections`). The commented template of `atoll init` is generated from those
+descriptions, so the two cannot disagree.
+
+    RunSpec.load(path)      read a file; SpecError lists every problem at once
+    RunSpec.from_json(raw)  read what a coordinator sent; the same checks
+    spec.canonical()        sorted compact JSON: equal specs have equal bytes
+    spec.digest()           SHA-256 of what makes the run itself, that is all but [coordinator]
+
+The run's id binds the digest to the run's public key (`run_id`), so a peer that trusts its invite
+can tell whether the spec that it is given is the organiser's. What is wrong with a spec is told by
+`SpecError` (`atoll.coordinator.run.spec_problems`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from atoll.compression import parse
+from atoll.coordinator.run.sections import (
+    CompressionSection,
+    CoordinatorSection,
+    DataSection,
+    InnerSection,
+    ModelSection,
+    OuterSection,
+    RoundSection,
+    RunSection,
+    Section,
+)
+from atoll.coordinator.run.spec_problems import (
+    SpecError,
+    SpecProblem,
+    key_lines,
+    problems_of,
+    toml_problem,
+)
+from atoll.optim import methods
+from atoll.optim.workers import timetable
+from atoll.optim.workers.timetable import Timetable
+
+MAX_SPEC_BYTES = 256 * 1024  # a RUN.toml is a few kB; a peer refuses more before parsing it
+
+
+class RunSpec(Section):
+    """A run's signed description. Every section and every field has a default."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    inner: InnerSection = Field(default_factory=InnerSection)
+    outer: OuterSection = Field(default_factory=OuterSection)
+    compression: CompressionSection = Field(default_factory=CompressionSection)
+    round: RoundSection = Field(default_factory=RoundSection)
+    coordinator: CoordinatorSection = Field(default_factory=CoordinatorSection)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        try:
+            method = self.method()
+        except ValueError as error:  # the sections have checked what is theirs
+            raise ValueError(f"outer.method: {error}") from None
+        if not method.logged and method.reduction != "pairs":
+            raise ValueError(
+                f"outer.method: expected one whose state a log can hold, or one by gossip, got "
+                f"{method.name!r}; `atoll simulate` runs it"
+            )
+        self._expect_windows(method)
+        if method.feedback and method.codec.mode == "unbiased":
+            raise ValueError(
+                f"compression.feedback: expected 0 with the unbiased codec {method.codec.spec!r} "
+                f"(feedback makes it diverge), got {method.feedback}"
+            )
+        if method.reduction != "mean" and self.round.reducer != "mean":
+            raise ValueError(
+                f"round.reducer: expected 'mean' with {method.name!r}, whose contributions "
+                f"nobody reduces, got {self.round.reducer!r}"
+            )
+        return self
+
+    def _expect_windows(self, method: methods.Method) -> None:
+        outer, hidden = self.outer, method.hidden_steps(self.outer.inner_steps)
+        if method.every_step and outer.inner_steps != 1:
+            raise ValueError(
+                f"outer.inner_steps: expected 1 with {method.name!r}, which sends something of "
+                f"every step, got {outer.inner_steps}"
+            )
+        if method.every_step and outer.windows != "equal":
+            raise ValueError(
+                f"outer.windows: expected 'equal' with {method.name!r}, whose windows are one "
+                f"step, got {outer.windows!r}"
+            )
+        if hidden > outer.inner_steps:
+            raise ValueError(
+                f"outer.method: expected a round to be hidden behind at most the "
+                f"{outer.inner_steps} steps of a window (outer.inner_steps), got {hidden}"
+            )
+        if outer.windows == "qsr":
+            self._expect_growth()
+        elif outer.growth or outer.max_inner_steps:
+            raise ValueError(
+                "outer.growth and outer.max_inner_steps: expected none with windows = "
+                f'"{outer.windows}"; windows = "qsr" takes them'
+            )
+
+    def _expect_growth(self) -> None:
+        """Refuse windows by QSR that would all be of one length."""
+        outer, inner = self.outer, self.inner
+        longest = outer.longest
+        if self.run.rounds == 0 or inner.min_lr_ratio == 1:
+            raise ValueError(
+                "outer.windows: expected a rate that falls with 'qsr': give run.rounds above 0 and "
+                "inner.min_lr_ratio below 1"
+            )
+        if longest <= outer.inner_steps:
+            raise ValueError(
+                f"outer.max_inner_steps: expected more than outer.inner_steps, "
+                f"{outer.inner_steps}, got {longest}"
+            )
+        last_lr = inner.lr * inner.min_lr_ratio
+        low, high = last_lr * math.sqrt(outer.inner_steps + 1), inner.lr * math.sqrt(longest)
+        if outer.growth == 0 or not low <= outer.growth < high:
+            raise ValueError(
+                f"outer.growth: expected {low:.3g} to {high:.3g} for windows that grow from "
+                f"{outer.inner_steps} to at most {longest} steps as the rate falls from "
+                f"{inner.lr:g} to {last_lr:g}, got {outer.growth:g}"
+            )
+
+    def timetable(self, num_fragments: int, *, rounds: int | None = None) -> Timetable:
+        """Steps and windows of the run by position.
+
+        Args:
+            num_fragments: into which its method cuts the model.
+            rounds: positions at which it ends, the run's own by default.
+        """
+        outer, rounds = self.outer, rounds or self.run.rounds
+        if outer.windows == "qsr":
+            return timetable.growing_over(
+                outer.qsr, self.inner.rate, rounds=rounds, num_fragments=num_fragments
+            )
+        return timetable.equal(outer.inner_steps, rounds=rounds, num_fragments=num_fragments)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a peer's inner step."""
+        return self.inner.batch_size * self.inner.grad_accumulation * self.data.seq_len
+
+    def method(self) -> methods.Method:
+        """The outer method with all of its options.
+
+        Raises:
+            ValueError: they do not go together.
+        """
+        outer, compression = self.outer, self.compression
+        given = {
+            "lr": outer.lr,
+            "momentum": outer.momentum,
+            "codec": compression.codec,
+            "feedback": compression.feedback,
+        }
+        options = methods.defaults_for(
+            outer.method,
+            rounds=self.run.rounds,
+            inner_steps=outer.inner_steps,
+            peers=self.round.min_peers,
+        )
+        options |= {key: value for key, value in given.items() if value != "auto"}
+        if compression.codec != "auto" and parse(compression.codec).mode == "unbiased":
+            options.setdefault("feedback", 0.0)
+        return methods.parse(outer.method, **options)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a RUN.toml. Raises SpecError with every problem found."""
+        return cls.from_toml(_read_text(Path(path)), source=str(path))
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = "RUN.toml") -> Self:
+        """Read the text of a RUN.toml; `source` names it in messages."""
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise SpecError([toml_problem(error)], source=source) from None
+        return cls.from_dict(data, source=source, lines=key_lines(text))
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Self:
+        """Read canonical bytes received from elsewhere. Raises SpecError."""
+        if len(raw) > MAX_SPEC_BYTES:
+            message = f"expected at most {MAX_SPEC_BYTES} bytes, got {len(raw)}"
+            raise SpecError([SpecProblem(line=None, path="", message=message)])
+        try:
+            data = json.loads(raw)
+        except (ValueError, RecursionError):
+            problem = SpecProblem(line=None, path="", message="expected a JSON object")
+            raise SpecError([problem]) from None
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(
+        cls, data: object, *, source: str = "run spec", lines: Mapping[str, int] | None = None
+    ) -> Self:
+        """Check plain data against the schema. Raises SpecError."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise SpecError(problems_of(error, cls, lines or {}), source=source) from None
+
+    def canonical(self) -> bytes:
+        """Return sorted, compact JSON: the bytes that travel and are kept."""
+        return _canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> str:
+        """Return the SHA-256 in hex of everything but [coordinator], which may be moved."""
+        identity = self.model_dump(mode="json", exclude={"coordinator"})
+        return hashlib.sha256(_canonical_json(identity)).hexdigest()
+
+    def differences(self, other: RunSpec) -> list[str]:
+        """Name the fields that make `other` another run, as 'section.field: mine != theirs'."""
+        mine, theirs = (s.model_dump(mode="json", exclude={"coordinator"}) for s in (self, other))
+        return [
+            f"{section}.{key}: {value!r} != {theirs[section][key]!r}"
+            for section, values in mine.items()
+            for key, value in values.items()
+            if value != theirs[section][key]
+        ]
+
+
+def run_id(spec: RunSpec, run_public_key: bytes) -> str:
+    """Return the id of the run of this spec under this key: SHA-256 in hex."""
+    material = b"atoll run v1\0" + run_public_key + bytes.fromhex(spec.digest())
+    return hashlib.sha256(material).hexdigest()
+
+
+def template(values: RunSpec | None = None) -> str:
+    """Return a commented RUN.toml with every field, generated from the schema."""
+    spec = values or RunSpec()
+    head = "# The description of an Atoll run. Every line may be left out: these are the defaults."
+    sections = [_render_section(name, getattr(spec, name)) for name in RunSpec.model_fields]
+    return "\n\n".join([head, *sections]) + "\n"
+
+
+def _render_section(name: str, section: Section) -> str:
+    lines = [f"[{name}]", f"# {(type(section).__doc__ or '').strip()}"]
+    for key, info in type(section).model_fields.items():
+        lines += ["", *_wrap_comment(info.description or "")]
+        lines.append(_render_value(key, getattr(section, key), info.examples or []))
+    return "\n".join(lines)
+
+
+def _render_value(key: str, value: object, examples: list[Any]) -> str:
+    absent = value is None or value == {}
+    shown = examples[0] if absent else value
+    return ("# " if absent else "") + f"{key} = {_toml_value(shown)}"
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _wrap_comment(text: str, width: int = 88) -> list[str]:
+    lines: list[str] = []
+    line = "#"
+    for word in text.split():
+        if len(line) + 1 + len(word) > width:
+            lines, line = [*lines, line], "#"
+        line += " " + word
+    return [*lines, line]
+
+
+def _canonical_json(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()[: MAX_SPEC_BYTES + 1]
+        text = raw.decode("utf-8")
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}); `atoll init` writes a commented one"
+    except UnicodeDecodeError:
+        reason = "expected UTF-8 text"
+    else:
+        if len(raw) <= MAX_SPEC_BYTES:
+            return text
+        reason = f"expected at most {MAX_SPEC_BYTES} bytes"
+    problem = SpecProblem(line=None, path="", message=reason)
+    raise SpecError([problem], source=str(path)) from None

@@ -1,0 +1,85 @@
+"""A Prometheus endpoint: the run's status as gauges, for those who watch many runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+from atoll.coordinator.run.addresses import split_address
+from atoll.coordinator.run.status import PeerStatus, RunStatus
+
+_RUN = {
+    "position": "Entries in the coordinator's log.",
+    "epoch": "Current epoch.",
+    "tokens_total": "Tokens in all rounds.",
+    "tokens_per_s": "Tokens a second of all peers together.",
+    "utilisation": "Mean share of the time that peers spend training.",
+    "loss": "Training loss of the last round, nats a token.",
+    "valid_loss": "Validation loss, nats a token.",
+}
+_PEER = {
+    "tokens_per_s": "Tokens a second.",
+    "position": "Entries applied.",
+    "wire_bytes_sent": "Bytes sent, as counted on the wire.",
+    "wire_bytes_received": "Bytes received, as counted on the wire.",
+    "utilisation": "Share of the time spent training.",
+    "last_seen_s": "Seconds since the last heartbeat.",
+}
+
+
+class Metrics:
+    """Gauges of one run."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register the gauges."""
+        self._run = {
+            name: Gauge(f"atoll_run_{name}", text, registry=registry) for name, text in _RUN.items()
+        }
+        self._alive = Gauge("atoll_run_peers", "Peers in touch.", registry=registry)
+        self._peer = {
+            name: Gauge(f"atoll_peer_{name}", text, ["peer_id"], registry=registry)
+            for name, text in _PEER.items()
+        }
+
+    @classmethod
+    @contextlib.contextmanager
+    def served(cls, listen: str | None) -> Iterator[Metrics | None]:
+        """Serve over HTTP at 'host:port' inside the block; nothing if there is no address.
+
+        Raises:
+            OSError: naming the address that can't be taken.
+        """
+        if listen is None:
+            yield None
+            return
+        host, port = split_address(listen)
+        registry = CollectorRegistry()
+        metrics = cls(registry)
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            told = f"{error.strerror}; choose another address for the metrics"
+            raise OSError(error.errno, told, listen) from error
+        try:
+            yield metrics
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join(5)
+
+    def update(self, status: RunStatus) -> None:
+        """Show this status."""
+        for name, gauge in self._run.items():
+            value = getattr(status, name)
+            gauge.set(float("nan") if value is None else value)
+        self._alive.set(sum(peer.state != "gone" for peer in status.peers))
+        for gauge in self._peer.values():
+            gauge.clear()
+        for peer in status.peers:
+            self._show(peer)
+
+    def _show(self, peer: PeerStatus) -> None:
+        for name, gauge in self._peer.items():
+            gauge.labels(peer.peer_id).set(getattr(peer, name))

@@ -1,0 +1,414 @@
+"""Run a coordinator: state directory, keys, log, DHT node and gRPC server, up and down again.
+
+The state directory holds everything; a coordinator that was killed and is started again with it
+is the same one, with the same invite:
+
+    lock            held while a coordinator uses the directory
+    spec.json       the run's spec, canonical
+    keys.json       see keys.py, 0600
+    node.known      where peers were, for the node to find them again
+    node.key        identity of the run's first DHT node, 0600
+    genesis.root    root of the first state
+    port            the port chosen when `listen` leaves it open
+    log/            the log and its snapshots (atoll.optim.log.store)
+    history.db      rounds, events and peers, for people
+    catching-up/    only while entries are fetched that were missed (catching_up.py)
+    checkpoints/    NAME-POSITION.safetensors
+
+Exceptions:
+
+    SetupError
+      WrongDirectory    of another run (says where they differ), not a coordinator's, or damaged
+      InUse             the directory or the port is in use
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from atoll.coordinator.catching_up import CatchUp, FetchMissed
+from atoll.coordinator.coordinator import TICK_S, Coordinator
+from atoll.coordinator.follower import DISK_ERRORS, Follower, RunKey
+from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
+from atoll.coordinator.history import History
+from atoll.coordinator.rpc.messages import SERVER_OPTIONS
+from atoll.coordinator.run.addresses import split_address
+from atoll.coordinator.run.admission import AdmissionCheck
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, write_private
+from atoll.coordinator.run.spec import RunSpec, run_id
+from atoll.coordinator.run.spec_problems import SpecError
+from atoll.coordinator.service.metrics import Metrics
+from atoll.coordinator.service.service import Service
+from atoll.dht import verify
+from atoll.optim.log.entry import genesis_chain
+from atoll.optim.log.store import LogStore
+from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
+
+log = logging.getLogger(__name__)
+
+MAX_CALLS = 512  # answered at once; more are refused by gRPC
+_GRACE_S = 1.0  # for calls in flight when the coordinator stops
+_DAMAGED = "damaged; put back a copy, or start the run in a new directory"
+
+
+class SetupError(Exception):
+    """A coordinator that cannot start; nothing was overwritten."""
+
+
+class WrongDirectory(SetupError):  # noqa: N818
+    """A state directory of another run, of something else, or a damaged one."""
+
+
+class InUse(SetupError):  # noqa: N818
+    """A directory or port that another process uses."""
+
+
+class BootstrapNode(Protocol):
+    """The run's first DHT node."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Multiaddrs with the PeerID, for invites."""
+        ...
+
+    @property
+    def fetch_missed(self) -> FetchMissed:
+        """Fetches entries from peers that do not publish them."""
+        ...
+
+    def fetch_model(self, keeper: ModelKeeper) -> FetchModel:
+        """What fetches a peer's model, in a run by gossip."""
+        ...
+
+    async def close(self) -> None:
+        """Leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRequest:
+    """What the starter of the DHT node is given."""
+
+    run_id: bytes
+    identity_path: Path
+    host: str
+    port: int
+    advertise: str | None
+    check: AdmissionCheck
+    admit: Callable[[str], bytes]
+    """Makes the credential of the node's own PeerID."""
+
+
+StartNode = Callable[[NodeRequest], Awaitable[BootstrapNode]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A coordinator that is up."""
+
+    invite: Invite
+    coordinator: Coordinator
+    address: str
+    """Where the gRPC server listens, 'host:port'."""
+    state_dir: Path
+
+
+async def serve(
+    spec: RunSpec,
+    genesis: Callable[[], OuterState],
+    state_dir: Path,
+    *,
+    stop: asyncio.Event,
+    start_node: StartNode | None = None,
+    on_ready: Callable[[Running], None] = lambda _: None,
+) -> None:
+    """Run a coordinator until `stop` is set; `on_ready` gets the invite.
+
+    Args:
+        spec: the run.
+        genesis: makes the state at position 0; called only when the directory is new.
+        state_dir: made if absent.
+        stop: ends it; everything is on disk when this returns.
+        start_node: starts the run's first DHT node.
+        on_ready: called once peers can join.
+
+    Raises:
+        SetupError, KeysError, StoreError: before anything was changed.
+    """
+    async with running(spec, genesis, state_dir, start_node=start_node) as up:
+        on_ready(up)
+        await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    spec: RunSpec,
+    genesis: Callable[[], OuterState],
+    state_dir: Path,
+    *,
+    start_node: StartNode | None = None,
+) -> AsyncIterator[Running]:
+    """A coordinator that is up inside the block."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(_locked(state_dir))
+        keys = RunKeys.load_or_create(state_dir / KEYS_FILE)
+        identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
+        follower = await asyncio.to_thread(_follow, spec, keys, identifier, genesis, state_dir)
+        stack.callback(follower.store.close)
+        history = History(state_dir / "history.db")
+        stack.callback(history.close)
+        nodes: list[BootstrapNode] = []
+        coordinator = Coordinator(
+            spec=spec,
+            keys=keys,
+            follower=follower,
+            history=history,
+            checkpoints=state_dir / "checkpoints",
+            verify=verify,
+            bootstrap=lambda: [address for node in nodes for address in node.addresses],
+        )
+        stack.push_async_callback(coordinator.close)
+        address = await _listen(stack, coordinator, state_dir)
+        if start_node is not None:
+            nodes.append(await start_node(_node_request(coordinator, state_dir)))
+            stack.push_async_callback(nodes[0].close)
+            stack.push_async_callback(_fetching(coordinator, nodes[0]).close)
+        metrics = stack.enter_context(Metrics.served(spec.coordinator.metrics_listen))
+        ticking = asyncio.create_task(_tick(coordinator, metrics))
+        stack.push_async_callback(_cancel, ticking)
+        yield Running(
+            invite=_invite(coordinator, address),
+            coordinator=coordinator,
+            address=address,
+            state_dir=state_dir,
+        )
+
+
+def _fetching(coordinator: Coordinator, node: BootstrapNode) -> CatchUp | KeptModels:
+    """What keeps the coordinator's copy up to the run."""
+    if isinstance(coordinator.follower, ModelKeeper):
+        return coordinator.fetch_models_with(node.fetch_model(coordinator.follower))
+    return coordinator.fetch_missed_with(node.fetch_missed)
+
+
+@contextlib.contextmanager
+def _locked(state_dir: Path) -> Iterator[None]:
+    _expect_directory(state_dir)
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise SetupError(f"{state_dir}: cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise InUse(
+            f"{state_dir}: another coordinator uses this directory; stop it, or choose another"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _expect_directory(state_dir: Path) -> None:
+    if not state_dir.exists() or (state_dir / KEYS_FILE).exists():
+        return
+    if not state_dir.is_dir():
+        raise WrongDirectory(f"{state_dir}: expected a directory, got a file")
+    names = (path.name for path in state_dir.iterdir())
+    others = [name for name in names if name != "lock" and not name.startswith(".")]
+    if others:
+        raise WrongDirectory(
+            f"{state_dir}: expected an empty directory or that of a coordinator, got one with "
+            f"{others[0]!r} in it; choose another"
+        )
+
+
+def _follow(
+    spec: RunSpec,
+    keys: RunKeys,
+    identifier: bytes,
+    genesis: Callable[[], OuterState],
+    state_dir: Path,
+) -> Follower:
+    _expect_spec(spec, state_dir / "spec.json")
+    first, root = _genesis_root(genesis, state_dir / "genesis.root")
+    chain = genesis_chain(identifier, root)
+    store = LogStore(state_dir / "log", run_id=identifier, genesis_chain=chain, fsync=True)
+    try:
+        kind = ModelKeeper if spec.method().reduction == "pairs" else Follower
+        follower = kind(
+            run_id=identifier,
+            run_key=RunKey(signer=keys.signer),
+            method=spec.method(),
+            store=store,
+            snapshot_every=spec.round.snapshot_every,
+            verify=verify,
+        )
+        if 0 not in store.snapshot_positions():
+            follower.begin(first if first is not None else _same_genesis(genesis, root))
+        follower.resume()
+    except BaseException:
+        store.close()
+        raise
+    return follower
+
+
+def _expect_spec(spec: RunSpec, path: Path) -> None:
+    if path.exists():
+        try:
+            stored = RunSpec.from_json(path.read_bytes())
+        except SpecError as error:
+            raise WrongDirectory(f"{path}: {_DAMAGED} ({error})") from None
+        differences = stored.differences(spec)
+        if differences:
+            raise WrongDirectory(
+                f"{path.parent}: expected the state of this run, got that of another; it differs "
+                f"in {'; '.join(differences[:5])}. Choose another directory for the new run"
+            )
+    partial = path.with_name(".spec.json")
+    partial.write_bytes(spec.canonical())
+    partial.replace(path)
+
+
+def _genesis_root(genesis: Callable[[], OuterState], path: Path) -> tuple[OuterState | None, bytes]:
+    if path.exists():
+        return None, _read_root(path)
+    state = genesis()
+    write_private(path, state.root().hex().encode())
+    return state, state.root()
+
+
+def _read_root(path: Path) -> bytes:
+    with contextlib.suppress(ValueError):
+        root = bytes.fromhex(path.read_bytes().decode("ascii"))
+        if len(root) == DIGEST_BYTES:
+            return root
+    raise WrongDirectory(f"{path}: {_DAMAGED}")
+
+
+def _same_genesis(genesis: Callable[[], OuterState], root: bytes) -> OuterState:
+    state = genesis()
+    if state.root() != root:
+        raise WrongDirectory(
+            "expected the first state that this run began with, got another: the start was "
+            "interrupted and the model has changed since; remove the directory"
+        )
+    return state
+
+
+async def _listen(
+    stack: contextlib.AsyncExitStack, coordinator: Coordinator, state_dir: Path
+) -> str:
+    listen = coordinator.spec.coordinator.listen
+    host, port = split_address(listen)
+    port = port or _remembered_port(state_dir / "port")
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    server.add_generic_rpc_handlers((Service(coordinator).handler(),))
+    bound = _bind(server, host, port, coordinator.keys)
+    (state_dir / "port").write_text(str(bound))
+    await server.start()
+    stack.push_async_callback(server.stop, _GRACE_S)
+    return _join_address(host, bound)
+
+
+def _bind(server: Any, host: str, port: int, keys: RunKeys) -> int:  # noqa: ANN401
+    credentials = grpc.ssl_server_credentials([(keys.tls_key, keys.tls_certificate)])
+    try:
+        bound: int = server.add_secure_port(_join_address(host, port), credentials)
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise InUse(
+            f"cannot listen on {_join_address(host, port)}: the port is in use, or the address is "
+            "not this machine's; set coordinator.listen to another"
+        )
+    return bound
+
+
+def _remembered_port(path: Path) -> int:
+    try:
+        return min(int(path.read_text()), 65535)
+    except (OSError, ValueError):
+        return 0
+
+
+def _node_request(coordinator: Coordinator, state_dir: Path) -> NodeRequest:
+    settings = coordinator.spec.coordinator
+    host, port = split_address(settings.dht_listen)
+    return NodeRequest(
+        run_id=coordinator.run_id,
+        identity_path=state_dir / "node.key",
+        host=host,
+        port=port,
+        advertise=settings.advertise,
+        check=AdmissionCheck(coordinator.keys.run_public_key, coordinator.run_id),
+        admit=lambda peer_id: coordinator.entrance.admit(peer_id, "coordinator"),
+    )
+
+
+def _invite(coordinator: Coordinator, address: str) -> Invite:
+    host, port = split_address(address)
+    hosts = _reachable_hosts(host, coordinator.spec.coordinator.advertise)
+    closed = coordinator.spec.coordinator.invite_only
+    return Invite(
+        addresses=tuple(_join_address(each, port) for each in hosts),
+        run_id=coordinator.run_id,
+        run_key=coordinator.keys.run_public_key,
+        tls_sha256=coordinator.keys.tls_sha256,
+        bootstrap=tuple(coordinator.bootstrap())[:16],
+        token=coordinator.keys.token if closed else b"",
+    )
+
+
+def _reachable_hosts(host: str, advertise: str | None) -> list[str]:
+    if advertise:
+        return [advertise]
+    if host not in ("0.0.0.0", "::"):
+        return [host]
+    return list(dict.fromkeys([*_own_address(host), "127.0.0.1"]))
+
+
+def _own_address(host: str) -> list[str]:
+    """The address of the interface that leads to the internet; nothing is sent."""
+    family, target = (
+        (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    )
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))
+        return [probe.getsockname()[0]]
+    return []
+
+
+def _join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _tick(coordinator: Coordinator, metrics: Metrics | None) -> None:
+    while True:
+        try:
+            await coordinator.tick()
+            if metrics is not None:
+                metrics.update(coordinator.status())
+        except DISK_ERRORS as error:
+            coordinator.tell_disk(error)
+        except Exception:
+            log.exception("the coordinator goes on, but something failed")
+        await asyncio.sleep(TICK_S)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

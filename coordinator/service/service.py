@@ -1,0 +1,357 @@
+"""The gRPC face of a coordinator: sizes, sessions and deadlines first, then its decisions.
+
+Whatever a client sends, it harms nothing but its own call: messages are bounded by gRPC before they
+are parsed, records by their decoders, bodies by what the entry's certificate vouches for, and a
+client that neither sends nor reads is given up after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.entrance import JoinRequest, Refusal
+from atoll.coordinator.follower import Claim
+from atoll.coordinator.rpc import service_pb2 as pb
+from atoll.coordinator.rpc.messages import (
+    MAX_ENTRIES,
+    MAX_RECORD_BYTES,
+    MAX_REPORTS,
+    METHODS,
+    PROGRESS_TIMEOUT_S,
+    SERVICE,
+)
+from atoll.coordinator.run.status import Event, PeerStatus, RoundTrace, StatusError
+from atoll.optim.log.store import Head, LogStore, NotStored, SnapshotInfo
+from atoll.optim.state.outer_state import LEAF_BYTES
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = Any
+"""grpc.aio.ServicerContext; grpc has no types."""
+
+MAX_PUBLISHERS = 4  # bodies received at once: memory is bounded by this many
+
+
+class Service:
+    """Answers the methods of service.proto."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        """Serve one run."""
+        self._run = coordinator
+        self._receiving: set[int] = set()
+
+    def handler(self) -> Any:  # noqa: ANN401  # grpc has no types
+        """What a grpc server registers."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE, {method.name: self._method(method) for method in METHODS}
+        )
+
+    def _method(self, method: Any) -> Any:  # noqa: ANN401
+        kinds: dict[tuple[bool, bool], tuple[Any, Callable[[Any], Any]]] = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, _guard_call),
+            (True, True): (grpc.stream_stream_rpc_method_handler, _guard_stream),
+            (False, True): (grpc.unary_stream_rpc_method_handler, _guard_stream),
+        }
+        make, guard = kinds[method.streams_in, method.streams_out]
+        return make(
+            guard(getattr(self, f"_{method.name.lower()}")),
+            request_deserializer=_reader(method.request),
+            response_serializer=method.reply.SerializeToString,
+        )
+
+    async def _challenge(self, request: pb.ChallengeRequest, _: Context) -> pb.ChallengeReply:
+        _expect_size("peer_id", request.peer_id, 128)
+        nonce = self._run.entrance.challenge(request.peer_id)
+        return pb.ChallengeReply(nonce=nonce, server_time_s=self._run.now_s())
+
+    async def _join(self, request: pb.JoinRequest, _: Context) -> pb.JoinReply:
+        _expect_size("peer_id", request.peer_id, 128)
+        welcome = self._run.entrance.join(
+            JoinRequest(
+                protocol=request.protocol,
+                version=request.version,
+                run_id=request.run_id,
+                peer_id=request.peer_id,
+                role=request.role,
+                nonce=request.nonce,
+                signature=request.signature,
+                token=request.token,
+            )
+        )
+        genesis = await asyncio.to_thread(self._store.snapshot, 0)
+        return pb.JoinReply(
+            spec=self._run.spec.canonical(),
+            admission=welcome.admission,
+            session=welcome.session,
+            layout=genesis.layout.to_json(),
+            genesis_root=genesis.root,
+            epoch=self._run.follower.epoch_record,
+            head=_head(self._run.head()),
+            bootstrap=self._run.bootstrap(),
+            server_time_s=self._run.now_s(),
+            heartbeat_s=self._run.heartbeat_s(),
+        )
+
+    async def _heartbeat(self, request: pb.HeartbeatRequest, _: Context) -> pb.HeartbeatReply:
+        self._authenticate(request.auth)
+        self._run.entrance.expect_pace(request.auth.peer_id)
+        if max(len(request.events), len(request.traces)) > MAX_REPORTS:
+            raise Refusal("invalid_argument", f"expected at most {MAX_REPORTS} events and traces")
+        status = PeerStatus.from_json(request.status)
+        if status.peer_id != request.auth.peer_id:
+            raise Refusal("permission_denied", "expected the status of the peer itself")
+        beat = self._run.heartbeat(
+            status,
+            [Event.from_json(raw) for raw in request.events],
+            [RoundTrace.from_json(raw) for raw in request.traces],
+            leaving=request.leaving,
+            retired=request.retired,
+        )
+        record = self._run.follower.epoch_record
+        known = request.epoch_sha256 == hashlib.sha256(record).digest()
+        return pb.HeartbeatReply(
+            epoch=b"" if known else record,
+            head=_head(self._run.head()),
+            server_time_s=self._run.now_s(),
+            bootstrap=self._run.bootstrap(),
+            publish=beat.publish_from is not None,
+            publish_from=beat.publish_from or 0,
+            admission=beat.admission,
+            finished=beat.finished,
+            heartbeat_s=self._run.heartbeat_s(),
+        )
+
+    async def _publish(
+        self, requests: AsyncIterator[pb.PublishRequest], _: Context
+    ) -> AsyncIterator[pb.PublishReply]:
+        parts = aiter(requests)
+        first = await _next(parts)
+        if first is None or first.WhichOneof("part") != "header":
+            raise Refusal("invalid_argument", "expected a header first")
+        claim = await self._claim(first.header)
+        accepted = False
+        if claim is not None:
+            with self._slot(claim.entry.position):
+                yield pb.PublishReply(send_body=True, head=_head(self._run.head()))
+                body = await _receive(parts, claim.entry.body_bytes)
+                accepted = await self._run.accept(claim, body, first.header.auth.peer_id)
+        yield pb.PublishReply(accepted=accepted, head=_head(self._run.head()))
+
+    async def _claim(self, header: pb.PublishHeader) -> Claim | None:
+        self._authenticate(header.auth)
+        _expect_size("entry", header.entry, MAX_RECORD_BYTES)
+        _expect_size("certificate", header.certificate, MAX_RECORD_BYTES)
+        claim = await self._run.precheck(header.entry, header.certificate)
+        if claim is None or claim.entry.position in self._receiving:
+            return None
+        if header.body_bytes != claim.entry.body_bytes:
+            raise Refusal(
+                "invalid_argument",
+                f"expected a body of {claim.entry.body_bytes} bytes, got {header.body_bytes}",
+            )
+        return claim
+
+    @contextlib.contextmanager
+    def _slot(self, position: int) -> Iterator[None]:
+        if len(self._receiving) >= MAX_PUBLISHERS:
+            raise Refusal("resource_exhausted", "too many entries are on their way; try again")
+        self._receiving.add(position)
+        try:
+            yield
+        finally:
+            self._receiving.discard(position)
+
+    async def _fetch(self, request: pb.FetchRequest, _: Context) -> AsyncIterator[pb.FetchReply]:
+        self._authenticate(request.auth)
+        kinds: dict[str | None, Callable[[Any], AsyncIterator[pb.FetchReply]]] = {
+            "entries": self._entries,
+            "snapshot": self._snapshot,
+            "leaves": self._leaves,
+        }
+        what = request.WhichOneof("what")
+        if what not in kinds:
+            raise Refusal("invalid_argument", "expected entries, snapshot or leaves")
+        async for reply in kinds[what](getattr(request, what or "")):
+            yield reply
+
+    async def _entries(self, request: pb.EntryRange) -> AsyncIterator[pb.FetchReply]:
+        start, stop = request.start, request.start + min(request.count, MAX_ENTRIES)
+        while start < stop:
+            records = await asyncio.to_thread(self._store.headers, start, min(64, stop - start))
+            if not records:
+                return
+            for record in records:
+                header = pb.EntryHeader(
+                    epoch=record.epoch,
+                    position=record.position,
+                    entry=record.entry,
+                    certificate=record.certificate,
+                    chain=record.chain,
+                    body_bytes=record.body_bytes,
+                )
+                yield pb.FetchReply(header=header)
+                if request.bodies:
+                    async for chunk in _in_thread(self._store.body_chunks(record.position)):
+                        yield pb.FetchReply(chunk=chunk)
+            start = records[-1].position + 1
+
+    async def _snapshot(self, request: pb.SnapshotRequest) -> AsyncIterator[pb.FetchReply]:
+        info = await asyncio.to_thread(self._find_snapshot, request)
+        first_body = await asyncio.to_thread(self._store.first_with_bodies)
+        yield pb.FetchReply(
+            snapshot=pb.SnapshotInfo(
+                position=info.position,
+                chain=info.chain,
+                root=info.root,
+                leaf_digests=b"".join(info.leaf_digests),
+                layout=info.layout.to_json(),
+                first_body=first_body,
+            )
+        )
+
+    def _find_snapshot(self, request: pb.SnapshotRequest) -> SnapshotInfo:
+        positions = self._store.snapshot_positions()
+        return self._store.snapshot(positions[-1] if request.latest else request.position)
+
+    async def _leaves(self, request: pb.LeafRange) -> AsyncIterator[pb.FetchReply]:
+        with self._store.lease(request.position):
+            info = await asyncio.to_thread(self._store.snapshot, request.position)
+            stop = min(request.start + request.count, len(info.leaf_digests))
+            indices = range(request.start, stop)
+            async for index, data in _in_thread(_read_leaves(info, indices)):
+                yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
+
+    async def _status(self, request: pb.StatusRequest, _: Context) -> pb.StatusReply:
+        self._run.entrance.expect_token(request.token)
+        return pb.StatusReply(status=self._run.status().to_json())
+
+    @property
+    def _store(self) -> LogStore:
+        return self._run.follower.store
+
+    def _authenticate(self, auth: pb.Auth) -> None:
+        _expect_size("peer_id", auth.peer_id, 128)
+        self._run.entrance.authenticate(auth.peer_id, auth.session)
+
+
+_MALFORMED: Any = object()
+
+
+def _reader(message: Any) -> Callable[[bytes], Any]:  # noqa: ANN401
+    """Parse, or pass on that it failed: grpc would log a stranger's rubbish with a traceback."""
+
+    def read(raw: bytes) -> Any:  # noqa: ANN401
+        try:
+            return message.FromString(raw)
+        except DecodeError:
+            return _MALFORMED
+
+    return read
+
+
+def _expect_parsed(message: T) -> T:
+    if message is _MALFORMED:
+        raise Refusal("invalid_argument", "expected a message of service.proto")
+    return message
+
+
+def _head(head: Head) -> pb.Head:
+    return pb.Head(epoch=head.epoch, position=head.position, chain=head.chain)
+
+
+def _expect_size(name: str, value: str | bytes, limit: int) -> None:
+    if not 0 < len(value) <= limit:
+        raise Refusal("invalid_argument", f"{name}: expected 1 to {limit} bytes, got {len(value)}")
+
+
+async def _receive(parts: AsyncIterator[pb.PublishRequest], size: int) -> bytearray:
+    body = bytearray()
+    while len(body) < size:
+        part = await _next(parts)
+        if part is None or part.WhichOneof("part") != "chunk" or not part.chunk:
+            raise Refusal("invalid_argument", f"expected {size} bytes, got {len(body)}")
+        body += part.chunk
+    if len(body) != size:
+        raise Refusal("invalid_argument", f"expected {size} bytes, got {len(body)} or more")
+    return body
+
+
+async def _next(parts: AsyncIterator[pb.PublishRequest]) -> pb.PublishRequest | None:
+    try:
+        async with asyncio.timeout(PROGRESS_TIMEOUT_S):
+            return _expect_parsed(await anext(parts, None))
+    except TimeoutError:
+        raise Refusal(
+            "resource_exhausted", f"nothing came for {PROGRESS_TIMEOUT_S:.0f} s: given up"
+        ) from None
+
+
+async def _in_thread(items: Iterator[T]) -> AsyncIterator[T]:
+    """Step through a blocking iterator without blocking the loop."""
+    while (item := await asyncio.to_thread(next, items, None)) is not None:
+        yield item
+
+
+def _read_leaves(info: SnapshotInfo, indices: range) -> Iterator[tuple[int, bytes]]:
+    with info.path.open("rb") as file:
+        for index in indices:
+            file.seek(index * LEAF_BYTES)
+            yield index, file.read(LEAF_BYTES)
+
+
+def _guard_call(
+    method: Callable[[Any, Context], Awaitable[T]],
+) -> Callable[[Any, Context], Awaitable[T]]:
+    """Answer errors with a status; nothing of the service's inside gets out."""
+
+    async def call(request: Any, context: Context) -> T:  # noqa: ANN401
+        try:
+            return await method(_expect_parsed(request), context)
+        except Exception as error:
+            code, text = _answer(error)
+        await context.abort(code, text)
+        raise AssertionError("abort returned")
+
+    return call
+
+
+def _guard_stream(
+    method: Callable[[Any, Context], AsyncIterator[T]],
+) -> Callable[[Any, Context], Awaitable[None]]:
+    """The same for a method that streams out, and no reader may stand still for long."""
+
+    async def call(request: Any, context: Context) -> None:  # noqa: ANN401
+        try:
+            replies = method(_expect_parsed(request), context)
+            async with contextlib.aclosing(replies):  # type: ignore[type-var]
+                async for reply in replies:
+                    await asyncio.wait_for(context.write(reply), PROGRESS_TIMEOUT_S)
+            return
+        except Exception as error:
+            code, text = _answer(error)
+        await context.abort(code, text)
+
+    return call
+
+
+def _answer(error: Exception) -> tuple[Any, str]:
+    if isinstance(error, Refusal):
+        return grpc.StatusCode[error.code.upper()], str(error)[:500]
+    if isinstance(error, StatusError):
+        return grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500]
+    if isinstance(error, NotStored):
+        return grpc.StatusCode.NOT_FOUND, str(error)[:500]
+    if isinstance(error, TimeoutError):
+        return grpc.StatusCode.DEADLINE_EXCEEDED, "given up: nothing was read"
+    log.error("a call failed", exc_info=error)
+    return grpc.StatusCode.INTERNAL, "the coordinator failed at this; its log says why"

@@ -1,0 +1,1 @@
+"""Inner optimizers, and which one a method takes."""

@@ -1,0 +1,1 @@
+"""All workers of a run in one process: the arithmetic of rounds without a network."""

@@ -1,0 +1,1 @@
+"""The replicated log: entries and certificates, the store on disk, replay, and the replica."""

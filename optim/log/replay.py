@@ -1,0 +1,162 @@
+"""How the log of a run is read: its method over its layout, as every follower of it takes it.
+
+Fragments take turns: with n of them, position p moves fragment (p + 1) mod n. That is the order in
+which their first windows end (`atoll.optim.workers.worker`).
+"""
+
+from __future__ import annotations
+
+from atoll.compression.sparse import Sparse
+from atoll.optim.log.entry import Entry, MalformedRecord, split_body
+from atoll.optim.methods.base import Method, MethodError
+from atoll.optim.reduction.cells import Bytes, Cells
+from atoll.optim.reduction.feedback import Feedback
+from atoll.optim.reduction.lowrank import INPUT, LowRankCells
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.updates import Update
+
+
+class Replay:
+    """The rules of one run's log."""
+
+    def __init__(self, method: Method, layout: Layout) -> None:
+        """Cut the layout as the method does.
+
+        Raises:
+            MethodError: the method keeps no common state that a log could hold.
+            CodecError: its codec is of no use in a round.
+        """
+        if not method.logged:
+            raise MethodError(f"expected a method whose state is in the log, got {method.name}")
+        self.method = method
+        self.layout = layout
+        self.fragments: tuple[Fragment, ...] = method.fragments(layout)
+        self._cells = tuple(cells_of(method, fragment) for fragment in self.fragments)
+
+    @property
+    def memory_numel(self) -> int:
+        """Values of the state beside the parameters."""
+        return self.method.memory_numel(self.layout)
+
+    @property
+    def by_factors(self) -> bool:
+        """Whether matrices travel as factors, and residuals are taken against the update."""
+        return self.method.reduction == "low-rank"
+
+    def fragment_at(self, position: int) -> int:
+        """The fragment that a position moves."""
+        return (position + 1) % len(self.fragments)
+
+    def cells_at(self, position: int) -> Cells:
+        """The cells of the fragment that a position moves."""
+        return self._cells[self.fragment_at(position)]
+
+    def max_body_bytes(self, entry: Entry) -> int:
+        """The longest body that an entry can have."""
+        if entry.kind == "null":
+            return 0
+        return self.cells_at(entry.position).max_body_bytes(len(entry.members))
+
+    def check(self, entry: Entry) -> None:
+        """Check what follows from the method and the layout alone.
+
+        Raises:
+            MalformedRecord: another fragment than is due, other cells, or parts that are too long.
+        """
+        due, cells = self.fragment_at(entry.position), self.cells_at(entry.position)
+        if entry.fragment != due:
+            raise MalformedRecord(
+                f"entry {entry.position}: expected fragment {due}, got {entry.fragment}"
+            )
+        if entry.kind == "null":
+            return
+        if entry.num_cells != len(cells):
+            raise MalformedRecord(
+                f"entry {entry.position}: expected {len(cells)} cells, got {entry.num_cells}"
+            )
+        for part in entry.parts:
+            longest = cells.max_body_bytes(len(entry.members), part.start_cell, part.stop_cell)
+            if part.wire_bytes > longest:
+                raise MalformedRecord(
+                    f"entry {entry.position}: expected a part of at most {longest} bytes, "
+                    f"got one of {part.wire_bytes}"
+                )
+
+    def decode(self, entry: Entry, body: Bytes) -> Update:
+        """The update of an entry.
+
+        Raises:
+            MalformedRecord: the body is not the one that the entry names.
+            UpdateError: it does not decode to finite numbers.
+        """
+        split_body(entry, memoryview(body))
+        return self.cells_at(entry.position).decode_body(body, len(entry.members))
+
+    def next_state(
+        self, state: OuterState, entry: Entry, body: Bytes, update_F: Update | None = None
+    ) -> OuterState:
+        """state(p+1) = apply(state(p), entry(p)).
+
+        Args:
+            state: the state before the entry; left as it is.
+            entry: the entry; that it follows and is certified is the caller's to check.
+            body: the bytes of its parts, checked here against their digests.
+            update_F: the decoded body, where the caller has verified and decoded it already.
+
+        Raises:
+            MalformedRecord: the entry or the body is none of this run's.
+            UpdateError: the body does not decode to finite numbers.
+        """
+        self.check(entry)
+        if entry.kind == "null":
+            return state.at(entry.position + 1)
+        if update_F is None:
+            update_F = self.decode(entry, body)
+        fragment = self.fragments[entry.fragment]
+        scalars = {"lr": entry.lr, "momentum": entry.momentum}
+        if isinstance(update_F, Sparse):
+            new = self.method.apply_sparse(state, update_F, fragment=fragment, **scalars)
+        else:
+            new = self.method.apply(state, update_F, fragment=fragment, **scalars)
+        cells = self._cells[entry.fragment]
+        if isinstance(cells, LowRankCells):
+            cells.keep_warm(state, new, body)
+        return new
+
+    def residual(self, fragment: int) -> Feedback:
+        """A peer's error feedback of one fragment, empty."""
+        return residual_of(self.method, self.fragments[fragment])
+
+
+def cells_of(method: Method, fragment: Fragment) -> Cells:
+    """How a fragment travels in the method's rounds.
+
+    Raises:
+        CodecError: the codec is of no use in a round.
+    """
+    if method.reduction == "low-rank":
+        return LowRankCells(codec=method.codec, fragment=fragment)
+    return Cells(
+        codec=method.codec,
+        fragment=fragment,
+        gathers=method.reduction == "gather",
+        by_senders=method.divides_by == "senders",
+    )
+
+
+def residual_of(method: Method, fragment: Fragment) -> Feedback:
+    """A member's error feedback of a fragment, empty.
+
+    Raises:
+        ValueError: feedback does not go with the codec.
+    """
+    by_factors = method.reduction == "low-rank"
+    return Feedback(
+        fragment.numel,
+        INPUT if by_factors else method.codec,
+        beta=method.residual,
+        pieces=fragment.pieces,
+        against_update=by_factors,
+    )

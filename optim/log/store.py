@@ -1,0 +1,497 @@
+"""The log on disk: entries, their bodies, epochs and snapshots, in one SQLite file.
+
+Peers keep a bounded log, the coordinator all of it. The store checks order and size, not meaning:
+whoever appends has verified the entry (`atoll.optim.log.entry`). What is in the file is one
+history: a
+new epoch first rewinds to its base.
+
+    store.append(epoch=0, position=7, entry=..., certificate=..., body=..., chain=...)
+    store.head                  epoch, next position, and the chain there
+    with store.lease(position): ...     bodies from there on, and that snapshot, stay
+
+Writing is one transaction a call, in WAL mode: after `kill -9` the file holds exactly the calls
+that returned (with `fsync=True` also after a loss of power). One connection under a lock serves
+all threads. Bodies are cut into rows of 1 MiB, so that no copy of a large one is made in SQLite
+and parts of it can be read. Snapshots are files beside the database, written under another name,
+synced and renamed; their digests are in the database.
+
+What is in the file and what may be wrong with it is in `atoll.optim.log.store_file`, snapshots in
+`atoll.optim.log.snapshots`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.optim.log.snapshots import SnapshotInfo, Snapshots
+from atoll.optim.log.store_file import (
+    Conflict,
+    NotStored,
+    OutOfOrder,
+    StoreCorrupt,
+    StoreError,
+    WrongRun,
+    open_log,
+)
+from atoll.optim.state.outer_state import OuterState
+
+__all__ = [
+    "Conflict",
+    "Head",
+    "LogStore",
+    "NotStored",
+    "OutOfOrder",
+    "Record",
+    "SnapshotInfo",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreStatistics",
+    "WrongRun",
+]
+
+CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The end of the log."""
+
+    epoch: int
+    position: int
+    """Of the next entry."""
+    chain: bytes
+    """What the next entry names as its previous chain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One stored position without its body."""
+
+    epoch: int
+    position: int
+    entry: bytes
+    certificate: bytes
+    chain: bytes
+    """The chain after this entry."""
+    body_bytes: int
+    has_body: bool
+    """Whether the body is still here; a body of no bytes always is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStatistics:
+    """How a store is."""
+
+    entries: int
+    bodies: int
+    body_bytes: int
+    snapshots: int
+    leases: int
+    pruned_bodies: int
+    """Since the store was opened."""
+
+
+class LogStore:
+    """The log of one run, in a directory of its own."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: bytes,
+        genesis_chain: bytes,
+        body_budget_bytes: int | None = None,
+        keep_snapshots: int = 2,
+        fsync: bool = False,
+    ) -> None:
+        """Open the log in `directory`, or begin it.
+
+        Args:
+            directory: made if absent; holds log.sqlite and the snapshots.
+            run_id: 32 bytes.
+            genesis_chain: the chain before entry 0.
+            body_budget_bytes: most bytes of bodies to keep; None keeps all.
+            keep_snapshots: newest snapshots to keep, beside those under a lease and the genesis.
+            fsync: survive a loss of power too, for a sync of the disk with every write.
+
+        Raises:
+            WrongRun: when the directory holds the log of another run. Nothing is changed.
+            StoreCorrupt: when the file cannot be read as a log. Nothing is changed.
+        """
+        self._genesis_chain = genesis_chain
+        self._budget_bytes = body_budget_bytes
+        self._keep_snapshots = keep_snapshots
+        self._lock = threading.RLock()
+        self._leases: dict[int, int] = {}
+        self._pruned = 0
+        directory.mkdir(parents=True, exist_ok=True)
+        self._db = open_log(directory / "log.sqlite", run_id, fsync=fsync)
+        self._snapshots = Snapshots(self._db, self._lock, directory)
+        self._first_with_bodies = self._find_first_with_bodies()
+
+    # Entries
+
+    @property
+    def head(self) -> Head:
+        """The epoch, position and chain that the next entry must have."""
+        with self._lock:
+            row = self._one("SELECT position, epoch, chain FROM entries ORDER BY position DESC")
+            epoch = self._one("SELECT max(epoch) FROM epochs")[0] or 0
+        if row is None:
+            return Head(epoch=epoch, position=self._base()[0], chain=self._base()[1])
+        return Head(epoch=max(epoch, row[1]), position=row[0] + 1, chain=row[2])
+
+    def append(
+        self,
+        *,
+        epoch: int,
+        position: int,
+        entry: bytes,
+        certificate: bytes,
+        body: bytes | bytearray | memoryview,
+        chain: bytes,
+        before_base: bool = False,
+    ) -> bool:
+        """Add a verified entry. False when it is here already.
+
+        Args:
+            epoch: of the entry; not older than the newest epoch that is known here.
+            position: of the entry; the next one.
+            entry: as signed.
+            certificate: of its electorate.
+            body: the update, empty where there is none.
+            chain: after the entry.
+            before_base: it lies before the base of the newest epoch, and may be of an older one.
+
+        Raises:
+            OutOfOrder: when it does not come next.
+            Conflict: when its position holds another entry.
+        """
+        with self._lock:
+            known = self.get(position)
+            if known is not None:
+                if known.entry != entry:
+                    raise Conflict(f"position {position} is decided: another entry is stored there")
+                return False
+            self._expect_next(epoch, position, before_base=before_base)
+            with self._changing():
+                self._insert(position, epoch, entry, certificate, chain, memoryview(body))
+            self.prune()
+            return True
+
+    def append_header(
+        self,
+        *,
+        epoch: int,
+        position: int,
+        entry: bytes,
+        certificate: bytes,
+        body_bytes: int,
+        chain: bytes,
+    ) -> None:
+        """Add a verified entry whose body is not here, as a joiner does up to its snapshot.
+
+        Raises:
+            OutOfOrder: when it does not come next.
+        """
+        row = (position, epoch, entry, certificate, chain, body_bytes, int(not body_bytes))
+        with self._lock:
+            if position != self.head.position:
+                raise OutOfOrder(f"expected position {self.head.position}, got {position}")
+            with self._changing():
+                self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+
+    def get(self, position: int) -> Record | None:
+        """The entry at a position, if it is here."""
+        return next(iter(self.headers(position, 1)), None)
+
+    def headers(self, start: int, count: int) -> list[Record]:
+        """At most `count` entries from `start` on, without bodies."""
+        columns = "epoch, position, entry, certificate, chain, body_bytes, has_body"
+        query = f"SELECT {columns} FROM entries WHERE position >= ? AND position < ? ORDER BY 2"
+        with self._lock:
+            rows = self._db.execute(query, (start, start + count)).fetchall()
+        return [_record(row) for row in rows]
+
+    def body(self, position: int) -> bytes:
+        """The body of an entry. Raises NotStored."""
+        return b"".join(self.body_chunks(position))
+
+    def body_chunks(self, position: int) -> Iterator[bytes]:
+        """The body in pieces of at most 1 MiB; take a lease to keep it. Raises NotStored."""
+        record = self.get(position)
+        if record is None or not record.has_body:
+            raise NotStored(f"the body of entry {position} is not here: ask another peer")
+        for part in range(-(-record.body_bytes // CHUNK_BYTES)):
+            query = "SELECT data FROM bodies WHERE position = ? AND part = ?"
+            with self._lock:
+                row = self._one(query, position, part)
+            if row is None:
+                raise NotStored(f"the body of entry {position} was pruned while it was read")
+            yield row[0]
+
+    def add_body(self, position: int, body: bytes | bytearray | memoryview) -> None:
+        """Put back the body of a stored entry, verified by the caller. Raises NotStored."""
+        with self._changing():
+            record = self.get(position)
+            if record is None or record.body_bytes != len(body):
+                raise NotStored(f"entry {position} with a body of {len(body)} bytes is not here")
+            if not record.has_body:
+                self._insert_body(position, memoryview(body))
+                self._db.execute("UPDATE entries SET has_body = 1 WHERE position = ?", (position,))
+
+    def first_with_bodies(self) -> int:
+        """The position from which on all bodies up to the head are here; waits for no writer."""
+        return self._first_with_bodies
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Runs `(start, stop)` of entries whose bodies are not here, oldest first."""
+        query = """
+            SELECT min(position), max(position) + 1 FROM (
+                SELECT position, position - row_number() OVER (ORDER BY position) AS run
+                FROM entries WHERE has_body = 0)
+            GROUP BY run ORDER BY 1"""
+        with self._lock:
+            return [(row[0], row[1]) for row in self._db.execute(query)]
+
+    def rewind(self, position: int) -> int:
+        """Void the entries and snapshots beyond a new epoch's base; returns how many entries.
+
+        A snapshot at `position` itself is the state before that entry, and stays.
+
+        Raises:
+            OutOfOrder: when the log begins after that position: recover a snapshot instead.
+        """
+        start = self._base()[0]
+        if position < start:
+            raise OutOfOrder(f"expected a base from {start} on, got {position}: recover a snapshot")
+        with self._lock:
+            beyond = [p for p in self.snapshot_positions() if p > position]
+            with self._changing():
+                self._db.execute("DELETE FROM bodies WHERE position >= ?", (position,))
+                query = "DELETE FROM entries WHERE position >= ?"
+                gone = self._db.execute(query, (position,)).rowcount
+                files = self._snapshots.forget(beyond)
+        _unlink(files)
+        return gone
+
+    def begin_at(self, *, position: int, chain: bytes) -> None:
+        """Let the log start after a recovered snapshot: what was stored before is dropped."""
+        with self._lock:
+            with self._changing():
+                self._db.execute("DELETE FROM bodies")
+                self._db.execute("DELETE FROM entries")
+                self._put_meta("base_position", str(position).encode())
+                self._put_meta("base_chain", chain)
+                files = self._snapshots.forget(self.snapshot_positions())
+        _unlink(files)
+
+    # Epochs and notes
+
+    def put_epoch(self, epoch: int, record: bytes) -> None:
+        """Keep the signed record of an epoch."""
+        with self._lock, self._db:
+            self._db.execute("INSERT OR REPLACE INTO epochs VALUES (?, ?)", (epoch, record))
+
+    def epochs(self) -> list[tuple[int, bytes]]:
+        """All epoch records, oldest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT epoch, record FROM epochs ORDER BY 1").fetchall()
+        return [(row[0], row[1]) for row in rows]
+
+    def latest_epoch(self) -> bytes | None:
+        """The signed record of the highest epoch."""
+        epochs = self.epochs()
+        return epochs[-1][1] if epochs else None
+
+    def put_note(self, key: str, value: bytes) -> None:
+        """Keep a small value beside the log."""
+        with self._lock, self._db:
+            self._put_meta(f"note:{key}", value)
+
+    def note(self, key: str) -> bytes | None:
+        """A value kept by `put_note`."""
+        return self._meta(f"note:{key}")
+
+    # Snapshots
+
+    def save_snapshot(self, state: OuterState, chain: bytes) -> SnapshotInfo:
+        """Write the state before entry `state.position`; older snapshots without a lease go.
+
+        Hashes the state if that was not done yet: call it off the training thread.
+        """
+        self._snapshots.save(state, chain)
+        self.prune()
+        return self.snapshot(state.position)
+
+    def snapshot_positions(self) -> list[int]:
+        """Positions of the stored snapshots, oldest first."""
+        return self._snapshots.positions()
+
+    def snapshot(self, position: int) -> SnapshotInfo:
+        """Digests and file of a snapshot. Raises NotStored."""
+        return self._snapshots.info(position)
+
+    def load_snapshot(self, position: int) -> OuterState:
+        """Read a snapshot and verify every leaf. Raises NotStored or StoreCorrupt."""
+        return self._snapshots.load(position)
+
+    @contextmanager
+    def lease(self, position: int) -> Iterator[None]:
+        """Keep the snapshot at `position`, and all bodies from there on, while in the block."""
+        with self._lock:
+            self._leases[position] = self._leases.get(position, 0) + 1
+        try:
+            yield
+        finally:
+            self._release(position)
+
+    # Bounds
+
+    def prune(self) -> int:
+        """Drop bodies over the budget, oldest first, and old snapshots; returns bodies dropped.
+
+        Bodies that a kept snapshot or a lease needs stay, whatever the budget says: the root of
+        the newest snapshot may not be certified yet, so joiners start from the one before.
+        """
+        with self._lock:
+            positions = self._over_budget()
+            with self._changing():
+                files = self._snapshots.forget(self._old_snapshots())
+                for position in positions:
+                    self._db.execute("DELETE FROM bodies WHERE position = ?", (position,))
+                    self._db.execute(
+                        "UPDATE entries SET has_body = 0 WHERE position = ?", (position,)
+                    )
+            _unlink(files)
+            self._pruned += len(positions)
+            return len(positions)
+
+    def statistics(self) -> StoreStatistics:
+        """Counts and sizes."""
+        query = (
+            "SELECT count(*), coalesce(sum(has_body), 0), coalesce(sum(body_bytes * has_body), 0)"
+        )
+        with self._lock:
+            entries, bodies, body_bytes = self._one(f"{query} FROM entries")
+            return StoreStatistics(
+                entries=entries,
+                bodies=bodies,
+                body_bytes=body_bytes,
+                snapshots=len(self.snapshot_positions()),
+                leases=sum(self._leases.values()),
+                pruned_bodies=self._pruned,
+            )
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        with self._lock:
+            self._db.close()
+
+    # Inside
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A transaction on entries and bodies."""
+        with self._lock, self._db:
+            yield
+            self._first_with_bodies = self._find_first_with_bodies()
+
+    def _find_first_with_bodies(self) -> int:
+        gap = self._one("SELECT max(position) FROM entries WHERE has_body = 0")[0]
+        return self._base()[0] if gap is None else gap + 1
+
+    def _one(self, query: str, *values: object) -> Any:  # noqa: ANN401  # a row of SQLite
+        return self._db.execute(query, values).fetchone()
+
+    def _meta(self, key: str) -> bytes | None:
+        with self._lock:
+            row = self._one("SELECT value FROM meta WHERE key = ?", key)
+        return None if row is None else bytes(row[0])
+
+    def _put_meta(self, key: str, value: bytes) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def _base(self) -> tuple[int, bytes]:
+        position, chain = self._meta("base_position"), self._meta("base_chain")
+        if position is None or chain is None:
+            return 0, self._genesis_chain
+        return int(position), chain
+
+    def _expect_next(self, epoch: int, position: int, *, before_base: bool) -> None:
+        head = self.head
+        if position != head.position:
+            raise OutOfOrder(f"expected the entry at position {head.position}, got {position}")
+        if epoch < head.epoch and not before_base:
+            raise OutOfOrder(f"expected an entry of epoch {head.epoch} or later, got {epoch}")
+
+    def _insert(
+        self,
+        position: int,
+        epoch: int,
+        entry: bytes,
+        certificate: bytes,
+        chain: bytes,
+        body: memoryview,
+    ) -> None:
+        row = (position, epoch, entry, certificate, chain, len(body), 1)
+        self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        self._insert_body(position, body)
+
+    def _insert_body(self, position: int, body: memoryview) -> None:
+        for part, start in enumerate(range(0, len(body), CHUNK_BYTES)):
+            data = body[start : start + CHUNK_BYTES]
+            self._db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (position, part, data))
+
+    def _over_budget(self) -> list[int]:
+        if self._budget_bytes is None:
+            return []
+        query = "SELECT position, body_bytes FROM entries WHERE has_body AND body_bytes ORDER BY 1"
+        rows = self._db.execute(query).fetchall()
+        excess = sum(row[1] for row in rows) - self._budget_bytes
+        needed_from = self._needed_from()
+        dropped: list[int] = []
+        for position, body_bytes in rows:
+            if excess <= 0 or position >= needed_from:
+                break
+            excess -= body_bytes
+            dropped.append(position)
+        return dropped
+
+    def _needed_from(self) -> int:
+        later = [p for p in self.snapshot_positions() if p > 0][-self._keep_snapshots :]
+        kept = later[0] if len(later) == self._keep_snapshots else self._base()[0]
+        return min([kept, *self._leases])
+
+    def _old_snapshots(self) -> list[int]:
+        later = [p for p in self.snapshot_positions() if p > 0]
+        old = later[: -self._keep_snapshots or None]
+        return [p for p in old if p not in self._leases]
+
+    def _release(self, position: int) -> None:
+        with self._lock:
+            self._leases[position] -= 1
+            if not self._leases[position]:
+                del self._leases[position]
+
+
+def _record(row: tuple[Any, ...]) -> Record:
+    return Record(
+        epoch=row[0],
+        position=row[1],
+        entry=row[2],
+        certificate=row[3],
+        chain=row[4],
+        body_bytes=row[5],
+        has_body=bool(row[6]),
+    )
+
+
+def _unlink(files: list[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""The arithmetic of one reduction: cells, error feedback, weights, robust means, low rank."""

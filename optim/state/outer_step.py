@@ -1,0 +1,335 @@
+"""Outer steps: state(e+1) = apply(state(e), update(e)), to the bit on every device.
+
+Only fp32 add, sub, mul and sqrt, division of a tensor by a tensor, sign and clamp, each rounded
+once, in a fixed order; nothing fused, no division by a scalar, no sum of fp32 values. Scalars are
+fp32 and travel as fp32 bits.
+`tests/optim/state/test_outer_step.py` holds each rule to a checked-in digest.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from atoll.optim.state.fragments import Fragment, whole
+from atoll.optim.state.layout import CELL
+from atoll.optim.state.outer_state import OuterState, StateError
+from atoll.optim.state.updates import Update, aligned
+
+NORM_BITS = 23  # of a value in a norm: 65,536 squares of 46 bits add up to less than 2^63
+ADAMW_SUMS = 2  # what AdamW's averages of ones have come to, kept after both moments
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Reads params, momentum and update, and writes new params and new momentum, value by value."""
+
+
+def nesterov(
+    state: OuterState,
+    update_F: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    fragment: Fragment | None = None,
+) -> OuterState:
+    """One outer step of DiLoCo (arXiv:2311.08105): Nesterov on the averaged pseudo-gradient.
+
+        m' = mu m + u        theta' = theta - lr (u + mu m')
+
+    This is PyTorch's SGD(nesterov=True) without dampening, in unfused operations.
+
+    Args:
+        state: parameters theta and momentum m, N each; left as it is.
+        update_F: u, the decoded update, fp32 on the CPU.
+        lr: outer learning rate, rounded to fp32.
+        momentum: mu, rounded to fp32.
+        fragment: what the update is of; all values by default. The others keep their bits.
+
+    Returns:
+        A new state in new buffers, one position on.
+
+    Raises:
+        StateError: when the update is no fp32 CPU vector of F values, or a scalar is not finite.
+    """
+    lr_, mu = _scalar(lr), _scalar(momentum)
+
+    def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
+        torch.mul(m, mu, out=new_m)
+        torch.add(new_m, u, out=new_m)
+        torch.mul(new_m, mu, out=new_params)
+        torch.add(u, new_params, out=new_params)
+        torch.mul(new_params, lr_, out=new_params)
+        torch.sub(params, new_params, out=new_params)
+
+    return _stepped(state, update_F, rule, fragment)
+
+
+def heavy_ball(
+    state: OuterState, update_F: Tensor, *, lr: float, momentum: float, scale: float, clip: float
+) -> OuterState:
+    """One outer step of CO2 (arXiv:2401.16265): momentum that is clipped value by value.
+
+        m' = clamp(mu m + scale u, -clip, clip)        theta' = theta - lr m'
+
+    With scale 1 and an infinite clip it is SlowMo's (arXiv:1910.00643) for a constant inner rate.
+
+    Args:
+        state: parameters and momentum; left as it is.
+        update_F: u, the decoded update.
+        lr: outer learning rate.
+        momentum: mu.
+        scale: 1 / staleness penalty.
+        clip: largest magnitude of a momentum; infinity for none.
+
+    Raises:
+        StateError: as `nesterov`.
+    """
+    lr_, mu, scale_ = _scalar(lr), _scalar(momentum), _scalar(scale)
+    bound = torch.tensor(clip, dtype=torch.float32)
+
+    def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
+        torch.mul(m, mu, out=new_m)
+        torch.mul(u, scale_, out=new_params)
+        torch.add(new_m, new_params, out=new_m)
+        torch.clamp(new_m, -bound, bound, out=new_m)
+        torch.mul(new_m, lr_, out=new_params)
+        torch.sub(params, new_params, out=new_params)
+
+    return _stepped(state, update_F, rule, None)
+
+
+def descend(
+    state: OuterState,
+    update_F: Update,
+    *,
+    lr: float,
+    decay: float = 0.0,
+    signed: bool = False,
+    fragment: Fragment | None = None,
+) -> OuterState:
+    """Plain descent, along the update or its sign; both states share one memory.
+
+        theta' = (1 - lr decay) theta - lr u        or sign(u) in place of u
+
+    Args:
+        state: parameters; left as it is.
+        update_F: u, the decoded update, or what was sent of it.
+        lr: learning rate.
+        decay: decoupled weight decay; 1 - lr decay is rounded to fp32 once.
+        signed: take the sign of u, 0 where it is 0.
+        fragment: what the update is of; all values by default.
+
+    Raises:
+        StateError: as `nesterov`.
+    """
+    lr_, kept = _scalar(lr), _scalar(1.0 - lr * decay)
+    fragment = fragment or whole(state.layout)
+    _require(update_F, fragment.numel)
+    new = state.next_with_memory()
+    for gap in fragment.gaps:
+        new.params_N[gap] = state.params_N[gap]
+    for u, params, new_params in aligned(update_F, fragment, state.params_N, new.params_N):
+        step = _times(torch.sign(u) if signed else u, lr_)
+        torch.sub(_times(params, kept), step, out=new_params)
+    return new
+
+
+def adamw(
+    state: OuterState,
+    update_N: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> OuterState:
+    """One step of AdamW (arXiv:1711.05101) on the mean gradient; vectors do not decay.
+
+        m' = beta1 m + (1 - beta1) u            a' = beta1 a + (1 - beta1)
+        v' = beta2 v + (1 - beta2) u u          b' = beta2 b + (1 - beta2)
+        theta' = (1 - lr decay) theta - (lr / a') m' / (sqrt(v') (1 / sqrt(b')) + eps)
+
+    a and b are the averages of ones, 1 - beta^t after t updates: the bias corrections, without
+    a power and without a count of the positions that brought none. This is torch.optim.AdamW in
+    unfused operations.
+
+    Args:
+        state: parameters theta, N, and a memory of m, v, N each, then a and b; left as it is.
+            What more there is in it keeps its bits.
+        update_N: u, the decoded mean gradient.
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second one.
+        eps: added to the denominator.
+        decay: decoupled weight decay of matrices; 1 - lr decay is rounded to fp32 once.
+
+    Raises:
+        StateError: as `nesterov`.
+    """
+    _require(update_N, state.layout.numel)
+    new = state.next_blank()
+    m_N, v_N, sums = _moments(new)
+    old_m_N, old_v_N, old_sums = _moments(state)
+    _average(old_m_N, update_N, beta1, m_N)
+    _average(old_v_N, torch.mul(update_N, update_N), beta2, v_N)
+    one = torch.ones(1)
+    _average(old_sums[:1], one, beta1, sums[:1])
+    _average(old_sums[1:], one, beta2, sums[1:])
+    step_N = torch.sqrt(v_N)
+    torch.mul(step_N, torch.div(one, torch.sqrt(sums[1:])), out=step_N)
+    torch.add(step_N, _scalar(eps), out=step_N)
+    torch.div(m_N, step_N, out=step_N)
+    torch.mul(step_N, torch.div(_scalar(lr), sums[:1]), out=step_N)
+    kept = 2 * state.layout.numel + ADAMW_SUMS
+    new.memory_M[kept:] = state.memory_M[kept:]
+    _decay_matrices(state, new, _scalar(1.0 - lr * decay))
+    torch.sub(new.params_N, step_N, out=new.params_N)
+    return new
+
+
+def clipped(update_F: Tensor, limit: float) -> Tensor:
+    """The update, brought to an L2 norm of at most `limit`; one rounding a value.
+
+    Raises:
+        StateError: when the limit is not finite.
+    """
+    norm = exact_norm(update_F)
+    if norm <= limit:
+        return update_F
+    return torch.mul(update_F, _scalar(limit / norm))
+
+
+def exact_norm(update_F: Tensor) -> float:
+    """L2 norm with the same bits everywhere, within 2^-20 of it for up to a billion values.
+
+    A sum of fp32 values depends on its order; one of integers doesn't. So values are rounded to
+    23 bits of the largest, and their squares summed as integers.
+    """
+    largest = float(update_F.abs().max())
+    if largest == 0.0:
+        return 0.0
+    exponent = NORM_BITS - math.frexp(largest)[1]
+    squares = 0
+    for piece in torch.split(update_F, CELL):
+        whole = torch.round(piece.double() * 2.0**exponent).to(torch.int64)
+        squares += int(whole.mul_(whole).sum())
+    return math.ldexp(math.isqrt(squares), -exponent)
+
+
+def gossip(
+    state: OuterState, update_2N: Tensor, *, lr: float, momentum: float, pull: float
+) -> OuterState:
+    """One outer step of NoLoCo (arXiv:2506.10911), on a state of one's own.
+
+        m' = mu m - lr u + pull v        theta' = theta + m'
+
+    Args:
+        state: this peer's slow weights theta and momentum m; left as it is.
+        update_2N: u, the pair's mean pseudo-gradient, then v, its mean weights less one's own.
+        lr: outer learning rate.
+        momentum: mu.
+        pull: how much of the difference to the pair's mean is closed.
+
+    Raises:
+        StateError: as `nesterov`.
+    """
+    numel = state.layout.numel
+    _require(update_2N, 2 * numel)
+    lr_, mu, pull_ = _scalar(lr), _scalar(momentum), _scalar(pull)
+    v_N = update_2N[numel:]
+
+    def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
+        torch.mul(m, mu, out=new_m)
+        torch.mul(u, lr_, out=new_params)
+        torch.sub(new_m, new_params, out=new_m)
+        torch.mul(v_N, pull_, out=new_params)
+        torch.add(new_m, new_params, out=new_m)
+        torch.add(params, new_m, out=new_params)
+
+    new = _begun(state)
+    rule(state.params_N, state.momentum_N, update_2N[:numel], new.params_N, new.momentum_N)
+    return new
+
+
+def to_fp32(value: float) -> float:
+    """The nearest fp32 number, as entries carry it.
+
+    Raises:
+        StateError: when it is not finite in fp32.
+    """
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        rounded = float("inf")
+    if rounded - rounded != 0.0:
+        raise StateError(f"expected a finite fp32 number, got {value}")
+    return rounded
+
+
+def _stepped(
+    state: OuterState, update_F: Tensor, rule: Rule, fragment: Fragment | None
+) -> OuterState:
+    """Apply a rule by runs of values that stay in cache; what the update is not of is copied."""
+    fragment = fragment or whole(state.layout)
+    _require(update_F, fragment.numel)
+    new = _begun(state)
+    for gap in fragment.gaps:
+        new.params_N[gap] = state.params_N[gap]
+        new.momentum_N[gap] = state.momentum_N[gap]
+    old = (state.params_N, state.momentum_N)
+    for u, params, m, new_params, new_m in fragment.aligned(
+        update_F, *old, new.params_N, new.momentum_N
+    ):
+        rule(params, m, u, new_params, new_m)
+    return new
+
+
+def _begun(state: OuterState) -> OuterState:
+    """The next state, of which only the memory beyond the momentum is written."""
+    new, numel = state.next_blank(), state.layout.numel
+    new.memory_M[numel:] = state.memory_M[numel:]
+    return new
+
+
+def _times(values: Tensor, factor: Tensor) -> Tensor:
+    """A product; the values themselves where that is what it would be."""
+    return values if factor == 1.0 else torch.mul(values, factor)
+
+
+def _moments(state: OuterState) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW's moments, N each, and its sums; views of the memory."""
+    numel = state.layout.numel
+    memory_M = state.memory_M
+    return memory_M[:numel], memory_M[numel : 2 * numel], memory_M[2 * numel :][:ADAMW_SUMS]
+
+
+def _average(old: Tensor, x: Tensor, beta: float, out: Tensor) -> None:
+    """The moving average beta old + (1 - beta) x."""
+    torch.mul(old, _scalar(beta), out=out)
+    torch.add(out, torch.mul(x, _scalar(1.0 - beta)), out=out)
+
+
+def _decay_matrices(state: OuterState, new: OuterState, kept: Tensor) -> None:
+    layout = state.layout
+    pieces = zip(layout.split(state.params_N), layout.split(new.params_N), strict=True)
+    for old, out in pieces:
+        if out.dim() >= 2:
+            torch.mul(old, kept, out=out)
+        else:
+            out.copy_(old)
+
+
+def _require(update: Update, numel: int) -> None:
+    values = update if isinstance(update, Tensor) else update.values
+    is_fp32 = values.dtype == torch.float32 and values.device.type == "cpu"
+    if update.shape != (numel,) or not is_fp32:
+        raise StateError(
+            f"expected an fp32 update of {numel} values on the CPU, "
+            f"got {values.dtype} of shape {tuple(update.shape)} on {values.device}"
+        )
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(to_fp32(value), dtype=torch.float32)

@@ -1,0 +1,132 @@
+"""Which inner steps belong to which position of a run's log.
+
+A run is a row of turns. In a turn each of its n fragments moves once, so position p lies in turn
+p // n, and a turn has H inner steps: the window of every fragment. H is the same in all turns, or
+grows as the learning rate falls (`atoll.optim.workers.schedules.QSR`), in stairs:
+
+    turn   0  1  2  3  4  5  6 ...
+    H     30 30 30 31 31 34 40
+
+A timetable follows from the run's spec alone, so a peer that joins late needs no history.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from atoll.optim.workers.schedules import QSR, Rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stair:
+    """Turns of one H, up to the next stair."""
+
+    turn: int
+    """The first of them."""
+    step: int
+    """At which it begins."""
+    inner_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timetable:
+    """Steps and windows of a run by position."""
+
+    stairs: tuple[Stair, ...]
+    num_fragments: int = 1
+    total_steps: int = 0
+    """The learning rate's; the last window ends there or just before. 0: the run has no end."""
+
+    def steps_until(self, position: int) -> int:
+        """Inner steps of a run up to a position."""
+        turn, moved = divmod(position, self.num_fragments)
+        stair = self._stair(turn)
+        steps = stair.step + (turn - stair.turn) * stair.inner_steps
+        return steps + moved * stair.inner_steps // self.num_fragments
+
+    def window(self, position: int) -> int:
+        """H of the turn that a position lies in; after the end that of the last."""
+        return self._stair(position // self.num_fragments).inner_steps
+
+    def mean_window(self, rounds: int) -> int:
+        """H on average over so many rounds; the first where they are none."""
+        if not rounds:
+            return self.window(0)
+        return max(1, round(self.steps_until(rounds) * self.num_fragments / rounds))
+
+    def turn_at(self, step: int) -> int:
+        """The turn that a step lies in."""
+        stair = self.stairs[bisect_right(self.stairs, step, key=lambda stair: stair.step) - 1]
+        return stair.turn + (step - stair.step) // stair.inner_steps
+
+    def _stair(self, turn: int) -> Stair:
+        return self.stairs[bisect_right(self.stairs, turn, key=lambda stair: stair.turn) - 1]
+
+
+def equal(inner_steps: int, *, rounds: int, num_fragments: int = 1) -> Timetable:
+    """Windows of one length.
+
+    Args:
+        inner_steps: H.
+        rounds: positions of the run's log, 0 for a run without an end.
+        num_fragments: that take turns.
+    """
+    stairs = (Stair(turn=0, step=0, inner_steps=inner_steps),)
+    endless = Timetable(stairs=stairs, num_fragments=num_fragments)
+    total_steps = endless.steps_until(rounds)
+    return Timetable(stairs=stairs, num_fragments=num_fragments, total_steps=total_steps)
+
+
+def growing(rule: QSR, rate: Rate, *, total_steps: int, num_fragments: int = 1) -> Timetable:
+    """Windows that grow over so many steps; as many rounds as that makes."""
+    peak_step = rate.warmup_steps  # on the way up the paper takes H at the peak
+
+    def length_at(step: int) -> int:
+        return rule.inner_steps(rate.at(max(step, peak_step), total_steps))
+
+    stairs = _climb(length_at, total_steps)
+    return Timetable(stairs=stairs, num_fragments=num_fragments, total_steps=total_steps)
+
+
+@cache
+def growing_over(rule: QSR, rate: Rate, *, rounds: int, num_fragments: int = 1) -> Timetable:
+    """Windows that grow over so many rounds.
+
+    The rate falls over the run's steps, and how many these are follows from the rate. With more of
+    them the rate is higher at each, so windows are shorter: the least number that the rounds do
+    not go beyond is the one.
+
+    Raises:
+        ValueError: for a run without an end.
+    """
+    if rounds < 1:
+        raise ValueError(f"expected a run with an end, got {rounds} rounds")
+
+    def of(total_steps: int) -> Timetable:
+        return growing(rule, rate, total_steps=total_steps, num_fragments=num_fragments)
+
+    least, most = (rounds * h // num_fragments for h in (rule.shortest, rule.longest))
+    total_steps = bisect_left(
+        range(most + 1), True, lo=least, key=lambda steps: of(steps).steps_until(rounds) <= steps
+    )
+    timetable, last_turn = of(total_steps), (rounds - 1) // num_fragments
+    stairs = tuple(stair for stair in timetable.stairs if stair.turn <= last_turn)
+    return replace(timetable, stairs=stairs)
+
+
+def _climb(length_at: Callable[[int], int], total_steps: int) -> tuple[Stair, ...]:
+    """The stairs of a length that never falls."""
+    steps: Sequence[int] = range(total_steps)
+    stairs = [Stair(turn=0, step=0, inner_steps=length_at(0))]
+    while True:
+        last = stairs[-1]
+        rises = bisect_left(steps, last.inner_steps + 1, lo=last.step, key=length_at)
+        if rises >= total_steps:
+            return tuple(stairs)
+        turns = -(-(rises - last.step) // last.inner_steps)
+        step = last.step + turns * last.inner_steps
+        turn = last.turn + turns
+        stairs.append(Stair(turn=turn, step=step, inner_steps=length_at(step)))

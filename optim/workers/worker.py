@@ -1,0 +1,516 @@
+"""One peer's side of a method: the object that takes the place of the inner optimizer in a loop.
+
+    synced   parameters that every replica holds in the same bits (by gossip: this peer's own)
+    local    what this peer trains: the model's own tensors
+    delta    what it sends at the end of a window, of one fragment
+
+Each fragment of the group's method has its own window of H inner steps, at its own offset, by its
+turn in the log; where the log went on without this peer, at that turn anew. A contribution that is
+handed in stays pending until a commit settles it; the commit is taken `delay` inner steps later,
+so that a reduction may travel while training goes on. With a delay of 0 the peer waits.
+
+A subclass says what it sends (`_delta`) and how local follows a commit (`_follow`).
+"""
+
+import logging
+import operator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from atoll.optim.reducer import Commit, Contribution, Reducer
+from atoll.optim.state import vectors
+from atoll.optim.state.difference import Difference
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout, LayoutError
+from atoll.optim.state.outer_state import is_finite
+from atoll.optim.workers.windows import Pending, Window
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatistics:
+    """How a peer's training is going."""
+
+    position: int = 0
+    """Position of the log that synced stands at."""
+
+    steps: int = 0
+    """Inner steps done."""
+
+    tokens: int = 0
+    """Tokens trained on."""
+
+    windows: int = 0
+    """Windows ended, of all fragments."""
+
+    included: int = 0
+    """Contributions that made it into an entry, wholly or in part."""
+
+    left_out: int = 0
+    """Contributions that were decided without; their work is in the next one."""
+
+    resets: int = 0
+    """Times the reducer told us to drop our drift."""
+
+    discarded: int = 0
+    """Windows dropped because their result was not finite."""
+
+    loss: float = float("nan")
+    """Mean training loss of the last window that ended."""
+
+    compute_s: float = 0.0
+    """Seconds between waits, spent in the caller's loop and the inner optimizer."""
+
+    wait_s: float = 0.0
+    """Seconds spent handing in and waiting; no step was computed in them."""
+
+
+class Worker(ABC):
+    """Counts steps, hands in contributions and takes commits, for any method."""
+
+    keeps_work: ClassVar[bool] = True
+    """Whether what was left out of an update is in the next contribution."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        reducer: Reducer,
+        *,
+        inner_steps: int,
+        delay: int = 0,
+    ) -> None:
+        """Join the reducer and take its parameters.
+
+        Args:
+            model: any module; its trainable parameters sync, its buffers do not.
+            inner: optimizer over these parameters; its state persists over windows.
+            reducer: an `InProcessGroup` member, or the networked one.
+            inner_steps: H, steps of a window; `resize` changes it.
+            delay: inner steps between handing in and taking the commit.
+
+        Raises:
+            ValueError: when inner_steps is below 1, or the delay is not in [0, inner_steps].
+            LayoutError: when the model has no trainable floating point parameters, or none of them
+                is the optimizer's.
+        """
+        _expect_window(inner_steps, delay)
+        self.model = model
+        self.inner = inner
+        self.reducer = reducer
+        self.inner_steps = inner_steps
+        self.delay = delay
+        self._delay_share = delay / inner_steps
+        self.layout = Layout.of(model)
+        _expect_optimizer_of(model, inner)
+        self._statistics = WorkerStatistics()
+        self._arrived: list[Commit] = []
+        self._decided = 0
+        synced_N = reducer.start(self.layout, self.layout.flatten(model), self._settle)
+        self._log_position = reducer.position
+        """after all commits that came, also those that are not taken yet"""
+        self._statistics = WorkerStatistics(position=reducer.position)
+        self.fragments = tuple(reducer.fragments)
+        self._synced = self._cut(synced_N)
+        """what all replicas share, a vector a fragment; each is replaced, never changed"""
+        self._windows = [Window() for _ in self.fragments]
+        self._begin_windows(reducer.position)
+        self.layout.load_(model, synced_N)
+        self._resumed_s = time.perf_counter()
+
+    @property
+    def synced_N(self) -> Tensor:  # noqa: N802
+        """The parameters that all replicas share, fp32 on the CPU. Read only."""
+        if len(self.fragments) == 1:
+            return self._synced[0]
+        synced_N = vectors.empty(self.layout.numel)
+        for fragment, synced_F in zip(self.fragments, self._synced, strict=True):
+            fragment.put_cut_(synced_N, synced_F)
+        return synced_N
+
+    @property
+    def step_in_window(self) -> int:
+        """Inner steps done in the open window of the first fragment."""
+        return self._windows[0].step_in_window
+
+    @property
+    def steps_left(self) -> int:
+        """Inner steps until the next window of any fragment ends."""
+        return max(1, self.inner_steps - max(w.step_in_window for w in self._windows))
+
+    def steps_since(self, commit: Commit) -> int:
+        """Inner steps since the contribution that a commit is about to settle was handed in."""
+        pending = self._windows[commit.fragment].pending
+        return pending.age if pending is not None and commit.settles else 0
+
+    @property
+    def next_position(self) -> int:
+        """Position of the log that the open windows are for: all that is under way decided."""
+        return self._log_position + len(self._undecided())
+
+    def resize(self, inner_steps: int, *, delay: int | None = None) -> None:
+        """Let windows be of so many steps from now on.
+
+        What is done of the open ones keeps its share of a window.
+
+        Args:
+            inner_steps: H.
+            delay: inner steps between handing in and taking the commit. Left out, the share of a
+                window that it was made with: where peers of several speeds have windows of one
+                duration, a reduction has as long at all of them.
+
+        Raises:
+            ValueError: when the steps are below 1, or the delay is not in [0, inner_steps].
+        """
+        if delay is None:
+            delay = round(self._delay_share * inner_steps)
+        _expect_window(inner_steps, delay)
+        for window in self._windows:
+            window.step_in_window = round(window.step_in_window * inner_steps / self.inner_steps)
+        self.inner_steps, self.delay = inner_steps, delay
+
+    def statistics(self) -> WorkerStatistics:
+        """How training is going."""
+        return self._statistics
+
+    def step(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
+        """Do an inner step, in place of `inner.step()`; at the end of a window, meet the others.
+
+        Args:
+            tokens: tokens (or samples) that the gradients come from; they weigh this peer.
+            loss: the step's loss, for the log of the run.
+        """
+        self._train()
+        self.advance(tokens=tokens, loss=loss)
+
+    def advance(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
+        """What `step` does after `inner.step()`, for loops that call that one themselves.
+
+        A step that was skipped, as by a gradient scaler, is passed with 0 tokens. Not for methods
+        that send gradients, whose inner optimizer never steps: unscale the gradients, then `step`.
+        """
+        self._count(tokens, loss)
+        self._take_arrived()
+        if self._overdue():
+            self._wait()
+        ended = self._ended()
+        if ended:
+            self._wait([self._contribution(index) for index in ended])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, at any step: model, inner optimizer, reducer and the open windows.
+
+        Loading it and going on gives the same bits as not stopping. Random number generators
+        and the place in the data are the caller's. The first fragment's window lies at the top,
+        those of others in "fragments".
+        """
+        first, *others = [window.state_dict() for window in self._windows]
+        return {
+            "kind": type(self).__name__,
+            "layout": self.layout.to_json(),
+            "model": self.model.state_dict(),
+            "inner": self.inner.state_dict(),
+            "reducer": self.reducer.state_dict(),
+            "synced_N": self.synced_N,
+            "inner_steps": self.inner_steps,
+            "delay": self.delay,
+            "statistics": vars(self._statistics).copy(),
+            **first,
+            **({"fragments": others} if others else {}),
+            **({"arrived": [vars(c).copy() for c in self._arrived]} if self._arrived else {}),
+            **self._own_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            LayoutError: when it was taken of another model or method, or is no worker's.
+        """
+        if "layout" not in state:
+            raise LayoutError(f"expected what state_dict gave, got only {sorted(state)}")
+        kind, windows = state.get("kind"), [state, *state.get("fragments", [])]
+        if kind not in (None, type(self).__name__) or len(windows) != len(self._windows):
+            raise LayoutError(
+                f"expected the state of {type(self).__name__} with {len(self._windows)} fragments, "
+                f"got that of {kind} with {len(windows)}; resume with the method that was saved"
+            )
+        if Layout.from_json(state["layout"]) != self.layout:
+            raise LayoutError("expected the state of this model, got that of another layout")
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+        self._synced = self._cut(state["synced_N"].clone())
+        self.inner_steps, self.delay = state["inner_steps"], state["delay"]
+        for window, saved in zip(self._windows, windows, strict=True):
+            window.load_state_dict(saved)
+        self._arrived = [Commit(**commit) for commit in state.get("arrived", [])]
+        self._statistics = WorkerStatistics(**state["statistics"])
+        came = [commit.position for commit in self._arrived]
+        self._log_position = max([self._statistics.position, *came])
+        self._load_own_state(state)
+        self.reducer.load_state_dict(state["reducer"])
+        self._resumed_s = time.perf_counter()
+
+    # what a method says
+
+    @abstractmethod
+    def _delta(self, index: int, local_F: Tensor) -> Tensor | Difference:
+        """What is sent at the end of a window, of a fragment whose parameters stand at local.
+
+        Or what computes it later: then it is finite if local is.
+        """
+
+    @abstractmethod
+    def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
+        """Move local to a commit's parameters; `_synced` still holds those before it.
+
+        `new_F` are those of the commit's fragment, in the order of the vector, as `local_F` is.
+        """
+
+    def _train(self) -> None:
+        """Change local by what the gradients say."""
+        self.inner.step()
+
+    def _handed_in(self, fragment: Fragment) -> None:  # noqa: B027 - a hook
+        """Called right after a contribution was submitted."""
+
+    def _restart(self) -> None:  # noqa: B027 - a hook
+        """Called when local was set to synced and what was trained is forgotten."""
+
+    def _rate(self) -> float:
+        """Inner learning rate that the outer step has to know."""
+        return 0.0
+
+    def _own_state(self) -> dict[str, Any]:
+        """What a method keeps beyond the windows."""
+        return {}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a hook
+        """Take over what `_own_state` gave."""
+
+    def _held(self, index: int) -> Tensor:
+        """Where a fragment's local begins: synced, rounded to the dtypes of the parameters.
+
+        Drift is measured from here: what rounding took was not trained, and is not sent.
+        """
+        return self.layout.held(self.model, self._synced[index], self.fragments[index].spans)
+
+    def _cut(self, synced_N: Tensor) -> list[Tensor]:
+        return [fragment.cut(synced_N) for fragment in self.fragments]
+
+    # windows
+
+    def _begin_windows(self, position: int) -> None:
+        """Empty windows, H / fragments apart.
+
+        The first to end is that of the fragment whose turn it is at the position
+        (`atoll.optim.log.replay`).
+        """
+        count = len(self._windows)
+        for index, window in enumerate(self._windows):
+            turn = (index - position - 1) % count
+            window.restart(self.inner_steps - (turn + 1) * self.inner_steps // count)
+
+    def _count(self, tokens: int, loss: float | Tensor | None) -> None:
+        tokens = operator.index(tokens)  # a tensor that counts a mask would go on to the others
+        loss = loss.detach() if isinstance(loss, Tensor) else loss
+        for window in self._windows:
+            window.count(tokens, loss)
+        stats = self._statistics
+        self._statistics = replace(stats, steps=stats.steps + 1, tokens=stats.tokens + tokens)
+
+    def _ended(self) -> list[int]:
+        """Fragments to hand in; while an older one is undecided, a window grows."""
+        if any(map(self._has_ended, self._windows)) and len(self._windows) > 1:
+            self._keep_turns()
+        return [i for i, window in enumerate(self._windows) if self._has_ended(window)]
+
+    def _has_ended(self, window: Window) -> bool:
+        return window.step_in_window >= self.inner_steps and window.pending is None
+
+    def _keep_turns(self) -> None:
+        """Let the window end whose turn it is, if it is another's than the one that has ended.
+
+        Contributions out of turn wait for those before them: without this, fragments of a run that
+        went on without its peers once would be decided all at one time from then on. No window is
+        passed over twice in a row, so that each is handed in by a peer that is slow as well.
+        """
+        if all(window.pending is None for window in self._windows):
+            self.reducer.wait()  # returns at once: what the others decided
+        ended = {i for i, window in enumerate(self._windows) if self._has_ended(window)}
+        turn, count = self._turn(), len(self._windows)
+        apart, due = self.inner_steps // count, self._windows[turn]
+        longest = self.inner_steps + apart
+        passed_over = any(self._windows[index].steps >= longest for index in ended - {turn})
+        too_young = due.pending is not None or due.steps < apart
+        if not ended or ended == {turn} or passed_over or too_young:
+            return
+        for ahead in range(count):
+            window = self._windows[(turn + ahead) % count]
+            window.step_in_window = self.inner_steps - ahead * self.inner_steps // count
+
+    def _turn(self) -> int:
+        """The fragment that the log moves next, of those that are not on offer (`optim.replay`)."""
+        count, undecided = len(self._windows), self._undecided()
+        turns = [(self.reducer.position + 1 + ahead) % count for ahead in range(count)]
+        return next((turn for turn in turns if turn not in undecided), turns[0])
+
+    def _undecided(self) -> set[int]:
+        """Fragments on offer of which no commit has come."""
+        on_offer = {i for i, window in enumerate(self._windows) if window.pending is not None}
+        return on_offer - {commit.fragment for commit in self._arrived}
+
+    def _overdue(self) -> bool:
+        return any(w.pending is not None and w.pending.age >= self.delay for w in self._windows)
+
+    def _contribution(self, index: int) -> Contribution:
+        window = self._windows[index]
+        local_F = self.layout.flatten(self.model, self.fragments[index].spans)
+        delta = self._delta(index, local_F)
+        if not is_finite(delta if isinstance(delta, Tensor) else local_F):
+            self._discard()
+            local_F, delta = self._held(index), torch.zeros(self.fragments[index].numel)
+        losses = [float(loss) for loss in window.losses]
+        loss = sum(losses) / len(losses) if losses else float("nan")
+        number = self._statistics.windows
+        self._statistics = replace(self._statistics, windows=number + 1, loss=loss)
+        window.pending = Pending(local_N=local_F, tokens=window.tokens, steps=window.steps)
+        window.step_in_window = 0
+        window.losses = []
+        return Contribution(
+            fragment=index,
+            window=number,
+            delta=delta,
+            tokens=window.tokens,
+            steps=window.steps,
+            loss=loss,
+            lr=self._rate(),
+        )
+
+    def _discard(self) -> None:
+        """Drop windows whose result is not finite; what was handed in before stays in local.
+
+        Their moments hold NaN as well, so the inner optimizer starts afresh. A contribution of no
+        tokens, thus of weight 0, takes its place: nobody has to wait for this peer.
+        """
+        _log.warning(
+            "window %d ended in NaN or infinity after %d steps: dropped, back to position %d with "
+            "a fresh inner optimizer",
+            self._statistics.windows,
+            max(window.steps for window in self._windows),
+            self._statistics.position,
+        )
+        sound_N = vectors.empty(self.layout.numel)
+        stands = zip(self.fragments, self._synced, self._windows, strict=True)
+        for fragment, synced_F, window in stands:
+            pending = window.pending
+            fragment.put_cut_(sound_N, synced_F if pending is None else pending.local_N)
+        self.layout.load_(self.model, sound_N)
+        self.inner.state.clear()
+        for window in self._windows:
+            window.disown()
+        self._restart()
+        self._statistics = replace(self._statistics, discarded=self._statistics.discarded + 1)
+
+    def _wait(self, contributions: Sequence[Contribution] = ()) -> None:
+        """Hand in, deliver what is decided where it is due, and keep the two clocks."""
+        before_s = time.perf_counter()
+        for contribution in contributions:
+            self.reducer.submit(contribution)
+            self._handed_in(self.fragments[contribution.fragment])
+        self._await_overdue()
+        now_s = time.perf_counter()
+        self._statistics = replace(
+            self._statistics,
+            compute_s=self._statistics.compute_s + before_s - self._resumed_s,
+            wait_s=self._statistics.wait_s + now_s - before_s,
+        )
+        self._resumed_s = now_s
+
+    def _await_overdue(self) -> None:
+        """Wait while a contribution is overdue, and something is still decided.
+
+        What is decided next may be an older one, of another fragment.
+        """
+        decided = -1
+        while self._overdue() and decided != self._decided:
+            decided = self._decided
+            self.reducer.wait()
+
+    # commits
+
+    def _settle(self, commit: Commit) -> None:
+        """Take a commit, or keep it until its time has come."""
+        self._decided += 1
+        self._log_position = max(self._log_position, commit.position)
+        if commit.reset:
+            self._log_position = commit.position
+            self._arrived = []
+            self._reset(commit)
+        elif self._is_early(commit):
+            self._arrived.append(commit)
+        else:
+            self._take(commit)
+
+    def _is_early(self, commit: Commit) -> bool:
+        pending = self._windows[commit.fragment].pending
+        kept = any(earlier.fragment == commit.fragment for earlier in self._arrived)
+        early = commit.settles and pending is not None and pending.age < self.delay
+        return early or kept
+
+    def _take_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for commit in arrived:
+            self._settle(commit)
+
+    def _take(self, commit: Commit) -> None:
+        window = self._windows[commit.fragment]
+        new_F = self.fragments[commit.fragment].cut(commit.params_N)
+        self._follow(commit, new_F, window)
+        if commit.settles:
+            self._close(commit, window)
+        self._synced[commit.fragment] = new_F
+        self._statistics = replace(self._statistics, position=commit.position)
+
+    def _reset(self, commit: Commit) -> None:
+        self.layout.load_(self.model, commit.params_N)
+        self._synced = self._cut(commit.params_N)
+        self._begin_windows(commit.position)
+        self._restart()
+        stats = self._statistics
+        self._statistics = replace(stats, resets=stats.resets + 1, position=commit.position)
+
+    def _close(self, commit: Commit, window: Window) -> None:
+        """Settle my contribution: its work is counted, or remains in the drift."""
+        pending, window.pending = window.pending, None
+        if pending is None:
+            return
+        stats = self._statistics
+        included = commit.included is not None and bool(commit.included.any())
+        if included:
+            self._statistics = replace(stats, included=stats.included + 1)
+        else:
+            self._statistics = replace(stats, left_out=stats.left_out + 1)
+        if included or not self.keeps_work:
+            window.tokens -= pending.tokens
+            window.steps -= pending.steps
+
+
+def _expect_window(inner_steps: int, delay: int) -> None:
+    if inner_steps < 1:
+        raise ValueError(f"expected at least one inner step a window, got {inner_steps}")
+    if not 0 <= delay <= inner_steps:
+        raise ValueError(f"expected a delay of 0 to {inner_steps} inner steps, got {delay}")
+
+
+def _expect_optimizer_of(model: nn.Module, inner: torch.optim.Optimizer) -> None:
+    held = {id(p) for group in inner.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise LayoutError("expected an optimizer over this model's parameters, got another's")

@@ -1,0 +1,217 @@
+"""`atoll coordinator`: start a run and print its invite."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.peer.cli import Subparsers, add_stop_with_stdin, new_parser, print_json
+from atoll.peer.lab.supervised import stop_with_stdin
+
+if TYPE_CHECKING:
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.coordinator.run.status import RunStatus
+    from atoll.coordinator.service.server import Running
+    from atoll.optim.state.outer_state import OuterState
+
+FOLLOW_S = 0.5  # between two looks at our own state; a round takes seconds
+
+
+class InviteFileError(ValueError):
+    """A file that cannot be written, or holds something else than an invite and is left alone."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll coordinator`."""
+    parser = new_parser(
+        subparsers,
+        "coordinator",
+        description="Start a run, or go on with one: hands out the run, keeps its whole log,\n"
+        "writes checkpoints. Prints the invite, one string, on stdout; the rest goes to stderr.\n"
+        "Training goes on without it. Started again, it is the same, with the same invite.",
+        examples="atoll coordinator RUN.toml\n"
+        "atoll coordinator RUN.toml --advertise 203.0.113.7\n"
+        "atoll coordinator RUN.toml --invite-file invite.txt --quiet &",
+    )
+    parser.add_argument("spec", type=Path, metavar="RUN.toml", help="written by `atoll init`")
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="default: one by the run's name"
+    )
+    for name, what in (
+        ("listen", "of the service, in place of the file's (0.0.0.0:7700)"),
+        ("dht-listen", "where peers meet, in place of the file's (0.0.0.0:7701)"),
+        ("metrics-listen", "of a Prometheus endpoint (none)"),
+    ):
+        parser.add_argument(f"--{name}", metavar="HOST:PORT", help=f"address {what}")
+    parser.add_argument("--advertise", metavar="HOST", help="how peers reach this machine")
+    parser.add_argument(
+        "--invite-file", type=Path, metavar="PATH", help="write the invite there as well"
+    )
+    parser.add_argument("--json", action="store_true", help="the invite and more as a line of JSON")
+    parser.add_argument("--quiet", action="store_true", help="no line per round")
+    add_stop_with_stdin(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the coordinator until it is told to stop."""
+    if args.stop_with_stdin:
+        stop_with_stdin()
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.peer.paths import coordinator_state_dir
+
+    spec = with_addresses(RunSpec.load(args.spec), args)
+    if args.invite_file is not None:
+        _expect_own_file(args.invite_file)
+    state_dir: Path = args.state_dir or coordinator_state_dir(spec.run.name)
+    genesis = first_state(spec, state_dir)
+
+    def on_ready(up: Running) -> None:
+        announce(up, as_json=args.json)
+        if args.invite_file is not None:
+            write_invite(args.invite_file, str(up.invite))
+
+    return asyncio.run(_serve(spec, genesis, state_dir, on_ready=on_ready, quiet=args.quiet))
+
+
+def with_addresses(spec: RunSpec, args: argparse.Namespace) -> RunSpec:
+    """Put the addresses of the command line over those of the file.
+
+    Raises:
+        SpecError: one of them is no address.
+    """
+    names = ("listen", "dht_listen", "metrics_listen", "advertise")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    told = spec.model_dump(mode="json")
+    told["coordinator"].update(given)
+    return type(spec).from_dict(told, source="command line")
+
+
+def first_state(spec: RunSpec, state_dir: Path) -> Callable[[], OuterState]:
+    """Return what makes the state that a run begins with.
+
+    A new run makes it at once, so that a model that cannot be built leaves no directory behind.
+
+    Raises:
+        SetupError: the model or the tokenizer is not usable.
+    """
+    from atoll.optim.state.layout import Layout
+    from atoll.peer.training.data.load import open_tokenizer
+    from atoll.peer.training.trainer import build_model
+
+    def make() -> OuterState:
+        model = build_model(spec, open_tokenizer(spec.data.tokenizer).vocab_size)
+        layout = Layout.of(model)
+        return spec.method().genesis(layout, layout.flatten(model))
+
+    made = [] if (state_dir / "genesis.root").exists() else [make()]
+    return lambda: made.pop() if made else make()
+
+
+async def _serve(
+    spec: RunSpec,
+    genesis: Callable[[], OuterState],
+    state_dir: Path,
+    *,
+    on_ready: Callable[[Running], None],
+    quiet: bool,
+) -> int:
+    from atoll.coordinator.service.server import running
+    from atoll.peer.daemon.bootstrap import BootstrapNode
+
+    admission_s = spec.coordinator.admission_hours * 3600
+    stop = asyncio.Event()
+    received = _stop_on_signals(stop)
+    async with running(
+        spec,
+        genesis,
+        state_dir,
+        start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
+    ) as up:
+        on_ready(up)
+        telling = None if quiet else asyncio.create_task(_tell(up))
+        await stop.wait()
+        if telling is not None:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+    return 130 if received == [signal.SIGINT] else 0
+
+
+def _stop_on_signals(stop: asyncio.Event) -> list[signal.Signals]:
+    """Stop at the first SIGINT or SIGTERM, which is put in the list; a second one ends at once."""
+    received: list[signal.Signals] = []
+    loop = asyncio.get_running_loop()
+
+    def note(number: signal.Signals) -> None:
+        received.append(number)
+        stop.set()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, note, number)
+    return received
+
+
+async def _tell(up: Running) -> None:
+    from atoll.coordinator.dashboard.plain import follow
+
+    async def feed() -> RunStatus:
+        return up.coordinator.status()
+
+    status = up.coordinator.status()
+    if status.position:  # started again: an earlier start told of these
+        say(f"goes on after round {status.position}")
+    since = status if status.position else None
+    await follow(feed, say, interval_s=FOLLOW_S, since=since)
+    checkpoint = up.coordinator.last_checkpoint()
+    say(f"the run has all its rounds; checkpoint: {checkpoint or 'none'}")
+    say("this goes on answering peers until it is stopped (Ctrl-C)")
+
+
+def announce(up: Running, *, as_json: bool) -> None:
+    """Print the invite on stdout, and what to do with it on stderr."""
+    spec, status = up.coordinator.spec, up.coordinator.status()
+    say(f"run {spec.run.name} ({status.run_id[:12]}), {status.params:,} parameters")
+    say(f"listening on {up.address}; state in {up.state_dir}")
+    say("peers join with `atoll peer INVITE`, anyone watches with `atoll dashboard INVITE`:")
+    if as_json:
+        print_json(
+            {
+                "invite": str(up.invite),
+                "run_id": status.run_id,
+                "address": up.address,
+                "state_dir": str(up.state_dir.absolute()),
+            }
+        )
+    else:
+        print(up.invite, flush=True)
+
+
+def _expect_own_file(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise InviteFileError(f"{path}: expected an existing folder to write it in, got none")
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        start = file.read(6)
+    if start not in (b"", b"atoll1"):
+        raise InviteFileError(f"{path} holds something else than an invite and was left alone")
+
+
+def write_invite(path: Path, invite: str) -> None:
+    """Write a file that is whole as soon as it is there, and that others cannot read."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(invite + "\n")
+    partial.replace(path)
+
+
+def say(line: str) -> None:
+    """Tell the person at the terminal."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""`atoll dashboard`: watch a run in the terminal."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.peer.cli import Subparsers, new_parser
+from atoll.peer.cli.watching import add_invite, asking, look, read_invite
+
+if TYPE_CHECKING:
+    from atoll.coordinator.run.invite import Invite
+    from atoll.coordinator.run.status import RunStatus
+
+
+class FormatError(ValueError):
+    """A picture in a format that is not written."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll dashboard`."""
+    parser = new_parser(
+        subparsers,
+        "dashboard",
+        description="Watch a run: peers, tokens/s, loss, traffic, round phases, events.\n"
+        "Without a terminal, or with --plain, a line per round until the run has finished.",
+        examples="atoll dashboard INVITE\natoll dashboard INVITE --light\n"
+        "atoll dashboard INVITE --plain >> run.log\natoll dashboard INVITE --screenshot run.svg",
+    )
+    add_invite(parser)
+    parser.add_argument("--plain", action="store_true", help="lines instead of a screen")
+    parser.add_argument("--light", action="store_true", help="begin with the light theme")
+    parser.add_argument(
+        "--screenshot", type=Path, metavar="FILE.svg", help="draw the screen once, and leave"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the run until the user leaves or, in plain text, it has finished."""
+    from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
+
+    invite = read_invite(args.invite)
+    if args.screenshot is not None:
+        asyncio.run(_draw(invite, _expect_svg(args.screenshot), light=args.light))
+        return 0
+    try:
+        look(invite)  # an invite that is of no use should fail here, not on the screen
+    except CoordinatorUnreachable:
+        pass  # it may come back: the screen says so and goes on asking
+    if args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        asyncio.run(_follow(invite))
+        return 0
+    return asyncio.run(_show(invite, light=args.light))
+
+
+def _expect_svg(path: Path) -> Path:
+    if path.suffix.lower() != ".svg":
+        raise FormatError(f"{path}: expected a name that ends in .svg, the one format there is")
+    return path
+
+
+async def _show(invite: "Invite", *, light: bool) -> int:
+    from atoll.coordinator.dashboard.app import DashboardApp
+
+    async with asking(invite) as client:
+        app = DashboardApp(client.status, light=light)
+        await app.run_async()
+    return app.return_code or 0
+
+
+async def _draw(invite: "Invite", path: Path, *, light: bool) -> None:
+    from atoll.coordinator.dashboard.app import save_screenshot
+
+    async with asking(invite) as client:
+        status = await client.status()
+
+    async def feed() -> "RunStatus":
+        return status
+
+    await save_screenshot(feed, path, light=light)
+
+
+async def _follow(invite: "Invite") -> None:
+    from atoll.coordinator.dashboard.plain import follow
+
+    async with asking(invite) as client:
+        await follow(client.status, _write)
+
+
+def _write(line: str) -> None:
+    print(line, flush=True)

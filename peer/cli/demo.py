@@ -1,0 +1,292 @@
+"""`atoll demo`: train across several peers on this machine and report."""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.peer.cli import Subparsers, new_parser, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.peer.lab.demo import Demo, DemoRun, Feed, Show
+    from atoll.peer.lab.summary import Compared
+
+INNER_STEPS = 25
+BYTES = 256  # tokens
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LINGER_S = 3.0  # the finished dashboard stays this long before the summary
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll demo`."""
+    parser = new_parser(
+        subparsers,
+        "demo",
+        description="Start a coordinator and several peers on this machine, train a small model "
+        "across them, and report what came of it.\nOn a terminal it shows the dashboard, else a "
+        "line per round.",
+        examples="atoll demo\n"
+        "atoll demo --peers 4 --chaos --json\n"
+        "atoll demo --data ~/texts --rounds 40 --baseline --out runs/mine",
+    )
+    parser.add_argument("--peers", type=_positive, default=4, help="peer processes (default 4)")
+    parser.add_argument("--rounds", type=_positive, default=12, help="rounds (default 12)")
+    parser.add_argument(
+        "--inner-steps",
+        type=_positive,
+        default=INNER_STEPS,
+        metavar="H",
+        help=f"steps of a window (default {INNER_STEPS})",
+    )
+    parser.add_argument("--method", default="diloco", help="outer method (default diloco)")
+    parser.add_argument(
+        "--windows", default="equal", help="equal, or deadline: by each peer's speed"
+    )
+    parser.add_argument(
+        "--shares",
+        type=_shares,
+        default=(1.0,),
+        metavar="LIST",
+        help="of the time that each peer trains, as 1,0.5",
+    )
+    parser.add_argument("--codec", default="auto", help="codec of the updates (the method's)")
+    parser.add_argument("--preset", default="nano", help="model preset (default nano)")
+    parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
+    parser.add_argument(
+        "--data", metavar="PATH", help="your own text (default: the standard library's source)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/demo-TIME")
+    parser.add_argument(
+        "--chaos", action="store_true", help="kill a peer in mid-round, and start it again"
+    )
+    parser.add_argument(
+        "--baseline",
+        action="store_true",
+        help="also train data parallel and one peer alone, with the same steps, to compare",
+    )
+    parser.add_argument("--plain", action="store_true", help="lines instead of the dashboard")
+    parser.add_argument("--json", action="store_true", help="the summary as the last line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo and report."""
+    from atoll.peer.lab.demo import Demo, DemoOptions
+    from atoll.peer.training.devices import Device
+
+    spec = demo_spec(args)
+    Device.choose(args.device)
+    out: Path = args.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    options = DemoOptions(
+        spec=spec,
+        peers=args.peers,
+        out=out,
+        device=args.device,
+        chaos=args.chaos,
+        shares=args.shares,
+    )
+    plain = args.plain or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
+    demo = Demo(options, say=_say)
+    whom = "1 peer" if args.peers == 1 else f"{args.peers} peers"
+    _say(f"{whom}, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
+    finished, stopped_by = asyncio.run(carry_out(demo, _lines if plain else _dashboard))
+    if finished is None:
+        _say("stopped")
+        return 128 + (stopped_by or signal.SIGINT)
+    return report(finished, spec, args, out)
+
+
+async def carry_out(demo: "Demo", show: "Show") -> "tuple[DemoRun | None, signal.Signals | None]":
+    """Run a demo to its end, or until a signal: what came of it, and which signal ended it."""
+    with heed_signals(demo.kill) as received:
+        try:
+            return await demo.run(show), None
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            return None, received[0]
+
+
+@contextmanager
+def heed_signals(kill: "Callable[[], None]") -> "Iterator[list[signal.Signals]]":
+    """The first signal cancels the task that calls this, the next ones call ``kill`` as well.
+
+    Signals that whoever started us told us to ignore (nohup) are ignored.
+    """
+    received: list[signal.Signals] = []
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def note(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) > 1:
+            kill()
+        elif task is not None:
+            task.cancel()
+
+    for number in heeded:
+        loop.add_signal_handler(number, note, number)
+    try:
+        yield received
+    finally:
+        for number in heeded:
+            loop.remove_signal_handler(number)
+
+
+def report(finished: "DemoRun", spec: "RunSpec", args: argparse.Namespace, out: Path) -> int:
+    """Print the summary; 1 where the replicas differ or a killed peer did not come back."""
+    from atoll.peer.lab.summary import Compared, render, summarise
+
+    compared = compare_or_skip(finished, spec, args.device) if args.baseline else Compared()
+    summary = summarise(finished, spec, compared, out / "loss.png")
+    render(summary, finished)
+    if args.json:
+        print_json(summary.to_json())
+    good = summary.chains_equal is not False and summary.states_equal is not False
+    return 0 if good and summary.recovered_peers == int(args.chaos) else 1
+
+
+def compare_or_skip(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
+    """As `compare`; whoever stops it, which takes as long as the run, still gets the summary."""
+    from atoll.peer.lab.summary import Compared
+
+    _say("the same steps again, data parallel and by one peer alone; Ctrl-C leaves them out")
+    try:
+        return compare(finished, spec, device)
+    except KeyboardInterrupt:
+        _say("without data parallel and one peer alone")
+        return Compared()
+
+
+def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
+    """Train the same number of steps on the same data without any of this."""
+    from atoll.peer.lab.baseline import BaselinePoint, alone, baseline
+    from atoll.peer.lab.summary import Compared
+    from atoll.peer.training.trainer import open_corpus
+
+    corpus = open_corpus(spec)
+    ids = [peer.peer_id for peer in finished.status.peers]
+
+    def tell(name: str, point: BaselinePoint) -> None:
+        valid = f", held out {point.valid_loss:.3f}" if point.valid_loss is not None else ""
+        _say(f"{name}: {point.position}/{spec.run.rounds}  loss {point.loss:.3f}{valid}")
+
+    return Compared(
+        baseline=baseline(
+            spec,
+            peer_ids=ids,
+            device=device,
+            corpus=corpus,
+            validate_every=2,
+            progress=lambda point: tell("data parallel", point),
+        ),
+        alone=alone(
+            spec,
+            peer_id=ids[0],
+            device=device,
+            corpus=corpus,
+            validate_every=2,
+            progress=lambda point: tell("one peer alone", point),
+        ),
+    )
+
+
+def demo_spec(args: argparse.Namespace) -> "RunSpec":
+    """The run of a demo.
+
+    Raises:
+        SpecError: an option has a value that no run can have.
+        ModelError: there is no such preset.
+        DataError: the data is not there, or holds no text.
+    """
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.peer.training.models import preset
+
+    preset(args.preset, vocab_size=BYTES, seq_len=1)
+    source = args.data or "stdlib"
+    if not source.startswith("hf:"):
+        source = _local_source(source)
+    return RunSpec.from_dict(
+        {
+            "run": {"name": "demo", "rounds": args.rounds},
+            "model": {"preset": args.preset},
+            "data": {"source": source},
+            "outer": {
+                "method": args.method,
+                "inner_steps": args.inner_steps,
+                "windows": args.windows,
+            },
+            "inner": {
+                "lr": 1e-3,
+                "batch_size": 16,
+                "warmup_steps": min(100, args.rounds * args.inner_steps // 6),
+            },
+            "compression": {"codec": args.codec},
+            "round": {
+                "min_peers": args.peers,
+                # All peers share this machine: a busy core is not a dead peer.
+                "stall_s": 3.0,
+                "grace_s": 10.0,
+                # Short logs, so that a peer that lost its own needs the snapshot as well.
+                "snapshot_every": 2,
+                "log_mb": 1,
+            },
+            "coordinator": {
+                "listen": "127.0.0.1:0",
+                "dht_listen": "127.0.0.1:0",
+                "advertise": "127.0.0.1",
+            },
+        },
+        source="the options of atoll demo",
+    )
+
+
+def _local_source(source: str) -> str:
+    """The path of the data for processes with another working directory; it holds some text."""
+    from atoll.peer.errors import DataError
+    from atoll.peer.training.data.load import documents
+
+    if source != "stdlib":
+        source = str(Path(source).expanduser().resolve())
+    if next(documents(source), None) is None:
+        raise DataError(f"{source}: expected a file or folder with text, got none in it")
+    return source
+
+
+async def _lines(feed: "Feed") -> bool:
+    from atoll.coordinator.dashboard.plain import follow
+
+    await follow(feed, lambda line: print(line, flush=True))
+    return True
+
+
+async def _dashboard(feed: "Feed") -> bool:
+    from atoll.coordinator.dashboard.app import DashboardApp
+
+    left: list[bool] = []
+    app = DashboardApp(feed, title="atoll", on_quit=lambda: left.append(True), linger_s=LINGER_S)
+    await app.run_async()
+    return not left
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers, as 1,0.5, got {text!r}") from None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,134 @@
+"""`atoll init`: write a commented RUN.toml."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.peer.cli import Subparsers, new_parser, print_json
+
+if TYPE_CHECKING:
+    from atoll.coordinator.run.spec import RunSpec
+
+
+class ExistsError(ValueError):
+    """The file is there already, and is left alone."""
+
+
+class OneOfTwoError(ValueError):
+    """Peers without a rate, or a rate without peers."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll init`."""
+    from atoll.peer.cli.plan import add_speed
+
+    parser = new_parser(
+        subparsers,
+        "init",
+        description="Write a RUN.toml that says what every field means and what it is when left "
+        "out.\nWith --peers and --mbit the method, its windows and its codec are chosen for them,\n"
+        "from what was measured and from the time of a step on this machine (`atoll plan` shows "
+        "all).\nNever overwrites a file.",
+        examples="atoll init\natoll init big-run.toml\natoll init --peers 1\n"
+        "atoll init RUN.toml --peers 8 --mbit 100 --model 30m --step-ms 120",
+    )
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        default=Path("RUN.toml"),
+        metavar="PATH",
+        help="(default: RUN.toml)",
+    )
+    parser.add_argument("--peers", type=int, metavar="P", help="how many will take part")
+    parser.add_argument("--mbit", type=float, metavar="RATE", help="of each link, up and down")
+    parser.add_argument("--model", default="nano", help="a preset (default: nano)")
+    add_speed(parser)
+    parser.add_argument("--json", action="store_true", help="what was chosen, as one line of JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file, or raise ExistsError."""
+    from atoll.coordinator.run.spec import template
+
+    path: Path = args.path
+    _expect_new(path)
+    chosen = _chosen(args)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(template(chosen.spec))
+    except FileExistsError:
+        _expect_new(path)
+    if args.json:
+        print_json({"path": str(path), "why": list(chosen.why), **chosen.numbers})
+        return 0
+    for line in chosen.why:
+        print(line)
+    print(f"Wrote {path}. Next: atoll coordinator {path}")
+    return 0
+
+
+def _expect_new(path: Path) -> None:
+    if path.exists():
+        raise ExistsError(
+            f"{path} is there already and was left alone; name another file or move it"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What is written, and why."""
+
+    spec: "RunSpec"
+    why: Sequence[str]
+    numbers: dict[str, Any]
+
+
+def _chosen(args: argparse.Namespace) -> Chosen:
+    from atoll.coordinator.run.spec import RunSpec
+
+    fields: dict[str, Any] = {"model": {"preset": args.model}}
+    if args.peers is None and args.mbit is None:
+        return Chosen(spec=RunSpec.from_dict(fields), why=(), numbers={})
+    if args.peers == 1:
+        return _alone(fields)
+    if args.peers is None or args.mbit is None:
+        raise OneOfTwoError("expected --peers and --mbit together: both decide what to take")
+    return _for_peers(args, fields)
+
+
+def _alone(fields: dict[str, Any]) -> Chosen:
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.peer.lab import advice
+
+    spec = RunSpec.from_dict(fields | {"round": {"min_peers": 1}})
+    return Chosen(spec=spec, why=advice.ALONE, numbers={})
+
+
+def _for_peers(args: argparse.Namespace, fields: dict[str, Any]) -> Chosen:
+    from dataclasses import asdict
+
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.peer.cli.plan import how_timed, setting_of
+    from atoll.peer.lab import advice
+    from atoll.peer.lab.plan import bare_model
+
+    plain = RunSpec.from_dict(fields)
+    setting = setting_of(args, plain)
+    known = advice.options(bare_model(plain), setting, step_tokens=plain.step_tokens)
+    option = advice.pick(known)
+    taken = advice.as_run(option.method, option.prediction.inner_steps)
+    if option.prediction.inner_steps > 1:
+        taken["outer"]["windows"] = "deadline"  # people's machines are seldom equally fast
+    what, others = advice.reasons(option, known)
+    return Chosen(
+        spec=RunSpec.from_dict(fields | taken),
+        why=(what, f"A step takes {1000 * setting.step_s:.0f} ms ({how_timed(args)}). {others}"),
+        numbers={
+            "setting": asdict(setting),
+            "step_measured": args.step_ms is None,
+            "chosen": asdict(option),
+        },
+    )

@@ -1,0 +1,181 @@
+"""The `atoll` command line.
+
+Only the chosen command's module is imported, so `atoll --help` answers at once. Exit codes:
+
+    0    done
+    1    failed: the work could not be done (network, disk, ...)
+    2    the input is wrong: an argument, RUN.toml, an invite, a checkpoint, a port in use, ...
+    130  stopped by Ctrl-C; 128 + N where signal N ended what had an end of its own to reach
+
+A failure that Atoll foresaw is one message on stderr and no traceback. Which code it gets follows
+from the class that is raised, in any layer, without a common base:
+
+    exception                                   code
+    defined in atoll.*, a ValueError            2     (SpecError, InviteError, CheckpointError, ...)
+    defined in atoll.*, named in BAD_INPUTS     2
+    defined in atoll.*, anything else           1     (TransportError, ...)
+    OSError: address in use                     2
+    OSError: no space left                      1
+    OSError with a file name                    2     (not found, no permission, a directory, ...)
+    OSError                                     1
+    sqlite3.OperationalError                    1     (a full disk, a file that cannot be written)
+    out of memory, as Python or torch say it    1
+
+Anything else is a bug and keeps its traceback.
+"""
+
+import argparse
+import atexit
+import errno
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import ModuleType
+
+from atoll.peer.cli import SUMMARIES
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+BAD_INPUTS = frozenset(
+    {
+        "atoll.coordinator.rpc.client_errors.NotWelcome",  # an invite whose token is not accepted
+        "atoll.coordinator.rpc.client_errors.WrongCertificate",  # of another run
+        "atoll.coordinator.rpc.client_errors.WrongRunOrVersion",
+        "atoll.coordinator.service.server.SetupError",  # a state directory or port that is not free
+        "atoll.dht.identity.IdentityError",  # a key file that is none
+        "atoll.optim.log.store_file.StoreCorrupt",  # the user named a directory with a damaged log
+        "atoll.optim.log.store_file.WrongRun",  # ... or with that of another run
+    }
+)
+"""Classes that mean bad input although they are no ValueError; named, so that none is imported."""
+
+DATABASE_ERROR = "sqlite3.OperationalError"  # named for the same reason
+
+EXAMPLES = """\
+examples:
+  atoll demo                     train across 4 peers on this machine
+  atoll init RUN.toml            describe a run of your own
+  atoll coordinator RUN.toml     start it; prints an invite
+  atoll peer INVITE              join it, on as many machines as you like
+  atoll dashboard INVITE         watch it
+
+`atoll COMMAND --help` says more."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    # Before torch reads it: new vectors in huge pages take half the time to fill (Linux).
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs failures that we report ourselves
+    # Else the interpreter looks for garbage in all of torch when it ends: 1.2 s of CPU for 0.2.
+    atexit.register(gc.freeze)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _main(arguments: Sequence[str]) -> int:
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    module = _load(chosen) if chosen in SUMMARIES else None
+    parser = _parser(module, chosen)
+    args = parser.parse_args(arguments)
+    if module is None:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT
+    return _run(module, args)
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"atoll.peer.cli.{name}")
+
+
+def _parser(module: ModuleType | None, chosen: str | None) -> argparse.ArgumentParser:
+    # argparse's own table of subcommands breaks the lines of the longer names.
+    parser = argparse.ArgumentParser(
+        prog="atoll",
+        usage="atoll [-h] [--version] COMMAND ...",
+        description=f"Train one model together over ordinary internet links.\n\n{_table()}",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"atoll {version('atoll')}")
+    subparsers = parser.add_subparsers(
+        prog="atoll", dest="command", metavar="COMMAND", help=argparse.SUPPRESS
+    )
+    for name in SUMMARIES:
+        if module is not None and name == chosen:
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name)
+    return parser
+
+
+def _table() -> str:
+    rows = (f"  {name:<13}{summary}" for name, summary in SUMMARIES.items())
+    return "\n".join(["commands:", *rows])
+
+
+def _run(module: ModuleType, args: argparse.Namespace) -> int:
+    try:
+        return int(module.run(args))
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter's last flush must not fail as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        print(f"atoll {args.command}: {message(error)}", file=sys.stderr)
+        return code
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Return the exit code of a foreseen failure by the table above, None for a bug."""
+    if type(error).__module__.partition(".")[0] == "atoll":
+        bad_input = isinstance(error, ValueError) or not BAD_INPUTS.isdisjoint(_names(error))
+        return BAD_INPUT if bad_input else FAILED
+    if isinstance(error, OSError):
+        named = error.filename is not None and error.errno != errno.ENOSPC
+        return BAD_INPUT if named or error.errno == errno.EADDRINUSE else FAILED
+    return FAILED if DATABASE_ERROR in _names(error) or _is_out_of_memory(error) else None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    told = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch, CPU
+    return told or isinstance(error, MemoryError) or "torch.OutOfMemoryError" in _names(error)
+
+
+def _names(error: BaseException) -> set[str]:
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+
+
+def message(error: BaseException) -> str:
+    """Return what to tell a person about a foreseen failure."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{error}; make room on the disk, or name a folder of another one"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}{_remedy(error)}"
+    if DATABASE_ERROR in _names(error):
+        return f"cannot write the log of the run ({error}); make room on the disk of --state-dir"
+    if _is_out_of_memory(error):
+        return (
+            "out of memory; `atoll plan RUN.toml` says how much a peer takes: a smaller model or "
+            f"batch, or a machine with more ({str(error) or 'MemoryError'})"
+        )
+    return str(error) or type(error).__name__
+
+
+def _remedy(error: OSError) -> str:
+    folder = os.path.dirname(os.fsdecode(error.filename))
+    if error.errno != errno.ENOENT or not folder or os.path.isdir(folder):
+        return ""
+    return f"; make the folder {folder} first, or name another"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""`atoll peer`: join a run and train."""
+
+import argparse
+import json
+import logging
+import math
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.peer.cli import Subparsers, add_stop_with_stdin, new_parser
+from atoll.peer.cli.watching import read_invite
+from atoll.peer.lab.supervised import stop_with_stdin
+
+if TYPE_CHECKING:
+    from atoll.peer.daemon.process import DaemonEvent
+
+_PEER_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")  # libp2p's errors tell it whole
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll peer`."""
+    parser = new_parser(
+        subparsers,
+        "peer",
+        description="Join a run by its invite and train until the run is finished or this is "
+        "stopped (Ctrl-C or SIGTERM).\nReconnects for ever; started again, it goes on from its "
+        "state directory.",
+        examples="atoll peer INVITE\n"
+        "atoll peer INVITE --device cuda:1 --state-dir /data/atoll/gpu1\n"
+        "atoll peer INVITE --data /data/corpus --name attic --json",
+    )
+    parser.add_argument("invite", metavar="INVITE", help="the string, or a file that holds it")
+    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="default: one by the run")
+    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1, mps or cpu")
+    parser.add_argument("--data", metavar="PATH", help="where the run's data is on this machine")
+    parser.add_argument("--name", type=_name, help="what the dashboard calls this peer")
+    parser.add_argument(
+        "--listen",
+        type=_multiaddr,
+        action="append",
+        metavar="MULTIADDR",
+        help="where to listen (default /ip4/0.0.0.0/tcp/0); may be given several times",
+    )
+    parser.add_argument(
+        "--announce",
+        type=_multiaddr,
+        action="append",
+        metavar="MULTIADDR",
+        help="what others dial, if it differs",
+    )
+    parser.add_argument(
+        "--uplink", type=_mbit, default=0.0, metavar="MBIT", help="upload speed of this link"
+    )
+    parser.add_argument(
+        "--downlink", type=_mbit, default=0.0, metavar="MBIT", help="download speed of this link"
+    )
+    parser.add_argument(
+        "--share",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="of the time to train; the rest is left to other programs (default 1, all of it)",
+    )
+    parser.add_argument("--json", action="store_true", help="events as lines of JSON on stdout")
+    add_stop_with_stdin(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the peer until the run is finished or it is told to stop."""
+    if args.stop_with_stdin:
+        stop_with_stdin()
+    logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
+    invite = read_invite(args.invite)  # before torch is imported, which takes seconds
+    from atoll.peer.daemon.process import DaemonOptions, PeerDaemon, stop_on_signals
+    from atoll.peer.daemon.reporting import LinkRates
+    from atoll.peer.daemon.session import LinkOptions
+    from atoll.peer.paths import peer_state_dir
+
+    options = DaemonOptions(
+        link=LinkOptions(
+            invite=invite,
+            state_dir=args.state_dir or peer_state_dir(invite.run_id.hex()),
+            name=args.name or "",
+            listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
+            announce=tuple(args.announce or ()),
+            rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
+        ),
+        device=args.device,
+        data=args.data,
+        share=args.share,
+    )
+    _expect_device(args.device)
+    _expect_data(args.data)
+    daemon = PeerDaemon(options, on_event=_as_json if args.json else _as_text)
+    with stop_on_signals(daemon.stop) as received:
+        daemon.run()
+    return 130 if signal.SIGINT in received else 0
+
+
+def _name(text: str) -> str:
+    from atoll.peer.daemon.session import MAX_NAME_CHARS
+
+    if len(text) > MAX_NAME_CHARS:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {MAX_NAME_CHARS} characters, got {len(text)}"
+        )
+    return text
+
+
+def _mbit(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate < math.inf:
+        raise argparse.ArgumentTypeError(f"expected Mbit/s, 0 for unknown, got {text!r}")
+    return rate
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share above 0 up to 1, got {text!r}")
+    return share
+
+
+def _multiaddr(text: str) -> str:
+    from atoll.dht.engine import Multiaddr
+
+    try:
+        Multiaddr(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a multiaddr as /ip4/0.0.0.0/tcp/4001, got {text!r}"
+        ) from None
+    return text
+
+
+def _expect_device(name: str) -> None:
+    """Say at once, not after joining, that a device is not there."""
+    from atoll.peer.training.devices import Device
+
+    Device.choose(name)
+
+
+def _expect_data(source: str | None) -> None:
+    """Say at once, not after joining, that the data is not there."""
+    from atoll.peer.errors import DataError
+    from atoll.peer.training.data.documents import STDLIB
+
+    if source is None or source == STDLIB or source.startswith("hf:"):
+        return
+    if not Path(source).expanduser().exists():
+        raise DataError(
+            f"expected --data with a file or a folder of this machine, got {source!r}, "
+            "which does not exist"
+        )
+
+
+def _as_text(event: "DaemonEvent") -> None:
+    """As the coordinator tells its rounds; a stranger's words steer no terminal."""
+    from atoll.coordinator.dashboard import text
+    from atoll.peer.rounds.context import short
+
+    if event.kind == "phase":
+        return
+    level = "" if event.level == "info" else f"{event.level}  "
+    told = _PEER_ID.sub(lambda found: short(found[0]), text.clean(event.text))
+    line = f"{text.clock_time(time.time())}  {level}{told}"
+    print(line, file=sys.stderr, flush=True)
+
+
+def _as_json(event: "DaemonEvent") -> None:
+    fields = {"kind": event.kind, "position": event.position, "level": event.level}
+    print(json.dumps(fields | {"text": event.text}), flush=True)

@@ -1,0 +1,196 @@
+"""`atoll plan`: what a run will cost before it is started."""
+
+import argparse
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.peer.cli import Subparsers, new_parser, print_json
+
+if TYPE_CHECKING:
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.optim.workers.timetable import Timetable
+    from atoll.peer.lab.advice import Option
+    from atoll.peer.lab.plan import Setting
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll plan`."""
+    parser = new_parser(
+        subparsers,
+        "plan",
+        description="Say what a run will cost: bytes, time of a round, utilisation and memory.\n"
+        "For the methods and codecs that were measured, and which to take. What they compute is\n"
+        "timed on this machine, and so are a few steps, unless --step-ms is given.",
+        examples="atoll plan RUN.toml --peers 8 --mbit 100\n"
+        "atoll plan RUN.toml --peers 4 --mbit 50 --rtt-ms 80 --step-ms 120 --json",
+    )
+    parser.add_argument("path", type=Path, metavar="RUN.toml", help="written by `atoll init`")
+    parser.add_argument(
+        "--peers", type=int, required=True, metavar="P", help="how many will take part"
+    )
+    parser.add_argument(
+        "--mbit", type=float, required=True, metavar="RATE", help="of each peer's link, up and down"
+    )
+    add_speed(parser)
+    parser.add_argument("--all", action="store_true", help="every method with every window")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+
+
+def add_speed(parser: argparse.ArgumentParser) -> None:
+    """Add what is said of links and machines beside a rate, and of a step."""
+    parser.add_argument(
+        "--rtt-ms", type=float, default=50.0, metavar="MS", help="between two peers (default: 50)"
+    )
+    parser.add_argument(
+        "--cores",
+        type=float,
+        default=2.0,
+        metavar="N",
+        help="that a peer has for its rounds, 0.5 where four peers share two (default: 2)",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        metavar="MS",
+        help="what an inner step takes with AdamW (default: time it)",
+    )
+    parser.add_argument("--device", default="auto", help="to time a step on (default: auto)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict and print."""
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.peer.lab import advice
+    from atoll.peer.lab.plan import bare_model, windows_of
+
+    spec = RunSpec.load(args.path)
+    setting = setting_of(args, spec)
+    model = bare_model(spec)
+    windows = windows_of(spec, model)
+    inner_steps = windows.mean_window(spec.run.rounds)
+    at = partial(advice.options, model, setting, step_tokens=spec.step_tokens)
+    mine = advice.option_of(
+        spec.method(),
+        model,
+        setting,
+        step_tokens=spec.step_tokens,
+        inner_steps=inner_steps,
+    )
+    known = at()
+    chosen = advice.pick(known) if setting.peers > 1 else mine
+    shown = known if args.all else at(windows=(inner_steps,))
+    if args.json:
+        print_json(_told(args, setting, model, mine, shown, chosen))
+        return 0
+    print(_heading(args, spec, setting, model))
+    if spec.outer.windows == "qsr":
+        print(_grown(spec.run.rounds, windows))
+    for line in table([mine, *shown]):
+        print(line)
+    print()
+    for line in advice.ALONE if setting.peers == 1 else advice.reasons(chosen, known):
+        print(line)
+    return 0
+
+
+def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":
+    """Peers and links as given; an inner step as given, or timed on this machine.
+
+    Raises:
+        PlanError: a number is out of range, or the model is too large to be timed.
+    """
+    from atoll.peer.lab import step_time
+    from atoll.peer.lab.plan import Setting
+
+    told = Setting(
+        peers=args.peers,
+        mbit_s=args.mbit,
+        rtt_s=args.rtt_ms / 1000,
+        step_s=1.0 if args.step_ms is None else args.step_ms / 1000,
+        cores=args.cores,
+    )
+    if args.step_ms is not None:
+        return told
+    timed = step_time.measured(spec, args.device)
+    return replace(told, step_s=timed.adamw_s, muon_step_s=timed.muon_s)
+
+
+def how_timed(args: argparse.Namespace) -> str:
+    """Where the time of a step is from."""
+    from atoll.peer.lab.step_time import is_busy
+
+    if args.step_ms is not None:
+        return "as given"
+    busy = ", which is busy: give --step-ms for when it is not" if is_busy() else ""
+    return f"timed on this machine{busy}"
+
+
+def _heading(args: argparse.Namespace, spec: "RunSpec", setting: "Setting", model: Any) -> str:  # noqa: ANN401 - a module
+    how = how_timed(args)
+    name = spec.model.custom or spec.model.preset
+    return (
+        f"{name}, {_params(model) / 1e6:.3g}M parameters; {setting.peers} peers, "
+        f"{setting.mbit_s:g} Mbit/s, {1000 * setting.rtt_s:g} ms; "
+        f"a step takes {1000 * setting.step_s:.0f} ms ({how})\n"
+    )
+
+
+def _grown(rounds: int, windows: "Timetable") -> str:
+    return (
+        f"Windows grow from {windows.window(0)} to {windows.window(rounds - 1)} steps, "
+        f"{windows.mean_window(rounds)} on average, as which they are taken here; "
+        f"{rounds} rounds are {windows.steps_until(rounds):,} steps.\n"
+    )
+
+
+def _params(model: Any) -> int:  # noqa: ANN401 - a module
+    from atoll.optim.state.layout import Layout
+
+    return Layout.of(model).numel
+
+
+def table(options: "list[Option]") -> list[str]:
+    """A line an option under a heading; the first is the run's own."""
+    width = 1 + max(len(option.method) for option in options)
+    head = (
+        f"{'':{width}}{'H':>5}{'MB a window':>13}{'round, s':>10}{'lost, s':>9}{'computing':>11}"
+        f"{'memory':>10}{'loss vs ddp':>13}"
+    )
+    own, *others = options
+    rest = [option for option in others if _name(option) != _name(own)]
+    return [head, f"{_line(own, width)}  this run", *(_line(option, width) for option in rest)]
+
+
+def _name(option: "Option") -> tuple[str, int]:
+    return option.method, option.prediction.inner_steps
+
+
+def _line(option: "Option", width: int) -> str:
+    cost = option.prediction
+    gap = "" if option.gap is None else f"{100 * option.gap:+.1f}%"
+    note = "" if option.runs else "  simulated only"
+    return (
+        f"{option.method:{width}}{cost.inner_steps:5}{cost.sent_bytes / 1e6:13.2f}"
+        f"{cost.round_s:10.2f}{cost.lost_s:9.2f}{100 * cost.utilisation:10.1f}%"
+        f"{cost.memory_bytes / 1e6:7.0f} MB{gap:>13}{note}"
+    )
+
+
+def _told(
+    args: argparse.Namespace,
+    setting: "Setting",
+    model: Any,  # noqa: ANN401 - a module
+    mine: "Option",
+    shown: "list[Option]",
+    chosen: "Option",
+) -> dict[str, Any]:
+    return {
+        "params": _params(model),
+        "setting": asdict(setting),
+        "step_measured": args.step_ms is None,
+        "this_run": asdict(mine),
+        "options": [asdict(option) for option in shown],
+        "recommended": asdict(chosen),
+    }

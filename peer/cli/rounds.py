@@ -1,0 +1,148 @@
+"""`atoll rounds`: the rounds that were committed."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from atoll.peer.cli import Subparsers, new_parser, print_json
+from atoll.peer.cli.watching import add_invite, look, read_invite
+
+if TYPE_CHECKING:
+    from atoll.coordinator.run.status import Gap, RoundSummary
+
+NOBODY: Mapping[str, str] = MappingProxyType({})
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll rounds`."""
+    parser = new_parser(
+        subparsers,
+        "rounds",
+        description="List the newest committed rounds, oldest first: loss, traffic, members, who\n"
+        "was left out, and the hash chain that names the history up to there.",
+        examples="atoll rounds INVITE\natoll rounds INVITE --last 5\n"
+        "atoll rounds INVITE --round 12\n"
+        "atoll rounds INVITE --json | jq '.rounds[].loss'",
+    )
+    add_invite(parser)
+    parser.add_argument(
+        "--last", type=int, metavar="N", help="only the N newest (default: all that are told)"
+    )
+    parser.add_argument(
+        "--round", type=int, metavar="N", help="the trace of one round: phases, bytes, who and why"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+
+
+class RoundsError(ValueError):
+    """A number of rounds below one, or a round that is not told."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the rounds."""
+    if args.last is not None and args.last < 1:
+        raise RoundsError(f"expected --last of at least 1, got {args.last}")
+    status = look(read_invite(args.invite))
+    shown = len(status.history) if args.last is None else args.last
+    if args.json:
+        told = json.loads(status.to_json())
+        rounds = told["history"][-shown:]
+        print_json({"run_id": status.run_id, "rounds": rounds, "gaps": told["gaps"]})
+        return 0
+    from atoll.coordinator.dashboard.peers import names
+
+    if args.round is not None:
+        lines = trace(_told(status.history, args.round), names(status), status.gaps)
+    else:
+        lines = table(status.history[-shown:], names(status), status.gaps)
+    for line in lines:
+        print(line)
+    return 0
+
+
+def _told(history: Sequence["RoundSummary"], position: int) -> "RoundSummary":
+    row = next((row for row in history if row.position == position), None)
+    if row is None:
+        told = f"{history[0].position} to {history[-1].position}" if history else "none yet"
+        raise RoundsError(f"expected one of the rounds that are told ({told}), got {position}")
+    return row
+
+
+def table(
+    history: Sequence["RoundSummary"],
+    names: Mapping[str, str] = NOBODY,
+    gaps: Sequence["Gap"] = (),
+) -> list[str]:
+    """One line a round under a heading; its wall time follows from the round before.
+
+    Args:
+        history: consecutive rounds.
+        names: of peers, by PeerID.
+        gaps: rounds whose updates the coordinator does not hold.
+    """
+    if not history:
+        return ["no round was committed yet"]
+    head = "round  time      loss    valid    tokens  peers  MB sent  seconds  chain"
+    before: list[RoundSummary | None] = [None, *history]
+    rows = zip(history, before, strict=False)
+    return [head, *(_line(row, previous, names, gaps) for row, previous in rows)]
+
+
+def trace(
+    row: "RoundSummary", names: Mapping[str, str] = NOBODY, gaps: Sequence["Gap"] = ()
+) -> list[str]:
+    """Everything that is known of one round: its phases, what each peer sent, who was left out."""
+    from atoll.coordinator.dashboard import text, view
+
+    total_s = sum(row.seconds.values())
+    phases = [f"  {text.clean(name):<8} {s:8.3f} s" for name, s in row.seconds.items()]
+    sent = [
+        f"  {_name(peer, names):<8} {wire_bytes / 1e6:8.3f} MB sent"
+        for peer, wire_bytes in sorted(row.peer_bytes.items(), key=lambda item: -item[1])
+    ]
+    without = [f"  {told}" for told in view.without(row, names)]
+    held = view.is_held(row, gaps)
+    return [
+        f"round {row.position}, epoch {row.epoch}: {row.members} members, {row.tokens} tokens",
+        *([] if held else ["the coordinator does not hold its update: missed, kept by no peer"]),
+        *([f"phases, mean over members ({total_s:.3f} s)", *phases] if phases else []),
+        *([f"taken out by the reducer: norm {row.rejected:.4g}"] if row.rejected else []),
+        *(["bytes on the wire", *sent] if sent else []),
+        *(["left out, or from some cell on", *without] if without else []),
+    ]
+
+
+def _name(peer: str, names: Mapping[str, str]) -> str:
+    from atoll.coordinator.dashboard import text
+
+    return names.get(peer) or text.short_id(peer)
+
+
+def _line(
+    row: "RoundSummary",
+    before: "RoundSummary | None",
+    names: Mapping[str, str],
+    gaps: Sequence["Gap"],
+) -> str:
+    from atoll.coordinator.dashboard import text, view
+    from atoll.coordinator.run.status import seconds_between
+
+    gap_s = seconds_between(before, row) if before is not None else None
+    absent = "; ".join(view.without(row, names))
+    fields = (
+        f"{row.position:>5}",
+        f"{text.clock_time(None if row.late else row.at):<8}",
+        f"{text.loss_text(row.loss):<6}",
+        f"{text.loss_text(row.valid_loss):<6}",
+        f"{text.count(row.tokens):>7}",
+        f"{row.members:>5}",
+        f"{row.wire_bytes / 1e6:7.2f}" if row.seconds else f"{text.ABSENT:>7}",
+        f"{text.ABSENT:>7}" if gap_s is None else f"{gap_s:7.1f}",
+        row.chain[:16],
+    )
+    notes = [f"without {absent}"] if absent else []
+    if not view.is_held(row, gaps):
+        notes.append("update not held")
+    return "  ".join([*fields, *notes])

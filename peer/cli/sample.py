@@ -1,0 +1,64 @@
+"""`atoll sample`: continue a text with a checkpoint."""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from atoll.peer.cli import Subparsers, new_parser, print_json
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll sample`."""
+    parser = new_parser(
+        subparsers,
+        "sample",
+        description="Continue a text with the model of a checkpoint.",
+        examples="atoll sample run-00000012.safetensors --prompt 'def '\n"
+        "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json",
+    )
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="the .safetensors file of a run"
+    )
+    parser.add_argument("--prompt", default="", help="the text to continue (default: none)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=200, metavar="N", help="tokens to draw (default: 200)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest (0: all)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text")
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON when done")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the prompt and what follows, as it is drawn."""
+    from atoll.peer.training.sampling import SamplingOptions, sample
+
+    options = SamplingOptions(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    pieces = sample(args.checkpoint, args.prompt, options, device=args.device)
+    if args.json:
+        return _print_json(args.prompt, pieces)
+    print(args.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _print_json(prompt: str, pieces: Iterator[str]) -> int:
+    start = time.perf_counter()
+    text = "".join(pieces)
+    print_json({"prompt": prompt, "text": text, "seconds": time.perf_counter() - start})
+    return 0

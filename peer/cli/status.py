@@ -1,0 +1,31 @@
+"""`atoll status`: how a run is, once."""
+
+import argparse
+import json
+
+from atoll.peer.cli import Subparsers, new_parser, print_json
+from atoll.peer.cli.watching import add_invite, look, read_invite
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll status`."""
+    parser = new_parser(
+        subparsers,
+        "status",
+        description="Ask the coordinator how the run and its peers are, once.",
+        examples="atoll status INVITE\natoll status INVITE --json | jq .loss",
+    )
+    add_invite(parser)
+    parser.add_argument("--json", action="store_true", help="one line of JSON with everything")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the state of the run."""
+    status = look(read_invite(args.invite))
+    if args.json:
+        print_json(json.loads(status.to_json()))
+        return 0
+    from atoll.coordinator.dashboard.plain import render_status
+
+    print(render_status(status))
+    return 0

@@ -1,0 +1,163 @@
+"""The run's first DHT node, which lives with the coordinator and lets peers find each other.
+
+It remembers where peers were. Started again it finds them by that: they have each other, dropped it
+while it was away, and would not look for it.
+
+Raises `atoll.peer.daemon.ports.PortInUse` where coordinator.dht_listen cannot be used on this
+machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from atoll.coordinator.catching_up import FetchMissed
+from atoll.coordinator.gossip import FetchModel, ModelKeeper
+from atoll.coordinator.service.server import NodeRequest
+from atoll.dht.identity import Identity
+from atoll.dht.node import Node
+from atoll.dht.roster import RosterError
+from atoll.dht.transport import TransportError
+from atoll.peer.daemon.membership import addresses_to_keep
+from atoll.peer.daemon.ports import free_port
+from atoll.peer.gossip.models import ModelFetcher
+from atoll.peer.recovery.missed import MissedLog
+
+REMEDY = "set coordinator.dht_listen to another address, or to port 0 for any that is free"
+LOOK_S = 10.0  # between two looks at who is where
+RENEWALS = 3  # in the life of an admission, so that two may be late
+
+
+class BootstrapNode:
+    """A node of the run's DHT with the coordinator's own admission, renewed while it runs."""
+
+    def __init__(self, node: Node, request: NodeRequest, admission_s: float) -> None:
+        """Use `start`."""
+        self._node = node
+        self._request = request
+        self._tasks = (
+            asyncio.create_task(self._renew(admission_s / RENEWALS)),
+            asyncio.create_task(self._remember()),
+        )
+
+    @classmethod
+    async def start(cls, request: NodeRequest, *, admission_s: float) -> BootstrapNode:
+        """Start the node; `admission_s` is how long an admission lasts.
+
+        Raises:
+            PortInUse: the address is taken, or not this machine's.
+            IdentityError: the key file cannot be used.
+            DaemonError: p2pd did not start.
+        """
+        host = request.host
+        port = choose_port(host, request.port, request.identity_path.with_name("node.port"))
+        peer_id = Identity.load_or_create(request.identity_path).peer_id
+        announce = [multiaddr(request.advertise, port)] if request.advertise else []
+        node = await Node.start(
+            request.identity_path,
+            run_id=request.run_id.hex(),
+            listen_maddrs=[multiaddr(host, port)],
+            announce_maddrs=announce,
+            admission=request.admit(peer_id),
+            check=request.check,
+        )
+        node.bootstrap = recall(_known_file(request))  # dialed by its watch: nobody waits for that
+        return cls(node, request, admission_s)
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Multiaddrs with the PeerID, for invites."""
+        return self._node.addresses
+
+    @property
+    def fetch_missed(self) -> FetchMissed:
+        """Fetches entries from peers that do not publish them."""
+        return MissedLog(
+            identity=self._node.identity,
+            transport=self._node.transport,
+            roster=self._node.roster,
+            folder=self._request.identity_path.with_name("catching-up"),
+        )
+
+    def fetch_model(self, keeper: ModelKeeper) -> FetchModel:
+        """What fetches a peer's model, in a run by gossip."""
+        state = keeper.state
+        return ModelFetcher(
+            transport=self._node.transport,
+            roster=self._node.roster,
+            layout=state.layout,
+            memory_numel=state.memory_M.numel(),
+        )
+
+    async def close(self) -> None:
+        """Leave the DHT."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._node.close()
+
+    async def _renew(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            self._node.transport.admission = self._request.admit(self._node.peer_id)
+
+    async def _remember(self) -> None:
+        while True:
+            with contextlib.suppress(RosterError, TransportError, TimeoutError, OSError):
+                records = (await self._node.roster.peers()).values()
+                known = [address for record in records for address in record.addresses[:2]]
+                self._keep(addresses_to_keep((), self._node.bootstrap, known))
+            await asyncio.sleep(LOOK_S)
+
+    def _keep(self, addresses: tuple[str, ...]) -> None:
+        if set(addresses) == set(self._node.bootstrap):
+            return
+        self._node.bootstrap = addresses
+        remember(_known_file(self._request), addresses)
+
+
+def _known_file(request: NodeRequest) -> Path:
+    return request.identity_path.with_name("node.known")
+
+
+def remember(path: Path, addresses: Sequence[str]) -> None:
+    """Write where peers are, whole or not at all."""
+    partial = path.with_name(f".{path.name}.new")
+    partial.write_text("\n".join(addresses), encoding="utf-8")
+    partial.replace(path)
+
+
+def recall(path: Path) -> tuple[str, ...]:
+    """Where peers were when that was last written; nowhere if it cannot be read."""
+    try:
+        return tuple(path.read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError):
+        return ()
+
+
+def multiaddr(host: str, port: int) -> str:
+    """Return the libp2p form of a host name or IP address and a TCP port."""
+    try:
+        kind = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "dns"
+    return f"/{kind}/{host}/tcp/{port}"
+
+
+def choose_port(host: str, wanted: int, remembered: Path) -> int:
+    """Return a port that is free: the wanted one, else the last one (so invites last), else any.
+
+    Raises:
+        PortInUse: the wanted port is taken, or the host is not this machine's.
+    """
+    if wanted:
+        return free_port(host, wanted, remedy=REMEDY)
+    with contextlib.suppress(OSError, ValueError):
+        return free_port(host, int(remembered.read_text(encoding="ascii")), remedy=REMEDY)
+    port = free_port(host, 0, remedy=REMEDY)
+    remembered.write_text(str(port), encoding="ascii")
+    return port

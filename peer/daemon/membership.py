@@ -1,0 +1,208 @@
+"""The state directory of a peer, and what joining gave it.
+
+Errors::
+
+    LinkError (ValueError)
+     +-- StateDirectoryInUse       another peer runs on the same state directory
+     +-- StateDirectoryUnusable    the state directory cannot be made, read or written
+     +-- StateOfAnotherRun         the state directory belongs to another run
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from atoll.coordinator.rpc.client import Joined
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.keys import KEYS_FILE
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.state.layout import Layout
+from atoll.peer.paths import PeerPaths
+
+MAX_BOOTSTRAP = 16  # as many as an invite holds
+
+
+class LinkError(ValueError):
+    """A peer that cannot start as it was told to."""
+
+
+class StateDirectoryInUse(LinkError):  # noqa: N818
+    """Another process works in the state directory."""
+
+
+class StateDirectoryUnusable(LinkError):  # noqa: N818
+    """The state directory cannot be made, read or written."""
+
+
+class StateOfAnotherRun(LinkError):  # noqa: N818
+    """The state directory holds another run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """What joining gave, kept on disk for a start without the coordinator."""
+
+    spec: RunSpec
+    layout: Layout
+    genesis_root: bytes
+    admission: bytes
+    bootstrap: tuple[str, ...]
+
+    @classmethod
+    def of(cls, joined: Joined, invite: Invite) -> Membership:
+        """From the coordinator's answer."""
+        return cls(
+            spec=joined.spec,
+            layout=joined.layout,
+            genesis_root=joined.genesis_root,
+            admission=joined.admission,
+            bootstrap=joined.bootstrap or invite.bootstrap,
+        )
+
+    def to_json(self, run_id: bytes) -> bytes:
+        """For ``run.json``."""
+        fields = {
+            "run_id": run_id.hex(),
+            "spec": self.spec.canonical().decode(),
+            "layout": self.layout.to_json(),
+            "genesis_root": self.genesis_root.hex(),
+            "admission": self.admission.hex(),
+            "bootstrap": list(self.bootstrap),
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Membership:
+        """What ``to_json`` wrote."""
+        fields = json.loads(raw)
+        return cls(
+            spec=RunSpec.from_json(fields["spec"].encode()),
+            layout=Layout.from_json(fields["layout"]),
+            genesis_root=bytes.fromhex(fields["genesis_root"]),
+            admission=bytes.fromhex(fields["admission"]),
+            bootstrap=tuple(fields["bootstrap"]),
+        )
+
+
+class StateDirectory:
+    """One peer's folder for one run, locked while this process uses it."""
+
+    def __init__(self, paths: PeerPaths, run_id: bytes) -> None:
+        """Lock it.
+
+        Raises:
+            LinkError: it is in use, or of another run; nothing was changed in it.
+        """
+        self.paths = paths
+        self._run_id = run_id
+        expect_run(paths, run_id)
+        with _usable(paths):
+            paths.root.mkdir(parents=True, exist_ok=True)
+            self._lock = paths.lock.open("ab")
+        try:
+            self._take_lock()
+            expect_run(paths, run_id)  # now that nobody else can put another there
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def remember(self, membership: Membership) -> None:
+        """Keep what joining gave."""
+        partial = self.paths.run.with_suffix(".new")
+        with partial.open("wb") as file:
+            file.write(membership.to_json(self._run_id))
+            file.flush()
+            os.fsync(file.fileno())  # an empty file after a power cut would keep the peer out
+        partial.replace(self.paths.run)
+
+    def recall(self) -> Membership | None:
+        """What an earlier joining gave."""
+        if not self.paths.run.exists():
+            return None
+        try:
+            return Membership.from_json(self.paths.run.read_bytes())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _not_a_run(self.paths) from error
+
+    def close(self) -> None:
+        """Let others use it."""
+        self._lock.close()
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateDirectoryInUse(
+                f"{self.paths.root}: another peer is running on this state directory; "
+                "stop it, or give this one its own with --state-dir"
+            ) from None
+
+
+def expect_run(paths: PeerPaths, run_id: bytes) -> None:
+    """Check whose state a directory holds, if any; changes nothing.
+
+    Raises:
+        StateOfAnotherRun: that of another run, or something that is no run.
+        StateDirectoryUnusable: it cannot be read, or is a coordinator's.
+    """
+    with _usable(paths):
+        if (paths.root / KEYS_FILE).exists():
+            raise StateDirectoryUnusable(
+                f"{paths.root}: expected a folder for this peer alone, got that of a coordinator; "
+                "give this peer another directory with --state-dir"
+            )
+        if not paths.run.exists():
+            return
+        raw = paths.run.read_bytes()
+    try:
+        stored = str(json.loads(raw)["run_id"])
+    except (ValueError, KeyError, TypeError):
+        raise _not_a_run(paths) from None
+    if stored != run_id.hex():
+        raise StateOfAnotherRun(
+            f"{paths.root}: expected the state of run {run_id.hex()[:12]}, got "
+            f"that of run {stored[:12]}; give this peer another directory with --state-dir"
+        )
+
+
+@contextmanager
+def _usable(paths: PeerPaths) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateDirectoryUnusable(
+            f"{paths.root}: expected a folder that this peer can write, got "
+            f"{error.strerror or error!r}; give this peer another directory with --state-dir"
+        ) from None
+
+
+def _not_a_run(paths: PeerPaths) -> StateOfAnotherRun:
+    return StateOfAnotherRun(
+        f"{paths.run}: expected the description of a run, got something else; "
+        "give this peer another directory with --state-dir"
+    )
+
+
+def addresses_to_keep(
+    own: Sequence[str], kept: Sequence[str], known: Sequence[str]
+) -> tuple[str, ...]:
+    """Which addresses to remember for a start at which nobody can be asked.
+
+    Args:
+        own: those that the run gave; they come first.
+        kept: those remembered so far.
+        known: those of the peers that are here now.
+
+    Returns:
+        At most `MAX_BOOTSTRAP`.  What is kept and still known stays, so that in a steady swarm,
+        however large, nothing changes.
+    """
+    here = set(known)
+    still = [address for address in kept if address in here]
+    gone = [address for address in kept if address not in here]
+    return tuple(dict.fromkeys([*own, *still, *known, *gone]))[:MAX_BOOTSTRAP]

@@ -1,0 +1,1 @@
+"""Experiments on one machine: demo, simulator, plans, advice and plots. No peer needs it."""

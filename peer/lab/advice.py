@@ -1,0 +1,320 @@
+"""Which method, window and codec to take: what was measured here, and the pick that follows.
+
+The gap to data parallel training grows with the window and with the peers, and depends on the
+method and its codec. All were measured in this project, mostly in short runs of small models
+(`atoll.peer.lab.measured`).
+What was not measured is not recommended, and `diloco` is left only for what is clearly better.
+What is compared is the loss at equal time: idle links and costly inner optimizers both count.
+
+# H inner steps of a window, N parameters
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import pairwise
+
+from torch import nn
+
+from atoll.compression.sparse import SparseCodec
+from atoll.coordinator.run.sections import InnerSection
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.spec_problems import SpecError
+from atoll.optim import methods
+from atoll.optim.inner.muon import NEWTON_SCHULZ_STEPS, muon_groups
+from atoll.optim.methods.base import Method
+from atoll.optim.state.fragments import FragmentError
+from atoll.optim.state.layout import Layout
+from atoll.peer.lab.measured import GAP_BY_WINDOW, GAP_BY_WORKERS, METHODS, Measured
+from atoll.peer.lab.plan import Prediction, Setting, fragments_of, predict
+from atoll.peer.lab.simulation_settings import RATE_SHARES
+
+PLAIN = "diloco"
+WINDOWS = (10, 30, 50, 100)
+LOSS_BY_TOKENS = 0.137
+"""Loss falls with tokens to this power: data parallel, 0.93M parameters, ends at 1.455 after 2.5M
+tokens and at 1.158 after 13.1M (docs/benchmarks/outer.json). It says what idle time costs."""
+OUTER_KEYS = ("lr", "momentum")  # options with keys of their own in RUN.toml
+COMPRESSION_KEYS = ("codec", "feedback")
+TUNED = {*OUTER_KEYS, "feedback", "peers", "clip_norm"}  # what rows of one kind differ in
+LEVEL = 1.005  # windows of one method that are closer than this: traffic decides
+CLEARLY = 1.02  # methods closer than this may be level: few seeds, small models, short runs
+
+
+ALONE = (
+    "One peer needs no exchange: diloco with its plain settings, so that others can join.",
+    "Say --peers and --mbit again once you know who will; a run keeps what it began with.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run, and what is known of it."""
+
+    prediction: Prediction
+    method: str
+    """Spec; what it leaves open follows the run."""
+    gap: float | None
+    """Share by which its loss is expected above that of data parallel; None: not measured."""
+    runs: bool
+    """Whether this version runs it over the network."""
+    slowed: float = 1.0
+    """Time of an inner step, as a multiple of AdamW's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of the table, and what its spec says."""
+
+    measured: Measured
+    method: Method
+    given: frozenset[str]
+    """options that the spec sets"""
+
+    def covers(self, method: Method) -> bool:
+        """Whether a method is the row's in all that the row does not leave open."""
+        left_open = TUNED - {"feedback"} - self.given
+        decisive = [option.name for option in fields(self.method) if option.name not in left_open]
+        return type(self.method) is type(method) and all(
+            getattr(self.method, name) == getattr(method, name) for name in decisive
+        )
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """The table."""
+    return tuple(
+        Row(measured=row, method=methods.parse(row.spec), given=methods.given(row.spec))
+        for row in METHODS
+    )
+
+
+def measured_as(method: Method) -> Measured | None:
+    """The row of the table that a method is, or the one that says most of it.
+
+    What a row leaves open follows the run.
+    """
+    able = [row for row in rows() if row.covers(method)]
+    best = max(able, key=lambda row: len(row.given), default=None)
+    return None if best is None else best.measured
+
+
+def gap_of(method: Method, inner_steps: int, peers: int) -> float | None:
+    """Expected share above the loss of data parallel; None where nothing was measured.
+
+    What was measured of several windows with four workers, times what the method lost with so many
+    workers as there are peers in place of four. Both are interpolated over the logarithm, of H and
+    of peers, and end with the last ones measured.
+    """
+    row = measured_as(method)
+    if row is None or not is_alike(method, inner_steps, row.inner_steps):
+        return None
+    with_peers = 1.0 + workers_gap(method.name, peers)
+    measured = 1.0 + workers_gap(method.name, row.workers)
+    if method.every_step:
+        gap = row.to_ddp
+    else:
+        gap = (1.0 + window_gap(inner_steps)) * (1.0 + row.to_diloco) - 1.0
+    return (1.0 + gap) * with_peers / measured - 1.0
+
+
+def is_alike(method: Method, inner_steps: int, measured: int) -> bool:
+    """Whether what a method lost with windows of `measured` steps says something of others.
+
+    Not of longer ones where a round carries some of the values and the rest waits for rounds, and
+    not of shorter ones of which a reduction hides behind a larger share.
+    """
+    sparse = isinstance(method.codec, SparseCodec) or method.rank > 0
+    later = (
+        method.hidden_steps(inner_steps) * measured > method.hidden_steps(measured) * inner_steps
+    )
+    return not later and (not sparse or inner_steps <= measured)
+
+
+def window_gap(inner_steps: int, measured: Sequence[tuple[int, float]] = GAP_BY_WINDOW) -> float:
+    """Share by which `diloco` with windows of H ends above data parallel."""
+    return _interpolated(inner_steps, measured)
+
+
+def workers_gap(name: str, workers: int) -> float:
+    """Share by which a method ends above data parallel of as many workers."""
+    return _interpolated(workers, GAP_BY_WORKERS[name])
+
+
+def _interpolated(at: int, measured: Sequence[tuple[int, float]]) -> float:
+    """Between the points on both sides, over the logarithm; beyond the last, its value."""
+    for (low, gap_low), (high, gap_high) in pairwise(measured):
+        if at <= high:
+            share = math.log(at / low) / math.log(high / low)
+            return gap_low + share * (gap_high - gap_low)
+    return measured[-1][1]
+
+
+def as_run(spec: str, inner_steps: int) -> dict[str, dict[str, object]]:
+    """What a RUN.toml says to run a method: fields of [inner], [outer] and [compression].
+
+    Raises:
+        MethodError: when there is no such method.
+    """
+    method, given = methods.parse(spec), methods.given(spec)
+    own = {name: getattr(method, name) for name in given - {*OUTER_KEYS, *COMPRESSION_KEYS}}
+    outer = {"method": type(method)(**own).spec, "inner_steps": inner_steps}
+    outer |= {name: getattr(method, name) for name in OUTER_KEYS if name in given}
+    compression = {name: getattr(method, name) for name in COMPRESSION_KEYS if name in given}
+    if "codec" in compression:
+        compression["codec"] = method.codec.spec
+    rate = InnerSection().lr * RATE_SHARES[method.inner]
+    inner: dict[str, object] = {} if method.inner == "adamw" else {"lr": rate}
+    return {"inner": inner, "outer": outer, "compression": compression}
+
+
+def runs_over_network(spec: str) -> bool:
+    """Whether this version takes it in a RUN.toml."""
+    shortest = max(1, methods.parse(spec).hidden_steps(1))
+    try:
+        RunSpec.from_dict(as_run(spec, shortest))
+    except SpecError:
+        return False
+    return True
+
+
+def options(
+    model: nn.Module, setting: Setting, *, step_tokens: int, windows: Sequence[int] = WINDOWS
+) -> list[Option]:
+    """All that was measured and fits the model, with every window, in the order of the table.
+
+    Args:
+        model: may lie on the meta device.
+        setting: peers, links, and the time of a step with AdamW.
+        step_tokens: of a peer's inner step.
+        windows: H of methods that have windows.
+    """
+    found = []
+    for spec in contenders():
+        method, runs = methods.parse(spec), runs_over_network(spec)
+        for inner_steps in (1,) if method.every_step else windows:
+            if _fits(method, model, inner_steps):
+                option = option_of(
+                    method, model, setting, step_tokens=step_tokens, inner_steps=inner_steps
+                )
+                found.append(replace(option, method=spec, runs=runs))
+    return found
+
+
+def contenders() -> list[str]:
+    """Of what was measured with several outer constants or shares of feedback, the best."""
+    best: dict[object, Measured] = {}
+    for row in rows():
+        own = [getattr(row.method, o.name) for o in fields(row.method) if o.name not in TUNED]
+        kind = (type(row.method), *own)
+        best[kind] = min(best.get(kind, row.measured), row.measured, key=lambda m: m.to_diloco)
+    return [row.spec for row in METHODS if row in best.values()]
+
+
+def _fits(method: Method, model: nn.Module, inner_steps: int) -> bool:
+    """Whether a model has blocks enough for the fragments, and a window steps for the delay."""
+    try:
+        fragments_of(method, Layout.of(model))
+    except FragmentError:
+        return False
+    return method.hidden_steps(inner_steps) <= inner_steps
+
+
+def option_of(
+    method: Method, model: nn.Module, setting: Setting, *, step_tokens: int, inner_steps: int
+) -> Option:
+    """One way to run, of a method that does; arguments as of `options`."""
+    row, slowed = measured_as(method), slowed_by(method, model, setting, step_tokens)
+    own = replace(setting, step_s=setting.step_s * slowed)
+    return Option(
+        prediction=predict(method, model, own, inner_steps=inner_steps),
+        method=method.spec if row is None else row.spec,
+        gap=gap_of(method, inner_steps, setting.peers),
+        runs=True,
+        slowed=slowed,
+    )
+
+
+def slowed_by(method: Method, model: nn.Module, setting: Setting, step_tokens: int) -> float:
+    """Time of an inner step as a multiple of AdamW's: as timed, else from the arithmetic of both.
+
+    Forward and backward passes take 6 N operations a token. Muon takes 4 R R C + 2 R R R more in
+    each step of its iteration on a matrix of R rows and C columns, R <= C, whatever the batch. On
+    a processor this is within 10% of what steps of 0.9M and 11M parameters took.
+    """
+    if method.inner != "muon":
+        return 1.0
+    if setting.muon_step_s is not None:
+        return setting.muon_step_s / setting.step_s
+    groups = muon_groups(model, weight_decay=0.0)
+    matrices = [p for group in groups if group["kind"] == "muon" for p in group["params"]]
+    sides = [sorted((len(p), p.numel() // len(p))) for p in matrices]
+    iteration = sum(4 * rows**2 * columns + 2 * rows**3 for rows, columns in sides)
+    passes = 6 * Layout.of(model).numel * step_tokens
+    return float(1.0 + NEWTON_SCHULZ_STEPS * iteration / passes)
+
+
+def expected(option: Option) -> float:
+    """Loss at equal time, as a multiple of what data parallel without a network reaches."""
+    gap = math.inf if option.gap is None else option.gap
+    pace = option.prediction.utilisation / option.slowed
+    return float((1.0 + gap) * pace**-LOSS_BY_TOKENS)
+
+
+def pick(known: Sequence[Option]) -> Option:
+    """The one to take: `diloco` with its best window, or what is clearly better at equal time.
+
+    Raises:
+        ValueError: when none runs over the network with a known gap.
+    """
+    able = [option for option in known if option.runs and option.gap is not None]
+    if not able:
+        raise ValueError("expected an option that was measured and runs over the network")
+    plain = [option for option in able if option.method == PLAIN]
+    best = _best(able)
+    if not plain or CLEARLY * expected(best) < expected(_best(plain)):
+        return best
+    return _best(plain)
+
+
+def _best(able: Sequence[Option]) -> Option:
+    """The least expected loss at equal time; of those level, the least traffic."""
+    level = LEVEL * min(expected(option) for option in able)
+    near = [option for option in able if expected(option) <= level]
+    return min(near, key=lambda o: o.prediction.sent_bytes / o.prediction.inner_steps)
+
+
+def reasons(option: Option, known: Sequence[Option]) -> tuple[str, str]:
+    """What was picked, and what other windows and the best other method would come to."""
+    cost = option.prediction
+    gap = "" if option.gap is None else f"; loss about {100 * option.gap:.1f}% above data parallel"
+    gap += f"; a step takes {option.slowed:.1f} times AdamW's" if option.slowed > 1 else ""
+    what = (
+        f"Take {option.method}, H={cost.inner_steps}: peers compute "
+        f"{100 * cost.utilisation:.0f}% of the time, {cost.sent_bytes / 1e6:.3g} MB a window{gap}."
+    )
+    others = "; ".join(_against(option, other) for other in _nearest(option, known))
+    return what, f"Expected loss at equal time: {others}."
+
+
+def _nearest(option: Option, known: Sequence[Option]) -> list[Option]:
+    """The next shorter and longer window, and the best of the other methods."""
+    able = [other for other in known if other.runs and other.gap is not None]
+    same = [other for other in able if other.method == option.method]
+    same.sort(key=lambda other: other.prediction.inner_steps)
+    place = same.index(option)
+    rest = [other for other in able if other.method != option.method]
+    return [*same[max(0, place - 1) : place], *same[place + 1 : place + 2], *map(_best, [rest])]
+
+
+def _against(option: Option, other: Option) -> str:
+    cost = other.prediction
+    change = expected(other) / expected(option) - 1.0
+    is_other = other.method != option.method
+    name = f"{other.method} with H={cost.inner_steps}" if is_other else f"H={cost.inner_steps}"
+    unsure = ", too little to be sure" if is_other and change < 0 else ""
+    return (
+        f"{name} {100 * abs(change):.1f}% {'higher' if change > 0 else 'lower'} "
+        f"({100 * cost.utilisation:.0f}% computing){unsure}"
+    )

@@ -1,0 +1,227 @@
+"""The same training without low communication: one process, a gradient step over all batches.
+
+It is what data parallel would compute: each step averages the gradients of as many batches as
+there are peers, so it sees the same number of tokens in the same number of steps, on the same
+schedule and from the same first weights. With one peer it is `alone`: what one of the peers
+reaches by itself in the same number of steps.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.state.layout import Layout
+from atoll.peer.errors import SetupError
+from atoll.peer.training.data import load as data
+from atoll.peer.training.devices import Device
+from atoll.peer.training.learner import Evaluator, Learner
+from atoll.peer.training.trainer import (
+    MAX_DROPPED,
+    MAX_SKIPS,
+    VALID_BATCHES,
+    TrainingFailed,
+    build_model,
+    open_corpus,
+    validation,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselinePoint:
+    """One stretch of the baseline, as long as a window of the run."""
+
+    position: int
+    """Stretches done; compares with the position of the log."""
+    tokens: int
+    """Tokens seen so far."""
+    loss: float
+    """Mean training loss of the stretch, nats a token."""
+    valid_loss: float | None = None
+    """Loss on held-out text at its end, where it was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineResult:
+    """What the baseline came to."""
+
+    peers: int
+    """Batches a step."""
+    steps: int
+    """Steps taken; skipped ones are not."""
+    skipped_steps: int
+    """Steps whose loss or gradient was not finite."""
+    tokens: int
+    """Tokens seen."""
+    history: list[BaselinePoint]
+    """One point a window."""
+    loss: float
+    """Training loss of the last window."""
+    valid_loss: float
+    """Loss on held-out text at the end."""
+    seconds: float
+    """Of training, validation left out."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        return asdict(self)
+
+
+Progress = Callable[[BaselinePoint], None]
+
+
+def baseline(
+    spec: RunSpec,
+    *,
+    peer_ids: Sequence[str],
+    rounds: int | None = None,
+    device: str = "auto",
+    corpus: data.Corpus | None = None,
+    validate_every: int = 0,
+    valid_batches: int = VALID_BATCHES,
+    progress: Progress | None = None,
+) -> BaselineResult:
+    """Train synchronously on the streams of all these peers.
+
+    Args:
+        spec: of the run to compare with.
+        peer_ids: whose data to draw; their number is the number of batches a step.
+        rounds: windows to train, the spec's by default.
+        device: as `Device.choose`.
+        corpus: the data of the run, if it is open already.
+        validate_every: windows between two measurements on held-out text; 0 for the end only.
+        valid_batches: of each measurement.
+        progress: called after each window.
+
+    Raises:
+        SetupError: the run has no end, or its data, model or device are not usable.
+        TrainingFailed: nothing but numbers that are not finite.
+    """
+    rounds = rounds or spec.run.rounds
+    if not rounds or not peer_ids:
+        raise SetupError(
+            f"a baseline needs an end and data: expected rounds and peers above 0, got rounds="
+            f"{rounds} and {len(peer_ids)} peers; set rounds of [run]"
+        )
+    loop = _Baseline(spec, peer_ids, rounds, device, corpus or open_corpus(spec), valid_batches)
+    for position in range(1, rounds + 1):
+        measured = position == rounds or (validate_every > 0 and position % validate_every == 0)
+        point = loop.window(position, measured=measured)
+        if progress is not None:
+            progress(point)
+    return loop.result()
+
+
+def alone(
+    spec: RunSpec,
+    *,
+    peer_id: str,
+    rounds: int | None = None,
+    device: str = "auto",
+    corpus: data.Corpus | None = None,
+    validate_every: int = 0,
+    valid_batches: int = VALID_BATCHES,
+    progress: Progress | None = None,
+) -> BaselineResult:
+    """Train on the stream of one peer, as if it had no others; arguments as `baseline`."""
+    return baseline(
+        spec,
+        peer_ids=[peer_id],
+        rounds=rounds,
+        device=device,
+        corpus=corpus,
+        validate_every=validate_every,
+        valid_batches=valid_batches,
+        progress=progress,
+    )
+
+
+class _Baseline:
+    def __init__(
+        self,
+        spec: RunSpec,
+        peer_ids: Sequence[str],
+        rounds: int,
+        device: str,
+        corpus: data.Corpus,
+        valid_batches: int,
+    ) -> None:
+        self._spec = spec
+        chosen = Device.choose(device, spec.inner.precision)
+        model = build_model(spec, corpus.tokenizer.vocab_size)
+        self._evaluator = Evaluator(model, validation(spec, corpus, valid_batches), chosen)
+        self._layout = Layout.of(model)
+        num_fragments = len(spec.method().fragments(self._layout))
+        self._timetable = spec.timetable(num_fragments, rounds=rounds)
+        total_steps = self._timetable.total_steps
+        self._learner = Learner(model, spec.inner, chosen, total_steps=total_steps)
+        self._streams = [
+            corpus.stream(
+                seed=spec.run.seed,
+                peer_id=peer_id,
+                batch_size=spec.inner.batch_size,
+                seq_len=spec.data.seq_len,
+            )
+            for peer_id in peer_ids
+        ]
+        self._tried = self._taken = self._skips_in_a_row = 0
+        self._seconds = 0.0
+        self._history: list[BaselinePoint] = []
+
+    def window(self, position: int, *, measured: bool) -> BaselinePoint:
+        began_s = perf_counter()
+        until = self._timetable.steps_until
+        num_steps = until(position) - until(position - 1)
+        losses = [self._step() for _ in range(num_steps)]
+        taken = [loss for loss in losses if loss is not None]
+        self._seconds += perf_counter() - began_s
+        point = BaselinePoint(
+            position=position,
+            tokens=self._taken * self._tokens_per_step,
+            loss=sum(taken) / len(taken) if taken else float("nan"),
+            valid_loss=self._valid_loss() if measured else None,
+        )
+        self._history.append(point)
+        return point
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return len(self._streams) * self._spec.step_tokens
+
+    def _step(self) -> float | None:
+        repeats = self._spec.inner.grad_accumulation
+        batches = [stream.next_batch() for stream in self._streams for _ in range(repeats)]
+        gradient = self._learner.gradient(batches, step=self._tried)
+        self._tried += 1
+        if not gradient.is_finite:
+            self._skip()
+            return None
+        self._skips_in_a_row = 0
+        self._taken += 1
+        self._learner.optimizer.step()
+        return gradient.loss
+
+    def _skip(self) -> None:
+        self._skips_in_a_row += 1
+        if self._skips_in_a_row >= MAX_SKIPS * MAX_DROPPED:
+            raise TrainingFailed(
+                f"{self._skips_in_a_row} steps of the baseline in a row had no finite loss and "
+                "gradient; check the learning rate of the run"
+            )
+
+    def _valid_loss(self) -> float:
+        return self._evaluator.loss(self._layout.flatten(self._learner.model))
+
+    def result(self) -> BaselineResult:
+        last = self._history[-1]
+        return BaselineResult(
+            peers=len(self._streams),
+            steps=self._taken,
+            skipped_steps=self._tried - self._taken,
+            tokens=last.tokens,
+            history=self._history,
+            loss=last.loss,
+            valid_loss=last.valid_loss if last.valid_loss is not None else float("nan"),
+            seconds=self._seconds,
+        )

@@ -1,0 +1,465 @@
+"""The demo: a coordinator and peers as processes of their own on this machine.
+
+Nothing here is special to the demo but the supervision: the children are ``atoll coordinator`` and
+``atoll peer`` as anyone starts them.  With ``chaos`` one peer is killed (SIGKILL to its process
+group, which is what a power cut does to it and its libp2p daemon) while it reduces, loses its log,
+and is started again once the others have committed that round.
+
+A child that ends before its time ends the demo within a second or two, and however the demo ends,
+its children end with it.
+
+Errors, besides those of ``atoll.peer.lab.children``::
+
+    DemoError (RuntimeError)
+     +-- DemoStuck       nothing moved for too long; says what
+    OutError (ValueError)       the folder for the results holds something, or cannot be made
+    ChaosError (ValueError)     too few peers or rounds for a peer to die and to come back
+    ShareError (ValueError)     a share of the time that no peer can train
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+
+from atoll.coordinator.rpc.channel import StatusClient
+from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.coordinator.run.status import RunStatus
+from atoll.peer.lab.children import ATOLL, Child
+from atoll.peer.paths import PeerPaths
+
+INVITE_S = 120.0  # a first start on a busy machine imports torch and makes the model
+SHOWN_S = 20.0  # for whoever shows the run to notice that it has finished
+POLL_S = 0.5
+SILENT_S = 60.0  # a coordinator that runs and answers nothing for this long is broken
+LONE_WINDOWS = 5
+STUCK_S = 300.0  # five times what a run without a quorum waits for its next epoch
+RESTART_AFTER = 1  # rounds that the others commit before the killed peer comes back
+MEMBER_AFTER = 2  # rounds in which it can then be a member again: it may miss one
+
+Feed = Callable[[], Awaitable[RunStatus]]
+Show = Callable[[Feed], Awaitable[bool]]
+"""Shows the run until it has finished; False if the user does not want to see its end."""
+
+
+class DemoError(RuntimeError):
+    """The demo could not be carried through."""
+
+
+class DemoStuck(DemoError):  # noqa: N818
+    """Nothing moved for too long."""
+
+
+class OutError(ValueError):
+    """The folder for the results cannot be used."""
+
+
+class ChaosError(ValueError):
+    """Nobody could be killed and come back in such a run."""
+
+
+class ShareError(ValueError):
+    """No peer could train for such a share of the time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What a demo is asked for."""
+
+    spec: RunSpec
+    peers: int
+    out: Path
+    device: str = "auto"
+    chaos: bool = False
+    shares: Sequence[float] = (1.0,)
+    """of the time that each peer trains, repeated as often as needed: makes unequal peers"""
+    program: Sequence[str] = ATOLL
+    """what the children are started with"""
+
+    def __post_init__(self) -> None:
+        """Raises ChaosError, ShareError."""
+        if not self.shares or not all(0 < share <= 1 for share in self.shares):
+            raise ShareError(f"expected shares above 0 up to 1, got {self.shares}")
+        if self.chaos:
+            expect_room_for_chaos(self.peers, self.spec.run.rounds)
+
+
+def make_out(folder: Path) -> None:
+    """Make the folder for the results.
+
+    Raises:
+        OutError: it holds something already, or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = "one with files in it" if any(folder.iterdir()) else ""
+    except OSError as error:
+        found = error.strerror or repr(error)
+    if found:
+        raise OutError(
+            f"{folder}: expected a new or empty folder, got {found}; choose another with --out"
+        )
+
+
+def strike_at(rounds: int) -> int:
+    """The position at which ``chaos`` kills: early enough to come back and take part."""
+    return max(1, rounds // 3)
+
+
+def expect_room_for_chaos(peers: int, rounds: int) -> None:
+    """Raises ChaosError if no peer could be killed, and come back in time."""
+    if peers < 2:
+        raise ChaosError(
+            "--chaos kills one peer while the others go on: expected at least 2 peers, got 1; "
+            "give more with --peers"
+        )
+    needed = strike_at(rounds) + 1 + RESTART_AFTER + MEMBER_AFTER
+    if rounds < needed:
+        raise ChaosError(
+            f"--chaos kills a peer in round {strike_at(rounds) + 1}, and starts it again "
+            f"{1 + RESTART_AFTER} rounds later: expected at least {needed} rounds, got {rounds}; "
+            "give more with --rounds"
+        )
+
+
+@dataclass(kw_only=True)
+class Kill:
+    """What ``chaos`` did."""
+
+    peer: str
+    position: int
+    restarted: bool = False
+
+
+@dataclass(kw_only=True)
+class PeerProcess:
+    """One peer, over all its starts."""
+
+    name: str
+    folder: Path
+    share: float = 1.0
+    """of the time to train"""
+    child: Child | None = None
+    recoveries: list[str] = field(default_factory=list)
+    wire: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """bytes sent and received as last reported, by incarnation"""
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is alive."""
+        return self.child is not None and self.child.running
+
+    @property
+    def wire_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received over all its starts."""
+        sent, received = zip(*self.wire.values(), strict=True) if self.wire else ((0,), (0,))
+        return sum(sent), sum(received)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoRun:
+    """What a finished demo leaves for its summary."""
+
+    status: RunStatus
+    peers: list[PeerProcess]
+    kill: Kill | None
+    seconds_to_first_round: float
+    seconds: float
+    checkpoint: Path
+    coordinator_dir: Path
+
+
+class Demo:
+    """Starts the children, watches them, and stops them."""
+
+    def __init__(self, options: DemoOptions, *, say: Callable[[str], None]) -> None:
+        """``say`` takes lines for a person.  Makes the folder, or raises OutError."""
+        make_out(options.out)
+        self.options = options
+        self._say = say
+        self._coordinator_dir = options.out / "coordinator"
+        self._coordinator: Child | None = None
+        self._peers = [
+            PeerProcess(name=f"peer-{i}", folder=options.out / f"peer-{i}", share=share)
+            for i, share in zip(range(options.peers), cycle(options.shares), strict=False)
+        ]
+        self._victim = self._peers[1] if options.chaos else None
+        self._kill: Kill | None = None
+        self._first_round_s: float | None = None
+        self._peers_started_s = 0.0
+        self._client: StatusClient | None = None
+        self._status: RunStatus | None = None
+
+    async def run(self, show: Show) -> DemoRun | None:
+        """Carry the demo through; None if the user left before its end.
+
+        However it ends, cancelled too, no child is left.
+
+        Raises:
+            ChildFailed: a process ended before the run did.
+            ChildRefused: a process found the input to be wrong.
+            DemoStuck: nothing moved for too long.
+        """
+        began_s = time.monotonic()
+        try:
+            invite = await self._start_coordinator()
+            self._client = StatusClient(Invite.decode(invite))
+            self._peers_started_s = time.monotonic()
+            for peer in self._peers:
+                await self._start_peer(peer)
+            if not await self._watch(show):
+                return None
+        finally:
+            await self._stop_all()
+        return DemoRun(
+            status=self._finished_status(),
+            peers=self._peers,
+            kill=self._kill,
+            seconds_to_first_round=self._first_round_s or 0.0,
+            seconds=time.monotonic() - began_s,
+            checkpoint=self._checkpoint(),
+            coordinator_dir=self._coordinator_dir,
+        )
+
+    def kill(self) -> None:
+        """End all children at once; ``run`` then ends by itself."""
+        for child in self._children():
+            child.kill()
+
+    # children
+
+    def _children(self) -> Iterator[Child]:
+        yield from (peer.child for peer in self._peers if peer.child is not None)
+        if self._coordinator is not None:
+            yield self._coordinator
+
+    async def _start_coordinator(self) -> str:
+        """Start it, and give its invite."""
+        out = self.options.out
+        spec, invite = out / "RUN.toml", out / "invite.txt"
+        spec.write_text(template(self.options.spec), encoding="utf-8")
+        self._coordinator = await self._start(
+            "coordinator",
+            str(spec),
+            "--state-dir",
+            str(self._coordinator_dir),
+            "--invite-file",
+            str(invite),
+            "--quiet",
+        )
+        deadline = time.monotonic() + INVITE_S
+        while not invite.exists():
+            self._expect_coordinator()
+            if time.monotonic() > deadline:
+                raise DemoStuck(f"expected the coordinator's invite within {INVITE_S:.0f} s")
+            await asyncio.sleep(0.05)
+        return invite.read_text(encoding="ascii").strip()
+
+    async def _start_peer(self, peer: PeerProcess) -> None:
+        peer.child = await self._start(
+            peer.name,
+            str(self.options.out / "invite.txt"),
+            "--state-dir",
+            str(peer.folder),
+            "--name",
+            peer.name,
+            "--device",
+            self.options.device,
+            "--share",
+            str(peer.share),
+            "--listen",
+            "/ip4/127.0.0.1/tcp/0",
+            "--json",
+            on_line=lambda line: self._read(peer, line),
+        )
+
+    async def _start(
+        self, name: str, *arguments: str, on_line: Callable[[bytes], None] = lambda line: None
+    ) -> Child:
+        command = "coordinator" if name == "coordinator" else "peer"
+        threads = max(1, (os.cpu_count() or 1) // self.options.peers)
+        return await Child.start(
+            name,
+            self.options.out / f"{name}.log",
+            [command, *arguments, "--stop-with-stdin"],
+            on_line=on_line,
+            program=self.options.program,
+            environment={"OMP_NUM_THREADS": str(threads)},
+        )
+
+    def _read(self, peer: PeerProcess, line: bytes) -> None:
+        with suppress(ValueError, KeyError, TypeError):
+            event = json.loads(line)
+            self._heed(peer, event["kind"], int(event["position"]), str(event["text"]))
+
+    def _heed(self, peer: PeerProcess, kind: str, position: int, text: str) -> None:
+        if kind == "event" and text.startswith("recovered"):
+            peer.recoveries.append(text)
+        elif kind == "phase" and text == "reduce" and peer is self._victim:
+            self._strike(peer, position)
+
+    # chaos
+
+    def _strike(self, peer: PeerProcess, position: int) -> None:
+        first = strike_at(self.options.spec.run.rounds)
+        if self._kill is not None or position < first or peer.child is None:
+            return
+        peer.child.kill()
+        self._kill = Kill(peer=peer.name, position=position)
+        self._say(f"chaos: {peer.name} killed (SIGKILL) while it reduces round {position + 1}")
+
+    async def _revive_when_due(self, status: RunStatus) -> None:
+        kill, victim = self._kill, self._victim
+        if kill is None or victim is None or kill.restarted:
+            return
+        if status.position <= kill.position + RESTART_AFTER or victim.running:
+            return
+        shutil.rmtree(PeerPaths(root=victim.folder).log, ignore_errors=True)
+        self._say(f"chaos: {victim.name} starts again, without its log")
+        await self._start_peer(victim)
+        kill.restarted = True
+
+    # watching
+
+    async def _feed(self) -> RunStatus:
+        if self._client is None:
+            raise RuntimeError("expected the coordinator to have been started")
+        status = await self._client.status()
+        self._note(status)
+        return status
+
+    def _note(self, status: RunStatus) -> None:
+        self._status = status
+        if status.position >= 1 and self._first_round_s is None:
+            self._first_round_s = time.monotonic() - self._peers_started_s
+        by_name = {peer.name: peer for peer in self._peers}
+        for shown in status.peers:
+            peer = by_name.get(shown.name)
+            if peer is not None and shown.incarnation:
+                peer.wire[shown.incarnation] = (shown.wire_bytes_sent, shown.wire_bytes_received)
+
+    async def _watch(self, show: Show) -> bool:
+        """Until the run is finished and all peers have ended; False if the user left."""
+        watching = asyncio.create_task(self._supervise())
+        showing = asyncio.ensure_future(show(self._feed))
+        try:
+            await asyncio.wait({watching, showing}, return_when=asyncio.FIRST_COMPLETED)
+            if showing.done() and not watching.done():
+                if not showing.result():
+                    return False
+                self._say("all rounds are done; the peers end")
+            await watching
+            await asyncio.wait_for(showing, SHOWN_S)
+            return True
+        finally:
+            for task in (watching, showing):
+                task.cancel()
+            await asyncio.gather(watching, showing, return_exceptions=True)
+
+    async def _supervise(self) -> None:
+        watch = Watch(time.monotonic(), window_tokens=self._window_tokens())
+        while True:
+            ended = [peer for peer in self._peers if self._has_ended(peer)]
+            self._expect_coordinator()
+            status = None
+            with suppress(CoordinatorError):
+                status = await self._feed()
+                await self._revive_when_due(status)
+            watch.note(status, time.monotonic())
+            finished = status is not None and status.state == "finished"
+            for peer in ended:
+                self._expect_ended_well(peer, in_time=finished or status is None)
+            if finished and len(ended) == len(self._peers):
+                return
+            await asyncio.sleep(POLL_S)
+
+    def _window_tokens(self) -> int:
+        spec = self.options.spec
+        return self.options.peers * spec.outer.longest * spec.step_tokens
+
+    def _has_ended(self, peer: PeerProcess) -> bool:
+        dead = self._kill is not None and not self._kill.restarted
+        return not peer.running and not (dead and peer is self._victim)
+
+    def _expect_coordinator(self) -> None:
+        if self._coordinator is not None and not self._coordinator.running:
+            raise self._coordinator.failure()
+
+    def _expect_ended_well(self, peer: PeerProcess, *, in_time: bool) -> None:
+        """A peer ends by itself when the run has finished."""
+        if peer.child is not None and not (in_time and peer.child.exit_code == 0):
+            raise peer.child.failure()
+
+    def _finished_status(self) -> RunStatus:
+        if self._status is None:
+            raise DemoError("expected the coordinator to answer at least once")
+        return self._status
+
+    def _checkpoint(self) -> Path:
+        found = sorted((self._coordinator_dir / "checkpoints").glob("*.safetensors"))
+        if not found:
+            raise DemoError(f"expected a checkpoint in {self._coordinator_dir / 'checkpoints'}")
+        return found[-1]
+
+    async def _stop_all(self) -> None:
+        """The peers first: they say goodbye to the coordinator."""
+        peers = [peer.child for peer in self._peers if peer.child is not None]
+        await asyncio.gather(*(child.stop() for child in peers))
+        if self._client is not None:
+            await self._client.close()
+        if self._coordinator is not None:
+            await self._coordinator.stop()
+
+
+class Watch:
+    """Notices that nothing moves.
+
+    A run moves when a round is committed, a peer joins, or peers train; but training without rounds
+    counts for a few windows only, after which somebody should have decided something.
+    """
+
+    def __init__(self, now_s: float, *, window_tokens: int) -> None:
+        """Begin at a time of any steady clock; ``window_tokens`` are those of all peers."""
+        self._answered_s = self._moved_s = now_s
+        self._patience_tokens = LONE_WINDOWS * window_tokens
+        self._trained_before = 0
+        self._progress = (0, 0, 0)
+
+    def note(self, status: RunStatus | None, now_s: float) -> None:
+        """Take a state of the run, or that there was no answer.
+
+        Raises:
+            DemoStuck: no answer, or no progress, for too long.
+        """
+        if status is not None:
+            self._answered_s = now_s
+            self._note_progress(status, now_s)
+        if now_s - self._answered_s > SILENT_S:
+            raise DemoStuck(
+                f"expected an answer of the coordinator within {SILENT_S:.0f} s; it runs, but says "
+                "nothing"
+            )
+        if now_s - self._moved_s > STUCK_S:
+            raise DemoStuck(
+                f"expected the run to move on within {STUCK_S:.0f} s, got nothing after round "
+                f"{self._progress[0]}; the peers' logs may say why"
+            )
+
+    def _note_progress(self, status: RunStatus, now_s: float) -> None:
+        trained = sum(peer.tokens_total for peer in status.peers)
+        if status.position != self._progress[0]:
+            self._trained_before = trained
+        counted = min(trained, self._trained_before + self._patience_tokens)
+        progress = (status.position, len(status.peers), counted)
+        if progress != self._progress:
+            self._progress, self._moved_s = progress, now_s

@@ -1,0 +1,116 @@
+"""What an inner step takes on this machine, timed on random tokens with a model's real shapes.
+
+The forward and backward passes are the same whatever the inner optimizer; the optimizers are timed
+by themselves, on the gradients that are there.
+
+# B sequences, T positions
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.state.layout import Layout
+from atoll.peer.lab.plan import PlanError, bare_model
+from atoll.peer.training.data import load as data
+from atoll.peer.training.devices import Device
+from atoll.peer.training.learner import Learner
+from atoll.peer.training.trainer import build_model
+
+PROBE_S = 2.0  # in which steps are timed, and in half of it Muon's part of them
+PROBE_MAX_PARAMS = 200_000_000  # tried on a processor; a step of more takes half a minute
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of an inner step."""
+
+    adamw_s: float
+    muon_s: float
+
+
+def measured(spec: RunSpec, device: str, *, seconds: float = PROBE_S) -> StepTime:
+    """An inner step on this machine: the fastest of those that fit.
+
+    Args:
+        spec: of the run.
+        device: to train on.
+        seconds: to take; a slow model is given one step beside the first, which does not count.
+
+    Raises:
+        PlanError: the model is too large to be tried here.
+        DeviceError: the device is not there.
+        ModelError: the model can't be built.
+    """
+    chosen = Device.choose(device)
+    _expect_room(spec, chosen)
+    vocab_size = data.open_tokenizer(spec.data.tokenizer).vocab_size
+    learner = Learner(build_model(spec, vocab_size), spec.inner, chosen, total_steps=0)
+    shape = (spec.inner.batch_size, spec.data.seq_len + 1)
+    batch_BT = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batches = [batch_BT] * spec.inner.grad_accumulation
+    ends_s = time.perf_counter() + seconds
+    _timed_step(learner, batches)  # caches, kernels, compilation
+    times = [_timed_step(learner, batches)]
+    while time.perf_counter() < ends_s:
+        times.append(_timed_step(learner, batches))
+    passes_s, adamw_s = (min(each) for each in zip(*times, strict=True))
+    muon_s = _muon_s(learner, spec, seconds / 2)
+    return StepTime(adamw_s=passes_s + adamw_s, muon_s=passes_s + muon_s)
+
+
+def is_busy() -> bool:
+    """Whether other programs want more processors than this machine has, as far as it tells."""
+    try:
+        return os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+    except OSError:
+        return False
+
+
+def _timed_step(learner: Learner, batches: Sequence[Tensor]) -> tuple[float, float]:
+    """Seconds of the passes and of the optimizer."""
+    passes_s = _seconds(learner.device, lambda: learner.gradient(batches, step=0))
+    return passes_s, _seconds(learner.device, learner.optimizer.step)
+
+
+def _muon_s(learner: Learner, spec: RunSpec, seconds: float) -> float:
+    """Seconds of Muon on the gradients that the last step left; the first makes its momentum."""
+    muon = Learner(learner.model, spec.inner, learner.device, total_steps=0, optimizer="muon")
+    ends_s = time.perf_counter() + seconds
+    times_s = [_seconds(learner.device, muon.optimizer.step)]
+    while time.perf_counter() < ends_s:
+        times_s.append(_seconds(learner.device, muon.optimizer.step))
+    return min(times_s)
+
+
+def _seconds(device: Device, work: Callable[[], object]) -> float:
+    _await(device)
+    began_s = time.perf_counter()
+    work()
+    _await(device)
+    return time.perf_counter() - began_s
+
+
+def _await(device: Device) -> None:
+    """Let the device finish what it was given."""
+    if device.device.type == "cuda":
+        torch.cuda.synchronize(device.device)
+    elif device.device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _expect_room(spec: RunSpec, device: Device) -> None:
+    """Refuse to try a model on a processor that would be at it for minutes."""
+    if device.device.type != "cpu" or spec.model.custom is not None:
+        return
+    params = Layout.of(bare_model(spec)).numel
+    if params > PROBE_MAX_PARAMS:
+        raise PlanError(
+            f"expected --step-ms for a model of {params / 1e6:.0f}M parameters: this machine has "
+            "no accelerator to time a step on"
+        )

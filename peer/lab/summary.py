@@ -1,0 +1,353 @@
+"""What a demo came to: numbers for a program, a page for a person, a picture, and the proof.
+
+The proof is taken from what the processes left behind, not from what this one believes: the chain
+of every peer against the chain of the coordinator's log, and the digest that every peer took of
+its parameters and outer state at the end against a digest of the checkpoint. By gossip there is
+neither: every peer has a model of its own, and the page says how far they are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
+from atoll.coordinator.rounds import contributors
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.status import PeerStatus
+from atoll.optim.log.entry import Entry
+from atoll.optim.log.store import LogStore
+from atoll.optim.state.layout import Layout
+from atoll.peer.lab.baseline import BaselineResult
+from atoll.peer.lab.demo import DemoRun
+from atoll.peer.lab.plotting import LossPlot, draw_loss
+from atoll.peer.paths import PeerPaths
+from atoll.peer.training import saved
+from atoll.peer.training.devices import Device
+from atoll.peer.training.learner import Evaluator
+from atoll.peer.training.trainer import build_model, open_corpus, validation
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a demo.  Losses in nats a token, sizes in bytes, times in seconds."""
+
+    rounds: int
+    peers: int
+    tokens: int
+    loss_first: float | None
+    loss_last: float | None
+    loss_baseline: float | None
+    valid_loss: float
+    valid_loss_baseline: float | None
+    valid_loss_alone: float | None
+    bytes_sent_per_peer: int
+    bytes_received_per_peer: int
+    ddp_bytes_per_peer: int
+    traffic_ratio: float
+    utilisation: float
+    seconds_to_first_round: float
+    seconds: float
+    chains_equal: bool | None
+    """None by gossip"""
+    states_equal: bool | None
+    distance_to_mean: float | None
+    """by gossip: mean distance of the peers' parameters to their mean, in lengths of that mean"""
+    recovered_peers: int
+    phases: dict[str, float]
+    checkpoint: str
+    plot: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Other ways to train on the same text in the same number of steps."""
+
+    baseline: BaselineResult | None = None
+    alone: BaselineResult | None = None
+
+
+def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Summary:
+    """Read everything that a demo left; also draws the picture."""
+    checkpoint = load_checkpoint(run.checkpoint)
+    gossip = spec.method().reduction == "pairs"
+    entries = [] if gossip else read_log(run, checkpoint)
+    told = told_rounds(run) if gossip else logged_rounds(entries)
+    sent, received = per_peer_bytes(run)
+    ddp = ddp_bytes(checkpoint.layout, len(run.peers), len(told), spec)
+    valid_loss = held_out_loss(spec, checkpoint)
+    draw_loss(loss_plot(run, spec, told, compared, valid_loss), plot)
+    base = compared.baseline
+    losses = [row.loss for row in told if row.loss is not None]
+    return Summary(
+        rounds=len(told),
+        peers=len(run.peers),
+        tokens=sum(row.tokens for row in told),
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
+        loss_baseline=base.loss if base else None,
+        valid_loss=valid_loss,
+        valid_loss_baseline=base.valid_loss if base else None,
+        valid_loss_alone=compared.alone.valid_loss if compared.alone else None,
+        bytes_sent_per_peer=sent,
+        bytes_received_per_peer=received,
+        ddp_bytes_per_peer=ddp,
+        traffic_ratio=ddp / max(sent, 1),
+        utilisation=run.status.utilisation or mean_utilisation(run.status.peers),
+        seconds_to_first_round=run.seconds_to_first_round,
+        seconds=run.seconds,
+        chains_equal=None if gossip else chains_equal(run, entries),
+        states_equal=None if gossip else states_equal(run, checkpoint),
+        distance_to_mean=distance_to_mean(run, spec) if gossip else None,
+        recovered_peers=recovered_peers(run, None if gossip else entries),
+        phases=mean_phases(run.status.peers),
+        checkpoint=str(run.checkpoint),
+        plot=str(plot),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """A round, as the picture needs it."""
+
+    position: int
+    """rounds done by then"""
+    loss: float | None
+    tokens: int
+    losses: Mapping[str, float]
+    """by PeerID, where they are known"""
+
+
+def logged_rounds(entries: Sequence[Entry]) -> list[Told]:
+    """The rounds of a log; a token moves each fragment once, and is counted once."""
+    num_fragments = 1 + max((entry.fragment for entry in entries), default=0)
+    return [
+        Told(
+            position=entry.position + 1,
+            loss=entry.loss,
+            tokens=sum(member.tokens for member in contributors(entry)) // num_fragments,
+            losses={m.peer_id: m.loss for m in entry.members if m.loss is not None},
+        )
+        for entry in entries
+    ]
+
+
+def told_rounds(run: DemoRun) -> list[Told]:
+    """The rounds of a run by gossip, as its peers told of them."""
+    return [
+        Told(position=row.position, loss=row.loss, tokens=row.tokens, losses={})
+        for row in run.status.history
+    ]
+
+
+def read_log(run: DemoRun, checkpoint: Checkpoint) -> list[Entry]:
+    """All entries, from the coordinator's own log."""
+    store = LogStore(
+        run.coordinator_dir / "log",
+        run_id=bytes.fromhex(run.status.run_id),
+        genesis_chain=checkpoint.chain,
+    )
+    try:
+        records = store.headers(0, run.status.position)
+    finally:
+        store.close()
+    return [Entry.decode(record.entry) for record in records]
+
+
+def distance_to_mean(run: DemoRun, spec: RunSpec) -> float:
+    """How far the peers' own parameters are apart, from the states that they saved at the end."""
+    paths = [PeerPaths(root=peer.folder).trainer for peer in run.peers]
+    trees = [saved.load(path, kind="trainer", run=spec.digest()) for path in paths]
+    params_PN = torch.stack([tree["worker"]["synced_N"] for tree in trees])
+    mean_N = params_PN.mean(0)
+    return float((params_PN - mean_N).norm(dim=1).mean() / mean_N.norm())
+
+
+def per_peer_bytes(run: DemoRun) -> tuple[int, int]:
+    """Mean over the peers of what went over the wire, sent and received."""
+    sent, received = zip(*(peer.wire_bytes for peer in run.peers), strict=True)
+    return sum(sent) // len(run.peers), sum(received) // len(run.peers)
+
+
+def ddp_bytes(layout: Layout, peers: int, rounds: int, spec: RunSpec) -> int:
+    """What a peer of synchronous data parallel training would send for as many steps.
+
+    A ring all-reduce of fp32 gradients sends 2 (P - 1) / P of them a step and peer.
+    """
+    steps = spec.timetable(len(spec.method().fragments(layout))).steps_until(rounds)
+    return 2 * (peers - 1) * layout.numel * FP32_BYTES * steps // peers
+
+
+def chains_equal(run: DemoRun, entries: list[Entry]) -> bool:
+    """Whether every peer ended at the end of the coordinator's log."""
+    last = entries[-1].chain.hex()
+    return len(run.status.peers) == len(run.peers) and all(
+        peer.chain == last for peer in run.status.peers
+    )
+
+
+def states_equal(run: DemoRun, checkpoint: Checkpoint) -> bool:
+    """Whether every peer's digest of parameters and outer state is that of the checkpoint."""
+    root = checkpoint.state.root().hex()
+    return len(run.status.peers) == len(run.peers) and all(
+        (peer.state_position, peer.state_digest) == (checkpoint.position, root)
+        for peer in run.status.peers
+    )
+
+
+def recovered_peers(run: DemoRun, entries: list[Entry] | None) -> int:
+    """Peers that were killed, fetched their state from others, and took part again."""
+    if run.kill is None:
+        return 0
+    killed = next(peer for peer in run.peers if peer.name == run.kill.peer)
+    shown = next(peer for peer in run.status.peers if peer.name == killed.name)
+    again = bool(shown.partner) if entries is None else is_member(shown, entries)
+    return int(bool(killed.recoveries) and shown.recoveries > 0 and again)
+
+
+def is_member(peer: PeerStatus, entries: Sequence[Entry]) -> bool:
+    """Whether a peer, since its last start, was a complete member of a round."""
+    return any(
+        m.peer_id == peer.peer_id and m.incarnation == peer.incarnation
+        for e in entries
+        for m in e.complete_members()
+    )
+
+
+def held_out_loss(spec: RunSpec, checkpoint: Checkpoint) -> float:
+    """Of the checkpoint's parameters, on the batches that the baseline is measured on."""
+    corpus = open_corpus(spec)
+    device = Device.choose("cpu")
+    model = build_model(spec, corpus.tokenizer.vocab_size)
+    return Evaluator(model, validation(spec, corpus), device).loss(checkpoint.params_N)
+
+
+def mean_utilisation(peers: list[PeerStatus]) -> float:
+    """Over the peers."""
+    return sum(peer.utilisation for peer in peers) / max(len(peers), 1)
+
+
+def mean_phases(peers: list[PeerStatus]) -> dict[str, float]:
+    """Seconds of the last round by phase, over the peers."""
+    told = [peer.phases for peer in peers if peer.phases]
+    names = list(told[0]) if told else []
+    return {name: sum(p.get(name, 0.0) for p in told) / len(told) for name in names}
+
+
+def loss_plot(
+    run: DemoRun, spec: RunSpec, rounds: list[Told], compared: Compared, valid_loss: float
+) -> LossPlot:
+    """The picture's content."""
+    names = {peer.peer_id: peer.name for peer in run.status.peers}
+    peers: dict[str, list[tuple[float, float]]] = {}
+    for row in rounds:
+        for peer_id, loss in row.losses.items():
+            peers.setdefault(names.get(peer_id, peer_id[-6:]), []).append((row.position, loss))
+    # What peers report when a round is accepted was measured on the state before it.
+    told = [(r.position - 1, r.valid_loss) for r in run.status.history if r.valid_loss is not None]
+    valid = [*told, (float(len(rounds)), valid_loss)]
+    others = {"data parallel": compared.baseline, "one peer alone": compared.alone}
+    tokens = sum(row.tokens for row in rounds)
+    return LossPlot(
+        title=spec.run.name,
+        subtitle=f"{spec.model.preset}, {len(run.peers)} peers, H={spec.outer.inner_steps}, "
+        f"{spec.method().codec.spec}, {tokens / 1e6:.2f}M tokens",
+        peers=peers,
+        run=[(row.position, row.loss) for row in rounds if row.loss is not None],
+        valid=valid,
+        compared={
+            name: [(p.position, p.valid_loss) for p in result.history if p.valid_loss is not None]
+            for name, result in others.items()
+            if result is not None
+        },
+        marks={f"{run.kill.peer} killed": run.kill.position + 1} if run.kill else {},
+    )
+
+
+def render(summary: Summary, run: DemoRun) -> None:
+    """Print the page for a person."""
+    console = Console(highlight=False)
+    table = Table(title="what came of it", title_justify="left", box=None, show_header=False)
+    table.add_column(style="dim", justify="right")
+    table.add_column(overflow="fold")  # paths too are whole
+    for name, value in rows(summary, run):
+        table.add_row(name, value)
+    console.print()
+    console.print(table)
+    command = f'atoll sample {summary.checkpoint} --prompt "def "'
+    console.print(f"\ncontinue a text:  {command}", soft_wrap=True)  # whole, to be copied
+
+
+def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
+    """The lines of the page."""
+    found = [
+        (
+            "trained",
+            f"{summary.tokens / 1e6:.2f}M tokens in {summary.rounds} rounds by "
+            f"{summary.peers} peers, {summary.seconds:.0f} s",
+        ),
+        ("training loss", f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a byte"),
+        ("held-out loss", _held_out(summary)),
+        (
+            "sent by a peer",
+            f"{_megabytes(summary.bytes_sent_per_peer)}, received "
+            f"{_megabytes(summary.bytes_received_per_peer)} (counted on the wire)",
+        ),
+        (
+            "data parallel",
+            f"would send {_megabytes(summary.ddp_bytes_per_peer)}: "
+            f"{summary.traffic_ratio:.0f} times as much",
+        ),
+        ("utilisation", f"{summary.utilisation:.1%} of the time spent training"),
+        ("first round", f"{summary.seconds_to_first_round:.1f} s after the peers' start"),
+        ("a round", ", ".join(f"{name} {s:.2f} s" for name, s in summary.phases.items())),
+        ("replicas", _verdict(summary)),
+    ]
+    if run.kill is not None:
+        found.append(("killed", _killed(summary, run)))
+    return [*found, ("checkpoint", summary.checkpoint), ("picture", summary.plot)]
+
+
+def _loss(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+def _held_out(summary: Summary) -> str:
+    text = f"{summary.valid_loss:.3f}"
+    if summary.valid_loss_baseline is not None:
+        behind = summary.valid_loss / summary.valid_loss_baseline - 1
+        text += f"; data parallel {summary.valid_loss_baseline:.3f} ({behind:+.1%})"
+    if summary.valid_loss_alone is not None:
+        text += f"; one peer alone {summary.valid_loss_alone:.3f}"
+    return text
+
+
+def _verdict(summary: Summary) -> str:
+    if summary.distance_to_mean is not None:
+        return f"a model each, by gossip: {summary.distance_to_mean:.2%} from their mean"
+    if summary.chains_equal and summary.states_equal:
+        return "the same bits everywhere: equal chains, equal digests of the state"
+    return f"NOT EQUAL: chains {summary.chains_equal}, states {summary.states_equal}"
+
+
+def _killed(summary: Summary, run: DemoRun) -> str:
+    if run.kill is None:
+        return ""
+    how = "recovered and took part again" if summary.recovered_peers else "did not come back"
+    return f"{run.kill.peer} in the middle of round {run.kill.position + 1}; {how}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,193 @@
+"""Where missing entries and snapshots come from: a peer over libp2p, or the coordinator over gRPC.
+
+Nothing that a source gives is trusted: ``atoll.peer.recovery.recovery`` verifies all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from atoll.coordinator.rpc.client import CoordinatorClient
+from atoll.coordinator.rpc.client_errors import CoordinatorError, NotThere
+from atoll.dht.roster import PeerRecord
+from atoll.dht.transport import TransportError
+from atoll.optim.log.entry import LogError, sha256
+from atoll.optim.reduction.cells import UpdateError
+from atoll.optim.state.outer_state import StateError
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.fetching import (
+    MAX_SPAN,
+    fetch_body,
+    fetch_headers,
+    fetch_leaves,
+    fetch_snapshot_meta,
+)
+from atoll.peer.rounds.messages import PROTOCOL, Decided, Head, Known
+
+FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateError)
+"""What a source that fails or lies can cause; another one may do better."""
+
+ASKED_AT_ONCE = 32  # who looks for what it misses asks no more, however many peers there are
+
+
+class Source(Protocol):
+    """Someone who may give what is missing."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    async def head(self) -> Head:
+        """Where it stands."""
+        ...
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        """Entries with certificates from ``start`` on; perhaps fewer than asked for."""
+        ...
+
+    async def body(self, position: int, body_bytes: int) -> bytes:
+        """The body of an entry, of the right length."""
+        ...
+
+    async def leaf_digests(self, position: int) -> list[bytes]:
+        """The digests of the leaves of a snapshot."""
+        ...
+
+    def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
+        """Consecutive leaves of a snapshot."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Donor:
+    """Someone who may give, and where it stood when asked."""
+
+    source: Source
+    head: Head
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.source.name
+
+
+def whom_to_ask(
+    records: Mapping[str, PeerRecord], *, me: str, turn: int
+) -> Iterator[tuple[str, ...]]:
+    """The peers of the roster in the order in which they are asked, some at a time.
+
+    First those that are furthest by their records, which may be old, and as many drawn by a hash:
+    each peer draws others, and at each turn others again.
+    """
+
+    def lot(peer: str) -> bytes:
+        return sha256(f"{me}|{turn}|{peer}".encode())
+
+    drawn = sorted((peer for peer in records if peer != me), key=lot)
+    furthest = sorted(drawn, key=lambda p: (-records[p].epoch, -records[p].position))
+    order = list(dict.fromkeys([*furthest[: ASKED_AT_ONCE // 2], *drawn]))
+    for start in range(0, len(order), ASKED_AT_ONCE):
+        yield tuple(order[start : start + ASKED_AT_ONCE])
+
+
+class PeerSource:
+    """A peer of the roster."""
+
+    def __init__(self, ctx: Context, peer: str) -> None:
+        """``peer`` is its PeerID."""
+        self._ctx = ctx
+        self._peer = peer
+
+    @property
+    def name(self) -> str:
+        """The PeerID."""
+        return self._peer
+
+    async def head(self) -> Head:
+        """Where it stands."""
+        timeout_s = 2 * self._ctx.settings.stall_s
+        known = Known(epoch=self._ctx.known_epoch).encode()
+        reply = await self._ctx.transport.call(self._peer, "head", known, timeout_s=timeout_s)
+        return Head.decode(reply)
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        """Entries with certificates."""
+        return await fetch_headers(self._ctx, self._peer, start, stop)
+
+    async def body(self, position: int, body_bytes: int) -> bytes:
+        """The body of an entry."""
+        return await fetch_body(self._ctx, self._peer, position, body_bytes)
+
+    async def leaf_digests(self, position: int) -> list[bytes]:
+        """The digests of a snapshot's leaves."""
+        meta = await fetch_snapshot_meta(self._ctx, self._peer, position)
+        return [meta.leaves[i : i + 32] for i in range(0, len(meta.leaves), 32)]
+
+    def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
+        """Leaves of a snapshot."""
+        return fetch_leaves(self._ctx, self._peer, position, indices)
+
+
+class CoordinatorSource:
+    """The coordinator, which has the whole log but for what it missed; helps where no peer can."""
+
+    name = "coordinator"
+
+    def __init__(
+        self, client: CoordinatorClient, epoch_record: bytes, *, snapshot_every: int
+    ) -> None:
+        """``epoch_record`` is what the coordinator gave when this peer joined or was in touch."""
+        self._client = client
+        self._snapshot_every = snapshot_every
+        self.epoch_record = epoch_record
+        self.epoch = 0
+        self.position = 0
+        self.chain = bytes(32)
+
+    async def head(self) -> Head:
+        """Where it stands, and its newest snapshot."""
+        info = await self._client.fetch_snapshot()
+        newest = info.position
+        older = [newest - n * self._snapshot_every for n in (2, 1)]
+        held = [p for p in older if p >= 0 and await self._has(p)]
+        return Head(
+            protocol=PROTOCOL,
+            epoch=self.epoch,
+            position=self.position,
+            chain=self.chain,
+            incarnation="0",
+            role="follower",
+            ready_in_s=0.0,
+            first_body=info.first_body,
+            snapshots=(*held, newest),
+            epoch_record=self.epoch_record,
+        )
+
+    async def _has(self, position: int) -> bool:
+        with suppress(NotThere):
+            return (await self._client.fetch_snapshot(position)).position == position
+        return False
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        """Entries with certificates."""
+        count = min(stop - start, MAX_SPAN)
+        entries = self._client.fetch_entries(start, count, bodies=False)
+        return [Decided(entry=e.entry, certificate=e.certificate) async for e in entries]
+
+    async def body(self, position: int, body_bytes: int) -> bytes:
+        """The body of an entry."""
+        async for fetched in self._client.fetch_entries(position, 1, max_body_bytes=body_bytes):
+            return fetched.body or b""
+        raise StateError(f"expected entry {position}, the coordinator does not have it")
+
+    async def leaf_digests(self, position: int) -> list[bytes]:
+        """The digests of a snapshot's leaves."""
+        return list((await self._client.fetch_snapshot(position)).leaf_digests)
+
+    def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
+        """Leaves of a snapshot."""
+        return self._client.fetch_leaves(position, indices[0], len(indices))

@@ -1,0 +1,1 @@
+"""What trains: model, data, devices, saved progress and the trainer's loop."""

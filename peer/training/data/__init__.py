@@ -1,0 +1,1 @@
+"""Training data: corpora, documents, tokenizers and data sets of the Hugging Face hub."""

@@ -1,0 +1,185 @@
+"""A Hugging Face data set that is read while training: ``hf:NAME``, ``hf:NAME@CONFIG``.
+
+A stream resumes from the data set's own state and the tokens left over.
+
+# B sequences, T positions, N tokens of a corpus
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.peer.errors import DataError
+from atoll.peer.training.data.corpus import (
+    Corpus,
+    TokenStream,
+    check_state,
+    even_windows,
+    stream_key,
+)
+from atoll.peer.training.data.documents import goes_to_validation, text_of
+from atoll.peer.training.data.extras import extra
+from atoll.peer.training.data.tokens import Tokenizer, Tokens
+
+HUB = "hf:"
+HUB_OFFSET_DOCUMENTS = 10_000  # peers start so far apart at most; seconds to skip
+HUB_VALIDATION_DOCUMENTS = 2_000  # looked at in search of validation text; about 5% are
+
+
+class HubCorpus(Corpus):
+    """A Hugging Face data set that is read while training (needs the ``data`` extra).
+
+    Each peer shuffles the shards in its own way, starts at a document of its own (a data set may
+    have one shard only) and packs documents into sequences one after another. Validation
+    documents, by a hash of their text, are left out of every training stream.
+    """
+
+    def __init__(
+        self, name: str, tokenizer: Tokenizer, *, text_field: str, valid_fraction: float
+    ) -> None:
+        """Open the data set ``NAME`` or ``NAME@CONFIG``, split ``train``.
+
+        Raises:
+            DataError: the extra is not installed, or the data set cannot be opened.
+        """
+        module = extra("datasets", f"the data source 'hf:{name}'")
+        path, _, config = name.partition("@")
+        try:
+            self._dataset = module.load_dataset(path, config or None, split="train", streaming=True)
+        except Exception as error:
+            raise DataError(f"cannot open the data set {name!r}: {error}") from error
+        self._name, self._text_field, self._valid_fraction = name, text_field, valid_fraction
+        self.tokenizer = tokenizer
+
+    def stream(self, *, seed: int, peer_id: str, batch_size: int, seq_len: int) -> TokenStream:
+        """Return the training stream of one peer, from its beginning."""
+        documents = _HubDocuments(
+            self._dataset, self._training_tokens, stream_key(seed, peer_id), self._name
+        )
+        return _PackedDocuments(documents, batch_size, seq_len)
+
+    def validation(self, *, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
+        """Return windows of the first validation documents of the data set.
+
+        Raises:
+            DataError: the first documents hold too little validation text.
+        """
+        head = map(self._text, self._dataset.take(HUB_VALIDATION_DOCUMENTS))
+        found = [self._tokens(text) for text in head if self._is_validation(text)]
+        tokens_N = np.concatenate(found) if found else np.zeros(0, dtype=np.uint8)
+        if len(tokens_N) <= seq_len:
+            raise DataError(
+                f"expected more than {seq_len} validation tokens in the first "
+                f"{HUB_VALIDATION_DOCUMENTS} documents of {self._name!r}, got {len(tokens_N)}; "
+                "raise valid_fraction"
+            )
+        return even_windows(tokens_N, batches, batch_size, seq_len)
+
+    def _text(self, record: Mapping[str, object]) -> str:
+        return text_of(record, self._text_field, f"hf:{self._name}")
+
+    def _is_validation(self, text: str) -> bool:
+        return goes_to_validation(text, self._valid_fraction)
+
+    def _training_tokens(self, record: Mapping[str, object]) -> Tokens | None:
+        text = self._text(record)
+        return None if self._is_validation(text) else self._tokens(text)
+
+    def _tokens(self, text: str) -> Tokens:
+        tokens = self.tokenizer.encode(text.encode(errors="replace"))
+        end = [] if self.tokenizer.end_token is None else [self.tokenizer.end_token]
+        return np.concatenate([tokens, np.array(end, dtype=tokens.dtype)])
+
+
+class _HubDocuments:
+    """The training documents of a data set for ever, pass after pass, for one peer."""
+
+    def __init__(
+        self,
+        dataset: Any,  # noqa: ANN401 - an optional package
+        tokens_of: Callable[[Mapping[str, object]], Tokens | None],
+        key: int,
+        name: str,
+    ) -> None:
+        self._dataset, self._tokens_of, self._name = dataset, tokens_of, name
+        self._key = key
+        self._open(number=0, state=None)
+        self._skip = key % HUB_OFFSET_DOCUMENTS
+        self._yielded = True
+
+    def next(self) -> Tokens:
+        while True:
+            record = next(self._records, None)
+            if record is None:
+                self._start_again()
+                continue
+            self._seen += 1
+            if self._skip:
+                self._skip -= 1
+            elif (tokens := self._tokens_of(record)) is not None:
+                self._yielded = True
+                return tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "pass": self._pass,
+            "seen": self._seen,
+            "skip": self._skip,
+            "yielded": self._yielded,
+            "source": self._source.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._open(number=state["pass"], state=state["source"])
+        self._seen, self._skip = state["seen"], state["skip"]
+        self._yielded = state["yielded"]
+
+    def _open(self, *, number: int, state: Mapping[str, Any] | None) -> None:
+        order = (self._key + number) % 2**32
+        self._source = self._dataset.shuffle(seed=order, buffer_size=1)  # shards; resumes exactly
+        if state is not None:
+            self._source.load_state_dict(dict(state))
+        self._records: Iterator[Mapping[str, object]] = iter(self._source)
+        self._pass, self._seen = number, 0
+
+    def _start_again(self) -> None:
+        if self._seen == 0 or not self._yielded:
+            raise DataError(f"the data set {self._name!r} holds no training documents")
+        self._skip %= self._seen
+        self._yielded = self._skip > 0
+        self._open(number=self._pass + 1, state=None)
+
+
+class _PackedDocuments(TokenStream):
+    """Cuts a stream of documents into sequences."""
+
+    def __init__(self, documents: _HubDocuments, batch_size: int, seq_len: int) -> None:
+        self._documents = documents
+        self._batch_size, self._seq_len = batch_size, seq_len
+        self._left_over: Tokens = np.zeros(0, dtype=np.int64)
+
+    def next_batch(self) -> Tensor:
+        needed = self._batch_size * (self._seq_len + 1)
+        pieces, length = [self._left_over], len(self._left_over)
+        while length < needed:
+            pieces.append(self._documents.next())
+            length += len(pieces[-1])
+        tokens_N = np.concatenate(pieces).astype(np.int64)
+        self._left_over = tokens_N[needed:]
+        return torch.from_numpy(tokens_N[:needed].reshape(self._batch_size, -1))
+
+    def state_dict(self) -> dict[str, Any]:
+        documents = self._documents.state_dict()
+        return {
+            "kind": "documents",
+            "documents": documents,
+            "left_over": self._left_over.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, "documents", documents=dict, left_over=list)
+        self._documents.load_state_dict(state["documents"])
+        self._left_over = np.array(state["left_over"], dtype=np.int64)

@@ -1,0 +1,123 @@
+"""Text to tokens and back: bytes, or a ``tokenizers`` JSON file."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from atoll.peer.errors import DataError
+from atoll.peer.training.data.extras import extra
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+class TextDecoder(Protocol):
+    """Turns tokens into text one at a time."""
+
+    def feed(self, token: int) -> str:
+        """Return the text that ``token`` completes, often a character, sometimes nothing."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        ...
+
+    @property
+    def end_token(self) -> int | None:
+        """The token that ends a document."""
+        ...
+
+    def encode(self, data: bytes) -> Tokens:
+        """Return the tokens of UTF-8 text, without an end token."""
+        ...
+
+    def decoder(self) -> TextDecoder:
+        """Return a fresh decoder."""
+        ...
+
+
+class ByteTokenizer:
+    """256 tokens, one per byte."""
+
+    vocab_size = 256
+    end_token = 0  # no text file holds a zero byte
+
+    def encode(self, data: bytes) -> Tokens:
+        """Return the bytes themselves, as uint8."""
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def decoder(self) -> TextDecoder:
+        """Return a decoder that waits for the rest of a character."""
+        return _ByteDecoder()
+
+
+class _ByteDecoder:
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, token: int) -> str:
+        self._pending += bytes([token])
+        try:
+            text = self._pending.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                return ""
+            text = self._pending.decode(errors="replace")
+        self._pending = b""
+        return text
+
+
+class JsonTokenizer:
+    """A ``tokenizers`` JSON file (needs the ``data`` extra)."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            DataError: the extra is not installed, or the file is missing or not a tokenizer.
+        """
+        module = extra("tokenizers", f"the tokenizer {str(path)!r}")
+        try:
+            self._tokenizer = module.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise DataError(
+                f"expected 'bytes' or a tokenizers JSON file, got {str(path)!r} ({error})"
+            ) from error
+        self._new_stream = extra("tokenizers.decoders", "decoding").DecodeStream
+        known = map(self._tokenizer.token_to_id, END_TOKENS)
+        self.end_token: int | None = next((i for i in known if i is not None), None)
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, data: bytes) -> Tokens:
+        """Return the tokens, as uint16 where they fit; bytes that are not UTF-8 are replaced."""
+        text = data.decode(errors="replace")
+        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(tokens, dtype=np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def decoder(self) -> TextDecoder:
+        """Return a decoder that waits for the rest of a character."""
+        return _JsonDecoder(self._tokenizer, self._new_stream(skip_special_tokens=True))
+
+
+class _JsonDecoder:
+    def __init__(self, tokenizer: Any, stream: Any) -> None:  # noqa: ANN401 - an optional package
+        self._tokenizer, self._stream = tokenizer, stream
+
+    def feed(self, token: int) -> str:
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a run: ``"bytes"``, or the path of a ``tokenizers`` JSON file.
+
+    Raises:
+        DataError: as `JsonTokenizer` does.
+    """
+    return ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name).expanduser())

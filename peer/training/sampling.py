@@ -1,0 +1,154 @@
+"""Text from a trained model, one token at a time.
+
+The model sees at most as many tokens as it was trained on; longer texts slide out of its view.
+
+# T positions, V vocabulary
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
+from atoll.peer.errors import SetupError
+from atoll.peer.training import models
+from atoll.peer.training.data import load as data
+from atoll.peer.training.devices import Device
+from atoll.peer.training.trainer import build_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn."""
+
+    max_tokens: int = 200
+    """How many to draw at most; a token that ends the document ends the text."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int = 0
+    """Draw among so many of the most likely tokens; 0 for all."""
+    seed: int = 0
+    """Of the draws: the same seed gives the same text."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            SetupError: a number below zero or not finite.
+        """
+        for name in ("max_tokens", "temperature", "top_k"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise SetupError(f"expected {name} of at least 0, got {value}")
+
+
+def sample(
+    checkpoint: Path | Checkpoint,
+    prompt: str,
+    options: SamplingOptions | None = None,
+    *,
+    device: str = "auto",
+) -> Iterator[str]:
+    """Continue a text with the model of a checkpoint.
+
+    Everything is loaded and checked before this returns; the text comes as it is drawn.
+
+    Args:
+        checkpoint: a checkpoint, its file, or a folder whose newest one is meant.
+        prompt: the text to continue; not repeated.
+        options: how to draw.
+        device: as `Device.choose`.
+
+    Returns:
+        Pieces of text, often single characters.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+        LayoutError: its parameters are not those of its model.
+        SetupError: its model, tokenizer or the device is not usable here.
+    """
+    if isinstance(checkpoint, Path):
+        checkpoint = load_checkpoint(_newest(checkpoint))
+    spec = checkpoint.spec
+    chosen = Device.choose(device, spec.inner.precision)
+    tokenizer = data.open_tokenizer(spec.data.tokenizer)
+    model = build_model(spec, tokenizer.vocab_size)
+    checkpoint.layout.load_(model, checkpoint.params_N)
+    context = spec.data.seq_len
+    return generate(
+        model, tokenizer, prompt, options or SamplingOptions(), context=context, device=chosen
+    )
+
+
+def _newest(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = list(path.glob("*.safetensors"))
+    if not files:
+        raise SetupError(f"expected a checkpoint (*.safetensors) in {path}, got none")
+    return max(files, key=lambda file: file.stat().st_mtime_ns)
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: data.Tokenizer,
+    prompt: str,
+    options: SamplingOptions,
+    *,
+    context: int,
+    device: Device,
+) -> Iterator[str]:
+    """Continue a text with a model.
+
+    Args:
+        model: as in `atoll.peer.training.models`; moved to the device and put in evaluation mode.
+        tokenizer: the model's.
+        prompt: the text to continue; an empty one begins a document.
+        options: how to draw.
+        context: tokens that the model sees at most.
+        device: where to compute.
+
+    Yields:
+        Pieces of text; a character of several tokens comes whole.
+    """
+    model.to(device.device).eval()
+    start = tokenizer.end_token or 0
+    tokens = [int(token) for token in tokenizer.encode(prompt.encode())] or [start]
+    generator = torch.Generator().manual_seed(options.seed)
+    decoder = tokenizer.decoder()
+    for _ in range(options.max_tokens):
+        token = pick(_next_logits(model, tokens[-context:], device), options, generator)
+        if token == tokenizer.end_token:
+            return
+        tokens.append(token)
+        if text := decoder.feed(token):
+            yield text
+
+
+@torch.no_grad()
+def _next_logits(model: nn.Module, tokens: list[int], device: Device) -> Tensor:
+    tokens_1T = torch.tensor([tokens], device=device.device)
+    with device.autocast():
+        logits_1TV = models.logits_of(model, tokens_1T)
+    return logits_1TV[0, -1].float().cpu()
+
+
+def pick(logits_V: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
+    """Draw one token.
+
+    Args:
+        logits_V: float32 on the CPU.
+        options: how to draw.
+        generator: on the CPU.
+    """
+    if options.temperature == 0:
+        return int(logits_V.argmax())
+    if 0 < options.top_k < len(logits_V):
+        limit = logits_V.topk(options.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < limit, -math.inf)
+    chances_V = torch.softmax(logits_V / options.temperature, dim=-1)
+    return int(torch.multinomial(chances_V, 1, generator=generator))

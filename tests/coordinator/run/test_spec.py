@@ -1,0 +1,210 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.coordinator.run.addresses import split_address
+from atoll.coordinator.run.spec import RunSpec, run_id, template
+from atoll.coordinator.run.spec_problems import SpecError
+
+BAD = """\
+[run]
+name = "a b"
+rounds = 1.5
+
+[inner]
+lr = -1
+bata1 = 0.5
+batch_size = true
+
+[outer]
+method = "dilco"
+lr = "big"
+seq_len = 64
+
+[outr]
+x = 1
+
+[coordinator]
+listen = "7700"
+"""
+
+
+QSR = "[run]\nrounds = 100\n[outer]\nwindows = 'qsr'\ngrowth = {growth}\n"
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        RunSpec.from_toml(text)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_all_problems_are_told_at_once_with_their_lines() -> None:
+    found = problems(BAD)
+    starts = {problem.split(":")[0] + problem.split(":")[1] for problem in found}
+    assert starts == {
+        "line 2 run.name",
+        "line 3 run.rounds",
+        "line 6 inner.lr",
+        "line 7 inner.bata1",
+        "line 8 inner.batch_size",
+        "line 11 outer.method",
+        "line 12 outer.lr",
+        "line 13 outer.seq_len",
+        "line 15 outr",
+        "line 19 coordinator.listen",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[inner]\nbata1 = 0.5", "did you mean 'beta1'"),
+        ("[outer]\nseq_len = 5", "it belongs to [data]"),
+        ("[outr]", "did you mean 'outer'"),
+        ("[outer]\nmethod = 'dilco'", "did you mean 'diloco'"),
+        ("[outer]\nmethod = 'ddp'", "expected 1 with 'ddp'"),
+        ("[outer]\nmethod = 'noloco'\n[compression]\nfeedback = 1.0", "no feedback"),
+        ("[outer]\nmethod = 'demo'", "expected 1 with 'demo'"),
+        ("[outer]\nmethod = 'diloco(codec=int4)'", "expected codec as compression.codec"),
+        ("[outer]\nmethod = 'streaming(alpha=2)'", "between 0 and 1"),
+        ("[outer]\nmethod = 'streaming(count=0)'", "outer.method: expected at least one"),
+        ("[outer]\nmethod = 'sparseloco'\nmomentum = 0.5", "options among"),
+        ("[outer]\nmethod = 'sparseloco'\n[round]\nreducer = 'median'", "expected 'mean'"),
+        (
+            "[compression]\ncodec = 'feedback(int4, decay=0.9)'",
+            'write codec = "int4" and feedback = 0.9',
+        ),
+        ("[compression]\nfeedback = 2.0", "'auto' or a number between 0 and 1"),
+        ("[compression]\ncodec = 'ternary'\nfeedback = 1.0", "unbiased"),
+        ("[outer]\nlr = 11.0", "'auto' or a number above 0"),
+        ("[outer]\nmomentum = 1.0", "'auto' or a number in [0, 1)"),
+        ("[outer]\nwindows = 'fixed'", "'equal', 'deadline' or 'qsr'"),
+        ("[outer]\ngrowth = 0.01", 'expected none with windows = "equal"'),
+        ("[outer]\nwindows = 'deadline'\nmax_inner_steps = 60", 'windows = "qsr" takes them'),
+        ("[outer]\nwindows = 'qsr'\ngrowth = 0.01", "give run.rounds above 0"),
+        (QSR.format(growth=0.0), "expected 0.00418 to 0.026 for windows that grow from 30"),
+        (QSR.format(growth=0.004), "expected 0.00418 to 0.026"),
+        (QSR.format(growth=0.03), "expected 0.00418 to 0.026"),
+        (QSR.format(growth=0.01) + "max_inner_steps = 30", "more than outer.inner_steps, 30"),
+        (QSR.format(growth=0.01) + "[inner]\nmin_lr_ratio = 1.0", "below 1"),
+        (QSR.format(growth=0.01) + "method = 'ddp'\ninner_steps = 1", "expected 'equal' with"),
+        ("[outer]\nmethod = 'diloco(tau=31)'", "at most the 30 steps of a window"),
+        ("[outer]\ninner_steps = 0", "greater than or equal to 1, got 0"),
+        ("[model]\ncustom = 'model'", "'module:function'"),
+        ("[compression]\ncodec = 'in8'", "int8"),
+        ("[data]\nformat = 'csv'", "'parquet'"),
+        ("[inner]\nlr = nan", "finite"),
+        ("[inner]\nlr = '0.1'", "number"),
+        ("run = 3", "expected a section, as [run], got 3"),
+        ("[run]\nrounds = = 1", "line 2: not valid TOML"),
+    ],
+)
+def test_each_mistake_has_its_remedy(text: str, told: str) -> None:
+    assert told in "\n".join(problems(text))
+
+
+def test_the_template_is_the_default_and_documents_every_field() -> None:
+    text = template()
+    assert RunSpec.from_toml(text) == RunSpec()
+    for section, field in RunSpec.model_fields.items():
+        assert f"[{section}]" in text
+        model: Any = field.annotation
+        for key, info in model.model_fields.items():
+            assert f"{key} = " in text
+            assert info.description and info.description.split()[0] in text
+
+
+def test_every_commented_line_of_the_template_can_be_used() -> None:
+    lines = [line.removeprefix("# ") if " = " in line else line for line in template().splitlines()]
+    spec = RunSpec.from_toml("\n".join(lines))
+    assert spec.model.custom and spec.model.overrides and spec.coordinator.advertise
+
+
+def test_a_template_of_other_values() -> None:
+    spec = RunSpec.from_dict(
+        {"model": {"overrides": {"layers": 3, "tied": True}}, "run": {"seed": 9}}
+    )
+    assert RunSpec.from_toml(template(spec)) == spec
+
+
+def test_windows_grow_by_the_spec_alone() -> None:
+    spec = RunSpec.from_toml(QSR.format(growth=0.01) + "max_inner_steps = 90")
+    windows = spec.timetable(1)
+    assert RunSpec.from_json(spec.canonical()).timetable(1) == windows
+    rate = spec.inner.rate.at(windows.steps_until(40), windows.total_steps)
+    grown = math.floor((0.01 / rate) ** 2)
+    assert [windows.window(position) for position in (0, 40, 99)] == [44, grown, 90]
+    assert 44 < grown < 90
+    assert windows.total_steps - windows.steps_until(100) in range(90)
+    assert spec.timetable(1, rounds=50).total_steps < windows.total_steps / 1.9
+    assert RunSpec.from_dict({"run": {"rounds": 7}}).timetable(2).total_steps == 105
+
+
+def test_file(tmp_path: Path) -> None:
+    path = tmp_path / "RUN.toml"
+    path.write_text('[run]\nname = "mine"\n')
+    assert RunSpec.load(path).run.name == "mine"
+    with pytest.raises(SpecError, match="atoll init"):
+        RunSpec.load(tmp_path / "none.toml")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match="UTF-8"):
+        RunSpec.load(path)
+    path.write_bytes(b"#" * 300_000)
+    with pytest.raises(SpecError, match="at most"):
+        RunSpec.load(path)
+
+
+def test_canonical_bytes_come_back_and_name_the_run() -> None:
+    spec = RunSpec.from_dict({"run": {"name": "x"}, "outer": {"lr": 0.7}})
+    assert RunSpec.from_json(spec.canonical()) == spec
+    moved = RunSpec.from_dict({**spec.model_dump(), "coordinator": {"listen": "0.0.0.0:1"}})
+    other = RunSpec.from_dict({**spec.model_dump(), "inner": {"lr": 0.1}})
+    assert spec.digest() == moved.digest() != other.digest()
+    assert spec.differences(other) == ["inner.lr: 0.0015 != 0.1"]
+    assert run_id(spec, b"a" * 32) != run_id(spec, b"b" * 32)
+    assert len(run_id(spec, b"a" * 32)) == 64
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_hostile_bytes(raw: bytes) -> None:
+    with pytest.raises(SpecError):
+        RunSpec.from_json(b"[" + raw)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" * 100_000, b" " * 300_000, b"{}[", b'"text"', b"\xff", b"null"]
+)
+def test_hostile_json(raw: bytes) -> None:
+    with pytest.raises(SpecError):
+        RunSpec.from_json(raw)
+
+
+def test_addresses() -> None:
+    assert split_address("[::1]:7700") == ("::1", 7700)
+    assert split_address("host:0") == ("host", 0)
+    for bad in ("host", ":1", "host:", "host:65536", "host:x", "host:-1"):
+        with pytest.raises(ValueError, match="host:port"):
+            split_address(bad)
+
+
+def test_the_method_takes_its_own_codec_unless_another_is_named() -> None:
+    method = RunSpec.from_dict({"outer": {"method": "sparseloco(average=senders)"}}).method()
+    assert (method.codec.spec, method.feedback) == ("topk+2bit", 0.95)
+    spec = RunSpec.from_dict({"compression": {"codec": "ternary"}})
+    assert (spec.method().codec.spec, spec.method().feedback) == ("ternary", 0.0)
+    assert RunSpec().method().codec.spec == "int8"
+
+
+def test_outer_rates_of_diloco_follow_the_run_and_those_of_others_do_not() -> None:
+    def rates(method: str, **outer: float) -> tuple[float, float]:
+        sections = {"run": {"rounds": 10}, "outer": {"method": method, **outer}}
+        return RunSpec.from_dict(sections).method().scalars(0.1)
+
+    assert rates("diloco") == rates("streaming") == (0.8, 0.3)
+    assert rates("diloco", lr=0.5) == (0.5, 0.3)
+    assert rates("muloco") == (0.7, 0.6)
+    assert rates("demo", inner_steps=1) == (0.1, 0.0)

@@ -1,0 +1,68 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.coordinator.run.status import (
+    Event,
+    PeerStatus,
+    RoundSummary,
+    RoundTrace,
+    RunStatus,
+    StatusError,
+)
+
+PEER = PeerStatus(peer_id="p", phases={"wait": 0.5, "send": 1.0}, loss=2.5, tokens_per_s=1e4)
+ROUND = RoundSummary(position=3, at=1.5, loss=2.0, left_out=["q"], seconds={"wait": 1.0})
+RUN = RunStatus(
+    run_name="r", run_id="ab", peers=[PEER], history=[ROUND], events=[Event(at=1.0, text="héllo")]
+)
+TRACE = RoundTrace(position=3, included=True, seconds={"send": 0.25}, wire_bytes_sent=10)
+
+
+@pytest.mark.parametrize("record", [PEER, ROUND, RUN, TRACE, RUN.events[0]])
+def test_round_trip(record: PeerStatus | RoundSummary | RunStatus | RoundTrace | Event) -> None:
+    assert type(record).from_json(record.to_json()) == record
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("loss", float("nan")),
+        ("loss", "2"),
+        ("position", -1),
+        ("position", 1.5),
+        ("position", 2**63),
+        ("peer_id", "x" * 129),
+        ("peer_id", 7),
+        ("chain", "not hex"),
+        ("state", "king"),
+        ("phases", {"wait": -1.0}),
+        ("phases", {str(i): 1.0 for i in range(33)}),
+        ("phases", []),
+        ("shoe_size", 43),
+    ],
+)
+def test_a_hostile_peer_status_is_refused(field: str, value: object) -> None:
+    fields = dataclasses.asdict(PEER) | {field: value}
+    with pytest.raises(StatusError, match="PeerStatus"):
+        PeerStatus.from_json(json.dumps(fields).encode())
+
+
+def test_nothing_wrong_leaves_either() -> None:
+    with pytest.raises(StatusError, match=r"peers.0.loss"):
+        dataclasses.replace(RUN, peers=[PeerStatus(peer_id="p", loss=float("inf"))]).to_json()
+
+
+def test_too_long_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(StatusError, match="at most 65536 bytes"):
+        PeerStatus.from_json(b" " * 70_000)
+
+
+@given(st.binary(max_size=300))
+def test_hostile_bytes(raw: bytes) -> None:
+    for kind in (PeerStatus, RoundSummary, RunStatus, RoundTrace, Event):
+        with pytest.raises(StatusError):
+            kind.from_json(raw)

@@ -1,0 +1,619 @@
+"""Client and server over real gRPC and TLS on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.rpc import service_pb2 as pb
+from atoll.coordinator.rpc.channel import StatusClient
+from atoll.coordinator.rpc.client import CoordinatorClient
+from atoll.coordinator.rpc.client_errors import (
+    BadReply,
+    CoordinatorRefused,
+    CoordinatorUnreachable,
+    Invalid,
+    NotThere,
+    NotWelcome,
+    WrongCertificate,
+    WrongRunOrVersion,
+    from_grpc,
+)
+from atoll.coordinator.rpc.messages import METHODS
+from atoll.coordinator.run.admission import AdmissionCheck
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.status import Event, RoundTrace
+from atoll.dht import Identity
+from atoll.optim.log.entry import Certificate, SignedEpoch
+from atoll.optim.state.outer_state import Assembly
+
+NOBODY = Invite(
+    addresses=("127.0.0.1:9",), run_id=bytes(32), run_key=bytes(32), tls_sha256=bytes(32)
+)
+
+
+def test_joining_gives_what_a_peer_needs(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            client = net.client(0, version="0.1.0")
+            joined = await client.join()
+            assert joined.spec == kit.SPEC and joined.layout == kit.LAYOUT
+            assert joined.genesis_root == kit.genesis().root()
+            assert joined.epoch == b"" and joined.head.position == 0
+            assert abs(joined.clock_offset_s) < 1.0
+            invite = net.up.invite
+            check = AdmissionCheck(invite.run_key, invite.run_id)
+            check(net.swarm.identities[0].peer_id, joined.admission)
+            (event,) = (await client.status()).events
+            assert event.text == "joined as trainer (version 0.1.0)"
+
+    kit.run(main())
+
+
+def test_the_first_epoch_opens_when_enough_peers_are_ready(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two = net.client(0), net.client(1)
+            await one.join(), await two.join()
+            await one.heartbeat(net.swarm.status(0))
+            await two.heartbeat(net.swarm.status(1, state="joining"))
+            await net.up.coordinator.tick()
+            assert (await one.status()).state == "waiting"
+            await two.heartbeat(net.swarm.status(1))
+            await net.up.coordinator.tick()
+            beat = await one.heartbeat(net.swarm.status(0))
+            key = net.up.coordinator.keys
+            epoch = SignedEpoch.decode(beat.epoch).open(
+                lambda data, signature: key.signer.public_key().verify(signature, data) is None
+            )
+            assert (epoch.epoch, epoch.base_position) == (0, 0)
+            assert {e.peer_id for e in epoch.electorate} == {
+                net.swarm.identities[i].peer_id for i in (0, 1)
+            }
+            assert epoch.base_chain == beat.head.chain
+
+    kit.run(main())
+
+
+def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, _ = await net.started()
+            state = kit.genesis()
+            sent = []
+            for position in range(5):
+                head = net.up.coordinator.head()
+                entry, body = net.swarm.entry(net.run_id, head)
+                assert await net.publish(one, entry, body)
+                assert not await net.publish(two, entry, body)
+                state = kit.REPLAY.next_state(state, entry, body)
+                sent.append((entry, body))
+                assert net.up.coordinator.head().position == position + 1
+            assert net.up.coordinator.follower.state.root() == state.root()
+            got = [fetched async for fetched in two.fetch_entries(1, 100)]
+            assert [(f.entry, f.body) for f in got] == [(e.encode(), b) for e, b in sent[1:]]
+            heads = [f async for f in two.fetch_entries(0, 2, bodies=False)]
+            assert [(f.position, f.body) for f in heads] == [(0, None), (1, None)]
+            status = await two.status()
+            assert (status.position, status.tokens_total, status.loss) == (5, 1500, 2.5)
+            assert [r.position for r in status.history] == [1, 2, 3, 4, 5]
+
+    kit.run(main())
+
+
+def test_a_joiner_fetches_the_genesis_and_newer_snapshots(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, _ = await net.started()
+            for _ in range(2):
+                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+                await net.publish(one, entry, body)
+            for position, expected in (
+                (0, kit.genesis()),
+                (None, net.up.coordinator.follower.state),
+            ):
+                info = await two.fetch_snapshot(position)
+                assembly = Assembly(
+                    layout=info.layout,
+                    position=info.position,
+                    leaf_digests=info.leaf_digests,
+                    root=info.root,
+                )
+                async for index, data in two.fetch_leaves(info.position):
+                    assembly.add(index, data)
+                assert assembly.finish().root() == expected.root()
+            assert [i async for i, _ in two.fetch_leaves(0, start=1, count=1)] == [1]
+            with pytest.raises(NotThere, match="snapshot 1 is not here"):
+                await two.fetch_snapshot(1)
+            with pytest.raises(NotThere):
+                [_ async for _ in two.fetch_leaves(99)]
+
+    kit.run(main())
+
+
+def test_heartbeats_become_status_and_rounds(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, three = await net.started()
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            trace = RoundTrace(
+                position=0, included=True, seconds={"send": 1.0, "wait": 2.0}, wire_bytes_sent=7
+            )
+            await one.heartbeat(net.swarm.status(0), traces=[trace])
+            await net.publish(one, entry, body)
+            later = dataclasses.replace(trace, seconds={"send": 3.0}, wire_bytes_sent=5)
+            busy = net.swarm.status(1, state="training", tokens_per_s=50.0, utilisation=0.5)
+            await two.heartbeat(busy, traces=[later], events=[Event(at=0.0, text="hello")])
+            await three.heartbeat(net.swarm.status(2), leaving=True)
+            status = await one.status()
+            (summary,) = status.history
+            assert summary.seconds == {"send": 2.0, "wait": 1.0} and summary.wire_bytes == 12
+            assert status.tokens_per_s == 50.0
+            assert [p.state for p in sorted(status.peers, key=lambda p: p.state)] == [
+                "gone",
+                "ready",
+                "training",
+            ]
+            texts = [(e.source, e.text) for e in status.events]
+            assert (net.swarm.identities[1].peer_id, "hello") in texts
+            assert (net.swarm.identities[2].peer_id, "left") in texts
+
+    kit.run(main())
+
+
+def test_rounds_of_an_absence_have_no_time_and_no_validation_loss(kit: Any, tmp_path: Path) -> None:
+    """They were long ago; what the coordinator learns at once looked like a run at full speed."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            clients = await net.started()
+            for index, client in enumerate(clients):
+                status = net.swarm.status(index, position=3 if index else 4, valid_loss=2.0)
+                await client.heartbeat(status)
+            for _ in range(4):
+                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+                await net.publish(clients[0], entry, body)
+            rows = (await clients[0].status()).history
+            assert [row.late for row in rows] == [True, True, False, False]
+            assert [row.valid_loss for row in rows] == [None, None, 2.0, 2.0]
+
+    kit.run(main())
+
+
+def test_an_event_has_the_time_at_which_it_happened(kit: Any, tmp_path: Path) -> None:
+    """Not that of the coordinator's return, unless the peer's clock is out of the question."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            now_s = net.up.coordinator.now_s()
+            times_s = (now_s - 600.0, now_s + 600.0, 0.0)
+            events = [Event(at=at_s, text=f"{at_s}") for at_s in times_s]
+            await one.heartbeat(net.swarm.status(0), events=events)
+            status = await one.status()
+            past, future, never = [event.at for event in status.events[-3:]]
+            assert past == times_s[0]
+            assert now_s <= future <= status.now and now_s <= never <= status.now
+
+    kit.run(main())
+
+
+def test_a_disk_that_is_full_is_told_once_and_the_run_goes_on(kit: Any, tmp_path: Path) -> None:
+    """It was a traceback every half second, and peers thought that they were out of touch."""
+
+    def limit_disk(coordinator: Coordinator, pages: int) -> None:
+        for database in (coordinator.follower.store, coordinator.rounds._history):
+            database._db.execute(f"PRAGMA max_page_count = {pages}")  # no file gets below its size
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, _ = await net.started()
+            coordinator = net.up.coordinator
+            ahead = net.swarm.status(0, position=1)
+            assert (await one.heartbeat(ahead)).publish_from == 0
+            limit_disk(coordinator, 1)
+            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            for client in (one, two, one):
+                with pytest.raises(CoordinatorRefused, match=r"disk.*full") as raised:
+                    await net.publish(client, entry, body)
+                assert raised.value.code == "resource_exhausted"
+            long_ones = [Event(at=0.0, text="x" * 1000)] * 16
+            beat = await one.heartbeat(ahead, events=long_ones)
+            assert beat.publish_from is None
+            await coordinator.tick()
+            told = [e.text for e in (await one.status()).events if e.level == "error"]
+            assert len(told) == 1 and "make room on its disk" in told[0]
+            limit_disk(coordinator, 2**31)
+            assert await net.publish(two, entry, body)
+            assert coordinator.head().position == 1
+
+    kit.run(main())
+
+
+def test_the_coordinator_asks_one_peer_for_what_it_lacks(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            clients = await net.started()
+            asked = []
+            for index, client in enumerate(clients):
+                beat = await client.heartbeat(net.swarm.status(index, position=1))
+                asked.append(beat.publish_from)
+            assert asked == [0, None, None]
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            assert await net.publish(clients[0], entry, body)
+            beat = await clients[0].heartbeat(net.swarm.status(0, position=1))
+            assert beat.publish_from is None and beat.head.position == 1
+
+    kit.run(main())
+
+
+def test_the_run_finishes_with_a_checkpoint(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            for _ in range(6):
+                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+                await net.publish(one, entry, body)
+            assert (await one.heartbeat(net.swarm.status(0, position=6))).finished
+            assert (await one.status()).state == "finished"
+            coordinator = net.up.coordinator
+        checkpoint = kit.load_checkpoint(coordinator.last_checkpoint())
+        assert checkpoint.position == 6 and checkpoint.spec == kit.SPEC
+        assert checkpoint.chain == coordinator.head().chain
+        assert checkpoint.state.root() == coordinator.follower.state.root()
+
+    kit.run(main())
+
+
+# Those who are not welcome
+
+
+def other_invite(invite: Invite, **changes: Any) -> Invite:
+    return dataclasses.replace(invite, **changes)
+
+
+def test_strangers_are_turned_away(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            invite, identity = net.up.invite, Identity.ephemeral()
+
+            async def attempt(changed: Invite) -> None:
+                client = CoordinatorClient(changed, identity)
+                try:
+                    await client.join()
+                finally:
+                    await client.close()
+
+            with pytest.raises(NotWelcome, match="token of this run's invite"):
+                await attempt(other_invite(invite, token=b"guess"))
+            with pytest.raises(WrongRunOrVersion, match="invite is of another run"):
+                await attempt(other_invite(invite, run_id=b"x" * 32))
+            with pytest.raises(BadReply, match="spec of the invite's run"):
+                await attempt(other_invite(invite, run_key=b"k" * 32))
+            with pytest.raises(WrongCertificate, match="someone in between"):
+                await attempt(other_invite(invite, tls_sha256=b"t" * 32))
+            with pytest.raises(NotWelcome, match="token"):
+                await StatusClient(other_invite(invite, token=b"")).status()
+            with pytest.raises(WrongRunOrVersion, match="invite is of another run"):
+                await StatusClient(other_invite(invite, run_id=b"x" * 32)).status()
+
+    kit.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "told"),
+    [
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7700: Failed "
+            "to connect to remote host: Connection refused",
+            "host:7700: connection refused",
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "host:7700: socket closed"),
+        (grpc.StatusCode.UNAVAILABLE, "odd:", "host:7700: odd:"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "host:7700: no answer in time"),
+    ],
+)
+def test_why_a_call_failed_is_told_in_few_words(
+    code: grpc.StatusCode, details: str, told: str
+) -> None:
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(code, metadata, metadata, details=details)
+    assert str(from_grpc(error, "host:7700")) == told
+
+
+def test_a_call_whose_connection_another_call_gave_up_has_failed_and_was_not_cancelled(
+    kit: Any,
+) -> None:
+    """Who waits for a status would take a cancellation for an order to stop."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            client = StatusClient(NOBODY)
+            client._channel = grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}")
+            waiting = asyncio.create_task(client.status())
+            accepted, _ = await asyncio.to_thread(silent.accept)
+            await client._give_up(client._channel)
+            with accepted, pytest.raises(CoordinatorUnreachable, match="given up"):
+                await waiting
+
+    kit.run(main())
+
+
+def test_a_call_that_is_cancelled_is_cancelled(kit: Any) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            client = StatusClient(NOBODY)
+            client._channel = grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}")
+            waiting = asyncio.create_task(client.status())
+            accepted, _ = await asyncio.to_thread(silent.accept)
+            waiting.cancel()
+            with accepted, pytest.raises(asyncio.CancelledError):
+                await waiting
+            await client.close()
+
+    kit.run(main())
+
+
+def test_someone_in_between_with_another_certificate(kit: Any, tmp_path: Path) -> None:
+    """The first handshake sees the right certificate, gRPC then meets another server."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            invite = net.up.invite
+            keys = RunKeys.generate()
+            (tmp_path / "key").write_bytes(keys.tls_key)
+            (tmp_path / "crt").write_bytes(keys.tls_certificate)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tmp_path / "crt", tmp_path / "key")
+            seen: list[bytes] = []
+
+            async def intercept(reader: Any, writer: Any) -> None:
+                seen.append(await reader.read(100))
+                writer.close()
+
+            server = await asyncio.start_server(intercept, "127.0.0.1", 0, ssl=context)
+            port = server.sockets[0].getsockname()[1]
+            client = StatusClient(other_invite(invite, addresses=(f"127.0.0.1:{port}",)))
+            with pytest.raises(WrongCertificate, match="expected the certificate"):
+                await client.status()
+            server.close()
+            assert all(data == b"" for data in seen)
+
+    kit.run(main())
+
+
+def test_a_proof_by_another_key_or_an_old_nonce(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            victim, thief = net.client(0), net.client(1)
+            peer_id = net.swarm.identities[0].peer_id
+            nonce = net.up.coordinator.entrance.challenge(peer_id)
+            request = thief._join_request(net.swarm.identities[1], nonce)
+            request.peer_id = peer_id
+            with pytest.raises(NotWelcome, match="signed by the key of the peer id"):
+                await thief._call("Join", request)
+            forged = hashlib.sha256(b"nonce").digest()
+            with pytest.raises(NotWelcome, match="fresh nonce"):
+                await victim._call("Join", victim._join_request(net.swarm.identities[0], forged))
+
+    kit.run(main())
+
+
+def test_sessions_are_their_owners_only(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two = net.client(0), net.client(1)
+            with pytest.raises(NotWelcome, match="join first"):
+                await one.heartbeat(net.swarm.status(0))
+            await one.join(), await two.join()
+            with pytest.raises(NotWelcome, match="status of the peer itself"):
+                await one.heartbeat(net.swarm.status(1))
+            two._session = one._session
+            with pytest.raises(NotWelcome, match="current session"):
+                await two.heartbeat(net.swarm.status(1))
+            with pytest.raises(NotWelcome):
+                [_ async for _ in two.fetch_entries(0, 1)]
+
+    kit.run(main())
+
+
+# Those who send rubbish
+
+
+def test_entries_that_nobody_certified_are_refused(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            head = net.up.coordinator.head()
+            entry, body = net.swarm.entry(net.run_id, head)
+
+            async def send(entry: Any, certificate: bytes, body: bytes) -> bool:
+                published = await one.publish(
+                    epoch=0,
+                    position=0,
+                    entry=entry if isinstance(entry, bytes) else entry.encode(),
+                    certificate=certificate,
+                    body=body,
+                )
+                return published.accepted
+
+            good = net.swarm.certify(entry).encode()
+            with pytest.raises(Invalid, match="quorum"):
+                await send(entry, net.swarm.certify(entry, [0]).encode(), body)
+            with pytest.raises(Invalid, match="forged"):
+                other, _ = net.swarm.entry(net.run_id, head, lr=0.5)
+                await send(other, good, body)
+            with pytest.raises(Invalid, match="another digest"):
+                await send(entry, good, bytes(len(body)))
+            with pytest.raises(Invalid, match="expected a body of"):
+                await send(entry, good, body + b"x")
+            with pytest.raises(Invalid, match=r"not msgpack|not a valid record"):
+                await send(b"\xc1rubbish", good, body)
+            with pytest.raises(Invalid, match="certificate: expected 1 to"):
+                await send(entry, b"", body)
+            with pytest.raises(Invalid, match="run"):
+                alien, _ = net.swarm.entry(b"x" * 32, head)
+                await send(alien, net.swarm.certify(alien).encode(), body)
+            short, _ = net.swarm.entry(net.run_id, head)
+            short = short.model_copy(update={"parts": ()})
+            with pytest.raises(Invalid):
+                await send(short, Certificate(attempt=0, votes=()).encode(), b"")
+            ahead, _ = net.swarm.entry(net.run_id, dataclasses.replace(head, position=3))
+            assert not await send(ahead, good, body)
+            assert net.up.coordinator.head() == head
+            assert await send(entry, good, body)
+
+    kit.run(main())
+
+
+@pytest.mark.parametrize("parts", [[], ["chunk"], ["header"], ["header", "header"]])
+def test_a_stream_out_of_order_is_refused(kit: Any, tmp_path: Path, parts: list[str]) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            header = pb.PublishHeader(
+                auth=one._auth(),
+                entry=entry.encode(),
+                certificate=net.swarm.certify(entry).encode(),
+                body_bytes=len(body),
+            )
+            messages = {
+                "chunk": pb.PublishRequest(chunk=b"x"),
+                "header": pb.PublishRequest(header=header),
+            }
+            stream = (await one._connect()).stream_stream(
+                METHODS[3].path,
+                request_serializer=pb.PublishRequest.SerializeToString,
+                response_deserializer=pb.PublishReply.FromString,
+            )(iter([messages[part] for part in parts]))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer(stream)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await net.publish(one, entry, body)
+
+    kit.run(main())
+
+
+def test_hostile_messages_harm_only_their_own_call(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            channel = await one._connect()
+            for method in METHODS:
+                for raw in (b"", b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f", bytes(5 << 20)):
+                    kind = "stream" if method.streams_in else "unary"
+                    kind += "_stream" if method.streams_out else "_unary"
+                    call = getattr(channel, kind)(method.path)
+                    given = iter([raw]) if method.streams_in else raw
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await answer(call(given, timeout=5))
+                        raise AssertionError(f"{method.name} took {raw[:10]!r}")
+                    assert caught.value.code() in {
+                        grpc.StatusCode.INVALID_ARGUMENT,
+                        grpc.StatusCode.UNAUTHENTICATED,
+                        grpc.StatusCode.PERMISSION_DENIED,
+                        grpc.StatusCode.FAILED_PRECONDITION,
+                        grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    }
+            auth = one._auth()
+            for request in (
+                pb.HeartbeatRequest(auth=auth, status=b"{}"),
+                pb.HeartbeatRequest(auth=auth, status=b"[" * 100_000),
+                pb.HeartbeatRequest(
+                    auth=auth, status=net.swarm.status(0).to_json(), traces=[b"{}"]
+                ),
+                pb.HeartbeatRequest(
+                    auth=auth, status=net.swarm.status(0).to_json(), events=[b"{}"] * 33
+                ),
+            ):
+                with pytest.raises(Invalid):
+                    await one._call("Heartbeat", request)
+            with pytest.raises(Invalid, match="entries, snapshot or leaves"):
+                [_ async for _ in one._stream_out("Fetch", pb.FetchRequest(auth=auth))]
+            huge = pb.LeafRange(position=0, start=2**32 - 1, count=2**32 - 1)
+            request = pb.FetchRequest(auth=auth, leaves=huge)
+            assert [_ async for _ in one._stream_out("Fetch", request)] == []
+            far = pb.EntryRange(start=2**63, count=2**32 - 1, bodies=True)
+            with pytest.raises(CoordinatorRefused):
+                [_ async for _ in one._stream_out("Fetch", pb.FetchRequest(auth=auth, entries=far))]
+            assert (await one.status()).state == "training"
+
+    kit.run(main())
+
+
+async def answer(call: Any) -> None:
+    if hasattr(call, "__await__"):
+        await call
+    else:
+        async for _ in call:
+            pass
+
+
+def test_a_publisher_that_stalls_is_given_up(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.coordinator.service.service.PROGRESS_TIMEOUT_S", 0.2)
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, _ = await net.started()
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            stream = (await one._connect()).stream_stream(
+                METHODS[3].path, request_serializer=pb.PublishRequest.SerializeToString
+            )()
+            header = pb.PublishHeader(
+                auth=one._auth(),
+                entry=entry.encode(),
+                certificate=net.swarm.certify(entry).encode(),
+                body_bytes=len(body),
+            )
+            await stream.write(pb.PublishRequest(header=header))
+            with pytest.raises(grpc.aio.AioRpcError, match="nothing came"):
+                await answer(stream)
+            assert await net.publish(two, entry, body)
+
+    kit.run(main())
+
+
+def test_nobody_there(kit: Any) -> None:
+    async def main() -> None:
+        invite = Invite(
+            addresses=("127.0.0.1:1", "127.0.0.1:2"),
+            run_id=b"r" * 32,
+            run_key=b"k" * 32,
+            tls_sha256=b"t" * 32,
+        )
+        with pytest.raises(CoordinatorUnreachable, match=r"127\.0\.0\.1:1"):
+            await StatusClient(invite).status()
+
+    kit.run(main())
+
+
+def test_a_status_of_a_newer_version_is_said_to_be_one(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            client = net.client(0)
+
+            class Newer:
+                status = b'{"run_name": "x", "run_id": "", "moods": []}'
+
+            async def call(name: str, request: object) -> Newer:
+                return Newer()
+
+            client._call = call
+            with pytest.raises(BadReply, match="use the organiser's version"):
+                await client.status()
+
+    kit.run(main())

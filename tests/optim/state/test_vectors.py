@@ -1,0 +1,70 @@
+import gc
+
+import torch
+
+from atoll.optim.state import vectors
+
+N = vectors.LONG + 3
+
+
+def address(numel: int) -> int:
+    return vectors.empty(numel).data_ptr()
+
+
+def test_memory_is_used_again_once_nobody_has_it():
+    first = address(N)
+    assert address(N) == first
+
+
+def test_memory_that_a_view_holds_is_not_given_out():
+    held = vectors.empty(N)
+    held.fill_(7.0)
+    view, at = memoryview(held[5:9].numpy()), held.data_ptr()
+    del held
+    others = [vectors.empty(N).fill_(1.0) for _ in range(3)]
+    assert at not in [other.data_ptr() for other in others]
+    assert list(view) == [7.0] * 4
+    del view
+    gc.collect()
+    assert at in [vectors.empty(N).data_ptr(), *[address(N) for _ in others]]
+
+
+def test_of_each_length_some_memory_is_kept_and_no_more():
+    held = [vectors.empty(N) for _ in range(vectors.SPARE + 3)]
+    del held
+    assert len(vectors._spare[2 * vectors.LONG]) == vectors.SPARE
+    for more in range(1, vectors.LENGTHS + 3):
+        vectors.empty(N + more * vectors.LONG)
+    assert len(vectors._spare) <= vectors.LENGTHS
+
+
+def test_nearly_equal_lengths_share_memory():
+    first = address(2 * vectors.LONG)
+    assert address(2 * vectors.LONG - 7) == first
+    assert vectors.empty(2 * vectors.LONG - 7).shape == (2 * vectors.LONG - 7,)
+
+
+def test_short_vectors_are_plain_ones():
+    short = vectors.empty(5)
+    assert short.shape == (5,)
+    assert short.dtype == torch.float32
+    assert 5 not in vectors._spare
+
+
+def test_vectors_are_put_one_after_another():
+    parts = [torch.randn(3), torch.randn(1), torch.randn(4)]
+    assert torch.equal(vectors.cat(parts), torch.cat(parts))
+    assert torch.equal(vectors.cat(parts[:1]), parts[0])
+
+
+def test_neighbours_in_one_memory_are_joined_without_a_copy():
+    whole = torch.randn(8)
+    joined = vectors.joined([whole[1:3], whole[3:7], whole[7:]])
+    assert torch.equal(joined, whole[1:])
+    assert joined.data_ptr() == whole[1:].data_ptr()
+
+
+def test_vectors_that_do_not_lie_one_after_another_are_copied():
+    whole, other = torch.randn(8), torch.randn(8)
+    for parts in ([whole[:3], other[3:]], [whole[3:], whole[:3]], [whole[:3], whole[4:]]):
+        assert torch.equal(vectors.joined(parts), torch.cat(parts))

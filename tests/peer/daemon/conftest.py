@@ -1,0 +1,77 @@
+"""Coordinators, links and reducers for the tests here; all end with the test."""
+
+import contextlib
+from dataclasses import dataclass
+
+import pytest
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.daemon.link import Link
+from atoll.peer.daemon.session import LinkOptions
+from support import organiser as helpers
+from support.organiser import LOOPBACK, Organiser
+from support.reducer_bench import Bench
+
+
+@pytest.fixture
+def kit():
+    """The helpers of `support.organiser`."""
+    return helpers
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Makes reducers, and ends them."""
+    made = []
+
+    def make(**changes):
+        made.append(Bench(tmp_path / f"log-{len(made)}", **changes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def organise(tmp_path):
+    """Starts coordinators; all are stopped when the test ends."""
+    with contextlib.ExitStack() as stack:
+
+        def start(spec: RunSpec) -> Organiser:
+            organiser = Organiser(spec, tmp_path / "coordinator")
+            stack.callback(organiser.stop)
+            organiser.start()
+            return organiser
+
+        yield start
+
+
+@dataclass
+class Joined:
+    """A link, and what it said."""
+
+    link: Link
+    events: list
+
+    def said(self, text: str) -> bool:
+        return any(text in event for event in self.events)
+
+
+@pytest.fixture
+def join(tmp_path):
+    """Opens links by an invite; all are closed when the test ends."""
+    with contextlib.ExitStack() as stack:
+
+        def open_link(invite, name="peer", **options) -> Joined:
+            events = []
+            link = Link.open(
+                LinkOptions(
+                    invite=invite, state_dir=tmp_path / name, name=name, listen=LOOPBACK, **options
+                ),
+                on_event=lambda level, text: events.append(f"{level}: {text}"),
+            )
+            stack.callback(link.close)
+            return Joined(link, events)
+
+        yield open_link

@@ -1,0 +1,93 @@
+"""The run's first DHT node, started again while the peers have each other."""
+
+import asyncio
+from pathlib import Path
+
+from atoll.coordinator.service.server import NodeRequest
+from atoll.dht.node import Node
+from atoll.dht.roster import PeerRecord
+from atoll.peer.daemon import bootstrap
+from atoll.peer.daemon.bootstrap import BootstrapNode, recall, remember
+
+RUN_ID = bytes(range(32))
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+def request(folder: Path) -> NodeRequest:
+    return NodeRequest(
+        run_id=RUN_ID,
+        identity_path=folder / "node.key",
+        host="127.0.0.1",
+        port=0,
+        advertise=None,
+        check=lambda remote, credential: None,
+        admit=lambda peer_id: b"admission",
+    )
+
+
+def record(node: Node) -> PeerRecord:
+    return PeerRecord(
+        peer_id=node.peer_id,
+        addresses=tuple(node.addresses),
+        incarnation="1" * 32,
+        role="trainer",
+        epoch=0,
+        position=3,
+        tokens_per_s=0.0,
+        uplink_mbit_s=0.0,
+        downlink_mbit_s=0.0,
+        ready_in_s=0.0,
+        protocol=1,
+    )
+
+
+async def until(condition, timeout_s=60.0):
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.1)
+
+
+def test_started_again_it_finds_the_peers_that_go_on_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.2)
+
+    async def main():
+        first = await BootstrapNode.start(request(tmp_path), admission_s=60.0)
+        options = {"run_id": RUN_ID.hex(), "listen_maddrs": LOOPBACK, "admission": b"admission"}
+        one = await Node.start(None, bootstrap=first.addresses, **options)
+        two = await Node.start(None, bootstrap=[*first.addresses, *one.addresses], **options)
+        try:
+            await one.roster.publish(record(one), 60.0)
+
+            async def is_known():
+                return set(recall(tmp_path / "node.known")) == set(one.addresses[:2])
+
+            await until(is_known)
+            await first.close()
+            for node in (one, two):  # as if it had been away until they dropped it
+                table = node.dht.protocol.routing_table
+                for uid, peer in list(table.uid_to_peer_id.items()):
+                    if peer.to_base58() not in (one.peer_id, two.peer_id):
+                        del table[uid]
+            again = await BootstrapNode.start(request(tmp_path), admission_s=60.0)
+            try:
+
+                async def sees_one():
+                    return one.peer_id in await again._node.roster.peers()
+
+                await until(sees_one)
+            finally:
+                await again.close()
+        finally:
+            await one.close()
+            await two.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_not_there_or_not_text_is_no_address(tmp_path):
+    path = tmp_path / "node.known"
+    assert recall(path) == ()
+    path.write_bytes(b"\xff\xfe\x00")
+    assert recall(path) == ()
+    remember(path, ("/ip4/127.0.0.1/tcp/1/p2p/a", "/dns/host/tcp/2/p2p/b"))
+    assert recall(path) == ("/ip4/127.0.0.1/tcp/1/p2p/a", "/dns/host/tcp/2/p2p/b")

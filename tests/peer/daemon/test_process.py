@@ -1,0 +1,261 @@
+"""A peer daemon against a real coordinator: finish, stop, resume, and what it makes of damage."""
+
+import dataclasses
+import logging
+import threading
+
+import pytest
+
+from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.peer.daemon.link import Link
+from atoll.peer.daemon.membership import StateDirectoryInUse
+from atoll.peer.daemon.process import DaemonOptions, PeerDaemon, log_file
+from atoll.peer.daemon.session import LinkOptions
+from atoll.peer.errors import DataError
+from atoll.peer.paths import PeerPaths
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+class Daemon:
+    """A daemon in a thread, with what it told."""
+
+    def __init__(self, invite, state_dir, **options):
+        self.events = []
+        self.result = self.error = None
+        link = LinkOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
+        self.daemon = PeerDaemon(
+            DaemonOptions(link=link, device="cpu", **options), on_event=self.events.append
+        )
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.result = self.daemon.run()
+        except Exception as error:
+            self.error = error
+
+    def said(self, text, kind="event"):
+        return any(e.kind == kind and text in e.text for e in self.events)
+
+    def join(self):
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+@pytest.fixture
+def start(tmp_path):
+    daemons = []
+
+    def start(invite, name="peer", **options):
+        daemons.append(Daemon(invite, tmp_path / name, **options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.daemon.stop()
+    for daemon in daemons:
+        daemon.thread.join(60)
+
+
+@pytest.fixture
+def crew(organise, kit, start):
+    """An endless run with two peers and a third, `peer`: two are a quorum without it."""
+    organiser = organise(kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 3}))
+    for name in ("one", "two", "peer"):
+        daemon = start(organiser.invite, name)
+    kit.until(lambda: members(organiser) == 3, "a round of three")
+    return organiser, daemon
+
+
+def members(organiser, after=0):
+    """Of the newest round, if it is later than a position."""
+    history = organiser.status().history
+    return history[-1].members if history and history[-1].position > after else 0
+
+
+def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, start):
+    organiser = organise(kit.tiny_spec())
+    daemon = start(organiser.invite)
+    assert daemon.join() is True
+    status = organiser.status()
+    assert (status.state, status.position) == ("finished", 3)
+    (peer,) = status.peers
+    assert (peer.position, peer.chain, peer.state) == (3, status.chain, "gone")
+    assert peer.state_position == 3
+    state = organiser.up.coordinator.follower.head_and_state()[1]
+    assert peer.state_digest == state.root().hex()
+    assert [e.kind for e in daemon.events][-1] == "stopped"
+
+
+def test_a_slow_peer_takes_shorter_windows_than_the_others_as_their_records_say(
+    organise, kit, start
+):
+    outer = {"inner_steps": 8, "windows": "deadline"}
+    organiser = organise(
+        kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 2, "grace_s": 10.0}, outer=outer)
+    )
+    start(organiser.invite, "fast")
+    start(organiser.invite, "slow", share=0.05)
+
+    def windows():
+        return {peer.name: peer.inner_steps for peer in organiser.status().peers}
+
+    kit.until(lambda: windows() == {"fast": 8, "slow": 4}, "windows by speed")
+    position = organiser.status().position
+    kit.until(lambda: members(organiser, after=position) == 2, "a round of both")
+
+
+def test_windows_grow_alike_at_peers_that_stay_and_one_that_starts_again(organise, kit, start):
+    outer = {"inner_steps": 8, "windows": "qsr", "growth": 0.0069}
+    spec = kit.tiny_spec(
+        run={"rounds": 100},
+        round={"min_peers": 3, "grace_s": 20.0},
+        outer=outer,
+        inner={"min_lr_ratio": 0.0},
+    )
+    windows = spec.timetable(1)
+    organiser = organise(spec)
+    for name in ("one", "two", "leaves"):  # two are a quorum
+        leaves = start(organiser.invite, name, share=0.4)
+    kit.until(lambda: members(organiser, after=8) == 3, "rounds of three")
+    leaves.daemon.stop()
+    assert leaves.join() is False
+    start(organiser.invite, "leaves", share=0.4)
+    there = organiser.status().position
+    kit.until(lambda: members(organiser, after=there) == 3, "it to be a member again")
+    together = organiser.status().position
+    kit.until(lambda: organiser.status().position > together + 6, "more rounds")
+    status = organiser.status()
+    assert status.inner_steps == windows.window(status.position) > windows.window(8)
+    rows = [row for row in status.history if row.members == 3 and row.position > together + 2]
+    expected = [3 * spec.step_tokens * windows.window(row.position - 1) for row in rows]
+    assert [row.tokens for row in rows] == expected
+    assert len(rows) >= 3
+
+
+def test_a_peer_of_a_finished_run_has_nothing_to_do(organise, kit, start):
+    organiser = organise(kit.tiny_spec())
+    start(organiser.invite).join()
+    assert start(organiser.invite).join() is True
+    assert organiser.status().position == 3
+
+
+def test_a_stopped_peer_leaves_and_resumes_where_it_was(crew, kit, start, tmp_path):
+    organiser, daemon = crew
+    daemon.daemon.stop()
+    assert daemon.join() is False
+    peer = next(p for p in organiser.status().peers if p.name == "peer")
+    assert peer.state == "gone"
+    assert (tmp_path / "peer" / "trainer.safetensors").exists()
+
+    again = start(organiser.invite)
+    kit.until(lambda: again.said("trains on", kind="ready"), "it to train")
+    assert again.said("resumed at position")
+    assert again.said("inner optimizer and data position resumed")
+    there = organiser.status().position
+    kit.until(lambda: members(organiser, there) == 3, "it to be a member again")
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", "one bit"])
+def test_a_damaged_trainer_file_costs_the_inner_optimizer_only(crew, kit, start, tmp_path, damage):
+    organiser, daemon = crew
+    daemon.daemon.stop()
+    daemon.join()
+    path = tmp_path / "peer" / "trainer.safetensors"
+    if damage == "one bit":
+        damage = bytearray(path.read_bytes())
+        damage[-5] ^= 1
+    path.write_bytes(damage)
+    again = start(organiser.invite)
+    kit.until(lambda: again.said("trains on", kind="ready"), "it to train")
+    assert again.said("starting with a fresh inner optimizer")
+    assert again.said("resumed at position")
+    there = organiser.status().position
+    kit.until(lambda: members(organiser, there) == 3, "it to be a member again")
+
+
+def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, start):
+    """The state that the peer saved is older than the run's last round."""
+    organiser = organise(kit.tiny_spec(run={"rounds": 30}, round={"min_peers": 3}))
+    others = [start(organiser.invite, name) for name in ("one", "two")]
+    daemon = start(organiser.invite)
+    kit.until(lambda: members(organiser) == 3, "a round of three")
+    daemon.daemon.stop()
+    daemon.join()
+    assert [other.join() for other in others] == [True, True]
+    assert start(organiser.invite).join() is True
+    assert organiser.status().position == 30
+
+
+def test_a_peer_without_its_data_is_told_so(organise, kit, start, tmp_path):
+    organiser = organise(kit.tiny_spec())
+    daemon = start(organiser.invite, data=str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="nowhere"):
+        daemon.join()
+    assert organiser.status().position == 0
+
+
+def test_a_state_directory_serves_one_peer_at_a_time(organise, kit, start, tmp_path):
+    organiser = organise(kit.tiny_spec(run={"rounds": 0}))
+    daemon = start(organiser.invite)
+    kit.until(lambda: organiser.status().position >= 1, "a round")
+    other = Daemon(organiser.invite, tmp_path / "peer")
+    with pytest.raises(StateDirectoryInUse, match="another peer is running"):
+        other.join()
+    there = organiser.status().position
+    kit.until(lambda: organiser.status().position > there, "the first to go on")
+    assert daemon.thread.is_alive()
+
+
+def test_a_stop_while_it_waits_for_the_coordinator_ends_it(organise, kit, start):
+    organiser = organise(kit.tiny_spec())
+    organiser.stop()
+    daemon = start(organiser.invite)
+    kit.until(lambda: daemon.said("trying again"), "it to try")
+    daemon.daemon.stop()
+    assert daemon.join() is False
+
+
+def test_a_stop_while_it_joins_reads_no_data(organise, kit, start, tmp_path, monkeypatch):
+    opening = Link.open
+
+    def open_and_stop(*args, stopping, **options):
+        link = opening(*args, stopping=stopping, **options)
+        stopping.set()
+        return link
+
+    monkeypatch.setattr(Link, "open", open_and_stop)
+    daemon = start(organise(kit.tiny_spec()).invite, data=str(tmp_path / "nowhere"))
+    assert daemon.join() is False
+
+
+def test_a_stop_does_not_wait_for_a_coordinator_that_is_away(organise, kit, start):
+    organiser = organise(kit.tiny_spec(run={"rounds": 100}))
+    daemon = start(organiser.invite)
+    kit.until(lambda: organiser.status().position >= 1, "a round")
+    organiser.stop()
+    kit.until(lambda: daemon.daemon._trainer.finished, "the last round")
+    assert daemon.thread.is_alive()
+    daemon.daemon.stop()
+    daemon.thread.join(15)
+    assert not daemon.thread.is_alive()
+
+
+def test_refusals_of_the_coordinator_reach_the_caller(organise, kit, start):
+    organiser = organise(kit.tiny_spec())
+    daemon = start(dataclasses.replace(organiser.invite, token=b"guessed"))
+    with pytest.raises(CoordinatorError, match="token"):
+        daemon.join()
+
+
+def test_what_asyncio_says_of_failed_callbacks_is_in_the_log(tmp_path):
+    paths = PeerPaths(root=tmp_path)
+    with log_file(paths):
+        logging.getLogger("asyncio").error("Task was destroyed but it is pending!")
+    assert "ERROR asyncio: Task was destroyed" in paths.messages.read_text()
+    assert not logging.getLogger("asyncio").handlers

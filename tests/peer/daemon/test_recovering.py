@@ -1,0 +1,89 @@
+"""Recovery where the coordinator is all that is left to ask."""
+
+import pytest
+
+from atoll.dht.roster import MemoryBoard
+from atoll.dht.testing.memory import run_virtual
+from atoll.peer.recovery.recovery import Recovery
+from atoll.peer.rounds.messages import Decided, Known
+from support.swarm import RUN_ID, Swarm, signed_epoch
+
+
+class Follower:
+    """What a coordinator is to a peer: the whole log, and snapshots of its own choice."""
+
+    name = "coordinator"
+
+    def __init__(self, peer, snapshots):
+        self.peer, self.snapshots = peer, snapshots
+        self.first_body = 0
+
+    async def head(self):
+        held = {"snapshots": tuple(self.snapshots), "first_body": 0}
+        return self.peer.rounds.head(Known(epoch=None)).model_copy(update=held)
+
+    async def headers(self, start, stop):
+        records = self.peer.replica.store.headers(start, stop - start)
+        return [Decided(entry=r.entry, certificate=r.certificate) for r in records]
+
+    async def body(self, position, body_bytes):
+        return self.peer.replica.store.body(position)
+
+    async def leaf_digests(self, position):
+        return self.peer.replica.snapshots[position].leaves()
+
+    async def leaves(self, position, indices):
+        for index in indices:
+            yield index, self.peer.replica.snapshots[position].read_leaf(index)
+
+
+def recover(tmp_path, snapshots, *, second_epoch=False):
+    """A new peer, and what it recovered, with the coordinator as its only donor."""
+
+    async def main():
+        swarm = Swarm(tmp_path)
+        try:
+            peers = await swarm.start(2)
+            await swarm.until(lambda: all(p.replica.position >= 11 for p in peers))
+            if second_epoch:
+                place = min(p.replica.position for p in peers)
+                chain = next(p.replica.chain for p in peers if p.replica.position == place)
+                record = signed_epoch(2, place, chain, [p.ctx.me for p in peers])
+                for peer in peers:
+                    await peer.replica.adopt(record)
+                    await peer.catch_up()
+                await swarm.until(lambda: all(p.replica.position > place + 1 for p in peers))
+            new = swarm.add()
+            new.ctx.roster = MemoryBoard().roster(new.identity.peer_id)
+            donor = peers[0]
+            offered = [p for p in snapshots(donor.replica) if p in donor.replica.snapshots]
+            recovery = Recovery(
+                new.ctx,
+                run_id=RUN_ID,
+                genesis=new.genesis,
+                on_progress=lambda what, left: None,
+                fallback=Follower(donor, offered),
+            )
+            recovered = await recovery.run()
+            assert new.replica.position >= 11
+            assert new.replica.electorate
+            new.replica.store.close()
+            return recovered
+        finally:
+            await swarm.stop()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("second_epoch", [False, True])
+def test_snapshots_without_a_certified_root_cost_a_replay(tmp_path, second_epoch):
+    recovered = recover(
+        tmp_path, lambda replica: [max(replica.snapshots)], second_epoch=second_epoch
+    )
+    assert recovered.snapshot_position == 0
+
+
+@pytest.mark.parametrize("second_epoch", [False, True])
+def test_a_certified_snapshot_is_taken(tmp_path, second_epoch):
+    recovered = recover(tmp_path, lambda replica: replica.snapshots, second_epoch=second_epoch)
+    assert recovered.snapshot_position > 0

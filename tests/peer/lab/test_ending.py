@@ -1,0 +1,44 @@
+"""The real demo leaves no process, however it ends."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+PROCESSES = 4  # a coordinator, a peer, and the libp2p daemon of each
+START_S = 120.0
+
+
+def atoll_demo(folder):
+    arguments = ["demo", "--peers", "1", "--rounds", "1000", "--inner-steps", "1"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "atoll.peer.cli.main", *arguments, "--out", "out"],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_no_process_outlives_a_demo_that_is_killed(tmp_path):
+    with atoll_demo(tmp_path) as demo:
+        try:
+            deadline = time.monotonic() + START_S
+            while len(children := psutil.Process(demo.pid).children(recursive=True)) < PROCESSES:
+                assert demo.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            demo.send_signal(signal.SIGKILL)
+            _, alive = psutil.wait_procs(children, timeout=30)
+            assert alive == []
+            _, err = demo.communicate(timeout=30)
+        finally:
+            demo.kill()
+    assert demo.returncode == -signal.SIGKILL
+    assert "Traceback" not in err

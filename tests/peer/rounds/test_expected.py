@@ -1,0 +1,70 @@
+"""Whom a leader waits for: what it knows of the others is a little old."""
+
+import asyncio
+
+import pytest
+
+from atoll.dht.testing.memory import run_virtual
+from support.swarm import Swarm
+
+POSITIONS = 4
+
+
+def rosters_of_before(peers):
+    """Everyone's roster is as it was before anybody had come."""
+
+    async def nobody():
+        return {}
+
+    for peer in peers:
+        peer.ctx.roster_peers = nobody
+
+
+def decisions_arrive_late(peers):
+    """What is decided reaches the last peer when the others have trained a window more."""
+    append = peers[-1].replica.append
+
+    async def late(*arguments):
+        await asyncio.sleep(2 * peers[-1].window_s)
+        return await append(*arguments)
+
+    peers[-1].replica.append = late
+
+
+@pytest.mark.parametrize("lag", [rosters_of_before, decisions_arrive_late])
+def test_a_peer_of_which_the_leader_knows_too_little_is_waited_for(tmp_path, lag):
+    async def main():
+        swarm = Swarm(tmp_path)
+        try:
+            peers = [swarm.add(window_s=0.3 + number / 10) for number in range(3)]
+            lag(peers)
+            await swarm.begin(peers)
+            await swarm.until(lambda: all(p.replica.position >= POSITIONS for p in peers))
+            groups = [s.applied.entry.members for s in peers[0].settled[:POSITIONS]]
+            assert [len(members) for members in groups] == [3] * POSITIONS
+        finally:
+            await swarm.stop()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("late_s", [11.0, 15.0, 19.0])
+def test_peers_whose_windows_are_out_of_step_come_together_again(tmp_path, late_s):
+    """Windows are longer than any grace; one of two peers stands still for a while."""
+
+    async def main():
+        swarm = Swarm(tmp_path)
+        try:
+            peers = [swarm.add(window_s=30.0) for _ in range(2)]
+            await swarm.begin(peers)
+            await swarm.until(lambda: all(p.replica.position >= 2 for p in peers), timeout_s=300)
+            peers[1].window_s += late_s
+            await swarm.until(lambda: peers[0].replica.position >= 3, timeout_s=300)
+            peers[1].window_s -= late_s
+            await swarm.until(lambda: peers[0].replica.position >= 9, timeout_s=900)
+            groups = [s.applied.entry.members for s in peers[0].settled[5:9]]
+            assert [len(members) for members in groups] == [2] * 4
+        finally:
+            await swarm.stop()
+
+    run_virtual(main())

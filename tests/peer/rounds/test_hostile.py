@@ -1,0 +1,156 @@
+"""Bytes of strangers against every call and stream of a peer: refused by name, the run goes on."""
+
+import random
+
+import pytest
+
+from atoll.dht.transport import BAD_MESSAGE, Refused
+from atoll.peer.rounds.deflating import deflated
+from atoll.peer.rounds.messages import (
+    PROTOCOL,
+    READY,
+    REDUCE,
+    Announced,
+    LeafRequest,
+    PartRequest,
+    Prepare,
+    Propose,
+    Ready,
+    Reduce,
+    Span,
+    tagged,
+)
+from support.streams import send
+from support.swarm import run_swarm
+
+CALLS = ("prepare", "propose", "commit", "group")
+STREAMS = ("round", "reduce", "part", "headers", "body", "leaves")
+GARBAGE = (b"", b"\x00", b"R", b"H\xc1", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff", b"x" * 100_000)
+
+
+def attacked(tmp_path, attack):
+    """Run three peers and a stranger that attacks; the peers must commit more rounds after it."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: all(p.replica.position >= 2 for p in peers))
+        stranger = swarm.network.transport("stranger")
+        await attack(stranger, peers[0])
+        before = peers[0].replica.position
+        await swarm.until(lambda: all(p.replica.position >= before + 2 for p in peers))
+        assert swarm.same_bits(peers)
+
+    run_swarm(tmp_path, scenario, codec="int8")
+
+
+async def ask(stranger, peer, method, body):
+    with pytest.raises(Refused) as refusal:
+        await stranger.call(peer.identity.peer_id, method, body, timeout_s=30.0)
+    return refusal.value
+
+
+def ready(peer, **changes):
+    fields = {
+        "protocol": PROTOCOL,
+        "epoch": 1,
+        "position": peer.replica.position,
+        "term": 0,
+        "stands_at": peer.replica.position,
+        "chain": peer.replica.chain,
+        "incarnation": "f" * 32,
+        "weight": 0.0,
+        "tokens": 0,
+        "steps": 0,
+        "loss": 0.0,
+        "norm": 0.0,
+        "uplink_mbit_s": 100.0,
+    }
+    return tagged(READY, Ready(**(fields | changes)))
+
+
+def test_garbage_is_refused_by_every_call_and_stream(tmp_path):
+    async def attack(stranger, peer):
+        rng = random.Random(3)
+        noise = [rng.randbytes(rng.randrange(1, 300)) for _ in range(20)]
+        for data in (*GARBAGE, *noise):
+            for method in CALLS:
+                assert (await ask(stranger, peer, method, data)).code in (
+                    BAD_MESSAGE,
+                    "bad-proposal",
+                )
+            for method in STREAMS:
+                refusal = await send(stranger, peer, method, data)
+                assert refusal is None or refusal.code.startswith(("bad", "not-the", "no-"))
+
+    attacked(tmp_path, attack)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"protocol": 99}, "protocol"),
+        ({"weight": 1e12, "tokens": 10, "steps": 1}, "bad-weight"),
+        ({"tokens": 2**60, "steps": 1}, BAD_MESSAGE),
+        ({"chain": b"z" * 32}, "elsewhere"),
+        ({"epoch": 7}, "elsewhere"),
+        ({"position": 0}, "decided"),
+    ],
+)
+def test_a_ready_that_is_not_true_is_refused_by_name(tmp_path, changes, code):
+    async def attack(stranger, peer):
+        refusal = await send(stranger, peer, "round", ready(peer, **changes))
+        assert refusal is not None
+        assert refusal.code == code
+
+    attacked(tmp_path, attack)
+
+
+def test_a_stream_for_a_part_of_no_group_is_refused(tmp_path):
+    async def attack(stranger, peer):
+        head = Reduce(position=10**9, group=b"g" * 32, part=0, generation=0, sums=False)
+        refusal = await send(stranger, peer, "reduce", tagged(REDUCE, head), b"C" + b"x" * 1000)
+        assert refusal is not None
+        assert refusal.code == "no-such-round"
+
+    attacked(tmp_path, attack)
+
+
+def test_a_proposal_of_one_who_does_not_lead_is_refused(tmp_path):
+    async def attack(stranger, peer):
+        position = peer.replica.position
+        last = peer.replica.store.get(position - 1)
+        prepare = Prepare(epoch=1, position=position, attempt=5).encode()
+        assert (await ask(stranger, peer, "prepare", prepare)).code == "not-the-leader"
+        old = Propose(attempt=0, entry=deflated(last.entry)).encode()
+        assert (await ask(stranger, peer, "propose", old)).code == "elsewhere"
+
+    attacked(tmp_path, attack)
+
+
+def test_an_entry_with_a_certificate_of_another_is_not_applied(tmp_path):
+    async def attack(stranger, peer):
+        position = peer.replica.position
+        older, last = (peer.replica.store.get(position - n) for n in (2, 1))
+        replayed = Announced(
+            entry=deflated(last.entry), certificate=older.certificate, tell=()
+        ).encode()
+        assert await stranger.call(peer.identity.peer_id, "commit", replayed, timeout_s=5.0) == b""
+        assert peer.replica.position >= position
+
+    attacked(tmp_path, attack)
+
+
+def test_requests_for_what_is_not_there_are_refused_without_work(tmp_path):
+    async def attack(stranger, peer):
+        for method, request in (
+            ("part", PartRequest(digest=b"q" * 32, wire_bytes=2**40)),
+            ("body", Span(start=10**9, stop=10**9 + 1)),
+            ("leaves", LeafRequest(position=10**9, start=0, stop=2**40)),
+            ("leaves", LeafRequest(position=2, start=0, stop=2**40)),
+        ):
+            refusal = await send(stranger, peer, method, request.encode())
+            assert refusal is not None
+            assert refusal.code == "not-here"
+        assert await send(stranger, peer, "headers", Span(start=0, stop=2**62).encode()) is None
+
+    attacked(tmp_path, attack)

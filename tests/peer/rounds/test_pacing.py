@@ -1,0 +1,523 @@
+"""Turns at the uplink, and what a round's readings say of a link."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from atoll.dht.testing.virtualtime import run_virtual as run
+from atoll.peer.rounds.pacing import (
+    BURST_S,
+    GAIN,
+    MIN_IN_FLIGHT_BYTES,
+    QUEUE_S,
+    ROUND_TRIP_S,
+    SAMPLE_S,
+    SEARCH_EVERY,
+    SEARCH_GAIN,
+    UNKNOWN_MBIT_S,
+    Link,
+    Pacer,
+    RateEstimate,
+    Sample,
+    peak_mbit_s,
+    saturated_mbit_s,
+)
+
+PIECE = 125_000  # 1 Mbit
+MESSAGE = 65_536  # bytes of cells that leave at once
+
+
+def paced(rate_mbit_s):
+    pacer = Pacer()
+    pacer.rate_mbit_s = rate_mbit_s
+    return pacer
+
+
+def samples(*rates_mbit_s, busy=True, step_s=0.1):
+    """A counter that grows at these rates, one a step."""
+    out, sent = [Sample(at_s=0.0, delivered=0, received=0, busy=busy)], 0
+    for number, rate in enumerate(rates_mbit_s, 1):
+        sent += int(rate * step_s / 8e-6)
+        out.append(Sample(at_s=number * step_s, delivered=sent, received=sent, busy=busy))
+    return out
+
+
+def test_turns_are_granted_at_the_pace():
+    async def main():
+        pacer, loop = paced(10.0), asyncio.get_running_loop()
+        began_s = loop.time()
+        for number in range(21):
+            await pacer.turn(PIECE, (0, 0, number))
+            pacer.confirm(PIECE, 0.1)
+        return loop.time() - began_s
+
+    assert run(main()) == pytest.approx(2.0, abs=BURST_S)
+
+
+def test_a_link_of_unknown_speed_is_not_paced():
+    async def main():
+        pacer = Pacer()
+        assert all(pacer.turn(PIECE, (n,)).done() for n in range(2))
+
+    run(main())
+
+
+def test_no_more_is_under_way_than_was_confirmed_lately():
+    async def main():
+        pacer = Pacer()
+        turns = [pacer.turn(PIECE, (n,)) for n in range(100)]
+        granted = [sum(turn.done() for turn in turns)]
+        pacer.confirm(4 * PIECE, 0.1)
+        granted.append(sum(turn.done() for turn in turns))
+        return granted
+
+    first, second = run(main())
+    assert first == -(-MIN_IN_FLIGHT_BYTES // PIECE)
+    limit_s = QUEUE_S + ROUND_TRIP_S
+    assert second == pytest.approx(first + 4 + (limit_s * 40 - first), abs=2)
+
+
+def test_what_is_never_confirmed_blocks_nobody_for_ever():
+    async def main():
+        pacer = Pacer()
+        turns = [pacer.turn(PIECE, (n,)) for n in range(12)]
+        for _ in range(1000):
+            pacer.confirm(0, 0.1)
+        return all(turn.done() for turn in turns)
+
+    assert run(main())
+
+
+def test_a_round_does_not_pay_for_the_one_before():
+    async def main():
+        pacer = Pacer()
+        assert not all(pacer.turn(PIECE, (n,)).done() for n in range(20))
+        pacer.restart()
+        pacer.confirm(0, 0.1)
+        return pacer.turn(PIECE, (0,)).done()
+
+    assert run(main())
+
+
+def test_codes_go_before_results_and_receivers_take_turns():
+    async def main():
+        pacer, granted = paced(10.0), []
+
+        async def flow(name, leg, receiver):
+            for number in range(3):
+                await pacer.turn(PIECE, (7, leg, number, receiver))
+                pacer.confirm(PIECE, 0.1)
+                granted.append((name, number))
+
+        await pacer.turn(PIECE, (0,))
+        flows = [("r2", 1, 2), ("c2", 0, 2), ("r1", 1, 1), ("c1", 0, 1)]
+        await asyncio.gather(*(flow(*f) for f in flows))
+        return granted
+
+    granted = run(main())
+    codes = [g for g in granted if g[0].startswith("c")]
+    assert codes == [("c1", 0), ("c2", 0), ("c1", 1), ("c2", 1), ("c1", 2), ("c2", 2)]
+    assert granted[:6] == codes
+
+
+def test_the_older_position_goes_first():
+    async def main():
+        pacer, order = paced(10.0), []
+        await pacer.turn(PIECE, (0,))
+        for position in (9, 8):
+            turn = pacer.turn(PIECE, (position, 0, 0, 1))
+            turn.add_done_callback(lambda _, p=position: order.append(p))
+        await asyncio.sleep(1)
+        return order
+
+    assert run(main()) == [8, 9]
+
+
+def test_a_turn_that_was_given_up_costs_nothing():
+    async def main():
+        pacer, loop = paced(10.0), asyncio.get_running_loop()
+        await pacer.turn(PIECE, (0,))
+        for number in range(50):
+            pacer.turn(PIECE, (1, number)).cancel()
+        began_s = loop.time()
+        await pacer.turn(PIECE, (2,))
+        return loop.time() - began_s
+
+    assert run(main()) <= 0.1
+
+
+def test_after_a_pause_no_more_than_a_burst_is_caught_up():
+    async def main():
+        pacer, loop = paced(10.0), asyncio.get_running_loop()
+        await pacer.turn(PIECE, (0,))
+        await asyncio.sleep(60)
+        began_s = loop.time()
+        for number in range(20):
+            await pacer.turn(PIECE, (1, number))
+            pacer.confirm(PIECE, 0.1)
+        return loop.time() - began_s
+
+    assert run(main()) >= 19 * 0.1 - BURST_S
+
+
+def test_the_peak_is_over_a_whole_window():
+    burst = [(0.0, 0), (0.05, 10_000_000), (0.4, 10_000_000)]
+    assert peak_mbit_s(burst, 0.4) == pytest.approx(200.0)
+    assert peak_mbit_s([(0.0, 0), (0.1, 10**9)], 0.3) == 0.0
+
+
+def test_only_stretches_in_which_the_link_was_busy_count():
+    idle = samples(100, 100, 100, 100, busy=False)
+    assert saturated_mbit_s([idle]) == 0.0
+    assert saturated_mbit_s([samples(100, 100, 100, 100)]) == pytest.approx(100.0)
+    broken = samples(100, 100, 100, 100)
+    broken[2] = Sample(at_s=0.2, delivered=0, received=0, busy=False)
+    assert saturated_mbit_s([broken]) == 0.0
+
+
+def simulate(capacity_mbit_s, rounds, estimate=None):
+    """Rounds on a link that carries what the pace gives it, up to its capacity."""
+    estimate = estimate or RateEstimate()
+    for _ in range(rounds):
+        estimate = estimate.after(min(estimate.pace_mbit_s or capacity_mbit_s, capacity_mbit_s))
+    return estimate
+
+
+def test_the_first_round_measures_and_the_pace_stays_just_above():
+    estimate = simulate(100.0, 20)
+    assert estimate.mbit_s == pytest.approx(100.0)
+    assert estimate.pace_mbit_s == pytest.approx(100.0 * GAIN)
+
+
+def test_a_link_that_became_ten_times_faster_is_found():
+    assert simulate(1000.0, 16, simulate(100.0, 5)).mbit_s == pytest.approx(1000.0)
+
+
+def test_a_link_that_became_slower_is_found():
+    assert simulate(20.0, 6, simulate(100.0, 5)).mbit_s == pytest.approx(20.0)
+
+
+def test_one_round_on_a_busy_machine_changes_little():
+    estimate = simulate(100.0, 5).after(60.0)
+    assert estimate.mbit_s == pytest.approx(100.0)
+
+
+def test_a_round_that_sent_little_says_nothing():
+    estimate = simulate(100.0, 5)
+    assert estimate.after(0.0) == estimate
+    assert RateEstimate().after(0.0).pace_mbit_s is None
+
+
+def test_few_bytes_show_no_rate():
+    assert saturated_mbit_s([samples(1, 1, 1, 1, 1)]) is None
+    assert RateEstimate().after(None) == RateEstimate()
+
+
+def round_of(messages, mbit_s):
+    """Readings of a fast link over which the pace lets so many messages go."""
+    each_s = MESSAGE * 8e-6 / mbit_s
+    ends_s = each_s * (messages - 1)
+    return [
+        Sample(
+            at_s=number * SAMPLE_S,
+            delivered=MESSAGE * min(messages, 1 + int(number * SAMPLE_S / each_s)),
+            received=0,
+            busy=number * SAMPLE_S < ends_s,
+        )
+        for number in range(int(ends_s / SAMPLE_S) + 3)
+    ]
+
+
+@pytest.mark.parametrize("messages", [2, 3, 6, 17, 24, 25, 31, 61])
+def test_a_pace_that_is_far_too_low_does_not_confirm_itself(messages):
+    """A starved machine has shown a slow link: the pace makes rounds long enough to be read."""
+    estimate = RateEstimate().after(0.3)
+    for _ in range(3):
+        if estimate.pace_mbit_s is None:
+            return
+        estimate = estimate.after(saturated_mbit_s([round_of(messages, estimate.pace_mbit_s)]))
+    raise AssertionError(f"still paced at {estimate.pace_mbit_s} Mbit/s")
+
+
+@pytest.mark.parametrize("messages", range(9, 41))
+def test_a_pace_that_is_too_low_does_not_sink(messages):
+    """Few messages leave, the last after the last reading: each round would take some off."""
+    estimate = RateEstimate(mbit_s=3.0, gain=GAIN)
+    for _ in range(SEARCH_EVERY - 1):
+        estimate = estimate.after(saturated_mbit_s([round_of(messages, estimate.pace_mbit_s)]))
+        if estimate.pace_mbit_s is None:
+            return
+        assert estimate.pace_mbit_s > 0.8 * 3.0
+
+
+def test_two_short_legs_make_no_round_that_is_long_enough_to_be_read():
+    link = Link()
+    link.learn([samples(40, 40, 40, 40)])
+    link.learn([samples(50, 50), samples(50, 50)])
+    assert link.pacer.rate_mbit_s is None
+
+
+def test_a_reading_of_one_sample_says_nothing():
+    link = Link()
+    link.learn([samples(40, 40, 40, 40)])
+    paced = link.pacer.rate_mbit_s
+    link.learn([samples()])
+    assert link.pacer.rate_mbit_s == paced
+
+
+def test_the_start_of_a_transfer_does_not_count():
+    assert saturated_mbit_s([samples(10, 20, 40, *[100] * 7)]) == pytest.approx(100.0)
+
+
+def test_bursts_of_confirmations_make_no_faster_link():
+    assert saturated_mbit_s([samples(*[0, 200] * 10)]) == pytest.approx(100.0, rel=0.1)
+
+
+def test_the_first_measured_round_is_searched_from():
+    cold = RateEstimate().after(80.0)
+    assert cold.pace_mbit_s == pytest.approx(80.0 * SEARCH_GAIN)
+    assert cold.after(90.0).pace_mbit_s == pytest.approx(90.0 * GAIN)
+
+
+def test_a_search_comes_now_and_then_and_finds_nothing_where_nothing_is():
+    estimate, paces = simulate(100.0, 3), []
+    for _ in range(2 * SEARCH_EVERY + 2):
+        paces.append(estimate.pace_mbit_s)
+        estimate = simulate(100.0, 1, estimate)
+    assert sum(pace > 110.0 for pace in paces) == 2
+    assert estimate.mbit_s == pytest.approx(100.0)
+
+
+def test_readings_that_scatter_leave_the_pace_at_the_link():
+    scatter, paces = random.Random(1), []
+    estimate = simulate(100.0, 10)
+    for _ in range(500):
+        paces.append(estimate.pace_mbit_s or 100.0)
+        estimate = estimate.after(min(paces[-1], 100.0) * scatter.gauss(1.0, 0.08))
+    inner = sorted(paces)[50:-50]
+    assert inner[0] > 93.0
+    assert inner[-1] < 112.0
+
+
+def test_what_the_owner_declares_is_not_measured_away():
+    link = Link()
+    link.declare(20.0)
+    link.learn([samples(100, 100, 100, 100)])
+    assert link.uplink_mbit_s == 20.0
+    assert link.pacer.rate_mbit_s is not None and link.pacer.rate_mbit_s < 20.0
+
+
+def test_a_pace_that_held_a_round_too_short_to_be_read_is_dropped_until_one_is_long_enough():
+    link = Link()
+    link.learn([samples(40, 40, 40, 40)])
+    assert link.pacer.rate_mbit_s == pytest.approx(40.0 * SEARCH_GAIN)
+    link.learn([samples(50, 50)])
+    assert link.pacer.rate_mbit_s is None
+    assert link.uplink_mbit_s == pytest.approx(40.0)
+    link.learn([samples(900, 900, 900, 900)])
+    assert link.pacer.rate_mbit_s == pytest.approx(900.0 * SEARCH_GAIN)
+
+
+def test_a_short_round_that_nothing_held_leaves_the_pace():
+    link = Link()
+    link.learn([samples(40, 40, 40, 40)])
+    paced = link.pacer.rate_mbit_s
+    for readings in ([], samples(50, 50, busy=False), samples(50, 50, 50, 50, busy=False)):
+        link.learn([readings])
+        assert link.pacer.rate_mbit_s == paced
+
+
+def test_a_link_learns_from_a_round():
+    link = Link()
+    assert (link.uplink_mbit_s, link.pacer.rate_mbit_s) == (UNKNOWN_MBIT_S, None)
+    link.learn([samples(40, 40, 40, 40)])
+    assert link.uplink_mbit_s == pytest.approx(40.0)
+    assert link.downlink_mbit_s == pytest.approx(40.0)
+
+
+class Counting:
+    """A transport of which only the counters are looked at: a link at a steady rate."""
+
+    def __init__(self, mbit_s):
+        self.mbit_s = mbit_s
+
+    def statistics(self):
+        sent = int(asyncio.get_running_loop().time() * self.mbit_s / 8e-6)
+        return SimpleNamespace(wire_bytes_delivered=sent, wire_bytes_received=sent)
+
+
+async def watched(link, *spans):
+    """Reductions that begin and end at these times, always with more to send."""
+    transport, began_s = Counting(40.0), asyncio.get_running_loop().time()
+
+    async def reduction(begin_s, end_s, disturbed):
+        await asyncio.sleep(begin_s)
+        watch = link.watch(transport)
+        while asyncio.get_running_loop().time() < began_s + end_s:
+            link.pacer.turn(PIECE, (0,))
+            await asyncio.sleep(0.01)
+        watch.disturbed = disturbed
+        watch.close()
+
+    await asyncio.gather(*(reduction(*span) for span in spans))
+
+
+def test_reductions_side_by_side_read_the_link_once():
+    async def main():
+        link, learned = Link(), []
+        learn, link.learn = link.learn, learned.append
+        await watched(link, (0.0, 2.0, False), (1.0, 3.0, False))
+        learn(learned[0])
+        return link.uplink_mbit_s, [(s[0][0].at_s, s[-1][-1].at_s) for s in learned]
+
+    rate, spans = run(main())
+    assert rate == pytest.approx(40.0)
+    first, second = spans
+    assert first == pytest.approx((0.0, 2.0), abs=0.11)
+    assert second == pytest.approx((2.0, 3.0), abs=0.11)
+
+
+def test_a_reduction_that_stumbled_spoils_what_was_read_beside_it():
+    async def main():
+        link, learned = Link(), []
+        link.learn = learned.append
+        await watched(link, (0.0, 2.0, True), (1.0, 3.0, False))
+        return [(s[0][0].at_s, s[-1][-1].at_s) for s in learned]
+
+    (after,) = run(main())
+    assert after == pytest.approx((2.0, 3.0), abs=0.11)
+
+
+async def carried_mbit_s(link, capacity_mbit_s, round_trip_s, *, seconds):
+    """What a long link carries of a peer that always has more to send; confirmations take long."""
+    loop, delivered, free_at_s = asyncio.get_running_loop(), [0], [0.0]
+
+    def arrive():
+        delivered[0] += PIECE
+
+    async def send():
+        while True:
+            await link.pacer.turn(PIECE, (0,))
+            free_at_s[0] = max(loop.time(), free_at_s[0]) + PIECE * 8e-6 / capacity_mbit_s
+            loop.call_at(free_at_s[0] + round_trip_s, arrive)
+
+    counters = SimpleNamespace(
+        statistics=lambda: SimpleNamespace(wire_bytes_delivered=delivered[0], wire_bytes_received=0)
+    )
+    watch, sending = link.watch(counters), asyncio.create_task(send())
+    await asyncio.sleep(seconds)
+    watch.close()
+    sending.cancel()
+    return delivered[0] * 8e-6 / seconds
+
+
+@pytest.mark.parametrize(("declared_mbit_s", "gain"), [(0.0, 1.2), (50.0, 1.05)])
+def test_a_round_trip_of_300_ms_slows_nobody_who_knows_it(declared_mbit_s, gain):
+    """In a round of three seconds, of which the last confirmations miss a tenth."""
+
+    async def main(known):
+        link = Link()
+        link.declare(declared_mbit_s)
+        if known:
+            for seconds in (1.3, 0.3, 0.31):  # the first had to dial
+                link.note_round_trip("far", seconds)
+            link.note_round_trip("near", 0.01)
+        return await carried_mbit_s(link, 50.0, 0.3, seconds=3.0)
+
+    with_it, without = run(main(known=True)), run(main(known=False))
+    assert with_it > gain * without
+    assert with_it > 0.75 * 50.0
+
+
+def test_codes_up_front_and_what_comes_after_are_read_as_one_round():
+    async def main():
+        link, learned = Link(), []
+        learn, link.learn = link.learn, learned.append
+        codes = link.watch(Counting(40.0))
+        for _ in range(100):
+            link.pacer.turn(PIECE, (0,))
+            await asyncio.sleep(0.01)
+        codes.pause()
+        await asyncio.sleep(30.0)
+        await watched(link, (0.0, 1.0, False))
+        codes.close()
+        learn(*learned)
+        return link.uplink_mbit_s, [s[-1].at_s - s[0].at_s for s in learned[0]]
+
+    rate, spans = run(main())
+    assert rate == pytest.approx(40.0)
+    assert spans == pytest.approx([1.0, 1.0], abs=0.11)
+
+
+def test_who_sends_what_others_let_it_send_does_not_fill_its_link():
+    """Two messages each tenth of a second, confirmed at once: 10 Mbit/s say nothing of the link."""
+
+    async def main():
+        link, fast = Link(), Counting(1e6)
+        watch = link.watch(fast)
+        for _ in range(20):
+            for number in range(2):
+                await link.pacer.turn(MESSAGE, (number,))
+            await asyncio.sleep(SAMPLE_S)
+        watch.close()
+        return link.pacer.rate_mbit_s, link.uplink_mbit_s
+
+    assert run(main()) == (None, UNKNOWN_MBIT_S)
+
+
+async def paces_of_rounds(link, capacity_mbit_s, messages, pause_s, *, rounds):
+    """The pace of each round over a simulated uplink: half of it up front, half after a pause."""
+    loop, delivered, free_at_s, paces = asyncio.get_running_loop(), [0], [0.0], []
+    counters = SimpleNamespace(
+        statistics=lambda: SimpleNamespace(wire_bytes_delivered=delivered[0], wire_bytes_received=0)
+    )
+
+    def arrive(num_bytes):
+        delivered[0] += num_bytes
+
+    async def send(number):
+        await link.pacer.turn(MESSAGE, (number,))
+        for _ in range(8):  # packets
+            free_at_s[0] = max(loop.time(), free_at_s[0]) + MESSAGE / 8 * 8e-6 / capacity_mbit_s
+            loop.call_at(free_at_s[0] + 0.02, arrive, MESSAGE // 8)
+
+    for _ in range(rounds):
+        paces.append(link.pacer.rate_mbit_s)
+        codes = link.watch(counters)
+        await asyncio.gather(*map(send, range(messages // 2)))
+        codes.pause()
+        await asyncio.sleep(pause_s)
+        watch = link.watch(counters)
+        await asyncio.gather(*map(send, range(messages // 2)))
+        await asyncio.sleep(max(0.0, free_at_s[0] - loop.time()) + 0.02)
+        watch.close()
+        codes.close()
+        await asyncio.sleep(1.0)
+    return paces
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+def test_rounds_of_three_megabytes_pace_a_slow_link(pause_s):
+    """In two halves, each too short to be read for 1 MiB: queues overflowed."""
+    first, search, *later = run(paces_of_rounds(Link(), 10.0, 48, pause_s, rounds=16))
+    assert first is None
+    assert search == pytest.approx(10.0 * SEARCH_GAIN, rel=0.05)
+    assert later == pytest.approx([10.0 * GAIN] * len(later), rel=0.05)
+
+
+def test_what_is_still_under_way_counts_after_a_pause():
+    """The codes that left up front are in the queue: no other 256 KiB go there at once."""
+
+    async def main():
+        link, still = Link(), Counting(0.0)
+        codes = link.watch(still)
+        turns = [link.pacer.turn(PIECE, (n,)) for n in range(8)]
+        codes.pause()
+        link.watch(still)
+        await asyncio.sleep(0.0)
+        turns += [link.pacer.turn(PIECE, (n,)) for n in range(8)]
+        return sum(turn.done() for turn in turns)
+
+    assert run(main()) == -(-MIN_IN_FLIGHT_BYTES // PIECE)

@@ -1,0 +1,242 @@
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.optim.state.layout import Layout
+from atoll.peer.errors import ModelError, SetupError
+from atoll.peer.training import models
+
+SMALL = {"dim": 32, "num_layers": 2, "num_heads": 4, "ffn_dim": 48}
+
+
+def small(seed=0, **overrides):
+    return models.build("nano", overrides=SMALL | overrides, vocab_size=64, seq_len=16, seed=seed)
+
+
+def tokens(batch=2, length=16, vocab=64):
+    return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_nano_is_about_a_million_parameters():
+    model = models.build("nano", vocab_size=256, seq_len=128, seed=0)
+    assert Layout.of(model).numel == 934_848
+    assert Layout.of(model).numel == 934_848  # the tied matrix counts once
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("micro", 3.3),
+        ("mini", 10.7),
+        ("30m", 30.8),
+        ("150m", 154.4),
+        ("350m", 346.3),
+        ("1b", 973.7),
+    ],
+)
+def test_presets_have_the_size_of_their_name(name, millions):
+    with torch.device("meta"):
+        model = models.Decoder(models.PRESETS[name])
+    assert Layout.of(model).numel / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_weights_follow_from_the_seed_alone():
+    torch.manual_seed(5)
+    first = small(seed=7)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))  # the caller's random state is untouched
+    again, other = small(seed=7), small(seed=8)
+    layout = Layout.of(first)
+    assert torch.equal(layout.flatten(first), layout.flatten(again))
+    assert not torch.equal(layout.flatten(first), layout.flatten(other))
+
+
+def test_first_loss_is_that_of_a_uniform_guess():
+    model = small()
+    loss = models.loss_of(model, tokens(), (tokens() + 1) % 64)
+    assert loss.item() == pytest.approx(torch.tensor(64.0).log().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1, 2])
+def test_no_position_sees_a_later_one(kv_heads):
+    model = small(num_kv_heads=kv_heads)
+    before = tokens()
+    after = before.clone()
+    after[:, 9] = (after[:, 9] + 1) % 64
+    difference = (model(before) - model(after)).abs().amax(dim=(0, 2))
+    assert torch.all(difference[:9] == 0)
+    assert torch.all(difference[9:] > 0)
+
+
+def test_rope_scores_depend_on_the_distance_alone():
+    rope = models.Rope(models.ModelConfig(dim=8, num_layers=1, num_heads=1, ffn_dim=8))
+    one = torch.randn(8).expand(1, 32, 1, 8)
+    rotated = rope(one)[0, :, 0]
+    scores = rotated @ rotated.T
+    for distance in (1, 5):
+        diagonal = scores.diagonal(distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rope_agrees_with_its_reference(dtype):
+    config = models.ModelConfig(dim=16, num_layers=1, num_heads=2, ffn_dim=8, max_seq_len=12)
+    rope, x_BTHE = models.Rope(config), torch.randn(3, 9, 2, 8, dtype=dtype)
+    angle_TE = torch.arange(9.0)[:, None] * 10_000.0 ** (-torch.arange(4.0) / 4)
+    turn = torch.stack((angle_TE.cos(), angle_TE.sin()), dim=-1)[:, None]
+    expected = models.rotate(x_BTHE.unflatten(-1, (-1, 2)), turn).flatten(-2)
+    assert rope(x_BTHE).dtype == dtype
+    assert torch.allclose(rope(x_BTHE), expected.to(dtype), atol=1e-5)
+
+
+def test_rope_tables_are_not_part_of_the_state():
+    assert not [name for name in small().state_dict() if "rope" in name]
+
+
+def test_untied_head_is_a_parameter_of_its_own():
+    extra = Layout.of(small(tied=False)).numel - Layout.of(small()).numel
+    assert extra == 64 * 32
+
+
+def test_loss_of_equals_the_loss_of_the_logits():
+    model = small()
+    direct = models.loss_of(model, tokens(), tokens())
+    from_logits = models.cross_entropy(models.logits_of(model, tokens()), tokens())
+    assert torch.equal(direct, from_logits)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"layers": 3}, "unknown model override 'layers'; the fields are dim, num_layers"),
+        ({"num_layers": 2.5}, "num_layers must be int, got 2.5"),
+        ({"tied": 1}, "tied must be bool, got 1"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"num_heads": 5}, "dim must be an even multiple of num_heads"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads=4"),
+        ({"vocab_size": 10}, "must hold 64 tokens"),
+        ({"max_seq_len": 4}, "16 positions"),
+    ],
+)
+def test_wrong_overrides_are_refused(overrides, message):
+    with pytest.raises(ModelError, match=re.escape(message)):
+        small(**overrides)
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    with pytest.raises(
+        SetupError, match="unknown model preset 'huge'; the presets are nano, micro"
+    ):
+        models.build("huge", vocab_size=256, seq_len=128, seed=0)
+
+
+# --- a user's own model
+
+CUSTOM = """
+import torch
+from torch import nn
+
+class Logits(nn.Module):
+    def __init__(self, vocab_size, width):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, width)
+        self.out = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens_BT):
+        return self.out(self.table(tokens_BT))
+
+class Loss(Logits):
+    def forward(self, tokens_BT, targets_BT=None):
+        logits = super().forward(tokens_BT)
+        if targets_BT is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+
+class Flat(Logits):
+    def forward(self, tokens_BT):
+        return super().forward(tokens_BT).flatten(0, 1)
+
+class Vector(Logits):
+    def forward(self, tokens_BT, targets_BT):
+        return super().forward(tokens_BT).mean(-1)
+
+class Frozen(Logits):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.requires_grad_(False)
+
+def logits(*, vocab_size, seq_len, width=8): return Logits(vocab_size, width)
+def loss(*, vocab_size, seq_len, width=8): return Loss(vocab_size, width)
+def flat(*, vocab_size, seq_len): return Flat(vocab_size, 8)
+def vector(*, vocab_size, seq_len): return Vector(vocab_size, 8)
+def frozen(*, vocab_size, seq_len): return Frozen(vocab_size, 8)
+def too_small(*, vocab_size, seq_len): return Logits(4, 8)
+def nothing(*, vocab_size, seq_len): return None
+def raises(*, vocab_size, seq_len): raise RuntimeError("no weights here")
+number = 3
+"""
+
+
+@pytest.fixture
+def custom(tmp_path, monkeypatch):
+    (tmp_path / "my_models.py").write_text(CUSTOM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    monkeypatch.delitem(__import__("sys").modules, "my_models", raising=False)
+
+    def build(name, **overrides):
+        return models.build(custom=name, overrides=overrides, vocab_size=64, seq_len=16, seed=3)
+
+    return build
+
+
+@pytest.mark.parametrize("function", ["logits", "loss"])
+def test_a_custom_model_trains_with_either_face(custom, function):
+    model = custom(f"my_models:{function}", width=12)
+    assert model.table.weight.shape == (64, 12)
+    loss = models.loss_of(model, tokens(), tokens())
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert models.logits_of(model, tokens()).shape == (2, 16, 64)
+
+
+def test_a_custom_model_is_seeded(custom):
+    first, again = custom("my_models:logits"), custom("my_models:logits")
+    assert torch.equal(first.table.weight, again.table.weight)
+    assert first.table.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_models", 'is named "module:function", got'),
+        ("absent_module:f", "cannot import 'absent_module'"),
+        ("my_models:absent", "has no function 'absent'"),
+        ("my_models:number", "has no function 'number'"),
+        ("my_models:nothing", "must return a torch.nn.Module, got NoneType"),
+        ("my_models:raises", "RuntimeError: no weights here"),
+        ("my_models:flat", "must return logits of shape (2, 8, vocabulary), got shape (16, 64)"),
+        ("my_models:vector", "must return a scalar, got shape (2, 8)"),
+        ("my_models:frozen", "must have trainable parameters"),
+        ("my_models:too_small", "failed on tokens of shape (2, 8)"),
+    ],
+)
+def test_a_custom_model_that_breaks_the_contract_is_refused(custom, name, message):
+    with pytest.raises(ModelError, match=re.escape(message)):
+        custom(name)
+
+
+def test_custom_overrides_that_the_function_lacks_are_named(custom):
+    with pytest.raises(ModelError, match="unexpected keyword argument 'depth'"):
+        custom("my_models:logits", depth=3)
+
+
+def test_takes_targets_ignores_keyword_only_parameters():
+    class Model(nn.Module):
+        def forward(self, tokens_BT, *, cache=None):
+            return tokens_BT
+
+    assert not models.takes_targets(Model())

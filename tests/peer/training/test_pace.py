@@ -1,0 +1,188 @@
+"""Windows by a peer's speed: what is measured, what others tell, and what a share costs."""
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.coordinator.run.spec import RunSpec, SpecError
+from atoll.optim.inprocess.members import InProcessGroup, in_process
+from atoll.peer.training.data import load as data
+from atoll.peer.training.pace import Pace
+from atoll.peer.training.trainer import Trainer, TrainerOptions
+
+H = 8
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    text = np.frombuffer(b"the closed ring of a low coral island. " * 200, dtype=np.uint8)
+    return data.LocalCorpus(
+        train_N=text[:6000], valid_N=text[6000:], tokenizer=data.ByteTokenizer()
+    )
+
+
+class Clock:
+    """Moves by the work of one trainer only: a step, and the validation after a window."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+    def charge(self, trainer, step_s, valid_s):
+        gradient, evaluate = trainer.learner.gradient, trainer.evaluate
+
+        def timed_gradient(batches, *, step):
+            self.now_s += step_s
+            return gradient(batches, step=step)
+
+        def timed_evaluate(**_):
+            self.now_s += valid_s
+            return evaluate(batches=1)
+
+        trainer.learner.gradient, trainer.evaluate = timed_gradient, timed_evaluate
+
+
+class Crew:
+    """Trainers of one run in one process; each knows what the others tell of their pace."""
+
+    def __init__(self, corpus, steps_s, *, windows="deadline", claims=(), **outer):
+        self.spec = RunSpec.from_dict(
+            {
+                "run": {"rounds": 20, "seed": 3},
+                "model": {"overrides": {"dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 24}},
+                "data": {"seq_len": 16},
+                "inner": {"batch_size": 4, "warmup_steps": 3, "lr": 0.01},
+                "outer": {"inner_steps": H, "windows": windows} | outer,
+            }
+        )
+        self.claims = list(claims)
+        self.clocks = [Clock() for _ in steps_s]
+        self.group = in_process(len(steps_s), self.spec.method())
+        self.trainers = [self._trainer(corpus, index) for index in range(len(steps_s))]
+        for clock, trainer, step_s in zip(self.clocks, self.trainers, steps_s, strict=True):
+            clock.charge(trainer, step_s, valid_s=2 * step_s)
+
+    def _trainer(self, corpus, index):
+        options = TrainerOptions(
+            peer_id=f"peer-{index}",
+            device="cpu",
+            validate_every=1,
+            clock=self.clocks[index],
+            paces_s=lambda: self._paces_but(index),
+        )
+        return Trainer(self.spec, self.group.member(index), options, corpus=corpus)
+
+    def _paces_but(self, index):
+        told = [t.statistics().pace_s for i, t in enumerate(self.trainers) if i != index]
+        return [pace_s for pace_s in told if pace_s > 0] + self.claims
+
+    def window(self):
+        """Everyone trains a window; seconds that each took for it."""
+        before_s = [clock.now_s for clock in self.clocks]
+        for trainer in self.trainers:
+            done = trainer.statistics().windows
+            while trainer.statistics().windows == done:
+                trainer.step()
+        return [clock.now_s - s for clock, s in zip(self.clocks, before_s, strict=True)]
+
+    @property
+    def lengths(self):
+        return [trainer.statistics().inner_steps for trainer in self.trainers]
+
+
+@pytest.mark.parametrize("method", ["diloco", "eager", "streaming(count=2, tau=2)", "noloco"])
+def test_peers_of_three_speeds_are_ready_together(corpus, method):
+    crew = Crew(corpus, [1.0, 1.6, 2.6], method=method)
+    first = crew.window()
+    assert max(first) > 2.5 * min(first)
+    for _ in range(6):
+        last = crew.window()
+    assert max(last) < 1.2 * min(last)
+    fast, medium, slow = crew.lengths
+    assert fast > medium > slow
+    assert medium == H
+    one, *others = crew.trainers
+    if crew.spec.method().logged:
+        assert all(torch.equal(t.worker.synced_N, one.worker.synced_N) for t in others)
+
+
+def test_equal_windows_stay_equal(corpus):
+    crew = Crew(corpus, [1.0, 4.0], windows="equal")
+    for _ in range(4):
+        crew.window()
+    assert crew.lengths == [H, H]
+
+
+def test_what_strangers_claim_bends_a_window_within_half_to_twice(corpus):
+    for claim, expected in [(1e-300, H // 2), (1e14, 2 * H)]:
+        crew = Crew(corpus, [1.0], claims=[claim] * 3)
+        for _ in range(3):
+            crew.window()
+        assert crew.lengths == [expected]
+
+
+def test_the_rate_follows_the_run_whatever_the_window(corpus):
+    crew = Crew(corpus, [1.0, 2.0, 4.0])
+    for _ in range(4):
+        crew.window()
+    for trainer in crew.trainers:
+        position = trainer.worker.statistics().position
+        own, seen = trainer.worker.inner_steps, []
+        for _ in range(min(crew.lengths) - 1):
+            trainer.step()
+            seen.append(trainer.schedule_step - position * H)
+        assert seen == [(step + 1) * H // own for step in range(len(seen))]
+
+
+def test_a_share_of_the_time_slows_a_peer_down(corpus):
+    spec = Crew(corpus, [1.0]).spec
+    options = TrainerOptions(device="cpu", share=0.25)
+    trainer = Trainer(spec, InProcessGroup(1, spec.method()).member(0), options, corpus=corpus)
+    rested = []
+    trainer._stopping.wait = rested.append
+    for _ in range(4):
+        trainer.step()
+    measured = trainer.statistics().step_s
+    assert all(seconds > 0 for seconds in rested)
+    assert len(rested) == 4
+    assert min(rested) / 3 <= 1.5 * measured
+
+
+def test_a_step_in_which_the_machine_slept_asks_for_no_rest(corpus):
+    clock = Clock()
+    spec = Crew(corpus, [1.0]).spec
+    options = TrainerOptions(device="cpu", share=0.25, clock=clock)
+    trainer = Trainer(spec, InProcessGroup(1, spec.method()).member(0), options, corpus=corpus)
+    rested, gradient = [], trainer.learner.gradient
+    trainer._stopping.wait = rested.append
+    for step_s in [1.0, 1.0, 1.0, 3600.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]:
+
+        def timed(batches, *, step, step_s=step_s):
+            clock.now_s += step_s
+            return gradient(batches, step=step)
+
+        trainer.learner.gradient = timed
+        trainer.step()
+        if step_s > 1000.0:
+            assert trainer.statistics().step_s < 2.0  # others are told when it will be ready
+    assert rested == pytest.approx([3.0] * 7 + [4.5, 6.0, 6.0])
+
+
+def test_a_pace_is_measured_over_windows_without_waits():
+    pace = Pace()
+    pace.look(0.0, 0)
+    pace.look(50.0, 2)  # the first steps are slow
+    assert pace.step_s == 0.0
+    pace.look(60.0, 12)
+    assert pace.step_s == 1.0
+    pace.look(90.0, 22)
+    assert pace.step_s == 2.0
+    pace.look(4000.0, 32)  # the machine slept
+    assert pace.step_s == 5.0
+
+
+def test_methods_of_one_step_have_no_windows_to_size():
+    with pytest.raises(SpecError, match=r"outer\.windows: expected 'equal' with 'ddp'"):
+        RunSpec.from_dict({"outer": {"method": "ddp", "inner_steps": 1, "windows": "deadline"}})

@@ -1,0 +1,130 @@
+import errno
+import math
+import resource
+import struct
+
+import pytest
+import torch
+
+from atoll.peer.errors import SavedStateError
+from atoll.peer.training import saved
+
+TREE = {
+    "numbers": [1, 2.5, -0.1, True, None, "text", math.inf],
+    "moments": {0: {"step": torch.tensor(3.0)}, 1: {"exp_avg": torch.randn(2, 3)}},
+    "betas": (0.9, (1, 2)),
+    "bytes": b"\0\xff",
+    "empty": {"list": [], "map": {}, "tensor": torch.zeros(0)},
+    "kinds": [torch.tensor([True, False]), torch.ones(3, dtype=torch.bfloat16), torch.arange(4)],
+}
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.fixture
+def path(tmp_path):
+    saved.save(tmp_path / "state", TREE, kind="trainer", run="r1")
+    return tmp_path / "state"
+
+
+def load(path, kind="trainer", run="r1"):
+    return saved.load(path, kind=kind, run=run)
+
+
+def test_a_tree_comes_back_as_it_was(path):
+    assert equal(load(path), TREE)
+
+
+def test_views_of_one_tensor_are_saved_apart(tmp_path):
+    base = torch.arange(6.0)
+    saved.save(tmp_path / "s", {"a": base[:3], "b": base.view(2, 3).T}, kind="k", run="r")
+    found = saved.load(tmp_path / "s", kind="k", run="r")
+    assert torch.equal(found["a"], base[:3]) and torch.equal(found["b"], base.view(2, 3).T)
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "reducer"}, {"run": "r2"}])
+def test_another_kind_or_run_is_refused(path, wrong):
+    with pytest.raises(SavedStateError, match=r"is of another (kind|run): expected"):
+        load(path, **wrong)
+
+
+@pytest.fixture
+def little_room():
+    """No file may grow beyond 4 kB: as a full disk, but for the number of the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("little_room")
+def test_a_disk_that_takes_nothing_more_is_an_os_error_and_leaves_the_old_file(path):
+    """As the system tells it, by which people are told what to do; it was safetensors' own."""
+    with pytest.raises(OSError, match="File too large") as raised:
+        saved.save(path, {"other": torch.zeros(10_000)}, kind="trainer", run="r1")
+    assert raised.value.errno == errno.EFBIG and raised.value.filename == str(path)
+    assert equal(load(path), TREE)
+    assert [file.name for file in path.parent.iterdir() if file.is_file()] == ["state"]
+
+
+def test_a_missing_file_is_said(tmp_path):
+    with pytest.raises(SavedStateError, match="does not exist"):
+        load(tmp_path / "absent")
+
+
+def test_every_flipped_byte_of_the_tensors_is_noticed(path):
+    whole = path.read_bytes()
+    (header,) = struct.unpack("<Q", whole[:8])
+    for place in range(8 + header, len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(SavedStateError, match="damaged"):
+            load(path)
+
+
+def test_flipped_bytes_of_the_header_are_noticed_or_harmless(path):
+    whole = path.read_bytes()
+    (header,) = struct.unpack("<Q", whole[:8])
+    for place in range(0, 8 + header, 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert equal(load(path), TREE)
+        except SavedStateError:
+            pass
+
+
+@pytest.mark.parametrize("length", [0, 5, 8, 100, -1])
+def test_a_cut_file_is_refused(path, length):
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(SavedStateError, match="damaged"):
+        load(path)
+
+
+def test_a_header_that_claims_terabytes_is_refused(path):
+    path.write_bytes(struct.pack("<Q", 1 << 42) + b"{}")
+    with pytest.raises(SavedStateError, match="damaged"):
+        load(path)
+
+
+def test_a_plain_safetensors_file_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, tmp_path / "w")
+    with pytest.raises(SavedStateError, match="is not a saved state of this version"):
+        load(tmp_path / "w")
+
+
+def test_a_failed_save_leaves_the_old_file(path):
+    with pytest.raises(TypeError, match="cannot save a object"):
+        saved.save(path, {"thing": object()}, kind="trainer", run="r1")
+    with pytest.raises(TypeError, match="expected int or str as the key"):
+        saved.save(path, {1.5: 2}, kind="trainer", run="r1")
+    assert equal(load(path), TREE)
+    assert [p.name for p in path.parent.iterdir()] == ["state"]

@@ -1,0 +1,105 @@
+"""A coordinator in a thread of this process, and what peers need to join it: for the tests here."""
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.status import RunStatus
+from atoll.coordinator.service.server import running
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon.bootstrap import BootstrapNode
+from atoll.peer.training.trainer import build_model
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+DEADLINE_S = 60.0
+
+
+def tiny_spec(**sections) -> RunSpec:
+    """A run of a model with one cell, of one peer unless told otherwise."""
+    values = {
+        "run": {"name": "tiny", "rounds": 3},
+        "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
+        "data": {"seq_len": 32},
+        "inner": {"batch_size": 2, "warmup_steps": 2},
+        "outer": {"inner_steps": 2},
+        "round": {"min_peers": 1, "snapshot_every": 2, "stall_s": 3.0},
+        "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return RunSpec.from_dict(values)
+
+
+def first_state(spec: RunSpec) -> OuterState:
+    model = build_model(spec, 256)
+    layout = Layout.of(model)
+    return spec.method().genesis(layout, layout.flatten(model))
+
+
+@dataclass
+class Organiser:
+    """A coordinator of a spec; ``up`` holds it while it runs."""
+
+    spec: RunSpec
+    folder: object
+    invite: object = None
+    up: object = None
+    _stop: object = None
+    _loop: object = None
+    _thread: object = None
+    _failure: list = field(default_factory=list)
+
+    def start(self) -> None:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        self._thread.start()
+        assert ready.wait(DEADLINE_S), "the coordinator did not start"
+        if self._failure:
+            raise self._failure[0]
+
+    def stop(self) -> None:
+        if self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(DEADLINE_S)
+        self._thread = None
+
+    def status(self) -> RunStatus:
+        async def ask() -> RunStatus:
+            return self.up.coordinator.status()
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(DEADLINE_S)
+
+    def _run(self, ready: threading.Event) -> None:
+        try:
+            asyncio.run(self._serve(ready))
+        except BaseException as error:
+            self._failure.append(error)
+        finally:
+            ready.set()
+
+    async def _serve(self, ready: threading.Event) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with running(
+            self.spec,
+            lambda: first_state(self.spec),
+            self.folder,
+            start_node=lambda request: BootstrapNode.start(request, admission_s=3600.0),
+        ) as self.up:
+            self.invite = self.up.invite
+            ready.set()
+            await self._stop.wait()
+
+
+def until(condition, what: str, timeout_s: float = DEADLINE_S):
+    """Poll until the condition gives something true, and return that."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"expected {what} within {timeout_s:.0f} s")

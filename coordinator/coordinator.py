@@ -16,7 +16,7 @@ from typing import Literal
 
 from atoll.coordinator.catching_up import CatchUp, FetchMissed
 from atoll.coordinator.checkpointing import Checkpointing
-from atoll.coordinator.entrance import Entrance, Refusal
+from atoll.coordinator.entrance import Entrance, Refusal, RefusalStatus
 from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.follower import DISK_ERRORS, Claim, Followed, Follower, NotNext
 from atoll.coordinator.gossip import FetchModel, KeptModels, ToldRounds
@@ -156,7 +156,7 @@ class Coordinator:
         except NotNext:
             return None
         except LogError as error:
-            raise Refusal("invalid_argument", str(error)) from None
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
 
     async def accept(self, claim: Claim, body: bytearray, source: str) -> bool:
         """Take an entry with its body; False if another peer was quicker. Raises Refusal."""
@@ -167,10 +167,12 @@ class Coordinator:
             return False
         except LogError as error:
             self._journal.say("warning", source, f"sent a wrong body: {error}")
-            raise Refusal("invalid_argument", str(error)) from None
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
         except DISK_ERRORS as error:
             self.tell_disk(error)
-            raise Refusal("resource_exhausted", f"the coordinator's disk: {error}") from None
+            raise Refusal(
+                RefusalStatus.RESOURCE_EXHAUSTED, f"the coordinator's disk: {error}"
+            ) from None
         left_out = _left_out(electorate, claim.entry)
         late = self._went_on(claim.entry)
         valid_loss = None if late else self._mean_valid_loss()

@@ -2,7 +2,7 @@
 
 Exceptions:
 
-    Refusal      .code is a gRPC status in small letters; the text is for the other side
+    Refusal      `status` is for programs, the text for people on the other side
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 from atoll.coordinator.journal import Journal
@@ -21,23 +22,25 @@ from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.coordinator.sessions import Sessions
 from atoll.optim.log.entry import Verify
 
-RefusalCode = Literal[
-    "unauthenticated",
-    "permission_denied",
-    "failed_precondition",
-    "invalid_argument",
-    "not_found",
-    "resource_exhausted",
-]
+
+class RefusalStatus(StrEnum):
+    """The gRPC statuses by which the coordinator refuses, under their gRPC names."""
+
+    UNAUTHENTICATED = "unauthenticated"
+    PERMISSION_DENIED = "permission_denied"
+    FAILED_PRECONDITION = "failed_precondition"
+    INVALID_ARGUMENT = "invalid_argument"
+    NOT_FOUND = "not_found"
+    RESOURCE_EXHAUSTED = "resource_exhausted"
 
 
 class Refusal(Exception):  # noqa: N818
     """A request that is answered with no."""
 
-    def __init__(self, code: RefusalCode, message: str) -> None:
+    def __init__(self, status: RefusalStatus, message: str) -> None:
         """`message` goes to the other side."""
         super().__init__(message)
-        self.code: RefusalCode = code
+        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ class Entrance:
         """Admit a peer. Raises Refusal."""
         if request.protocol != PROTOCOL:
             raise Refusal(
-                "failed_precondition",
+                RefusalStatus.FAILED_PRECONDITION,
                 f"expected protocol {PROTOCOL}, got {request.protocol}: use the organiser's "
                 "version of Atoll",
             )
@@ -133,27 +136,27 @@ class Entrance:
     def authenticate(self, peer_id: str, session: bytes) -> None:
         """Raises Refusal unless this is the peer's current session."""
         if not self._sessions.is_session(session, peer_id, self._clock()):
-            raise Refusal("unauthenticated", "expected a current session: join first")
+            raise Refusal(RefusalStatus.UNAUTHENTICATED, "expected a current session: join first")
 
     def expect_pace(self, peer_id: str) -> None:
         """Raises Refusal when an authenticated peer reports far too often."""
         if len(self._paces) > 2 * MAX_MEMBERS:
             self._paces.clear()
         if not self._paces.setdefault(peer_id, Pace()).take(self._steady()):
-            raise Refusal("resource_exhausted", "expected fewer reports; slow down")
+            raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "expected fewer reports; slow down")
 
     def expect_token(self, token: bytes) -> None:
         """Raises Refusal if the run is closed and this is not its token."""
         if self._settings.invite_only and not hmac.compare_digest(token, self._keys.token):
             raise Refusal(
-                "permission_denied",
+                RefusalStatus.PERMISSION_DENIED,
                 "expected the token of this run's invite; ask the organiser for an invite",
             )
 
     def _expect_run(self, run_id: bytes) -> None:
         if run_id != self._run_id:
             raise Refusal(
-                "failed_precondition",
+                RefusalStatus.FAILED_PRECONDITION,
                 f"expected run {self._run_id.hex()[:12]}, got {run_id.hex()[:12]}: the invite is "
                 "of another run",
             )
@@ -164,7 +167,8 @@ class Entrance:
         payload = join_payload(self._run_id, request.nonce)
         if not fresh or not self._verify(request.peer_id, payload, request.signature):
             raise Refusal(
-                "unauthenticated", "expected a fresh nonce signed by the key of the peer id"
+                RefusalStatus.UNAUTHENTICATED,
+                "expected a fresh nonce signed by the key of the peer id",
             )
 
     def _admission_s(self) -> float:
@@ -176,4 +180,6 @@ def _role(role: str) -> Literal["trainer", "follower"]:
         return "trainer"
     if role == "follower":
         return "follower"
-    raise Refusal("invalid_argument", f"expected the role trainer or follower, got {role[:32]!r}")
+    raise Refusal(
+        RefusalStatus.INVALID_ARGUMENT, f"expected the role trainer or follower, got {role[:32]!r}"
+    )

@@ -24,12 +24,11 @@ Errors::
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Protocol
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.streams import Mark
 from atoll.dht.transport import (
-    BAD_MESSAGE,
     MAX_ADMISSION_BYTES,
     MAX_METHOD_CHARS,
     Refused,
@@ -41,7 +40,7 @@ CALL, STREAM = 0, 1
 HEADER_BYTES = 5
 MAX_OPEN_BYTES = 3 + MAX_METHOD_CHARS + MAX_ADMISSION_BYTES
 MAX_REFUSAL_BYTES = 1024
-REFUSAL_CODE = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
+MAX_CODE_BYTES = 64
 SCRATCH_BYTES = 1 << 14  # longer payloads are read straight into their own memory
 WRITE_WINDOW_BYTES = 1 << 18  # unsent bytes after which `send` waits
 
@@ -261,16 +260,23 @@ def decode_open(payload: bytes) -> tuple[bool, str, bytes]:
 
 def encode_refusal(error: Refused) -> bytes:
     """Payload of REFUSED, shortened if need be."""
-    code = error.code.encode()[:64]
+    code = error.code.encode()[:MAX_CODE_BYTES]
     text = error.message.encode()[: MAX_REFUSAL_BYTES - 1 - len(code)]
     return bytes([len(code)]) + code + text
 
 
 def decode_refusal(payload: bytes, peer: str) -> Refused:
-    """The refusal; anything unreadable in it is replaced."""
+    """Return the refusal; anything unreadable in it is replaced.
+
+    A code that this version does not list becomes `RefusalCode.UNKNOWN`, its word part of the text.
+    """
     end = 1 + (payload[0] if payload else 0)
-    code = payload[1:end].decode(errors="replace")
-    printable = "".join(
-        c if c.isprintable() else "?" for c in payload[end:].decode(errors="replace")
-    )
-    return Refused(code if REFUSAL_CODE.fullmatch(code) else BAD_MESSAGE, printable, peer=peer)
+    word = _printable(payload[1:end][:MAX_CODE_BYTES])
+    code, text = RefusalCode.read(word), _printable(payload[end:])
+    if code is RefusalCode.UNKNOWN and word not in ("", code):
+        text = f"{word}: {text}"
+    return Refused(code, text, peer=peer)
+
+
+def _printable(data: bytes) -> str:
+    return "".join(c if c.isprintable() else "?" for c in data.decode(errors="replace"))

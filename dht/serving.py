@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import (
-    INTERNAL,
     MAX_CALL_BYTES,
-    UNKNOWN_METHOD,
     CallHandler,
     Check,
     Refused,
@@ -51,7 +50,7 @@ class Handlers:
         """What the handler of a call returns to an admitted peer. Raises whatever it raises."""
         handler = self._calls.get(method)
         if handler is None:
-            raise Refused(UNKNOWN_METHOD, f"nobody serves calls of {method} here")
+            raise Refused(RefusalCode.UNKNOWN_METHOD, f"nobody serves calls of {method} here")
         reply = await handler(remote, body)
         checked_size("an answer", len(reply), MAX_CALL_BYTES)
         self.num_served += 1
@@ -61,7 +60,9 @@ class Handlers:
         """Runs the handler of an admitted peer's stream. Raises whatever it raises."""
         handler = self._streams.get(stream.method)
         if handler is None:
-            raise Refused(UNKNOWN_METHOD, f"nobody serves streams of {stream.method} here")
+            raise Refused(
+                RefusalCode.UNKNOWN_METHOD, f"nobody serves streams of {stream.method} here"
+            )
         await handler(stream.remote, stream)
 
     def refusal(self, error: Exception, me: str) -> Refused:
@@ -71,4 +72,4 @@ class Handlers:
             return Refused(error.code, error.message, peer=me)
         if not isinstance(error, TransportError):
             self._on_failure(error)
-        return Refused(INTERNAL, f"{type(error).__name__} in the handler", peer=me)
+        return Refused(RefusalCode.INTERNAL, f"{type(error).__name__} in the handler", peer=me)

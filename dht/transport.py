@@ -22,16 +22,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
+from atoll.dht.refusals import RefusalCode
+
 MAX_MESSAGE_BYTES = 1 << 20  # of a stream; 16 grid cells of int8, 84 ms at 100 Mbit/s
 MAX_CALL_BYTES = 3 << 20  # of a call's body or reply
 MAX_ADMISSION_BYTES = 4096
 MAX_METHOD_CHARS = 64
-
-# Codes of `Refused` that the transport itself gives; handlers add their own.
-UNKNOWN_METHOD = "unknown_method"
-NOT_ADMITTED = "not_admitted"
-BAD_MESSAGE = "bad_message"
-INTERNAL = "internal"
 
 
 class TransportError(Exception):
@@ -54,8 +50,8 @@ class DeadlineExceeded(TransportError, TimeoutError):  # noqa: N818
 class Refused(TransportError):  # noqa: N818
     """The other side answered no. A handler raises it to answer with a status."""
 
-    def __init__(self, code: str, message: str, *, peer: str = "") -> None:
-        """`code` is one word for programs; `message` says expected, got and remedy."""
+    def __init__(self, code: RefusalCode, message: str, *, peer: str = "") -> None:
+        """`code` is for programs; `message` states expected, got and remedy."""
         super().__init__(f"{code}: {message}", peer=peer)
         self.code = code
         self.message = message

@@ -68,7 +68,7 @@ class StatusClient:
         expected = self.invite.run_id.hex()
         if run_id != expected:
             raise WrongRunOrVersion(
-                "failed_precondition",
+                grpc.StatusCode.FAILED_PRECONDITION,
                 f"{self._target}: expected run {expected[:12]}, got {run_id[:12]}: the invite is "
                 "of another run; ask the organiser for the current invite",
             )

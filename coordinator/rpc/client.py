@@ -22,6 +22,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.channel import EOF, StatusClient, stub
 from atoll.coordinator.rpc.client_errors import BadReply, NotWelcome
@@ -271,7 +273,7 @@ class CoordinatorClient(StatusClient):
 
     def _auth(self) -> pb.Auth:
         if not self._session:
-            raise NotWelcome("unauthenticated", "expected a session: join first")
+            raise NotWelcome(grpc.StatusCode.UNAUTHENTICATED, "expected a session: join first")
         return pb.Auth(peer_id=self._identity.peer_id, session=self._session)
 
     def _join_request(self, identity: Identity, nonce: bytes) -> pb.JoinRequest:

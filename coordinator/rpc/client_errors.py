@@ -5,7 +5,7 @@ Exceptions:
     CoordinatorError
       CoordinatorUnreachable   no answer in time; trying again may help
       WrongCertificate         another server answers at the invite's address
-      CoordinatorRefused       it said no; `code` is the gRPC status in small letters
+      CoordinatorRefused       it said no; `code` is the gRPC status
         NotWelcome             no or a wrong token, proof or session
         WrongRunOrVersion      it runs another run, or speaks another version
         NotThere               it does not hold what was asked for
@@ -33,7 +33,7 @@ class WrongCertificate(CoordinatorError):  # noqa: N818
 class CoordinatorRefused(CoordinatorError):  # noqa: N818
     """The coordinator said no."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
         """`code` is for programs, `message` for people."""
         super().__init__(message)
         self.code = code
@@ -81,7 +81,7 @@ def from_grpc(error: grpc.aio.AioRpcError, address: str) -> CoordinatorError:
         return CoordinatorUnreachable(f"{address}: {_why(code, details)}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return BadReply(f"{address}: {details}")
-    return _REFUSALS.get(code, CoordinatorRefused)(code.name.lower(), details)
+    return _REFUSALS.get(code, CoordinatorRefused)(code, details)
 
 
 def _why(code: grpc.StatusCode, details: str) -> str:

@@ -11,7 +11,7 @@ seconds since 1970 by the coordinator's clock.
 Exceptions:
 
     Refused (atoll.dht)
-      AdmissionRefused    code "not_admitted"; the text says why and what to do
+      AdmissionRefused    code NOT_ADMITTED; the text says why and what to do
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from atoll.dht.transport import NOT_ADMITTED, Refused
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import Refused
 
 Role = Literal["trainer", "follower", "coordinator"]
 
@@ -41,7 +42,7 @@ class AdmissionRefused(Refused):
 
     def __init__(self, message: str) -> None:
         """Keep the reason; the code is the transport's own."""
-        super().__init__(NOT_ADMITTED, message)
+        super().__init__(RefusalCode.NOT_ADMITTED, message)
 
 
 @dataclass(frozen=True, kw_only=True)

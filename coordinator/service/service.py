@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from atoll.coordinator.coordinator import Coordinator
-from atoll.coordinator.entrance import JoinRequest, Refusal
+from atoll.coordinator.entrance import JoinRequest, Refusal, RefusalStatus
 from atoll.coordinator.follower import Claim
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.messages import (
@@ -106,10 +106,12 @@ class Service:
         self._authenticate(request.auth)
         self._run.entrance.expect_pace(request.auth.peer_id)
         if max(len(request.events), len(request.traces)) > MAX_REPORTS:
-            raise Refusal("invalid_argument", f"expected at most {MAX_REPORTS} events and traces")
+            raise Refusal(
+                RefusalStatus.INVALID_ARGUMENT, f"expected at most {MAX_REPORTS} events and traces"
+            )
         status = PeerStatus.from_json(request.status)
         if status.peer_id != request.auth.peer_id:
-            raise Refusal("permission_denied", "expected the status of the peer itself")
+            raise Refusal(RefusalStatus.PERMISSION_DENIED, "expected the status of the peer itself")
         beat = self._run.heartbeat(
             status,
             [Event.from_json(raw) for raw in request.events],
@@ -137,7 +139,7 @@ class Service:
         parts = aiter(requests)
         first = await _next(parts)
         if first is None or first.WhichOneof("part") != "header":
-            raise Refusal("invalid_argument", "expected a header first")
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected a header first")
         claim = await self._claim(first.header)
         accepted = False
         if claim is not None:
@@ -156,7 +158,7 @@ class Service:
             return None
         if header.body_bytes != claim.entry.body_bytes:
             raise Refusal(
-                "invalid_argument",
+                RefusalStatus.INVALID_ARGUMENT,
                 f"expected a body of {claim.entry.body_bytes} bytes, got {header.body_bytes}",
             )
         return claim
@@ -164,7 +166,9 @@ class Service:
     @contextlib.contextmanager
     def _slot(self, position: int) -> Iterator[None]:
         if len(self._receiving) >= MAX_PUBLISHERS:
-            raise Refusal("resource_exhausted", "too many entries are on their way; try again")
+            raise Refusal(
+                RefusalStatus.RESOURCE_EXHAUSTED, "too many entries are on their way; try again"
+            )
         self._receiving.add(position)
         try:
             yield
@@ -180,7 +184,7 @@ class Service:
         }
         what = request.WhichOneof("what")
         if what not in kinds:
-            raise Refusal("invalid_argument", "expected entries, snapshot or leaves")
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected entries, snapshot or leaves")
         async for reply in kinds[what](getattr(request, what or "")):
             yield reply
 
@@ -261,7 +265,7 @@ def _reader(message: Any) -> Callable[[bytes], Any]:  # noqa: ANN401
 
 def _expect_parsed(message: T) -> T:
     if message is _MALFORMED:
-        raise Refusal("invalid_argument", "expected a message of service.proto")
+        raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected a message of service.proto")
     return message
 
 
@@ -271,7 +275,9 @@ def _head(head: Head) -> pb.Head:
 
 def _expect_size(name: str, value: str | bytes, limit: int) -> None:
     if not 0 < len(value) <= limit:
-        raise Refusal("invalid_argument", f"{name}: expected 1 to {limit} bytes, got {len(value)}")
+        raise Refusal(
+            RefusalStatus.INVALID_ARGUMENT, f"{name}: expected 1 to {limit} bytes, got {len(value)}"
+        )
 
 
 async def _receive(parts: AsyncIterator[pb.PublishRequest], size: int) -> bytearray:
@@ -279,10 +285,12 @@ async def _receive(parts: AsyncIterator[pb.PublishRequest], size: int) -> bytear
     while len(body) < size:
         part = await _next(parts)
         if part is None or part.WhichOneof("part") != "chunk" or not part.chunk:
-            raise Refusal("invalid_argument", f"expected {size} bytes, got {len(body)}")
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, f"expected {size} bytes, got {len(body)}")
         body += part.chunk
     if len(body) != size:
-        raise Refusal("invalid_argument", f"expected {size} bytes, got {len(body)} or more")
+        raise Refusal(
+            RefusalStatus.INVALID_ARGUMENT, f"expected {size} bytes, got {len(body)} or more"
+        )
     return body
 
 
@@ -292,7 +300,8 @@ async def _next(parts: AsyncIterator[pb.PublishRequest]) -> pb.PublishRequest | 
             return _expect_parsed(await anext(parts, None))
     except TimeoutError:
         raise Refusal(
-            "resource_exhausted", f"nothing came for {PROGRESS_TIMEOUT_S:.0f} s: given up"
+            RefusalStatus.RESOURCE_EXHAUSTED,
+            f"nothing came for {PROGRESS_TIMEOUT_S:.0f} s: given up",
         ) from None
 
 
@@ -346,7 +355,7 @@ def _guard_stream(
 
 def _answer(error: Exception) -> tuple[Any, str]:
     if isinstance(error, Refusal):
-        return grpc.StatusCode[error.code.upper()], str(error)[:500]
+        return grpc.StatusCode[error.status.name], str(error)[:500]
     if isinstance(error, StatusError):
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500]
     if isinstance(error, NotStored):

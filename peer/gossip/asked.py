@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met
 from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.gossip.exchange import BROKEN, Exchange, InDoubt, check_weight
 from atoll.peer.gossip.messages import ALIVE, PROTOCOL, TERMS, Terms
 from atoll.peer.gossip.place import Place, Round
-from atoll.peer.gossip.policies import Invited, answer
+from atoll.peer.gossip.policies import Invited, Verdict, answer
 from atoll.peer.rounds.context import short
 
 LOOK_S = 1.0  # between two looks at a partner that is awaited
@@ -95,7 +96,7 @@ class Asked:
             self._place.note_failure(here, remote, error)
             if isinstance(error, TransportError | TimeoutError):
                 raise
-            raise Refused("bad-message", str(error)) from error
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
         finally:
             watch.close()
             self._place.meeting = None
@@ -104,15 +105,17 @@ class Asked:
     def _expect_welcome(self, remote: str, terms: Terms) -> None:
         barred = self._ctx.conduct.barred(remote, self._ctx.now())
         if barred is not None:
-            raise Refused("barred", str(barred))
+            raise Refused(RefusalCode.BARRED, str(barred))
         if terms.protocol != PROTOCOL:
-            raise Refused("protocol", f"expected protocol {PROTOCOL}, got {terms.protocol}")
+            raise Refused(
+                RefusalCode.PROTOCOL, f"expected protocol {PROTOCOL}, got {terms.protocol}"
+            )
         if terms.exchange in self._invited:
-            raise Refused("replayed", "this meeting was begun before")
+            raise Refused(RefusalCode.REPLAYED, "this meeting was begun before")
         if remote in self._waiting:
-            raise Refused("paired", "another invitation of yours waits for an answer")
+            raise Refused(RefusalCode.PAIRED, "another invitation of yours waits for an answer")
         if not self._place.begun or self._place.closing:
-            raise Refused("not-begun", "expected a peer that takes part in rounds")
+            raise Refused(RefusalCode.NOT_BEGUN, "expected a peer that takes part in rounds")
         self._invited.append(terms.exchange)
 
     async def _until_ready(self, remote: str, terms: Terms, stream: Stream) -> Round:
@@ -132,11 +135,11 @@ class Asked:
                 left_s=until - self._ctx.now(),
             )
             verdict = answer(view)
-            if verdict == "accept" and here is not None:
+            if verdict is Verdict.ACCEPT and here is not None:
                 return here
-            if verdict == "wait" and self._ctx.now() >= until:
-                verdict = "training"
-            if verdict != "wait":
+            if verdict is Verdict.WAIT and self._ctx.now() >= until:
+                verdict = RefusalCode.TRAINING
+            if isinstance(verdict, RefusalCode):
                 raise Refused(verdict, f"{self._place.position} is the round of this peer")
             await stream.send(ALIVE, timeout_s=self._ctx.settings.stall_s)
             await self._place.change_within(self._ctx.alive_s)

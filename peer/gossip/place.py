@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.inprocess.gossip import Met
 from atoll.optim.state.outer_state import OuterState
@@ -16,6 +17,7 @@ from atoll.peer.gossip.messages import PROTOCOL, Standing
 from atoll.peer.gossip.others import Others
 from atoll.peer.gossip.outcomes import Outcomes
 from atoll.peer.gossip.policies import REFUSALS, Draw
+from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import short
 from atoll.peer.rounds.trace import RoundTrace
 
@@ -128,16 +130,16 @@ class Place:
 
     def note_failure(self, here: Round, partner: str, error: Exception) -> None:
         """Keep why a partner was not met; what breaks the rules is held against it."""
-        code = error.code if isinstance(error, Refused) else ""
+        code = error.code if isinstance(error, Refused) else None
         here.without[partner] = str(error) or type(error).__name__
-        if code == "ahead" and isinstance(error, Refused):
+        if code is RefusalCode.AHEAD and isinstance(error, Refused):
             self._hear(partner, error.message)
-        here.is_refused = code in REFUSALS and code != "barred"
+        here.is_refused = code in REFUSALS and code is not RefusalCode.BARRED
         is_away = isinstance(error, TransportError | TimeoutError)
-        if here.times.accepted is None and is_away and (code in REFUSALS or not code):
+        if here.times.accepted is None and is_away and (code in REFUSALS or code is None):
             return
         if not is_away:
-            self.ctx.fault(partner, "bad-message")
+            self.ctx.fault(partner, Fault.BAD_MESSAGE)
         self.ctx.on_event(
             "warning",
             f"round {self.position + 1}: the meeting with {short(partner)} broke: {error}",

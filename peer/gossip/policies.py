@@ -13,17 +13,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from enum import Enum
 
+from atoll.dht.refusals import RefusalCode
 from atoll.optim.inprocess.gossip import pairs
 
-REFUSALS = ("ahead", "training", "elsewhere", "paired", "barred", "replayed", "not-begun")
-"""Codes by which an invited peer says no; being told no is no fault."""
+REFUSALS = frozenset(
+    {
+        RefusalCode.AHEAD,
+        RefusalCode.TRAINING,
+        RefusalCode.ELSEWHERE,
+        RefusalCode.PAIRED,
+        RefusalCode.BARRED,
+        RefusalCode.REPLAYED,
+        RefusalCode.NOT_BEGUN,
+    }
+)
+"""Codes by which an invited peer declines; declining is no fault."""
 
 LATE_BY = 2  # rounds; one behind is late, and its partner may still be waiting
 HUNGRY_ROUNDS = 2  # in a row without a partner that was ready, until a whole window is waited for
 
-Verdict = Literal["accept", "wait", "ahead", "training", "elsewhere", "paired"]
+
+class Verdict(Enum):
+    """What an invited peer does, unless it refuses."""
+
+    ACCEPT = "accept"
+    WAIT = "wait"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +114,15 @@ def draw(me: str, others: Collection[str], *, run_id: bytes, position: int) -> D
     raise AssertionError("everyone is in a pair or alone")
 
 
-def answer(view: Invited) -> Verdict:
-    """What an invited peer says; "wait" while it may still become able to meet."""
+def answer(view: Invited) -> Verdict | RefusalCode:
+    """Decide on an invitation; WAIT while this peer may still become able to meet."""
     if view.own_round > view.their_round:
-        return "ahead"
+        return RefusalCode.AHEAD
     if view.own_round == view.their_round and view.has_window:
         if view.meeting is not None:
-            return "paired"
+            return RefusalCode.PAIRED
         if view.partner != view.remote:
-            return "elsewhere"
-        return "accept" if view.is_open else "wait"
+            return RefusalCode.ELSEWHERE
+        return Verdict.ACCEPT if view.is_open else Verdict.WAIT
     is_late = view.ready_in_s is None or view.ready_in_s > view.left_s
-    return "training" if is_late and not view.has_window else "wait"
+    return RefusalCode.TRAINING if is_late and not view.has_window else Verdict.WAIT

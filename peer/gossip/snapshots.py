@@ -11,6 +11,7 @@ import asyncio
 from collections import OrderedDict
 from typing import Protocol
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState, merkle_root
@@ -79,7 +80,7 @@ class Lender:
         state, _ = self._lent.get(request.position, (None, 0.0))
         if state is None or not request.start < request.stop <= state.num_leaves:
             raise Refused(
-                "not-here", f"expected the state after round {request.position}; ask anew"
+                RefusalCode.NOT_HERE, f"expected the state after round {request.position}; ask anew"
             )
         return state
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Elector, is_quorum, leader_order
 
@@ -123,20 +124,23 @@ class Booth:
         """
         if place != self.here:
             raise Refused(
-                "elsewhere",
+                RefusalCode.ELSEWHERE,
                 f"expected (epoch, position) {tuple(self.here)}, got {tuple(place)}",
             )
         if self.here != self.furthest:
             raise Refused(
-                "left", f"voted up to {tuple(self.furthest)}, got {tuple(place)}: no way back"
+                RefusalCode.LEFT,
+                f"voted up to {tuple(self.furthest)}, got {tuple(place)}: no way back",
             )
         if self._me not in self._electorate:
-            raise Refused("no-elector", "this peer does not vote at this position")
+            raise Refused(RefusalCode.NO_ELECTOR, "this peer does not vote at this position")
         if self.retired:
-            raise Refused("retired", "this peer leaves, and votes no more")
+            raise Refused(RefusalCode.RETIRED, "this peer leaves, and votes no more")
         leader = leader_of(self._electorate, place.position, term_of(attempt))
         if remote != leader.peer_id:
-            raise Refused("not-the-leader", f"expected {leader.peer_id} at attempt {attempt}")
+            raise Refused(
+                RefusalCode.NOT_THE_LEADER, f"expected {leader.peer_id} at attempt {attempt}"
+            )
 
     def prepare(self, remote: str, place: Place, attempt: int) -> Accepted | None:
         """Promise; what was accepted before.
@@ -160,7 +164,9 @@ class Booth:
             raise self._superseded(attempt)
 
     def _superseded(self, attempt: int) -> Refused:
-        return Refused("superseded", f"attempt {self.promised} was promised, got {attempt}")
+        return Refused(
+            RefusalCode.SUPERSEDED, f"attempt {self.promised} was promised, got {attempt}"
+        )
 
 
 class Proposer:
@@ -220,7 +226,9 @@ class Leads:
         if place > self._furthest:
             self._furthest, self._led = place, set()
         if place < self._furthest or attempt in self._led:
-            raise Refused("superseded", f"attempt {attempt} is over; come with the next one")
+            raise Refused(
+                RefusalCode.SUPERSEDED, f"attempt {attempt} is over; come with the next one"
+            )
         self._led.add(attempt)
         return Proposer(attempt=attempt, electors=len(electorate))
 
@@ -231,10 +239,14 @@ class Leads:
             Refused: it is not.
         """
         if not electorate:
-            raise Refused("no-elector", "this peer knows no electorate; it has to recover first")
+            raise Refused(
+                RefusalCode.NO_ELECTOR, "this peer knows no electorate; it has to recover first"
+            )
         leader = leader_of(electorate, place.position, term)
         if leader != self._me:
-            raise Refused("not-the-leader", f"expected {leader.peer_id} to lead term {term}")
+            raise Refused(
+                RefusalCode.NOT_THE_LEADER, f"expected {leader.peer_id} to lead term {term}"
+            )
 
 
 def value_to_propose(promises: Sequence[Accepted | None]) -> bytes | None:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Self
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.rounds import spreading
@@ -222,9 +223,9 @@ async def take_passed(ctx: Context, body: bytes) -> bytes:
     group = group_of(closed)
     seat = ctx.seats.get((group.epoch, group.position, group.term))
     if seat is None:
-        raise Refused("no-seat", f"no report to term {group.term} is open here")
+        raise Refused(RefusalCode.NO_SEAT, f"no report to term {group.term} is open here")
     try:
         seat.take(closed, group, passed=True)
     except MalformedRecord as error:
-        raise Refused("other-group", str(error)) from error
+        raise Refused(RefusalCode.OTHER_GROUP, str(error)) from error
     return b""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 MAX_FAULTS = 3  # one may be a flipped bit, two a bad hour; the third is a habit
 MEMORY_S = 600.0  # faults further apart than this do not add up
@@ -17,12 +18,23 @@ MAX_BAR_S = 3600.0
 MAX_PEERS = 4096  # as many as a group may have; the longest silent are forgotten first
 
 
+class Fault(StrEnum):
+    """A rule that a peer broke. The value is for people: it never travels as a code."""
+
+    BAD_CELL = "bad-cell"
+    BAD_MESSAGE = "bad-message"
+    BAD_PROPOSAL = "bad-proposal"
+    BAD_SUM = "bad-sum"
+    BAD_VOTE = "bad-vote"
+    BAD_WEIGHT = "bad-weight"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Barred:
     """A peer that is left out."""
 
     left_s: float
-    why: str
+    why: Fault
 
     def __str__(self) -> str:
         """For the peer itself."""
@@ -37,7 +49,8 @@ class Record:
     """when the last ones were"""
     bars: int = 0
     until: float = float("-inf")
-    why: str = ""
+    why: Fault = Fault.BAD_MESSAGE
+    """of the last bar"""
 
 
 class Conduct:
@@ -47,7 +60,7 @@ class Conduct:
         """Nobody has."""
         self._records: dict[str, Record] = {}
 
-    def fault(self, peer: str, why: str, now: float) -> Barred | None:
+    def fault(self, peer: str, why: Fault, now: float) -> Barred | None:
         """Note a fault; the bar that it earns, if it is one too many."""
         record = self._records.pop(peer, None) or Record()
         self._records[peer] = record

@@ -14,7 +14,7 @@ from atoll.optim.log.entry import Elector, Entry, Verify
 from atoll.optim.log.replay import Replay
 from atoll.optim.log.replica import Replica
 from atoll.optim.reduction.robust import Rule
-from atoll.peer.rounds.conduct import Conduct
+from atoll.peer.rounds.conduct import Conduct, Fault
 from atoll.peer.rounds.holdings import Holdings
 from atoll.peer.rounds.messages import Closed, Group, PlannedPart, planned_parts
 from atoll.peer.rounds.pacing import Link
@@ -97,7 +97,7 @@ class PeerContext:
         """The clock of deadlines: the event loop's."""
         return asyncio.get_running_loop().time()
 
-    def fault(self, peer: str, why: str) -> None:
+    def fault(self, peer: str, why: Fault) -> None:
         """Note that a peer broke a rule; say so where it is left out from now on."""
         barred = self.conduct.fault(peer, why, self.now())
         if barred is not None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
     Certificate,
@@ -408,14 +409,14 @@ class Rounds:
             return b""
         if (entry.epoch, entry.position) != (replica.epoch, replica.position):
             self.kick_catch_up()
-            raise Refused("elsewhere", f"expected position {replica.position}")
+            raise Refused(RefusalCode.ELSEWHERE, f"expected position {replica.position}")
         certificate = Certificate.decode(announced.certificate)
         check_certificate(entry, certificate, replica.electorate, self._ctx.verify)
         try:
             parts = await self.voter.gather(entry, remote)
         except (TransportError, MalformedRecord) as error:
             self.kick_catch_up()
-            raise Refused("no-parts", str(error)) from error
+            raise Refused(RefusalCode.NO_PARTS, str(error)) from error
         decided = Decided(entry=record, certificate=announced.certificate)
         self._spreading.pass_on(decided, announced.tell)
         await self._commit(entry, certificate, parts)
@@ -437,7 +438,7 @@ class Rounds:
         if message is not None and message[:1] == UPFRONT:
             return await self._serve_upfront(remote, Upfront.decode(message[1:]), stream)
         if message is None or message[:1] != REDUCE:
-            raise Refused("bad-head", "expected a Reduce or an Upfront record first")
+            raise Refused(RefusalCode.BAD_HEAD, "expected a Reduce or an Upfront record first")
         head = Reduce.decode(message[1:])
         exchange = await self._await_exchange(head)
         await exchange.serve(remote, head, stream)
@@ -489,4 +490,6 @@ class Rounds:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._grouped.wait()
-        raise Refused("no-such-round", f"this group of round {head.position + 1} is not here")
+        raise Refused(
+            RefusalCode.NO_SUCH_ROUND, f"this group of round {head.position + 1} is not here"
+        )

@@ -13,6 +13,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from contextlib import suppress
 
 from atoll.compression import CodecError
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import pack
@@ -36,7 +37,7 @@ from atoll.peer.rounds.owning import Owning
 from atoll.peer.rounds.reduction import CellRefused, PartReceiver, batches
 from atoll.peer.rounds.seat import CONNECT_STALLS
 from atoll.peer.rounds.sending import CODES
-from atoll.peer.rounds.upfront import NOT_UPFRONT, UpfrontCodes, not_upfront, plan_of
+from atoll.peer.rounds.upfront import UpfrontCodes, not_upfront, plan_of
 
 DIAL_PAUSE_STALLS = 0.1  # between tries of a first contact
 QUIET_S = 0.5  # after which a part that was coming is better fetched from somebody who has it
@@ -182,7 +183,7 @@ class Exchange(Owning):
                 stream, self._sent_upfront(upfront, part), part, 0, asyncio.Queue()
             )
         except Refused as error:
-            if error.code == NOT_UPFRONT:
+            if error.code is RefusalCode.NOT_UPFRONT:
                 raise _NotUpfront from error
             raise
         except PeerUnreachable as error:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
 from atoll.peer.rounds.context import Context
@@ -154,4 +155,4 @@ async def _exactly(ctx: Context, stream: Stream, wire_bytes: int) -> bytes:
 
 def refuse_missing(what: str) -> Refused:
     """The answer to a request for something that is not here."""
-    return Refused("not-here", f"expected {what}; ask another peer")
+    return Refused(RefusalCode.NOT_HERE, f"expected {what}; ask another peer")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector
 from atoll.optim.reduction.feedback import Offer
@@ -135,7 +136,7 @@ class Flight:
         """Begin anew with the next entry: it may name another leader, or bring the turn."""
         self._show("late")
         stands_at = self._ctx.replica.position
-        if isinstance(error, Refused) and error.code == "decided":
+        if isinstance(error, Refused) and error.code is RefusalCode.DECIDED:
             await self._host.catch_up()
         await self._ctx.replica.passed(stands_at)
         return True
@@ -143,7 +144,7 @@ class Flight:
     async def _refused(self, error: Refused, leader: str) -> bool:
         """Whether the decision came; else it is the next leader's turn."""
         position, replica = self.place.position, self._ctx.replica
-        if error.code in ("closed", "barred"):
+        if error.code in (RefusalCode.CLOSED, RefusalCode.BARRED):
             self._show("late")
             self._ctx.on_event("info", f"round {position + 1}: {error.message}")
             with suppress(TimeoutError):
@@ -151,7 +152,7 @@ class Flight:
                     await replica.passed(position)
                 return True
             return False
-        if error.code == "decided":
+        if error.code is RefusalCode.DECIDED:
             await self._host.catch_up()
             return replica.position > position
         self._ctx.on_event("warning", f"round {position + 1}: {short(leader)} refused: {error}")

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.compression import CodecError
-from atoll.dht.transport import BAD_MESSAGE, CallHandler, Refused, Stream, StreamHandler
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import CallHandler, Refused, Stream, StreamHandler
 from atoll.optim.log.entry import LogError
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.reduction.weights import WorkRefused
+from atoll.peer.rounds.conduct import Fault
 
 BAD_INPUT = (LogError, UpdateError, CodecError, WorkRefused)
 
 
-OnFault = Callable[[str, str], None]
+OnFault = Callable[[str, Fault], None]
 """(peer, reason): told of every message that breaks the rules."""
 
 
@@ -24,8 +26,8 @@ def guarded_call(handler: CallHandler, on_fault: OnFault) -> CallHandler:
         try:
             return await handler(remote, body)
         except BAD_INPUT as error:
-            on_fault(remote, BAD_MESSAGE)
-            raise Refused(BAD_MESSAGE, str(error)) from error
+            on_fault(remote, Fault.BAD_MESSAGE)
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
 
     return handle
 
@@ -37,7 +39,7 @@ def guarded_stream(handler: StreamHandler, on_fault: OnFault) -> StreamHandler:
         try:
             await handler(remote, stream)
         except BAD_INPUT as error:
-            on_fault(remote, BAD_MESSAGE)
-            raise Refused(BAD_MESSAGE, str(error)) from error
+            on_fault(remote, Fault.BAD_MESSAGE)
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
 
     return handle

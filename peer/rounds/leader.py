@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
     Elector,
@@ -149,7 +150,7 @@ class Leadership:
         if self.group is not None:
             self.left_out.setdefault(remote, "came after the group was closed")
             raise Refused(
-                "closed",
+                RefusalCode.CLOSED,
                 f"the group of round {self.position + 1} is closed; "
                 "what you learned stays in your next contribution",
             )
@@ -283,7 +284,7 @@ class Leadership:
             Refused: it has not come here, and does not soon: the next leader tries.
         """
         if (ready.epoch, ready.position, ready.term) != (*self.place, self.term):
-            raise Refused("bad-ready", f"expected a report at {tuple(self.place)}")
+            raise Refused(RefusalCode.BAD_READY, f"expected a report at {tuple(self.place)}")
         await self.check(remote, ready)
 
     async def _send_alive(self, session: Session) -> None:

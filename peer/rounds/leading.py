@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import TypeVar
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Certificate, Entry
 from atoll.optim.reduction.weights import work_weight
 from atoll.peer.rounds.ballot import Leads, Place
+from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.leader import Leadership
 from atoll.peer.rounds.local import LocalStream, stream_pair
@@ -107,27 +109,29 @@ class Leading:
         """
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
         if message is None or message[:1] != READY:
-            raise Refused("bad-ready", "expected a Ready record first")
+            raise Refused(RefusalCode.BAD_READY, "expected a Ready record first")
         ready = Ready.decode(message[1:])
         await self._check(remote, ready)
         replica = self._ctx.replica
         place = Place(ready.epoch, ready.position)
         self._leads.check(place, ready.term, replica.electorate)
         if ready.position == replica.position and ready.term < self._voter.term:
-            raise Refused("superseded", f"term {self._voter.term} is under way")
+            raise Refused(RefusalCode.SUPERSEDED, f"term {self._voter.term} is under way")
         await self._lead(ready).serve(remote, ready, stream)
 
     async def _check(self, remote: str, ready: Ready) -> None:
         barred = self._ctx.conduct.barred(remote, self._ctx.now())
         if barred is not None:
-            raise Refused("barred", str(barred))
+            raise Refused(RefusalCode.BARRED, str(barred))
         if ready.protocol != PROTOCOL:
-            raise Refused("protocol", f"expected protocol {PROTOCOL}, got {ready.protocol}")
+            raise Refused(
+                RefusalCode.PROTOCOL, f"expected protocol {PROTOCOL}, got {ready.protocol}"
+            )
         due = work_weight(ready.tokens, ready.steps, self._ctx.replay.method.weights)
         if ready.weight not in (0.0, due):
-            self._ctx.fault(remote, "bad-weight")
+            self._ctx.fault(remote, Fault.BAD_WEIGHT)
             raise Refused(
-                "bad-weight",
+                RefusalCode.BAD_WEIGHT,
                 f"expected a weight of 0 or {due:g} for {ready.tokens} tokens in {ready.steps} "
                 f"steps, got {ready.weight:g}",
             )
@@ -138,14 +142,16 @@ class Leading:
         replica = self._ctx.replica
         await self._reach(ready.stands_at)
         if replica.position > ready.position:
-            raise Refused("decided", f"expected a report at {replica.position} or beyond it")
+            raise Refused(
+                RefusalCode.DECIDED, f"expected a report at {replica.position} or beyond it"
+            )
         same = (replica.position, replica.chain) == (ready.stands_at, ready.chain)
         on_the_log = replica.epoch == ready.epoch and (same or ready.stands_at < replica.position)
         near = ready.stands_at <= ready.position <= ready.stands_at + self._ahead
         first = ready.term == 0 or ready.position == replica.position
         if not (on_the_log and near and first):
             raise Refused(
-                "elsewhere",
+                RefusalCode.ELSEWHERE,
                 f"expected (epoch, position) {(replica.epoch, replica.position)} or at most "
                 f"{self._ahead} ahead of it, got {(ready.epoch, ready.position)} from "
                 f"{ready.stands_at}; fetch what is missing",
@@ -179,7 +185,7 @@ class Leading:
             await announced
             await leadership.until_left()
         except (AttemptFailed, TransportError, ValueError) as error:
-            if not (isinstance(error, Refused) and error.code == "not-the-leader"):
+            if not (isinstance(error, Refused) and error.code is RefusalCode.NOT_THE_LEADER):
                 text = f"round {key[1] + 1}, term {key[2]} led here failed: {error}"
                 self._ctx.on_event("warning", text)
         finally:

@@ -7,10 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from atoll.compression import CodecError
 from atoll.coordinator.run.status import Level
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.reduction.cells import LENGTH
 from atoll.optim.reduction.lowrank import LowRankCells
 from atoll.optim.state.updates import Update
+from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.factors import FactorReducer
 from atoll.peer.rounds.messages import (
@@ -53,7 +55,9 @@ class Owning(Seat):
         member = self._member(remote)
         owned = await self._await_owned(head)
         if member in owned.came:
-            raise Refused("replayed", f"part {head.part}.{head.generation} has a stream of yours")
+            raise Refused(
+                RefusalCode.REPLAYED, f"part {head.part}.{head.generation} has a stream of yours"
+            )
         owned.came.add(member)
         owned.waiting.discard(member)
         receiving = asyncio.create_task(self._receive(owned, member, stream))
@@ -74,7 +78,8 @@ class Owning(Seat):
         while (owned := self._owned.get((head.part, head.generation))) is None:
             if self._ctx.now() > deadline:
                 raise Refused(
-                    "not-the-owner", f"part {head.part}.{head.generation} is not reduced here"
+                    RefusalCode.NOT_THE_OWNER,
+                    f"part {head.part}.{head.generation} is not reduced here",
                 )
             await asyncio.sleep(self._ctx.alive_s / 4)
         return owned
@@ -139,7 +144,7 @@ class Owning(Seat):
                 await owned.add(self.me, await self._answers(part, answered, bare))
                 answered += len(p_frames)
         except (CodecError, CellRefused) as error:  # of one's own: the part is due all the same
-            await self._drop(owned, self.me, reason=f"bad-cell: {error}", level="error")
+            await self._drop(owned, self.me, reason=f"{Fault.BAD_CELL}: {error}", level="error")
 
     async def _finish(self, owned: OwnedPart, share: float = SENDERS_SHARE) -> None:
         """Wait for all cells, of slow senders until a share of the deadline."""
@@ -168,9 +173,9 @@ class Owning(Seat):
         except TransportError as error:
             await self._drop(owned, member, reason=str(error))
         except (CodecError, CellRefused) as error:
-            await self._drop(owned, member, reason=f"bad-cell: {error}", level="error")
-            self._ctx.fault(self.group.members[member].peer_id, "bad-cell")
-            raise Refused("bad-cell", str(error)) from None
+            await self._drop(owned, member, reason=f"{Fault.BAD_CELL}: {error}", level="error")
+            self._ctx.fault(self.group.members[member].peer_id, Fault.BAD_CELL)
+            raise Refused(RefusalCode.BAD_CELL, str(error)) from None
 
     async def _take(self, owned: OwnedPart, member: int, message: bytes) -> None:
         if message[:1] != CELL:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.peer.rounds.messages import PartDone
 from atoll.peer.rounds.owned import OwnedPart
@@ -37,7 +38,7 @@ class RelayedPart(OwnedPart):
     def check(self) -> None:
         """See `OwnedPart`."""
         if self.lost:
-            raise Refused("owner-lost", f"the relay lost the owner: {self.lost}")
+            raise Refused(RefusalCode.OWNER_LOST, f"the relay lost the owner: {self.lost}")
 
     async def result(self, part: int, generation: int) -> PartDone:
         """See `OwnedPart`; the owner's word comes after the last of its results."""

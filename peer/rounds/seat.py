@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
 from atoll.optim.state import vectors
@@ -71,7 +72,7 @@ class Seat:
 
     def _member(self, remote: str) -> int:
         if remote not in self._index:
-            raise Refused("not-a-member", f"expected a member of the group, got {remote}")
+            raise Refused(RefusalCode.NOT_A_MEMBER, f"expected a member of the group, got {remote}")
         return self._index[remote]
 
     def range_of(self, part: int) -> PartRange:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream
 from atoll.optim.log.entry import Record
 from atoll.optim.log.store import NotStored
@@ -37,7 +38,9 @@ class Archive:
     async def _request(self, stream: Stream, kind: type[R]) -> R:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
         if message is None:
-            raise Refused("bad-request", f"expected a {kind.__name__} record, got nothing")
+            raise Refused(
+                RefusalCode.BAD_REQUEST, f"expected a {kind.__name__} record, got nothing"
+            )
         return kind.decode(message)
 
     async def _serve_part(self, remote: str, stream: Stream) -> None:

@@ -11,8 +11,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import Certificate, Elector, Entry, Vote, is_quorum, vote_payload
+from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import Voted
 
@@ -80,7 +82,7 @@ class Tally:
         for index, elector in enumerate(self._electorate):
             if elector.peer_id == peer:
                 return index
-        raise Refused("no-elector", "expected a vote of an elector of this position")
+        raise Refused(RefusalCode.NO_ELECTOR, "expected a vote of an elector of this position")
 
     def _count(self) -> None:
         """Make the certificate if there is a quorum for what this elector voted for."""
@@ -100,7 +102,7 @@ class Tally:
         if self._ctx.verify(peer, vote_payload(entry, vote.attempt), vote.signature):
             return True
         del self._votes[index]
-        self._ctx.fault(peer, "bad-vote")
+        self._ctx.fault(peer, Fault.BAD_VOTE)
         return False
 
 

@@ -13,9 +13,11 @@ from collections.abc import Collection, Sequence
 
 from atoll.compression import CodecError
 from atoll.coordinator.run.status import Level
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.lowrank import LowRankCells
+from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import Context, short
 from atoll.peer.rounds.exchange import Exchange, PartLost
 from atoll.peer.rounds.factors import FactorReceiver
@@ -85,7 +87,9 @@ class TreeExchange(Exchange):
         owned, member = await self._await_owned(head), self._member(remote)
         row = self.rows.of[member]
         if not isinstance(owned, TreePart) or owned.relays.get(row) != member:
-            raise Refused("not-the-relay", f"no sums of {short(remote)} are expected here")
+            raise Refused(
+                RefusalCode.NOT_THE_RELAY, f"no sums of {short(remote)} are expected here"
+            )
         del owned.relays[row]
         work = self._receive_sums(owned, row, stream), self._send_results(owned, head, stream)
         tasks = [asyncio.create_task(w) for w in work]
@@ -142,15 +146,17 @@ class TreeExchange(Exchange):
                 if message != ALIVE:
                     await owned.add_sums(row, memoryview(message)[1:])
             if owned.tree.is_dissolved(row):
-                raise Refused("late-sums", "the members of the row are to come by themselves")
+                raise Refused(
+                    RefusalCode.LATE_SUMS, "the members of the row are to come by themselves"
+                )
         except Refused:
             raise
         except TransportError as error:
             await self._lose_row(owned, row, stream.remote, str(error))
         except CellRefused as error:
             await self._lose_row(owned, row, stream.remote, str(error))
-            self._ctx.fault(stream.remote, "bad-sum")
-            raise Refused("bad-sum", str(error)) from None
+            self._ctx.fault(stream.remote, Fault.BAD_SUM)
+            raise Refused(RefusalCode.BAD_SUM, str(error)) from None
 
     async def _lose_row(self, owned: TreePart, row: int, relay: str, why: str) -> None:
         self._watch.disturbed = True

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.reduction.cells import LENGTH, Cells, pack
 from atoll.optim.reduction.lowrank import LowRankCells
@@ -36,7 +37,6 @@ from atoll.peer.rounds.messages import (
 from atoll.peer.rounds.reduction import batches
 from atoll.peer.rounds.sending import CODES, Bulk, send_paced
 
-NOT_UPFRONT = "not-upfront"  # the refusal after which codes are sent again, as the group says
 SEND_STALLS = 20  # for one message to an owner that is there, but may be on a slow link
 
 
@@ -176,7 +176,8 @@ def _known(ctx: Context) -> set[str]:
 def not_upfront(position: int) -> Refused:
     """The answer to codes that fit no group."""
     return Refused(
-        NOT_UPFRONT, f"round {position + 1} is not cut like that; send when it is closed"
+        RefusalCode.NOT_UPFRONT,
+        f"round {position + 1} is not cut like that; send when it is closed",
     )
 
 
@@ -217,7 +218,9 @@ class HeldStream:
                 message = _Failed(error)
             held += len(message or b"") if isinstance(message, bytes) else 0
             if held > self._limit:
-                message = _Failed(Refused("too-long", f"expected {self._limit} bytes at most"))
+                message = _Failed(
+                    Refused(RefusalCode.TOO_LONG, f"expected {self._limit} bytes at most")
+                )
             self._messages.put_nowait(message)
 
     async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.entry import (
     Elector,
@@ -21,6 +22,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.ballot import Booth, Place, term_of
+from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.fetching import fetch_part
@@ -81,8 +83,8 @@ class Voter:
                 return (await self._prepare(remote, Prepare.decode(body))).encode()
             return (await self._propose(remote, Propose.decode(body))).encode()
         except (LogError, UpdateError) as error:
-            self._ctx.fault(remote, "bad-proposal")
-            raise Refused("bad-proposal", str(error)) from error
+            self._ctx.fault(remote, Fault.BAD_PROPOSAL)
+            raise Refused(RefusalCode.BAD_PROPOSAL, str(error)) from error
 
     async def _come_to(self, place: Place) -> None:
         """Be where a leader stands, if its last entry is on the way: it may propose at once."""
@@ -214,9 +216,11 @@ class Voter:
         )
         electorate: tuple[Elector, ...] = tuple(replica.electorate)
         if entry.electorate != next_electorate(entry.members, entry.parts, electorate):
-            raise Refused("bad-electorate", "expected the complete members as next electorate")
+            raise Refused(
+                RefusalCode.BAD_ELECTORATE, "expected the complete members as next electorate"
+            )
         if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
-            raise Refused("bad-scalars", f"expected {self._ctx.scalars(entry.position)}")
+            raise Refused(RefusalCode.BAD_SCALARS, f"expected {self._ctx.scalars(entry.position)}")
         self._ctx.replay.check(entry)  # lengths too: no leader makes a voter take memory
         self._check_root(entry)
 
@@ -229,9 +233,10 @@ class Voter:
         if got is None:
             return
         if got.position != scheduled:
-            raise Refused("bad-root", f"expected the root of state {scheduled}")
+            raise Refused(RefusalCode.BAD_ROOT, f"expected the root of state {scheduled}")
         due = self._ctx.replica.root_due(entry.position)
         if due is not None and got.root != due[1]:
             raise Refused(
-                "bad-root", f"expected root {due[1].hex()[:12]} of state {due[0]}, got another"
+                RefusalCode.BAD_ROOT,
+                f"expected root {due[1].hex()[:12]} of state {due[0]}, got another",
             )

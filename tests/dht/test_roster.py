@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from atoll.dht import clock
 from atoll.dht.identity import Identity
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import (
     MAX_TTL_S,
     DhtRoster,
@@ -75,7 +76,7 @@ def test_a_swapped_credential_is_refused():
 
 def test_an_expired_admission_is_refused_by_the_reader():
     def check(peer, credential):
-        raise Refused("not_admitted", f"{credential!r} ran out")
+        raise Refused(RefusalCode.NOT_ADMITTED, f"{credential!r} ran out")
 
     with pytest.raises(RecordError, match="ran out"):
         open_record(signed(), run_id=RUN, check=check)
@@ -206,7 +207,7 @@ class FakeDht:
 
 def admit(peer, credential):
     if credential != b"ticket":
-        raise Refused("not_admitted", "no ticket")
+        raise Refused(RefusalCode.NOT_ADMITTED, "no ticket")
 
 
 def roster(dht, identity=IDENTITY, credential=b"ticket"):

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 from atoll.dht.node import Node
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord
 from atoll.dht.transport import (
     Refused,
@@ -17,7 +18,7 @@ TICKET = b"ticket"
 
 def check(remote, credential):
     if credential != TICKET:
-        raise Refused("not_admitted", "expected a ticket")
+        raise Refused(RefusalCode.NOT_ADMITTED, "expected a ticket")
 
 
 async def echo(remote, body):

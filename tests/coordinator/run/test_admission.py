@@ -39,7 +39,7 @@ def test_expired_is_refused_even_when_known() -> None:
 
 
 def test_the_credential_of_another_peer_is_refused() -> None:
-    with pytest.raises(Refused, match="not_admitted: expected an admission of thief"):
+    with pytest.raises(Refused, match="not-admitted: expected an admission of thief"):
         check_at(1500)("thief", CREDENTIAL)
 
 

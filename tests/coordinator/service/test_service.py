@@ -226,7 +226,7 @@ def test_a_disk_that_is_full_is_told_once_and_the_run_goes_on(kit: Any, tmp_path
             for client in (one, two, one):
                 with pytest.raises(CoordinatorRefused, match=r"disk.*full") as raised:
                     await net.publish(client, entry, body)
-                assert raised.value.code == "resource_exhausted"
+                assert raised.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             long_ones = [Event(at=0.0, text="x" * 1000)] * 16
             beat = await one.heartbeat(ahead, events=long_ones)
             assert beat.publish_from is None

@@ -3,6 +3,7 @@
 import asyncio
 import types
 
+import grpc
 import pytest
 
 from atoll.coordinator.rpc.client import Beat, Published
@@ -179,7 +180,7 @@ def test_a_coordinator_that_is_away_is_said_once_and_asked_ever_less(tmp_path):
 
 def test_a_coordinator_that_has_forgotten_us_is_joined_again(tmp_path):
     async def use(peer):
-        peer.client.failures = [NotWelcome("unauthenticated", "unknown session")]
+        peer.client.failures = [NotWelcome(grpc.StatusCode.UNAUTHENTICATED, "unknown session")]
         keeping = asyncio.create_task(peer.contact.keep())
         await asyncio.sleep(0.5)
         assert (peer.client.joins, len(peer.joined), len(peer.client.beats)) == (1, 1, 1)

@@ -9,6 +9,7 @@ import torch
 
 from atoll.compression import Fp32
 from atoll.compression.checksum import Checksum
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.reduction.cells import pack
 from atoll.optim.state.layout import CELL
@@ -354,11 +355,15 @@ def refused(message, *, twice=False):
 
 
 def test_a_stranger_in_terms_is_refused_by_name():
-    assert refused(lambda peer: b"rubbish") == ["bad_message"]
-    assert refused(lambda peer: tagged(TERMS, terms_of(peer, weight=1e12))) == ["bad_message"]
-    assert refused(lambda peer: tagged(TERMS, terms_of(peer, protocol=99))) == ["protocol"]
+    assert refused(lambda peer: b"rubbish") == [RefusalCode.BAD_MESSAGE]
+    assert refused(lambda peer: tagged(TERMS, terms_of(peer, weight=1e12))) == [
+        RefusalCode.BAD_MESSAGE
+    ]
+    assert refused(lambda peer: tagged(TERMS, terms_of(peer, protocol=99))) == [
+        RefusalCode.PROTOCOL
+    ]
     mass = tagged(TERMS, terms_of_unchecked(2.0))
-    assert refused(lambda peer: mass) == ["bad_message"]
+    assert refused(lambda peer: mass) == [RefusalCode.BAD_MESSAGE]
 
 
 def terms_of_unchecked(mass):
@@ -376,8 +381,8 @@ def terms_of_fields(mass):
 def test_a_meeting_is_not_begun_twice():
     """Who was not drawn is told so; the same meeting again is a replay."""
     told = refused(lambda peer: tagged(TERMS, terms_of(peer)), twice=True)
-    assert told[0] in ("training", "elsewhere", "paired")
-    assert told[1] == "replayed"
+    assert told[0] in (RefusalCode.TRAINING, RefusalCode.ELSEWHERE, RefusalCode.PAIRED)
+    assert told[1] == RefusalCode.REPLAYED
 
 
 def test_a_peer_that_was_frozen_for_minutes_goes_on_and_counts_once():
@@ -421,7 +426,7 @@ def test_one_invitation_of_a_peer_waits_at_a_time():
                 pass
         except Refused as error:
             told.append(error.code)
-        assert told == ["paired"]
+        assert told == [RefusalCode.PAIRED]
         for stream in streams:
             await stream.close()
 

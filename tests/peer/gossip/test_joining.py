@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from atoll.coordinator.gossip import Model
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import LogError
 from atoll.optim.state.outer_state import StateError
@@ -53,9 +54,9 @@ def test_a_state_that_was_lent_stays_while_its_owner_goes_on():
                 return await stream.recv(timeout_s=5)
 
         assert await leaf(lent[-1]) == before.read_leaf(0)
-        with pytest.raises(Refused, match="not-here"):
+        with pytest.raises(Refused, match=RefusalCode.NOT_HERE):
             await leaf(lent[0])
-        with pytest.raises(Refused, match="not-here"):
+        with pytest.raises(Refused, match=RefusalCode.NOT_HERE):
             await leaf(10**6)
 
     in_crowd(use)

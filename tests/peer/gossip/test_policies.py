@@ -4,7 +4,16 @@ from collections import Counter
 
 import pytest
 
-from atoll.peer.gossip.policies import Draw, Invited, answer, brought_level, draw, patience_s
+from atoll.dht.refusals import RefusalCode
+from atoll.peer.gossip.policies import (
+    Draw,
+    Invited,
+    Verdict,
+    answer,
+    brought_level,
+    draw,
+    patience_s,
+)
 
 RUN_ID = b"r" * 32
 PEERS = ["ann", "bob", "cat", "dan", "eve"]
@@ -84,17 +93,17 @@ def view(**changes):
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
-        ({}, "accept"),
-        ({"partner": "bob"}, "elsewhere"),
-        ({"partner": None}, "elsewhere"),
-        ({"meeting": "bob"}, "paired"),
-        ({"own_round": 6}, "ahead"),
-        ({"is_open": False}, "wait"),
-        ({"own_round": 4}, "wait"),  # it may be brought level
-        ({"has_window": False, "is_open": False, "ready_in_s": 2.0}, "wait"),
-        ({"has_window": False, "is_open": False, "ready_in_s": 4.0}, "training"),
-        ({"has_window": False, "is_open": False, "ready_in_s": None}, "training"),
+        ({}, Verdict.ACCEPT),
+        ({"partner": "bob"}, RefusalCode.ELSEWHERE),
+        ({"partner": None}, RefusalCode.ELSEWHERE),
+        ({"meeting": "bob"}, RefusalCode.PAIRED),
+        ({"own_round": 6}, RefusalCode.AHEAD),
+        ({"is_open": False}, Verdict.WAIT),
+        ({"own_round": 4}, Verdict.WAIT),  # it may be brought level
+        ({"has_window": False, "is_open": False, "ready_in_s": 2.0}, Verdict.WAIT),
+        ({"has_window": False, "is_open": False, "ready_in_s": 4.0}, RefusalCode.TRAINING),
+        ({"has_window": False, "is_open": False, "ready_in_s": None}, RefusalCode.TRAINING),
     ],
 )
 def test_an_invited_peer_answers(changes, verdict):
-    assert answer(view(**changes)) == verdict
+    assert answer(view(**changes)) is verdict

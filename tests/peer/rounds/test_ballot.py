@@ -2,6 +2,7 @@
 
 import pytest
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Elector
 from atoll.peer.rounds.ballot import (
@@ -59,11 +60,11 @@ def test_a_booth_refuses_by_name():
     booth.turn(HERE, (ME, OTHER))
     leader, other = leads(4, TERM).peer_id, leads(4, 0).peer_id
     assert booth.prepare(leader, HERE, TERM) is None
-    assert refusal(booth.prepare, leader, NEXT, TERM) == "elsewhere"
-    assert refusal(booth.prepare, other, HERE, TERM) == "not-the-leader"
-    assert refusal(booth.accept, other, HERE, 0, b"late") == "superseded"
+    assert refusal(booth.prepare, leader, NEXT, TERM) == RefusalCode.ELSEWHERE
+    assert refusal(booth.prepare, other, HERE, TERM) == RefusalCode.NOT_THE_LEADER
+    assert refusal(booth.accept, other, HERE, 0, b"late") == RefusalCode.SUPERSEDED
     booth.turn(HERE, (OTHER,))
-    assert refusal(booth.accept, leader, HERE, TERM, b"entry") == "no-elector"
+    assert refusal(booth.accept, leader, HERE, TERM, b"entry") == RefusalCode.NO_ELECTOR
 
 
 def test_a_booth_votes_no_more_where_it_was_before():
@@ -71,7 +72,7 @@ def test_a_booth_votes_no_more_where_it_was_before():
     booth.turn(HERE, (ME, OTHER))
     assert booth.turn(NEXT, (ME, OTHER))
     booth.turn(HERE, (ME, OTHER))
-    assert refusal(booth.accept, leads(4, 0).peer_id, HERE, 0, b"entry") == "left"
+    assert refusal(booth.accept, leads(4, 0).peer_id, HERE, 0, b"entry") == RefusalCode.LEFT
     assert booth.promised == 0
     booth.turn(Place(2, 3), (ME, OTHER))
     booth.accept(leads(3, 0).peer_id, Place(2, 3), 0, b"entry")
@@ -87,8 +88,8 @@ def test_who_retires_votes_for_nothing_new_and_says_so_when_that_holds():
     booth.accept(leads(4, 0).peer_id, HERE, 0, b"entry")
     booth.turn(NEXT, (ME, OTHER))
     assert booth.retired
-    assert refusal(booth.accept, leads(5, 0).peer_id, NEXT, 0, b"entry") == "retired"
-    assert refusal(booth.prepare, leads(5, TERM).peer_id, NEXT, TERM) == "retired"
+    assert refusal(booth.accept, leads(5, 0).peer_id, NEXT, 0, b"entry") == RefusalCode.RETIRED
+    assert refusal(booth.prepare, leads(5, TERM).peer_id, NEXT, TERM) == RefusalCode.RETIRED
     booth.turn(HERE, (ME, OTHER))
     assert not booth.retired  # it voted here, and has forgotten for what
 
@@ -97,13 +98,13 @@ def test_an_attempt_is_led_once_and_by_its_leader():
     attempt = next(a for a in (0, TERM) if leads(4, a) == ME)
     mine = Leads(ME)
     mine.begin(HERE, attempt, (ME, OTHER))
-    assert refusal(mine.begin, HERE, attempt, (ME, OTHER)) == "superseded"
+    assert refusal(mine.begin, HERE, attempt, (ME, OTHER)) == RefusalCode.SUPERSEDED
     mine.begin(HERE, attempt + 1, (ME, OTHER))
     mine.begin(HERE, attempt + 2 * TERM, (ME, OTHER))
-    assert refusal(mine.begin, HERE, attempt + TERM, (ME, OTHER)) == "not-the-leader"
-    assert refusal(mine.begin, HERE, attempt, ()) == "no-elector"
+    assert refusal(mine.begin, HERE, attempt + TERM, (ME, OTHER)) == RefusalCode.NOT_THE_LEADER
+    assert refusal(mine.begin, HERE, attempt, ()) == RefusalCode.NO_ELECTOR
     again = Leads(Elector(peer_id="me", incarnation="1"))
-    assert refusal(again.begin, HERE, attempt, (ME, OTHER)) == "not-the-leader"
+    assert refusal(again.begin, HERE, attempt, (ME, OTHER)) == RefusalCode.NOT_THE_LEADER
 
 
 def test_an_attempt_of_a_position_that_was_left_is_not_led_again():
@@ -111,7 +112,7 @@ def test_an_attempt_of_a_position_that_was_left_is_not_led_again():
     attempts = {p: next(a for a in (0, TERM) if leads(p, a) == ME) for p in (4, 5)}
     mine.begin(HERE, attempts[4], (ME, OTHER))
     mine.begin(NEXT, attempts[5], (ME, OTHER))
-    assert refusal(mine.begin, HERE, attempts[4], (ME, OTHER)) == "superseded"
+    assert refusal(mine.begin, HERE, attempts[4], (ME, OTHER)) == RefusalCode.SUPERSEDED
 
 
 def test_a_leader_chooses_once_and_not_before_a_quorum_promised():

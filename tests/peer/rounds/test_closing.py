@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import MalformedRecord, Member
 from atoll.optim.state import fragments
@@ -167,7 +168,7 @@ def test_a_group_that_the_leader_did_not_sign_is_refused_and_the_round_goes_on(
         call = forger.transport.call
         with pytest.raises(Refused, match="signature") as refusal:
             await call(victim.identity.peer_id, "group", closed.encode(), timeout_s=2.0)
-        assert refusal.value.code == "other-group"
+        assert refusal.value.code == RefusalCode.OTHER_GROUP
         await swarm.until(lambda: reached(peers, position + 1))
         assert swarm.same_bits(peers)
 

@@ -7,18 +7,19 @@ from atoll.peer.rounds.conduct import (
     MAX_PEERS,
     MEMORY_S,
     Conduct,
+    Fault,
 )
 
 
 def commit_faults(conduct, peer, now, count=MAX_FAULTS):
-    return [conduct.fault(peer, "bad-cell", now) for _ in range(count)][-1]
+    return [conduct.fault(peer, Fault.BAD_CELL, now) for _ in range(count)][-1]
 
 
 def test_the_third_fault_bars_for_a_while():
     conduct = Conduct()
     assert commit_faults(conduct, "p", 5.0, MAX_FAULTS - 1) is None
     assert conduct.barred("p", 5.0) is None
-    barred = conduct.fault("p", "bad-cell", 6.0)
+    barred = conduct.fault("p", Fault.BAD_CELL, 6.0)
     assert barred is not None
     assert barred.left_s == FIRST_BAR_S
     assert "bad-cell" in str(barred)
@@ -29,7 +30,7 @@ def test_the_third_fault_bars_for_a_while():
 def test_faults_far_apart_do_not_add_up():
     conduct = Conduct()
     for number in range(10):
-        assert conduct.fault("p", "bad-cell", number * MEMORY_S) is None
+        assert conduct.fault("p", Fault.BAD_CELL, number * MEMORY_S) is None
 
 
 def test_each_bar_is_twice_the_one_before_up_to_an_hour():
@@ -45,5 +46,5 @@ def test_each_bar_is_twice_the_one_before_up_to_an_hour():
 def test_strangers_cannot_fill_the_memory():
     conduct = Conduct()
     for number in range(MAX_PEERS + 10):
-        conduct.fault(str(number), "bad-ready", 0.0)
+        conduct.fault(str(number), Fault.BAD_WEIGHT, 0.0)
     assert len(conduct._records) == MAX_PEERS

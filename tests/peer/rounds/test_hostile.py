@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from atoll.dht.transport import BAD_MESSAGE, Refused
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import Refused
 from atoll.peer.rounds.deflating import deflated
 from atoll.peer.rounds.messages import (
     PROTOCOL,
@@ -75,8 +76,8 @@ def test_garbage_is_refused_by_every_call_and_stream(tmp_path):
         for data in (*GARBAGE, *noise):
             for method in CALLS:
                 assert (await ask(stranger, peer, method, data)).code in (
-                    BAD_MESSAGE,
-                    "bad-proposal",
+                    RefusalCode.BAD_MESSAGE,
+                    RefusalCode.BAD_PROPOSAL,
                 )
             for method in STREAMS:
                 refusal = await send(stranger, peer, method, data)
@@ -88,12 +89,12 @@ def test_garbage_is_refused_by_every_call_and_stream(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"protocol": 99}, "protocol"),
-        ({"weight": 1e12, "tokens": 10, "steps": 1}, "bad-weight"),
-        ({"tokens": 2**60, "steps": 1}, BAD_MESSAGE),
-        ({"chain": b"z" * 32}, "elsewhere"),
-        ({"epoch": 7}, "elsewhere"),
-        ({"position": 0}, "decided"),
+        ({"protocol": 99}, RefusalCode.PROTOCOL),
+        ({"weight": 1e12, "tokens": 10, "steps": 1}, RefusalCode.BAD_WEIGHT),
+        ({"tokens": 2**60, "steps": 1}, RefusalCode.BAD_MESSAGE),
+        ({"chain": b"z" * 32}, RefusalCode.ELSEWHERE),
+        ({"epoch": 7}, RefusalCode.ELSEWHERE),
+        ({"position": 0}, RefusalCode.DECIDED),
     ],
 )
 def test_a_ready_that_is_not_true_is_refused_by_name(tmp_path, changes, code):
@@ -110,7 +111,7 @@ def test_a_stream_for_a_part_of_no_group_is_refused(tmp_path):
         head = Reduce(position=10**9, group=b"g" * 32, part=0, generation=0, sums=False)
         refusal = await send(stranger, peer, "reduce", tagged(REDUCE, head), b"C" + b"x" * 1000)
         assert refusal is not None
-        assert refusal.code == "no-such-round"
+        assert refusal.code == RefusalCode.NO_SUCH_ROUND
 
     attacked(tmp_path, attack)
 
@@ -120,9 +121,9 @@ def test_a_proposal_of_one_who_does_not_lead_is_refused(tmp_path):
         position = peer.replica.position
         last = peer.replica.store.get(position - 1)
         prepare = Prepare(epoch=1, position=position, attempt=5).encode()
-        assert (await ask(stranger, peer, "prepare", prepare)).code == "not-the-leader"
+        assert (await ask(stranger, peer, "prepare", prepare)).code == RefusalCode.NOT_THE_LEADER
         old = Propose(attempt=0, entry=deflated(last.entry)).encode()
-        assert (await ask(stranger, peer, "propose", old)).code == "elsewhere"
+        assert (await ask(stranger, peer, "propose", old)).code == RefusalCode.ELSEWHERE
 
     attacked(tmp_path, attack)
 
@@ -150,7 +151,7 @@ def test_requests_for_what_is_not_there_are_refused_without_work(tmp_path):
         ):
             refusal = await send(stranger, peer, method, request.encode())
             assert refusal is not None
-            assert refusal.code == "not-here"
+            assert refusal.code == RefusalCode.NOT_HERE
         assert await send(stranger, peer, "headers", Span(start=0, stop=2**62).encode()) is None
 
     attacked(tmp_path, attack)

@@ -6,6 +6,7 @@ Each broken rule below is one that somebody could write; the same search has to 
 import pytest
 
 from atoll.coordinator import members
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log import entry as log
 from atoll.optim.log.entry import is_quorum
@@ -172,7 +173,7 @@ def test_a_vote_of_an_earlier_attempt_must_be_refused(monkeypatch):
 def test_a_process_that_starts_again_must_not_vote_as_the_one_before(monkeypatch):
     def check(self, remote, place, attempt):
         if place != self.here or self.here != self.furthest:
-            raise Refused("elsewhere", "")
+            raise Refused(RefusalCode.ELSEWHERE, "")
 
     monkeypatch.setattr(Booth, "check", check)
     with pytest.raises(DecidedTwice):

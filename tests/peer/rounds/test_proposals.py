@@ -6,6 +6,7 @@ from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Certificate, Elector, Entry
 from atoll.peer.rounds.ballot import TERM, leader_of
+from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.messages import Voted
 from atoll.peer.rounds.tally import MAX_ELECTORS, Tally
 from support.strikes import expect_no_work_lost, expect_sums, passed
@@ -179,7 +180,7 @@ def test_a_tally_takes_a_quorum_of_valid_votes_for_what_it_voted_for(tmp_path):
         tally.vote(entry, vote_of(everyone[1], entry), "p0")
         tally.take("p4", vote_of(everyone[3], entry))  # signed by somebody else
         assert not certified
-        assert ctx.faults == [("p4", "bad-vote")]
+        assert ctx.faults == [("p4", Fault.BAD_VOTE)]
         tally.take("p0", vote_of(everyone[0], entry, attempt=1))
         assert not certified
         tally.take("p4", vote_of(everyone[4], entry))

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.testing.memory import run_virtual
 from atoll.optim.log.entry import Entry
 from atoll.peer.rounds import upfront
@@ -190,7 +191,7 @@ def test_upfront_codes_that_fit_nothing_are_refused_by_name(tmp_path):
         fields = {"position": position, "plan": plan.digest, "part": mine[0]}
         fields |= {"norm": 1.0}
         member, stranger = peers[1].transport, swarm.network.transport("stranger")
-        assert (await send(stranger, owner, "reduce", head(fields))).code == upfront.NOT_UPFRONT
+        assert (await send(stranger, owner, "reduce", head(fields))).code is RefusalCode.NOT_UPFRONT
         for change in (
             {"position": position - 1},
             {"position": position + 1},
@@ -199,10 +200,10 @@ def test_upfront_codes_that_fit_nothing_are_refused_by_name(tmp_path):
             {"part": 10_000},
         ):
             refusal = await send(member, owner, "reduce", head(fields | change))
-            assert refusal.code == upfront.NOT_UPFRONT, change
+            assert refusal.code is RefusalCode.NOT_UPFRONT, change
         cells = b"C" + bytes((1 << 20) - 1)
         refusal = await send(member, owner, "reduce", head(fields), cells)
-        assert refusal.code == upfront.NOT_UPFRONT
+        assert refusal.code is RefusalCode.NOT_UPFRONT
         await swarm.until(lambda: passed(peers, position + 1))
         assert swarm.same_bits(peers)
         expect_sums(swarm, peers[0])
@@ -235,7 +236,7 @@ def test_a_held_stream_gives_what_came_in_order_and_no_more_than_its_limit():
         assert got == [b"", b"Cab", b"", b"Ccd", None]
         async with upfront.HeldStream(Fake([b"Cab", b"Ccd", b"Cef"]), 6, 1.5) as held:
             assert [await held.recv(timeout_s=1.0) for _ in range(2)] == [b"Cab", b"Ccd"]
-            with pytest.raises(upfront.Refused, match="too-long"):
+            with pytest.raises(upfront.Refused, match=RefusalCode.TOO_LONG):
                 await held.recv(timeout_s=1.0)
 
     run_virtual(main())

@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from atoll.optim.state.fragments import Fragment, whole
 from atoll.optim.state.layout import CELL
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.optim.state.updates import Update, aligned
+from atoll.optim.state.vectors import empty
 
 NORM_BITS = 23  # of a value in a norm: 65,536 squares of 46 bits add up to less than 2^63
 ADAMW_SUMS = 2  # what AdamW's averages of ones have come to, kept after both moments
@@ -177,8 +179,8 @@ def adamw(
     one = torch.ones(1)
     _average(old_sums[:1], one, beta1, sums[:1])
     _average(old_sums[1:], one, beta2, sums[1:])
-    step_N = torch.sqrt(v_N)
-    torch.mul(step_N, torch.div(one, torch.sqrt(sums[1:])), out=step_N)
+    step_N = _sqrt(v_N)
+    torch.mul(step_N, torch.div(one, _sqrt(sums[1:])), out=step_N)
     torch.add(step_N, _scalar(eps), out=step_N)
     torch.div(m_N, step_N, out=step_N)
     torch.mul(step_N, torch.div(_scalar(lr), sums[:1]), out=step_N)
@@ -187,6 +189,17 @@ def adamw(
     _decay_matrices(state, new, _scalar(1.0 - lr * decay))
     torch.sub(new.params_N, step_N, out=new.params_N)
     return new
+
+
+def _sqrt(x_N: Tensor) -> Tensor:
+    """Return the correctly rounded square root of a CPU vector.
+
+    torch.sqrt calls MKL there, whose result is an ulp off for some values with AVX-512 and exact
+    without: replicas on two machines would part. NumPy uses the processor's IEEE instruction.
+    """
+    root_N = empty(x_N.numel())
+    np.sqrt(x_N.numpy(), out=root_N.numpy())
+    return root_N
 
 
 def clipped(update_F: Tensor, limit: float) -> Tensor:

@@ -41,6 +41,7 @@ ROOMS = (
     "coordinator.run",
     "coordinator.rpc",
     "coordinator",
+    "coordinator.report",
     "coordinator.service",
     "coordinator.dashboard",
     "peer.paths",

@@ -25,7 +25,6 @@ from textual.containers import Container
 from textual.pilot import Pilot
 from textual.widgets import Footer
 
-from atoll.coordinator.dashboard.feed import INTERVAL_S, Feed, FeedError, read, retry_s
 from atoll.coordinator.dashboard.help import Help
 from atoll.coordinator.dashboard.panes import (
     Drawn,
@@ -38,7 +37,8 @@ from atoll.coordinator.dashboard.panes import (
     RoundsPane,
 )
 from atoll.coordinator.dashboard.themes import DARK, LIGHT
-from atoll.coordinator.dashboard.view import View
+from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.report.view import View
 from atoll.coordinator.run.status import RunStatus
 
 LOWER_PANES = ("loss", "phases", "rounds", "events")

@@ -17,7 +17,7 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard.text import count, fit
+from atoll.coordinator.report.text import count, fit
 
 Point = tuple[float, float]
 

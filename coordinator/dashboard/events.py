@@ -7,9 +7,8 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard import text
-from atoll.coordinator.dashboard.peers import names
-from atoll.coordinator.dashboard.view import naming
+from atoll.coordinator.report import text
+from atoll.coordinator.report.view import IMPORTANT, names, naming, told
 from atoll.coordinator.run.status import Event, RunStatus
 
 LEVEL_STYLES: Final = {
@@ -17,16 +16,10 @@ LEVEL_STYLES: Final = {
     "warning": "$warn",
     "error": "$bad",
 }
-IMPORTANT: Final = frozenset({"warning", "error"})
 _MARKS: Final = {"info": "•", "warning": "▲", "error": "■"}
 NEWS_S: Final = 60.0  # a few rounds: by then whoever watches has read it, and the log keeps it
 _SOURCE_CELLS: Final = 12
 _SOURCE_FROM_CELLS: Final = 72  # narrower, a column for the source starves the text
-
-
-def told(event: Event, name: Callable[[str], str]) -> str:
-    """An event's text with names for identities, safe to print."""
-    return text.clean(name(event.text))
 
 
 def _event_lines(

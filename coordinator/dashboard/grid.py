@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard.text import fit
+from atoll.coordinator.report.text import fit
 
 Row = TypeVar("Row")
 

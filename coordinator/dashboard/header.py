@@ -6,11 +6,11 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard import text
 from atoll.coordinator.dashboard.events import alert
 from atoll.coordinator.dashboard.marks import bar, spark
 from atoll.coordinator.dashboard.peers import utilisation_style
-from atoll.coordinator.dashboard.view import (
+from atoll.coordinator.report import text
+from atoll.coordinator.report.view import (
     View,
     elapsed_seconds,
     eta_seconds,

@@ -7,7 +7,7 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard.text import clean, finite
+from atoll.coordinator.report.text import clean, finite
 
 PHASES: Final = ("wait", "encode", "send", "reduce", "vote", "apply")
 _SPARKS: Final = "▁▂▃▄▅▆▇█"

@@ -18,7 +18,7 @@ from atoll.coordinator.dashboard.events import log_lines
 from atoll.coordinator.dashboard.grid import GridState
 from atoll.coordinator.dashboard.grid import render as render_grid
 from atoll.coordinator.dashboard.header import header, num_lines
-from atoll.coordinator.dashboard.view import View, num_present, sorted_peers
+from atoll.coordinator.report.view import View, label, names, num_present, sorted_peers
 from atoll.coordinator.run.status import PeerStatus, RoundSummary
 
 Row = TypeVar("Row")
@@ -245,7 +245,7 @@ class RoundsPane(GridPane[RoundSummary]):
     def facts(self, view: View) -> object:
         """Rounds, what to call those left out, and which updates are not held."""
         status = view.status
-        return status and (status.history, peers.names(status), status.gaps)
+        return status and (status.history, names(status), status.gaps)
 
     def rows(self) -> Sequence[RoundSummary]:
         """The rounds, newest first."""
@@ -262,16 +262,16 @@ class RoundsPane(GridPane[RoundSummary]):
         status = self.view.status
         if status is None or not status.history:
             return Content.assemble((" no round has been committed yet", "$dim"))
-        names, width = peers.names(status), self.size.width
+        known, width = names(status), self.size.width
         grid = render_grid(
-            rounds.columns(names, status.history),
+            rounds.columns(known, status.history),
             self.rows(),
             width,
             self.grid_height,
             self.state,
             active=self.has_focus,
         )
-        return self.with_details(grid, rounds.details(self.chosen, names, status.gaps, width))
+        return self.with_details(grid, rounds.details(self.chosen, known, status.gaps, width))
 
 
 class LossPane(Pane):
@@ -318,7 +318,7 @@ class PhasesPane(Pane):
     def facts(self, view: View) -> object:
         """Rounds and the peers' last ones."""
         status = view.status
-        return status and (status.history, [(peers.label(p), p.phases) for p in status.peers])
+        return status and (status.history, [(label(p), p.phases) for p in status.peers])
 
     def choose(self, row: RoundSummary | None) -> None:
         """Show this round on top."""
@@ -347,7 +347,7 @@ class EventsPane(LinesPane):
 
     def facts(self, view: View) -> object:
         """Events, and what to call their sources."""
-        return view.status and (view.status.events, peers.names(view.status))
+        return view.status and (view.status.events, names(view.status))
 
     def changed(self) -> None:
         """Lay the lines out anew."""

@@ -6,7 +6,6 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard import text
 from atoll.coordinator.dashboard.grid import Column
 from atoll.coordinator.dashboard.marks import (
     PHASES,
@@ -16,8 +15,9 @@ from atoll.coordinator.dashboard.marks import (
     phase_style,
     stacked,
 )
-from atoll.coordinator.dashboard.view import is_gone, utilisation_of
-from atoll.coordinator.run.status import PeerStatus, RunStatus
+from atoll.coordinator.report import text
+from atoll.coordinator.report.view import is_gone, label, utilisation_of
+from atoll.coordinator.run.status import PeerStatus
 
 _STATE_STYLES: Final = {
     "joining": "$warn",
@@ -36,16 +36,6 @@ _ID_FROM_CELLS: Final = 22  # room for the identity in every row, not only besid
 def dot_style(peer: PeerStatus) -> str:
     """The colour of a peer's state."""
     return _STATE_STYLES.get(peer.state, "$text-plain")
-
-
-def label(peer: PeerStatus) -> str:
-    """The peer's own name, or the end of its identity."""
-    return text.clean(peer.name, num_max=40) or text.short_id(peer.peer_id)
-
-
-def names(status: RunStatus) -> dict[str, str]:
-    """What to call each peer, by its identity."""
-    return {peer.peer_id: label(peer) for peer in status.peers}
 
 
 def _name(peer: PeerStatus, width: int) -> Content:

@@ -8,11 +8,10 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.dashboard import text
 from atoll.coordinator.dashboard.grid import Column
 from atoll.coordinator.dashboard.marks import PHASES, legend, ordered_phases, stacked
-from atoll.coordinator.dashboard.peers import label
-from atoll.coordinator.dashboard.view import is_gone, is_held, missing, sorted_peers, without
+from atoll.coordinator.report import text
+from atoll.coordinator.report.view import is_gone, is_held, label, missing, sorted_peers, without
 from atoll.coordinator.run.status import Gap, RoundSummary, RunStatus
 
 NUM_DETAIL_LINES: Final = 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from atoll.coordinator.dashboard.text import clean
+from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.status import RunStatus
 
 Feed = Callable[[], Awaitable[RunStatus]]

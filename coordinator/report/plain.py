@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from atoll.coordinator.dashboard import text
-from atoll.coordinator.dashboard.events import IMPORTANT, told
-from atoll.coordinator.dashboard.feed import INTERVAL_S, Feed, FeedError, read, retry_s
-from atoll.coordinator.dashboard.peers import label, names
-from atoll.coordinator.dashboard.view import (
+from atoll.coordinator.report import text
+from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.report.view import (
+    IMPORTANT,
     gap_text,
+    label,
+    names,
     naming,
     num_present,
     sorted_peers,
+    told,
     utilisation,
     utilisation_of,
     without,

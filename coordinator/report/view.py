@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from atoll.coordinator.dashboard.text import ABSENT, clean, finite, percent, short_id
-from atoll.coordinator.run.status import Gap, PeerStatus, RoundSummary, RunStatus, seconds_between
+from atoll.coordinator.report.text import ABSENT, clean, finite, percent, short_id
+from atoll.coordinator.run.status import (
+    Event,
+    Gap,
+    PeerStatus,
+    RoundSummary,
+    RunStatus,
+    seconds_between,
+)
 
 SHORT_CHARS = 6  # by which peers tell each other apart in what they say
 _IDENTITY = re.compile(rf"\b[1-9A-HJ-NP-Za-km-z]{{{SHORT_CHARS},128}}\b")  # base58
+IMPORTANT = frozenset({"warning", "error"})  # levels worth a colour of their own
 NUM_RECENT_ROUNDS = 16  # enough to be steady, few enough to follow a changed swarm
 
 
@@ -136,3 +144,18 @@ def is_held(row: RoundSummary, gaps: Sequence[Gap]) -> bool:
 def gap_text(gap: Gap) -> str:
     """Rounds without updates, as people count them."""
     return f"{gap.first}" if gap.first == gap.last else f"{gap.first} to {gap.last}"
+
+
+def label(peer: PeerStatus) -> str:
+    """The peer's own name, or the end of its identity."""
+    return clean(peer.name, num_max=40) or short_id(peer.peer_id)
+
+
+def names(status: RunStatus) -> dict[str, str]:
+    """What to call each peer, by its identity."""
+    return {peer.peer_id: label(peer) for peer in status.peers}
+
+
+def told(event: Event, name: Callable[[str], str]) -> str:
+    """An event's text with names for identities, safe to print."""
+    return clean(name(event.text))

@@ -159,7 +159,7 @@ def _stop_on_signals(stop: asyncio.Event) -> list[signal.Signals]:
 
 
 async def _tell(up: Running) -> None:
-    from atoll.coordinator.dashboard.plain import follow
+    from atoll.coordinator.report.plain import follow
 
     async def feed() -> RunStatus:
         return up.coordinator.status()

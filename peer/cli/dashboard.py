@@ -82,7 +82,7 @@ async def _draw(invite: "Invite", path: Path, *, light: bool) -> None:
 
 
 async def _follow(invite: "Invite") -> None:
-    from atoll.coordinator.dashboard.plain import follow
+    from atoll.coordinator.report.plain import follow
 
     async with asking(invite) as client:
         await follow(client.status, _write)

@@ -260,7 +260,7 @@ def _local_source(source: str) -> str:
 
 
 async def _lines(feed: "Feed") -> bool:
-    from atoll.coordinator.dashboard.plain import follow
+    from atoll.coordinator.report.plain import follow
 
     await follow(feed, lambda line: print(line, flush=True))
     return True

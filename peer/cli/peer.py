@@ -166,7 +166,7 @@ def _expect_data(source: str | None) -> None:
 
 def _as_text(event: "DaemonEvent") -> None:
     """As the coordinator tells its rounds; a stranger's words steer no terminal."""
-    from atoll.coordinator.dashboard import text
+    from atoll.coordinator.report import text
     from atoll.peer.rounds.context import short
 
     if event.kind == "phase":

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         rounds = told["history"][-shown:]
         print_json({"run_id": status.run_id, "rounds": rounds, "gaps": told["gaps"]})
         return 0
-    from atoll.coordinator.dashboard.peers import names
+    from atoll.coordinator.report.view import names
 
     if args.round is not None:
         lines = trace(_told(status.history, args.round), names(status), status.gaps)
@@ -94,7 +94,7 @@ def trace(
     row: "RoundSummary", names: Mapping[str, str] = NOBODY, gaps: Sequence["Gap"] = ()
 ) -> list[str]:
     """Everything that is known of one round: its phases, what each peer sent, who was left out."""
-    from atoll.coordinator.dashboard import text, view
+    from atoll.coordinator.report import text, view
 
     total_s = sum(row.seconds.values())
     phases = [f"  {text.clean(name):<8} {s:8.3f} s" for name, s in row.seconds.items()]
@@ -115,7 +115,7 @@ def trace(
 
 
 def _name(peer: str, names: Mapping[str, str]) -> str:
-    from atoll.coordinator.dashboard import text
+    from atoll.coordinator.report import text
 
     return names.get(peer) or text.short_id(peer)
 
@@ -126,7 +126,7 @@ def _line(
     names: Mapping[str, str],
     gaps: Sequence["Gap"],
 ) -> str:
-    from atoll.coordinator.dashboard import text, view
+    from atoll.coordinator.report import text, view
     from atoll.coordinator.run.status import seconds_between
 
     gap_s = seconds_between(before, row) if before is not None else None

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(json.loads(status.to_json()))
         return 0
-    from atoll.coordinator.dashboard.plain import render_status
+    from atoll.coordinator.report.plain import render_status
 
     print(render_status(status))
     return 0

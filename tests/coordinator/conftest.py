@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
+from atoll.coordinator.run.status import RunStatus
 from support import kit as helpers
+from support.status import make_status
 
 
 @pytest.fixture(scope="session")
 def kit() -> ModuleType:
     """The helpers of `support.kit`."""
     return helpers
+
+
+@pytest.fixture
+def sample() -> Callable[..., RunStatus]:
+    """Makes states of a run."""
+    return make_status

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atoll.coordinator.dashboard.text import short_id
-from atoll.coordinator.dashboard.view import without
+from atoll.coordinator.report.text import short_id
+from atoll.coordinator.report.view import without
 from atoll.coordinator.run.status import RoundTrace
 
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.coordinator.dashboard import feed as feeds
 from atoll.coordinator.dashboard.app import LOWER_PANES, DashboardApp, save_screenshot
-from atoll.coordinator.dashboard.feed import FeedError
 from atoll.coordinator.dashboard.panes import (
     EventsPane,
     Header,
@@ -20,7 +18,9 @@ from atoll.coordinator.dashboard.panes import (
     RoundsPane,
 )
 from atoll.coordinator.dashboard.peers import COLUMNS, details
-from atoll.coordinator.dashboard.text import ABSENT
+from atoll.coordinator.report import feed as feeds
+from atoll.coordinator.report.feed import FeedError
+from atoll.coordinator.report.text import ABSENT
 from atoll.coordinator.run.status import Event, Gap
 
 SIZES = [(80, 24), (80, 60), (120, 24), (120, 40), (200, 60)]

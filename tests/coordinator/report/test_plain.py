@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.coordinator.dashboard.plain import follow, lines, render_status
-from atoll.coordinator.dashboard.text import ABSENT
-from atoll.coordinator.dashboard.view import (
+from atoll.coordinator.report.plain import follow, lines, render_status
+from atoll.coordinator.report.text import ABSENT
+from atoll.coordinator.report.view import (
     eta_seconds,
     naming,
     round_seconds,

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import signal, sys, time
-from atoll.peer import supervised
+from atoll.peer.lab import supervised
 {before}
 supervised.stop_with_stdin()
 print("ready", flush=True)

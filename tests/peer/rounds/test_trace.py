@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.coordinator.dashboard.text import ABSENT
+from atoll.coordinator.report.text import ABSENT
 from atoll.coordinator.rounds import with_traces
 from atoll.coordinator.run.status import NAMED_PEERS, RoundSummary, RoundTrace, StatusError
 from atoll.peer.cli.rounds import table, trace

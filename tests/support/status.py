@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-
-import pytest
 
 from atoll.coordinator.run.status import Event, PeerStatus, RoundSummary, RunStatus
 
@@ -135,9 +132,3 @@ def make_status(
         inner_steps=30,
         params=1_048_576,
     )
-
-
-@pytest.fixture
-def sample() -> Callable[..., RunStatus]:
-    """Makes states of a run."""
-    return make_status

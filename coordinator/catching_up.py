@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 
 from atoll.coordinator.follower import DISK_ERRORS, Followed, Follower, FollowerError, Missed
-from atoll.coordinator.run.status import Level
+from atoll.coordinator.run.levels import Level
 from atoll.optim.log.entry import LogError
 from atoll.optim.log.store import StoreError
 from atoll.optim.state.outer_state import OuterState

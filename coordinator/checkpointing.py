@@ -16,8 +16,8 @@ from atoll.coordinator.checkpoints import (
     save_checkpoint,
 )
 from atoll.coordinator.follower import Follower
+from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import Level
 
 LANDMARK_EVERY = 10  # checkpoints, of which one stays for good
 

@@ -15,7 +15,8 @@ from atoll.coordinator.members import (
     common_position,
     electable,
 )
-from atoll.coordinator.run.status import Level, PeerStatus
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.status import PeerStatus
 from atoll.optim.log.entry import Elector, choose_electors
 
 

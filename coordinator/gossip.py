@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from atoll.coordinator.follower import Claim, Follower, NotNext
 from atoll.coordinator.history import History
 from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, Rounds
-from atoll.coordinator.run.status import HISTORY, Level, RoundSummary, RoundTrace
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.status import HISTORY, RoundSummary, RoundTrace
 from atoll.optim.log.store import Head
 from atoll.optim.state.outer_state import OuterState
 

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 
 from atoll.coordinator.history import History
-from atoll.coordinator.run.status import EVENTS, Event, Level
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.status import EVENTS, Event
 
 LATE_S = 24 * 3600.0  # an event that claims to be older comes from a clock that is wrong
 REPEAT_S = 600.0  # what stays wrong is said again after this

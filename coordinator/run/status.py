@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from atoll.coordinator.run.levels import Level
+
 MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is below 2 kB
 MAX_RUN_BYTES = 16 * 1024 * 1024  # 4,096 peers and 512 rounds are about 6 MB
 HISTORY = 512  # rounds in a RunStatus; the ledger has them all
@@ -29,7 +31,6 @@ MAX_GAPS = 64
 
 RunState = Literal["waiting", "training", "stalled", "finished"]
 PeerState = Literal["joining", "ready", "training", "syncing", "recovering", "leaving", "gone"]
-Level = Literal["info", "warning", "error"]
 
 Name = Annotated[str, Field(max_length=128)]
 Text = Annotated[str, Field(max_length=1000)]

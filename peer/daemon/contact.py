@@ -14,7 +14,7 @@ from typing import Any
 
 from atoll.coordinator.rpc.client import Beat, CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, NotWelcome
-from atoll.coordinator.run.status import Level
+from atoll.coordinator.run.levels import Level
 from atoll.dht.node import Node
 from atoll.optim.log.entry import Certificate, Entry, LogError
 from atoll.optim.log.replica import Replica

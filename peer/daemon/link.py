@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from atoll.coordinator.rpc.client import Joined
+from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import Level
 from atoll.peer.daemon.logged import LogParticipation
 from atoll.peer.daemon.membership import StateDirectory
 from atoll.peer.daemon.reporting import TrainerView

@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.status import Level
+from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.peer.daemon.link import Link
 from atoll.peer.daemon.run_reducer import RunReducer
 from atoll.peer.daemon.session import LinkOptions
 from atoll.peer.paths import peer_state_dir
 
 _log = logging.getLogger(__name__)
-_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def connect(
@@ -59,4 +58,4 @@ def connect(
 
 
 def _tell(level: Level, text: str) -> None:
-    _log.log(_LEVELS[level], text)
+    _log.log(LOGGING[level], text)

@@ -1,6 +1,6 @@
 """How loudly to say what keeps a peer waiting: most waits are over before anyone has to act."""
 
-from atoll.coordinator.run.status import Level
+from atoll.coordinator.run.levels import Level
 
 LASTS_S = 15.0  # a run that begins, or an epoch, has given everybody what is missing by then
 AGAIN_S = 60.0

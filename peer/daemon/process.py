@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from types import FrameType
 
-from atoll.coordinator.run.status import Level
+from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.peer.daemon.link import Link
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.reporting import TrainerView
@@ -31,7 +31,6 @@ LOG_BYTES = 4 << 20
 LOG_FILES = 3
 
 _log = logging.getLogger("atoll")
-_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ class PeerDaemon:
             self._tell("warning", f"starting with a fresh inner optimizer: {error}")
 
     def _tell(self, level: Level, text: str) -> None:
-        _log.log(_LEVELS[level], text)
+        _log.log(LOGGING[level], text)
         self._emit("event", text, level)
 
     def _introduction(self, link: Link, device: str) -> str:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import Level
 from atoll.optim.log.entry import Elector, Entry
 from atoll.optim.log.replica import Replica
 from atoll.optim.methods import Method

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Protocol
 
+from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import (
     NAMED_PEERS,
     Event,
-    Level,
     PeerState,
     PeerStatus,
     RoundTrace,

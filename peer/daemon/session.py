@@ -25,8 +25,8 @@ from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import Level
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord, RosterError

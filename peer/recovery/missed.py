@@ -18,7 +18,7 @@ from typing import Any
 
 from atoll.coordinator.catching_up import Found
 from atoll.coordinator.follower import Claim, Follower, Missed
-from atoll.coordinator.run.status import Level
+from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.dht.identity import Identity
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Transport, TransportError
@@ -36,7 +36,6 @@ STALL_S = 5.0  # patience with a donor; nobody waits for the coordinator
 PAGE = 64  # headers read from the disk at once
 
 _log = logging.getLogger(__name__)
-_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 async def in_thread(function: Any, /, *args: Any) -> Any:  # noqa: ANN401
@@ -213,4 +212,4 @@ def _missed(store: LogStore, record: Record) -> Missed:
 
 
 def _note(level: Level, text: str) -> None:
-    _log.log(_LEVELS[level], text)
+    _log.log(LOGGING[level], text)

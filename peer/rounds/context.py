@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from atoll.coordinator.run.status import Level
+from atoll.coordinator.run.levels import Level
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Transport, TransportError
 from atoll.optim.log.entry import Elector, Entry, Verify

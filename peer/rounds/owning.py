@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from atoll.compression import CodecError
-from atoll.coordinator.run.status import Level
+from atoll.coordinator.run.levels import Level
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.reduction.cells import LENGTH

@@ -4,7 +4,8 @@ The tree::
 
     SetupError (ValueError)
       ModelError          an unknown preset, a bad override, a custom model that breaks the contract
-      DataError           missing or empty data, an unknown format, an extra that is not installed
+      DataError           missing or empty data, an unknown format
+      ExtraMissing        an optional package that is not installed
       DeviceError         a device or precision that this machine does not have
       SavedStateError     a saved state that is damaged, or of another run, peer or model
 
@@ -22,6 +23,10 @@ class ModelError(SetupError):
 
 class DataError(SetupError):
     """The data of the run cannot be read as the spec describes it."""
+
+
+class ExtraMissing(SetupError):  # noqa: N818
+    """A command, a format or a tokenizer needs a package that comes with an extra."""
 
 
 class DeviceError(SetupError):

@@ -59,8 +59,8 @@ ATOLL = """
 import sys, time
 real, ahead_s = time.time, float(sys.argv.pop(1))
 time.time = lambda: real() + ahead_s  # what a machine would say whose clock is that far ahead
-from atoll.peer import cli
-sys.exit(cli.main(sys.argv[1:]))
+from atoll.peer.cli.main import main
+sys.exit(main(sys.argv[1:]))
 """
 
 WATCH = """

@@ -1,4 +1,4 @@
-"""Write peer/lab/measured.py, the losses that advice goes by, from what docs/benchmarks holds.
+"""Write peer/lab/measured.json, the losses that advice goes by, from what docs/benchmarks holds.
 
     scripts/measured.py            say what would be in it
     scripts/measured.py --write
@@ -22,7 +22,7 @@ from atoll.peer.lab.advice import window_gap
 from atoll.peer.lab.simulation_settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "peer" / "measured.py"
+TARGET = ROOT / "peer" / "lab" / "measured.json"
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 WORKERS = 4  # in the tables of methods and windows
 BY_WORKERS = (1, 2, 4, 8)
@@ -152,64 +152,33 @@ def gaps_by_workers(rows, base):
     return max(named.values(), key=len, default={})
 
 
-def module():
-    """The text of peer/lab/measured.py."""
-    lines = [
-        '"""Losses that were measured; scripts/measured.py writes this file from docs/."""',
-        "",
-        "from dataclasses import dataclass",
-        "",
-        "",
-        "@dataclass(frozen=True, kw_only=True)",
-        "class Measured:",
-        '    """How a method ended in a simulation of `atoll simulate`."""',
-        "",
-        "    spec: str",
-        '    """Without what follows the run by itself."""',
-        "    to_diloco: float",
-        '    """Share above the loss of `diloco` with int8, with windows as long."""',
-        "    to_ddp: float",
-        '    """Share above the loss of data parallel."""',
-        "    params: int",
-        "    tokens: int",
-        '    """Of all workers together."""',
-        "    workers: int",
-        "    inner_steps: int",
-        "    seeds: int",
-        "",
-        "",
-        "GAP_BY_WINDOW = (",
-        *(f"    ({inner_steps}, {gap})," for inner_steps, gap in by_window()),
-        ")",
-        '"""H, and the share by which `diloco` with int8 ends above data parallel."""',
-        "",
-        "GAP_BY_WORKERS = {",
-        *(f'    "{name}": {tuple(gaps)},' for name, gaps in by_workers().items()),
-        "}",
-        '"""Workers, and the share by which each method ends above data parallel of as many."""',
-        "",
-        "METHODS = (",
+def document():
+    """Return the text of peer/lab/measured.json: a row a line, so that changes can be read."""
+    by_workers_rows = [
+        f"  {json.dumps(name)}: {json.dumps(gaps)}" for name, gaps in by_workers().items()
     ]
-    for row in table():
-        lines.append("    Measured(")
-        lines += [f"        {key}={literal(value)}," for key, value in row.items()]
-        lines.append("    ),")
-    return "\n".join([*lines, ")"]) + "\n"
-
-
-def literal(value):
-    if isinstance(value, str):
-        return json.dumps(value)
-    return f"{value:_}" if isinstance(value, int) else repr(value)
+    rows = [f"  {json.dumps(row)}" for row in table()]
+    lines = [
+        "{",
+        f' "gap_by_window": {json.dumps(by_window())},',
+        ' "gap_by_workers": {',
+        ",\n".join(by_workers_rows),
+        " },",
+        ' "methods": [',
+        ",\n".join(rows),
+        " ]",
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the file")
     if parser.parse_args().write:
-        TARGET.write_text(module(), encoding="utf-8")
+        TARGET.write_text(document(), encoding="utf-8")
     else:
-        print(module(), end="")
+        print(document(), end="")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ ROOMS = (
     "coordinator.dashboard",
     "peer.paths",
     "peer.errors",
+    "peer.extras",
     "peer",
     "peer.training",
     "peer.rounds",

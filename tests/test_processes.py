@@ -94,8 +94,8 @@ os.setsid()
 for number, path in ((0, os.devnull), (1, out), (2, err)):
     os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
 os.chdir(folder)
-from atoll.peer import cli
-sys.exit(cli.main(arguments))
+from atoll.peer.cli.main import main
+sys.exit(main(arguments))
 """
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("compression", "coordinator", "dht", "optim", "peer")
-SHIPPED = {".py", ".pyi", ".proto", ".tcss", ".typed"}
+SHIPPED = {".json", ".py", ".pyi", ".proto", ".tcss", ".typed"}
 
 
 def run(*command, **options):
@@ -101,3 +102,72 @@ def test_the_console_script_works_in_another_folder(environment, tmp_path):
     assert run(atoll, "--version", cwd=tmp_path) == f"atoll {version('atoll')}\n"
     run(atoll, "init", "mine.toml", cwd=tmp_path)
     assert "[outer]" in (tmp_path / "mine.toml").read_text(encoding="utf-8")
+
+
+BARE = """
+import sys
+for name in ("datasets", "matplotlib", "pyarrow", "textual", "tokenizers"):
+    sys.modules[name] = None  # as if no extra were installed
+from atoll.peer.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+RUN = """
+[run]
+name = "bare"
+rounds = 2
+[model]
+overrides = { dim = 16, num_layers = 1, num_heads = 2, ffn_dim = 32 }
+[data]
+source = "texts"
+seq_len = 32
+[inner]
+batch_size = 2
+warmup_steps = 2
+[outer]
+inner_steps = 2
+[round]
+min_peers = 1
+[coordinator]
+listen = "127.0.0.1:0"
+dht_listen = "127.0.0.1:0"
+"""
+
+
+def wait_for(path, process, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() or not path.read_text():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, f"expected {path} within {timeout_s:.0f} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_peer_trains_without_any_extra(environment, tmp_path):
+    (tmp_path / "RUN.toml").write_text(RUN, encoding="utf-8")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("ast", "heapq", "inspect", "random"):
+        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{name}.py", texts / f"{name}.txt")
+    bare = [str(environment / "bin" / "python"), "-c", BARE]
+    invite = tmp_path / "invite"
+    arguments = ["coordinator", "RUN.toml", "--state-dir", "run", "--invite-file", str(invite)]
+    with subprocess.Popen(
+        [*bare, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as coordinator:
+        try:
+            wait_for(invite, coordinator)
+            run(*bare, "peer", invite, "--state-dir", "peer", cwd=tmp_path)
+            told = json.loads(run(*bare, "status", invite, "--json", cwd=tmp_path))
+            assert told["position"] == 2
+            shown = subprocess.run(
+                [*bare, "dashboard", str(invite), "--screenshot", "a.svg"],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        finally:
+            coordinator.terminate()
+    assert shown.returncode == 2
+    assert 'pip install "atoll[dashboard]"' in shown.stderr

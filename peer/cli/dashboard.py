@@ -39,7 +39,11 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the run until the user leaves or, in plain text, it has finished."""
     from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
+    from atoll.peer.extras import extra
 
+    lines = args.plain or not (sys.stdin.isatty() and sys.stdout.isatty())
+    if args.screenshot is not None or not lines:
+        extra("textual", "the dashboard (--plain prints lines)")
     invite = read_invite(args.invite)
     if args.screenshot is not None:
         asyncio.run(_draw(invite, _expect_svg(args.screenshot), light=args.light))
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         look(invite)  # an invite that is of no use should fail here, not on the screen
     except CoordinatorUnreachable:
         pass  # it may come back: the screen says so and goes on asking
-    if args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if lines:
         asyncio.run(_follow(invite))
         return 0
     return asyncio.run(_show(invite, light=args.light))

@@ -77,9 +77,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and report."""
+    from atoll.peer.extras import extra
     from atoll.peer.lab.demo import Demo, DemoOptions
     from atoll.peer.training.devices import Device
 
+    extra("matplotlib", "the picture of a demo")  # before the demo, not after it
     spec = demo_spec(args)
     Device.choose(args.device)
     out: Path = args.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -92,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         shares=args.shares,
     )
     plain = args.plain or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
+    if not plain:
+        extra("textual", "the dashboard of a demo (--plain prints lines)")
     demo = Demo(options, say=_say)
     whom = "1 peer" if args.peers == 1 else f"{args.peers} peers"
     _say(f"{whom}, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")

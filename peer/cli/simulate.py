@@ -128,11 +128,14 @@ def _add_churn(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate, then print the table."""
     from atoll.peer.errors import SetupError
+    from atoll.peer.extras import extra
     from atoll.peer.lab import simulation_report
     from atoll.peer.lab.simulate import Bench, Folder, parse_methods, simulate
 
     if args.plot is not None and not args.plot.absolute().parent.is_dir():
         raise SetupError(f"{args.plot}: expected an existing folder to draw it in, got none")
+    if args.plot is not None:
+        extra("matplotlib", "--plot")  # before an hour of simulation, not after it
     settings = _settings(args)
     if args.seeds < 1 or not args.step_ms > 0:
         raise SetupError("expected at least one seed and a step time above 0")
@@ -146,7 +149,9 @@ def run(args: argparse.Namespace) -> int:
     ]
     step_s = args.step_ms / 1000
     if args.plot is not None:
-        simulation_report.draw(results, settings, args.plot, step_s=step_s)
+        from atoll.peer.lab import simulation_plot
+
+        simulation_plot.draw(results, settings, args.plot, step_s=step_s)
     if args.json:
         print_json([vars(row) for row in simulation_report.rows(results, settings)])
         return 0

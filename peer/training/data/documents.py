@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.peer.errors import DataError
-from atoll.peer.training.data.extras import extra
+from atoll.peer.extras import extra
 
 STDLIB = "stdlib"
 NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.peer.errors import DataError
+from atoll.peer.extras import extra
 from atoll.peer.training.data.corpus import (
     Corpus,
     TokenStream,
@@ -21,7 +22,6 @@ from atoll.peer.training.data.corpus import (
     stream_key,
 )
 from atoll.peer.training.data.documents import goes_to_validation, text_of
-from atoll.peer.training.data.extras import extra
 from atoll.peer.training.data.tokens import Tokenizer, Tokens
 
 HUB = "hf:"

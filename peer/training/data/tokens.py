@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from atoll.peer.errors import DataError
-from atoll.peer.training.data.extras import extra
+from atoll.peer.extras import extra
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 

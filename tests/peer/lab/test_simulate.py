@@ -9,7 +9,7 @@ import torch
 from atoll.optim import methods, outer_defaults
 from atoll.peer.cli import main as cli
 from atoll.peer.errors import SavedStateError, SetupError
-from atoll.peer.lab import simulation_report
+from atoll.peer.lab import simulation_plot, simulation_report
 from atoll.peer.lab.simulate import Bench, Folder, Simulation, parse_methods, simulate
 from atoll.peer.lab.simulation_report import rows
 from atoll.peer.lab.simulation_settings import Settings
@@ -161,7 +161,7 @@ def test_gap_and_traffic_are_against_ddp(bench, settings, tmp_path):
     lines = simulation_report.table(results, settings, step_s=0.05)
     assert [line.split()[0] for line in lines] == ["method", "ddp(clip_norm=1.0)", "sparseloco"]
     picture = tmp_path / "curves.png"
-    simulation_report.draw(results, settings, picture, step_s=0.05)
+    simulation_plot.draw(results, settings, picture, step_s=0.05)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

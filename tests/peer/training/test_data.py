@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.peer.errors import DataError
+from atoll.peer.errors import DataError, ExtraMissing
 from atoll.peer.training.data import corpus as corpus_module
 from atoll.peer.training.data import load as data
 
@@ -303,7 +303,9 @@ def test_a_missing_extra_is_said_with_its_cure(monkeypatch, tmp_path, package, o
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=r'is not installed; install it with: pip install "atoll\['):
+    with pytest.raises(
+        ExtraMissing, match=r'is not installed; install it with: pip install "atoll\['
+    ):
         data.open_corpus(seq_len=16, **options)
 
 

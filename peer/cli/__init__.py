@@ -1,11 +1,11 @@
-"""One file per subcommand of `atoll`.
+"""The `atoll` command line: one file per subcommand, `main.py` dispatches.
 
-A command module has two functions, and imports what is heavy inside the second:
+A command module has two functions and imports heavy packages inside the second one:
 
-    add_parser(subparsers) -> None    its arguments; `new_parser` gives them the common look
-    run(args) -> int                  does the work and returns the exit code
+    add_parser(subparsers) -> None    add the command's arguments (with `new_parser`)
+    run(args) -> int                  do the work and return the exit code
 
-`SUMMARIES` names the commands in the order that `atoll --help` shows; it imports none of them.
+`SUMMARIES` lists the commands in the order of `atoll --help` without importing them.
 """
 
 import argparse
@@ -16,15 +16,15 @@ from typing import Any
 __all__ = ["SUMMARIES", "Subparsers", "add_stop_with_stdin", "new_parser", "print_json"]
 
 SUMMARIES = {
-    "demo": "train across several peers on this machine and report",
+    "demo": "train across several peers on this machine and print a report",
     "init": "write a commented RUN.toml",
-    "plan": "say what a run will cost: bytes, time, utilisation and memory",
+    "plan": "estimate the cost of a run: bytes, time, utilisation, memory",
     "coordinator": "start a run and print its invite",
-    "peer": "join a run and train, until stopped",
+    "peer": "join a run and train until stopped",
     "dashboard": "watch a run in the terminal",
-    "status": "say how a run is, once",
-    "rounds": "list the rounds that were committed",
-    "sample": "continue a text with a checkpoint",
+    "status": "print the state of a run once",
+    "rounds": "list committed rounds",
+    "sample": "generate text from a checkpoint",
     "simulate": "compare methods in one process: loss, bytes and time",
 }
 
@@ -35,7 +35,7 @@ Subparsers = Any
 def new_parser(
     subparsers: Subparsers, name: str, *, description: str, examples: str
 ) -> argparse.ArgumentParser:
-    """Add the parser of one command: what it does, its arguments, then examples."""
+    """Add the parser of one command, with its description and examples."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         description=description,
@@ -46,14 +46,14 @@ def new_parser(
 
 
 def add_stop_with_stdin(parser: argparse.ArgumentParser) -> None:
-    """Add the option by which a program makes sure that what it started ends with it."""
+    """Add the option with which a parent process makes sure that its children end with it."""
     parser.add_argument(
         "--stop-with-stdin",
         action="store_true",
-        help="stop when standard input ends (for programs that start this one)",
+        help="stop when standard input closes (for programs that start this one)",
     )
 
 
 def print_json(value: object) -> None:
-    """Print one line of JSON on stdout; numbers that JSON cannot carry are a ValueError."""
+    """Print one line of JSON on stdout; raise ValueError for NaN and infinity."""
     print(json.dumps(value, allow_nan=False), file=sys.stdout, flush=True)

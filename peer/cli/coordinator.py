@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, add_stop_with_stdin, new_parser, print_json
-from atoll.peer.lab.supervised import stop_with_stdin
+from atoll.peer.daemon.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.coordinator.run.spec import RunSpec
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from atoll.coordinator.service.server import Running
     from atoll.optim.state.outer_state import OuterState
 
-FOLLOW_S = 0.5  # between two looks at our own state; a round takes seconds
+FOLLOW_S = 0.5  # between two reads of our own state; a round takes seconds
 
 
 class InviteFileError(ValueError):
-    """A file that cannot be written, or holds something else than an invite and is left alone."""
+    """The invite file cannot be written, or holds something other than an invite."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -32,34 +32,45 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "coordinator",
-        description="Start a run, or go on with one: hands out the run, keeps its whole log,\n"
-        "writes checkpoints. Prints the invite, one string, on stdout; the rest goes to stderr.\n"
-        "Training goes on without it. Started again, it is the same, with the same invite.",
+        description="Start a run or resume one: admit peers, keep the log of all rounds, write\n"
+        "checkpoints. Prints the invite on stdout and everything else on stderr. Training\n"
+        "continues while the coordinator is down; after a restart the invite is the same.",
         examples="atoll coordinator RUN.toml\n"
         "atoll coordinator RUN.toml --advertise 203.0.113.7\n"
         "atoll coordinator RUN.toml --invite-file invite.txt --quiet &",
     )
-    parser.add_argument("spec", type=Path, metavar="RUN.toml", help="written by `atoll init`")
     parser.add_argument(
-        "--state-dir", type=Path, metavar="DIR", help="default: one by the run's name"
+        "spec", type=Path, metavar="RUN.toml", help="Configuration written by `atoll init`."
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="State directory (default: ~/.local/state/atoll/coordinators/NAME).",
     )
     for name, what in (
-        ("listen", "of the service, in place of the file's (0.0.0.0:7700)"),
-        ("dht-listen", "where peers meet, in place of the file's (0.0.0.0:7701)"),
-        ("metrics-listen", "of a Prometheus endpoint (none)"),
+        ("listen", "of the gRPC service; overrides the file (default: 0.0.0.0:7700)."),
+        ("dht-listen", "of the DHT node; overrides the file (default: 0.0.0.0:7701)."),
+        ("metrics-listen", "of a Prometheus endpoint (default: none)."),
     ):
-        parser.add_argument(f"--{name}", metavar="HOST:PORT", help=f"address {what}")
-    parser.add_argument("--advertise", metavar="HOST", help="how peers reach this machine")
+        parser.add_argument(f"--{name}", metavar="HOST:PORT", help=f"Address {what}")
     parser.add_argument(
-        "--invite-file", type=Path, metavar="PATH", help="write the invite there as well"
+        "--advertise",
+        metavar="HOST",
+        help="Host name or address under which peers reach this machine.",
     )
-    parser.add_argument("--json", action="store_true", help="the invite and more as a line of JSON")
-    parser.add_argument("--quiet", action="store_true", help="no line per round")
+    parser.add_argument(
+        "--invite-file", type=Path, metavar="PATH", help="Also write the invite to this file."
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="Print invite, run id and address as a line of JSON."
+    )
+    parser.add_argument("--quiet", action="store_true", help="Print no line per round.")
     add_stop_with_stdin(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the coordinator until it is told to stop."""
+    """Run the coordinator until a signal stops it."""
     if args.stop_with_stdin:
         stop_with_stdin()
     from atoll.coordinator.run.spec import RunSpec
@@ -80,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_addresses(spec: RunSpec, args: argparse.Namespace) -> RunSpec:
-    """Put the addresses of the command line over those of the file.
+    """Return the spec with the addresses from the command line.
 
     Raises:
-        SpecError: one of them is no address.
+        SpecError: one of them is not an address.
     """
     names = ("listen", "dht_listen", "metrics_listen", "advertise")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -93,9 +104,10 @@ def with_addresses(spec: RunSpec, args: argparse.Namespace) -> RunSpec:
 
 
 def first_state(spec: RunSpec, state_dir: Path) -> Callable[[], OuterState]:
-    """Return what makes the state that a run begins with.
+    """Return a factory of the run's first state.
 
-    A new run makes it at once, so that a model that cannot be built leaves no directory behind.
+    For a new run the state is built at once, so that a model that cannot be built leaves no
+    directory behind.
 
     Raises:
         SetupError: the model or the tokenizer is not usable.
@@ -143,7 +155,7 @@ async def _serve(
 
 
 def _stop_on_signals(stop: asyncio.Event) -> list[signal.Signals]:
-    """Stop at the first SIGINT or SIGTERM, which is put in the list; a second one ends at once."""
+    """Set `stop` at the first SIGINT or SIGTERM and list it; a second one ends the process."""
     received: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
 
@@ -165,21 +177,21 @@ async def _tell(up: Running) -> None:
         return up.coordinator.status()
 
     status = up.coordinator.status()
-    if status.position:  # started again: an earlier start told of these
-        say(f"goes on after round {status.position}")
+    if status.position:  # restarted: an earlier process printed these rounds
+        say(f"resuming after round {status.position}")
     since = status if status.position else None
     await follow(feed, say, interval_s=FOLLOW_S, since=since)
     checkpoint = up.coordinator.last_checkpoint()
-    say(f"the run has all its rounds; checkpoint: {checkpoint or 'none'}")
-    say("this goes on answering peers until it is stopped (Ctrl-C)")
+    say(f"run complete; checkpoint: {checkpoint or 'none'}")
+    say("still serving peers; press Ctrl-C to stop")
 
 
 def announce(up: Running, *, as_json: bool) -> None:
-    """Print the invite on stdout, and what to do with it on stderr."""
+    """Print the invite on stdout, and how to use it on stderr."""
     spec, status = up.coordinator.spec, up.coordinator.status()
     say(f"run {spec.run.name} ({status.run_id[:12]}), {status.params:,} parameters")
     say(f"listening on {up.address}; state in {up.state_dir}")
-    say("peers join with `atoll peer INVITE`, anyone watches with `atoll dashboard INVITE`:")
+    say("join with `atoll peer INVITE`, watch with `atoll dashboard INVITE`:")
     if as_json:
         print_json(
             {
@@ -195,17 +207,19 @@ def announce(up: Running, *, as_json: bool) -> None:
 
 def _expect_own_file(path: Path) -> None:
     if not path.parent.is_dir():
-        raise InviteFileError(f"{path}: expected an existing folder to write it in, got none")
+        raise InviteFileError(f"{path}: the folder does not exist; create it first")
     if not path.exists():
         return
     with path.open("rb") as file:
         start = file.read(6)
     if start not in (b"", b"atoll1"):
-        raise InviteFileError(f"{path} holds something else than an invite and was left alone")
+        raise InviteFileError(
+            f"{path} holds something other than an invite and was not changed; choose another file"
+        )
 
 
 def write_invite(path: Path, invite: str) -> None:
-    """Write a file that is whole as soon as it is there, and that others cannot read."""
+    """Write the file atomically, readable by its owner only."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(invite + "\n")
@@ -213,5 +227,5 @@ def write_invite(path: Path, invite: str) -> None:
 
 
 def say(line: str) -> None:
-    """Tell the person at the terminal."""
+    """Print a line on stderr."""
     print(line, file=sys.stderr, flush=True)

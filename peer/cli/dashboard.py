@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FormatError(ValueError):
-    """A picture in a format that is not written."""
+    """A picture format other than SVG."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -24,20 +24,20 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "dashboard",
         description="Watch a run: peers, tokens/s, loss, traffic, round phases, events.\n"
-        "Without a terminal, or with --plain, a line per round until the run has finished.",
+        "Without a terminal, or with --plain, prints a line per round until the run is complete.",
         examples="atoll dashboard INVITE\natoll dashboard INVITE --light\n"
         "atoll dashboard INVITE --plain >> run.log\natoll dashboard INVITE --screenshot run.svg",
     )
     add_invite(parser)
-    parser.add_argument("--plain", action="store_true", help="lines instead of a screen")
-    parser.add_argument("--light", action="store_true", help="begin with the light theme")
+    parser.add_argument("--plain", action="store_true", help="Print lines instead of a screen.")
+    parser.add_argument("--light", action="store_true", help="Start with the light theme.")
     parser.add_argument(
-        "--screenshot", type=Path, metavar="FILE.svg", help="draw the screen once, and leave"
+        "--screenshot", type=Path, metavar="FILE.svg", help="Draw the screen once and exit."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the run until the user leaves or, in plain text, it has finished."""
+    """Show the run until the user quits or, in plain text, until it is complete."""
     from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
     from atoll.peer.extras import extra
 
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         asyncio.run(_draw(invite, _expect_svg(args.screenshot), light=args.light))
         return 0
     try:
-        look(invite)  # an invite that is of no use should fail here, not on the screen
+        look(invite)  # fail on a useless invite here, not on the screen
     except CoordinatorUnreachable:
-        pass  # it may come back: the screen says so and goes on asking
+        pass  # it may come back: the screen shows the failure and retries
     if lines:
         asyncio.run(_follow(invite))
         return 0
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _expect_svg(path: Path) -> Path:
     if path.suffix.lower() != ".svg":
-        raise FormatError(f"{path}: expected a name that ends in .svg, the one format there is")
+        raise FormatError(f"{path}: the name must end in .svg, the only format")
     return path
 
 

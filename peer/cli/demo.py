@@ -1,4 +1,4 @@
-"""`atoll demo`: train across several peers on this machine and report."""
+"""`atoll demo`: train across several peers on this machine and print a report."""
 
 import argparse
 import asyncio
@@ -29,50 +29,66 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "demo",
-        description="Start a coordinator and several peers on this machine, train a small model "
-        "across them, and report what came of it.\nOn a terminal it shows the dashboard, else a "
-        "line per round.",
+        description="Start a coordinator and several peers on this machine, train a small model\n"
+        "across them, and print a report. Shows the dashboard on a terminal, else a line\n"
+        "per round.",
         examples="atoll demo\n"
         "atoll demo --peers 4 --chaos --json\n"
         "atoll demo --data ~/texts --rounds 40 --baseline --out runs/mine",
     )
-    parser.add_argument("--peers", type=_positive, default=4, help="peer processes (default 4)")
-    parser.add_argument("--rounds", type=_positive, default=12, help="rounds (default 12)")
+    parser.add_argument(
+        "--peers", type=_positive, default=4, help="Number of peer processes (default: 4)."
+    )
+    parser.add_argument(
+        "--rounds", type=_positive, default=12, help="Number of rounds (default: 12)."
+    )
     parser.add_argument(
         "--inner-steps",
         type=_positive,
         default=INNER_STEPS,
         metavar="H",
-        help=f"steps of a window (default {INNER_STEPS})",
+        help=f"Inner steps per window (default: {INNER_STEPS}).",
     )
-    parser.add_argument("--method", default="diloco", help="outer method (default diloco)")
+    parser.add_argument("--method", default="diloco", help="Outer method (default: diloco).")
     parser.add_argument(
-        "--windows", default="equal", help="equal, or deadline: by each peer's speed"
+        "--windows",
+        default="equal",
+        help="Window lengths: equal, or deadline (by each peer's speed) (default: equal).",
     )
     parser.add_argument(
         "--shares",
         type=_shares,
         default=(1.0,),
         metavar="LIST",
-        help="of the time that each peer trains, as 1,0.5",
+        help="Fraction of time each peer trains, e.g. 1,0.5 (default: 1).",
     )
-    parser.add_argument("--codec", default="auto", help="codec of the updates (the method's)")
-    parser.add_argument("--preset", default="nano", help="model preset (default nano)")
-    parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
     parser.add_argument(
-        "--data", metavar="PATH", help="your own text (default: the standard library's source)"
+        "--codec", default="auto", help="Codec of the updates (default: the method's)."
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/demo-TIME")
+    parser.add_argument("--preset", default="nano", help="Model preset (default: nano).")
+    parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default: auto).")
     parser.add_argument(
-        "--chaos", action="store_true", help="kill a peer in mid-round, and start it again"
+        "--data",
+        metavar="PATH",
+        help="Training text (default: the source of Python's standard library).",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="Output folder (default: runs/demo-TIME)."
+    )
+    parser.add_argument(
+        "--chaos", action="store_true", help="Kill a peer in mid-round and restart it."
     )
     parser.add_argument(
         "--baseline",
         action="store_true",
-        help="also train data parallel and one peer alone, with the same steps, to compare",
+        help="Also train data parallel and one peer alone for the same steps, to compare.",
     )
-    parser.add_argument("--plain", action="store_true", help="lines instead of the dashboard")
-    parser.add_argument("--json", action="store_true", help="the summary as the last line")
+    parser.add_argument(
+        "--plain", action="store_true", help="Print lines instead of the dashboard."
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="Print the report as JSON on the last line."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def carry_out(demo: "Demo", show: "Show") -> "tuple[DemoRun | None, signal.Signals | None]":
-    """Run a demo to its end, or until a signal: what came of it, and which signal ended it."""
+    """Run a demo to its end or to a signal; return its result, or the signal that ended it."""
     with heed_signals(demo.kill) as received:
         try:
             return await demo.run(show), None
@@ -119,9 +135,9 @@ async def carry_out(demo: "Demo", show: "Show") -> "tuple[DemoRun | None, signal
 
 @contextmanager
 def heed_signals(kill: "Callable[[], None]") -> "Iterator[list[signal.Signals]]":
-    """The first signal cancels the task that calls this, the next ones call ``kill`` as well.
+    """Cancel the calling task at the first signal, and call `kill` at each later one.
 
-    Signals that whoever started us told us to ignore (nohup) are ignored.
+    Signals that our parent set to be ignored (nohup) stay ignored.
     """
     received: list[signal.Signals] = []
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -144,7 +160,7 @@ def heed_signals(kill: "Callable[[], None]") -> "Iterator[list[signal.Signals]]"
 
 
 def report(finished: "DemoRun", spec: "RunSpec", args: argparse.Namespace, out: Path) -> int:
-    """Print the summary; 1 where the replicas differ or a killed peer did not come back."""
+    """Print the report; return 1 if replicas differ or a killed peer did not come back."""
     from atoll.peer.lab.summary import Compared, render, summarise
 
     compared = compare_or_skip(finished, spec, args.device) if args.baseline else Compared()
@@ -157,19 +173,19 @@ def report(finished: "DemoRun", spec: "RunSpec", args: argparse.Namespace, out: 
 
 
 def compare_or_skip(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
-    """As `compare`; whoever stops it, which takes as long as the run, still gets the summary."""
+    """Compare, which takes as long as the run; Ctrl-C skips it and keeps the report."""
     from atoll.peer.lab.summary import Compared
 
-    _say("the same steps again, data parallel and by one peer alone; Ctrl-C leaves them out")
+    _say("training data parallel and one peer alone for comparison; press Ctrl-C to skip")
     try:
         return compare(finished, spec, device)
     except KeyboardInterrupt:
-        _say("without data parallel and one peer alone")
+        _say("comparison skipped")
         return Compared()
 
 
 def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
-    """Train the same number of steps on the same data without any of this."""
+    """Train the same steps on the same data, data parallel and one peer alone."""
     from atoll.peer.lab.baseline import BaselinePoint, alone, baseline
     from atoll.peer.lab.summary import Compared
     from atoll.peer.training.trainer import open_corpus
@@ -202,12 +218,12 @@ def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
 
 
 def demo_spec(args: argparse.Namespace) -> "RunSpec":
-    """The run of a demo.
+    """Return the spec of the demo's run.
 
     Raises:
-        SpecError: an option has a value that no run can have.
-        ModelError: there is no such preset.
-        DataError: the data is not there, or holds no text.
+        SpecError: an option has an impossible value.
+        ModelError: the preset does not exist.
+        DataError: the data does not exist or holds no text.
     """
     from atoll.coordinator.run.spec import RunSpec
     from atoll.peer.training.models import preset
@@ -234,10 +250,10 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
             "compression": {"codec": args.codec},
             "round": {
                 "min_peers": args.peers,
-                # All peers share this machine: a busy core is not a dead peer.
+                # All peers share this machine: a busy core must not look like a dead peer.
                 "stall_s": 3.0,
                 "grace_s": 10.0,
-                # Short logs, so that a peer that lost its own needs the snapshot as well.
+                # Short logs, so that a peer that lost its own also needs the snapshot.
                 "snapshot_every": 2,
                 "log_mb": 1,
             },
@@ -252,14 +268,14 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
 
 
 def _local_source(source: str) -> str:
-    """The path of the data for processes with another working directory; it holds some text."""
+    """Return an absolute path to the data, checked to contain text."""
     from atoll.peer.errors import DataError
     from atoll.peer.training.data.load import documents
 
     if source != "stdlib":
         source = str(Path(source).expanduser().resolve())
     if next(documents(source), None) is None:
-        raise DataError(f"{source}: expected a file or folder with text, got none in it")
+        raise DataError(f"{source} holds no text; name a file or folder with text")
     return source
 
 
@@ -289,7 +305,7 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(share) for share in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers, as 1,0.5, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,0.5, got {text!r}") from None
 
 
 def _say(line: str) -> None:

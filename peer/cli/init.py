@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class ExistsError(ValueError):
-    """The file is there already, and is left alone."""
+    """The file exists; it was not changed."""
 
 
 class OneOfTwoError(ValueError):
-    """Peers without a rate, or a rate without peers."""
+    """--peers without --mbit, or --mbit without --peers."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -27,10 +27,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "init",
-        description="Write a RUN.toml that says what every field means and what it is when left "
-        "out.\nWith --peers and --mbit the method, its windows and its codec are chosen for them,\n"
-        "from what was measured and from the time of a step on this machine (`atoll plan` shows "
-        "all).\nNever overwrites a file.",
+        description="Write a RUN.toml in which every field is commented with its meaning and\n"
+        "default. With --peers and --mbit, choose method, windows and codec from\n"
+        "published measurements and from the time of a step on this machine (`atoll\n"
+        "plan` lists all candidates). Existing files are never overwritten.",
         examples="atoll init\natoll init big-run.toml\natoll init --peers 1\n"
         "atoll init RUN.toml --peers 8 --mbit 100 --model 30m --step-ms 120",
     )
@@ -40,17 +40,19 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="?",
         default=Path("RUN.toml"),
         metavar="PATH",
-        help="(default: RUN.toml)",
+        help="File to write (default: RUN.toml).",
     )
-    parser.add_argument("--peers", type=int, metavar="P", help="how many will take part")
-    parser.add_argument("--mbit", type=float, metavar="RATE", help="of each link, up and down")
-    parser.add_argument("--model", default="nano", help="a preset (default: nano)")
+    parser.add_argument("--peers", type=int, metavar="P", help="Number of peers.")
+    parser.add_argument(
+        "--mbit", type=float, metavar="RATE", help="Per-peer bandwidth in Mbit/s, each way."
+    )
+    parser.add_argument("--model", default="nano", help="Model preset (default: nano).")
     add_speed(parser)
-    parser.add_argument("--json", action="store_true", help="what was chosen, as one line of JSON")
+    parser.add_argument("--json", action="store_true", help="Print the choice as one line of JSON.")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file, or raise ExistsError."""
+    """Write the file; raise ExistsError if there is one."""
     from atoll.coordinator.run.spec import template
 
     path: Path = args.path
@@ -72,14 +74,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _expect_new(path: Path) -> None:
     if path.exists():
-        raise ExistsError(
-            f"{path} is there already and was left alone; name another file or move it"
-        )
+        raise ExistsError(f"{path} exists and was not changed; choose another name or move it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What is written, and why."""
+    """The spec to write, and the reasons for it."""
 
     spec: "RunSpec"
     why: Sequence[str]
@@ -95,7 +95,7 @@ def _chosen(args: argparse.Namespace) -> Chosen:
     if args.peers == 1:
         return _alone(fields)
     if args.peers is None or args.mbit is None:
-        raise OneOfTwoError("expected --peers and --mbit together: both decide what to take")
+        raise OneOfTwoError("--peers and --mbit must be given together")
     return _for_peers(args, fields)
 
 
@@ -121,7 +121,7 @@ def _for_peers(args: argparse.Namespace, fields: dict[str, Any]) -> Chosen:
     option = advice.pick(known)
     taken = advice.as_run(option.method, option.prediction.inner_steps)
     if option.prediction.inner_steps > 1:
-        taken["outer"]["windows"] = "deadline"  # people's machines are seldom equally fast
+        taken["outer"]["windows"] = "deadline"  # machines are seldom equally fast
     what, others = advice.reasons(option, known)
     return Chosen(
         spec=RunSpec.from_dict(fields | taken),

@@ -5,10 +5,10 @@ Only the chosen command's module is imported, so `atoll --help` answers at once.
     0    done
     1    failed: the work could not be done (network, disk, ...)
     2    the input is wrong: an argument, RUN.toml, an invite, a checkpoint, a port in use, ...
-    130  stopped by Ctrl-C; 128 + N where signal N ended what had an end of its own to reach
+    130  stopped by Ctrl-C; 128 + N if interrupted by signal N
 
-A failure that Atoll foresaw is one message on stderr and no traceback. Which code it gets follows
-from the class that is raised, in any layer, without a common base:
+A foreseen failure prints one message on stderr and no traceback. Its exit code follows from the
+class that is raised, in any layer:
 
     exception                                   code
     defined in atoll.*, a ValueError            2     (SpecError, InviteError, CheckpointError, ...)
@@ -57,12 +57,12 @@ DATABASE_ERROR = "sqlite3.OperationalError"  # named for the same reason
 EXAMPLES = """\
 examples:
   atoll demo                     train across 4 peers on this machine
-  atoll init RUN.toml            describe a run of your own
-  atoll coordinator RUN.toml     start it; prints an invite
-  atoll peer INVITE              join it, on as many machines as you like
-  atoll dashboard INVITE         watch it
+  atoll init RUN.toml            write a commented configuration
+  atoll coordinator RUN.toml     start the run and print its invite
+  atoll peer INVITE              join the run, on as many machines as you like
+  atoll dashboard INVITE         watch the run
 
-`atoll COMMAND --help` says more."""
+Run `atoll COMMAND --help` for the options of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
     try:
         return int(module.run(args))
     except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter's last flush must not fail as well.
+        # The reader of our output is gone; the interpreter's last flush must not fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
@@ -155,17 +155,19 @@ def _names(error: BaseException) -> set[str]:
 
 
 def message(error: BaseException) -> str:
-    """Return what to tell a person about a foreseen failure."""
+    """Return the message for a foreseen failure: the fact, then the remedy."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{error}; make room on the disk, or name a folder of another one"
+        return f"{error}; free some space, or choose a folder on another disk"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}{_remedy(error)}"
     if DATABASE_ERROR in _names(error):
-        return f"cannot write the log of the run ({error}); make room on the disk of --state-dir"
+        return (
+            f"cannot write the log of the run ({error}); free some space on the disk of --state-dir"
+        )
     if _is_out_of_memory(error):
         return (
-            "out of memory; `atoll plan RUN.toml` says how much a peer takes: a smaller model or "
-            f"batch, or a machine with more ({str(error) or 'MemoryError'})"
+            f"out of memory ({str(error) or 'MemoryError'}); use a smaller model or batch, or a "
+            "machine with more memory (`atoll plan RUN.toml` estimates the need)"
         )
     return str(error) or type(error).__name__
 
@@ -174,7 +176,7 @@ def _remedy(error: OSError) -> str:
     folder = os.path.dirname(os.fsdecode(error.filename))
     if error.errno != errno.ENOENT or not folder or os.path.isdir(folder):
         return ""
-    return f"; make the folder {folder} first, or name another"
+    return f"; create the folder {folder} first, or choose another"
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, add_stop_with_stdin, new_parser
 from atoll.peer.cli.watching import read_invite
-from atoll.peer.lab.supervised import stop_with_stdin
+from atoll.peer.daemon.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.peer.daemon.process import DaemonEvent
 
-_PEER_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")  # libp2p's errors tell it whole
+_PEER_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")  # libp2p's errors contain it in full
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -26,51 +26,72 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "peer",
-        description="Join a run by its invite and train until the run is finished or this is "
-        "stopped (Ctrl-C or SIGTERM).\nReconnects for ever; started again, it goes on from its "
-        "state directory.",
+        description="Join a run by its invite and train until the run is complete or a signal\n"
+        "stops the peer (Ctrl-C or SIGTERM). Reconnects automatically; after a\n"
+        "restart it resumes from its state directory.",
         examples="atoll peer INVITE\n"
         "atoll peer INVITE --device cuda:1 --state-dir /data/atoll/gpu1\n"
         "atoll peer INVITE --data /data/corpus --name attic --json",
     )
-    parser.add_argument("invite", metavar="INVITE", help="the string, or a file that holds it")
-    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="default: one by the run")
-    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1, mps or cpu")
-    parser.add_argument("--data", metavar="PATH", help="where the run's data is on this machine")
-    parser.add_argument("--name", type=_name, help="what the dashboard calls this peer")
+    parser.add_argument(
+        "invite", metavar="INVITE", help="Invite string, or a file that contains it."
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="State directory (default: ~/.local/state/atoll/peers/RUN_ID).",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto, cuda, cuda:1, mps or cpu (default: auto)."
+    )
+    parser.add_argument(
+        "--data", metavar="PATH", help="Location of the run's data on this machine."
+    )
+    parser.add_argument("--name", type=_name, help="Name of this peer on the dashboard.")
     parser.add_argument(
         "--listen",
         type=_multiaddr,
         action="append",
         metavar="MULTIADDR",
-        help="where to listen (default /ip4/0.0.0.0/tcp/0); may be given several times",
+        help="Address to listen on; repeatable (default: /ip4/0.0.0.0/tcp/0).",
     )
     parser.add_argument(
         "--announce",
         type=_multiaddr,
         action="append",
         metavar="MULTIADDR",
-        help="what others dial, if it differs",
+        help="Address for others to dial, if it differs from --listen; repeatable.",
     )
     parser.add_argument(
-        "--uplink", type=_mbit, default=0.0, metavar="MBIT", help="upload speed of this link"
+        "--uplink",
+        type=_mbit,
+        default=0.0,
+        metavar="MBIT",
+        help="Upload speed in Mbit/s (default: measured).",
     )
     parser.add_argument(
-        "--downlink", type=_mbit, default=0.0, metavar="MBIT", help="download speed of this link"
+        "--downlink",
+        type=_mbit,
+        default=0.0,
+        metavar="MBIT",
+        help="Download speed in Mbit/s (default: measured).",
     )
     parser.add_argument(
         "--share",
         type=_share,
         default=1.0,
-        metavar="SHARE",
-        help="of the time to train; the rest is left to other programs (default 1, all of it)",
+        metavar="FRACTION",
+        help="Fraction of time to spend training (default: 1.0).",
     )
-    parser.add_argument("--json", action="store_true", help="events as lines of JSON on stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="Print events as lines of JSON on stdout."
+    )
     add_stop_with_stdin(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the peer until the run is finished or it is told to stop."""
+    """Run the peer until the run is complete or a signal stops it."""
     if args.stop_with_stdin:
         stop_with_stdin()
     logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
@@ -117,7 +138,7 @@ def _mbit(text: str) -> float:
     except ValueError:
         rate = math.nan
     if not 0 <= rate < math.inf:
-        raise argparse.ArgumentTypeError(f"expected Mbit/s, 0 for unknown, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of Mbit/s (0: unknown), got {text!r}")
     return rate
 
 
@@ -127,7 +148,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = math.nan
     if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"expected a share above 0 up to 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a fraction above 0, up to 1, got {text!r}")
     return share
 
 
@@ -138,20 +159,20 @@ def _multiaddr(text: str) -> str:
         Multiaddr(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected a multiaddr as /ip4/0.0.0.0/tcp/4001, got {text!r}"
+            f"expected a multiaddr such as /ip4/0.0.0.0/tcp/4001, got {text!r}"
         ) from None
     return text
 
 
 def _expect_device(name: str) -> None:
-    """Say at once, not after joining, that a device is not there."""
+    """Refuse a missing device at once, not after joining."""
     from atoll.peer.training.devices import Device
 
     Device.choose(name)
 
 
 def _expect_data(source: str | None) -> None:
-    """Say at once, not after joining, that the data is not there."""
+    """Refuse missing data at once, not after joining."""
     from atoll.peer.errors import DataError
     from atoll.peer.training.data.documents import STDLIB
 
@@ -159,13 +180,12 @@ def _expect_data(source: str | None) -> None:
         return
     if not Path(source).expanduser().exists():
         raise DataError(
-            f"expected --data with a file or a folder of this machine, got {source!r}, "
-            "which does not exist"
+            f"--data {source!r} does not exist; name a file or a folder on this machine"
         )
 
 
 def _as_text(event: "DaemonEvent") -> None:
-    """As the coordinator tells its rounds; a stranger's words steer no terminal."""
+    """Print an event; control characters from others never reach the terminal."""
     from atoll.coordinator.report import text
     from atoll.peer.rounds.context import short
 

@@ -1,4 +1,4 @@
-"""`atoll plan`: what a run will cost before it is started."""
+"""`atoll plan`: estimate the cost of a run before it is started."""
 
 import argparse
 from dataclasses import asdict, replace
@@ -20,43 +20,55 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "plan",
-        description="Say what a run will cost: bytes, time of a round, utilisation and memory.\n"
-        "For the methods and codecs that were measured, and which to take. What they compute is\n"
-        "timed on this machine, and so are a few steps, unless --step-ms is given.",
+        description="Estimate bytes, round time, utilisation and memory for each benchmarked\n"
+        "method and codec, and recommend one. Compute time is measured on this\n"
+        "machine; pass --step-ms to use a known step time instead.",
         examples="atoll plan RUN.toml --peers 8 --mbit 100\n"
         "atoll plan RUN.toml --peers 4 --mbit 50 --rtt-ms 80 --step-ms 120 --json",
     )
-    parser.add_argument("path", type=Path, metavar="RUN.toml", help="written by `atoll init`")
     parser.add_argument(
-        "--peers", type=int, required=True, metavar="P", help="how many will take part"
+        "path", type=Path, metavar="RUN.toml", help="Configuration written by `atoll init`."
     )
+    parser.add_argument("--peers", type=int, required=True, metavar="P", help="Number of peers.")
     parser.add_argument(
-        "--mbit", type=float, required=True, metavar="RATE", help="of each peer's link, up and down"
+        "--mbit",
+        type=float,
+        required=True,
+        metavar="RATE",
+        help="Per-peer bandwidth in Mbit/s, each way.",
     )
     add_speed(parser)
-    parser.add_argument("--all", action="store_true", help="every method with every window")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument(
+        "--all", action="store_true", help="List every method with every window length."
+    )
+    parser.add_argument("--json", action="store_true", help="Print one line of JSON.")
 
 
 def add_speed(parser: argparse.ArgumentParser) -> None:
-    """Add what is said of links and machines beside a rate, and of a step."""
+    """Add the options that describe links, cores and the step time."""
     parser.add_argument(
-        "--rtt-ms", type=float, default=50.0, metavar="MS", help="between two peers (default: 50)"
+        "--rtt-ms",
+        type=float,
+        default=50.0,
+        metavar="MS",
+        help="Round trip between two peers (default: 50).",
     )
     parser.add_argument(
         "--cores",
         type=float,
         default=2.0,
         metavar="N",
-        help="that a peer has for its rounds, 0.5 where four peers share two (default: 2)",
+        help="CPU cores per peer for communication (default: 2).",
     )
     parser.add_argument(
         "--step-ms",
         type=float,
         metavar="MS",
-        help="what an inner step takes with AdamW (default: time it)",
+        help="Time of an inner step with AdamW (default: measured).",
     )
-    parser.add_argument("--device", default="auto", help="to time a step on (default: auto)")
+    parser.add_argument(
+        "--device", default="auto", help="Device to measure a step on (default: auto)."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,13 +130,13 @@ def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":
 
 
 def how_timed(args: argparse.Namespace) -> str:
-    """Where the time of a step is from."""
+    """Return the origin of the step time, in words."""
     from atoll.peer.lab.step_time import is_busy
 
     if args.step_ms is not None:
         return "as given"
-    busy = ", which is busy: give --step-ms for when it is not" if is_busy() else ""
-    return f"timed on this machine{busy}"
+    busy = ", which is busy; pass --step-ms for its idle value" if is_busy() else ""
+    return f"measured on this machine{busy}"
 
 
 def _heading(args: argparse.Namespace, spec: "RunSpec", setting: "Setting", model: Any) -> str:  # noqa: ANN401 - a module
@@ -139,8 +151,8 @@ def _heading(args: argparse.Namespace, spec: "RunSpec", setting: "Setting", mode
 
 def _grown(rounds: int, windows: "Timetable") -> str:
     return (
-        f"Windows grow from {windows.window(0)} to {windows.window(rounds - 1)} steps, "
-        f"{windows.mean_window(rounds)} on average, as which they are taken here; "
+        f"Windows grow from {windows.window(0)} to {windows.window(rounds - 1)} steps; the table "
+        f"assumes their mean of {windows.mean_window(rounds)}. "
         f"{rounds} rounds are {windows.steps_until(rounds):,} steps.\n"
     )
 
@@ -152,7 +164,7 @@ def _params(model: Any) -> int:  # noqa: ANN401 - a module
 
 
 def table(options: "list[Option]") -> list[str]:
-    """A line an option under a heading; the first is the run's own."""
+    """Return a heading and one line per option; the first option is the run's own."""
     width = 1 + max(len(option.method) for option in options)
     head = (
         f"{'':{width}}{'H':>5}{'MB a window':>13}{'round, s':>10}{'lost, s':>9}{'computing':>11}"

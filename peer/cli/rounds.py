@@ -1,4 +1,4 @@
-"""`atoll rounds`: the rounds that were committed."""
+"""`atoll rounds`: list committed rounds."""
 
 import argparse
 import json
@@ -20,30 +20,36 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "rounds",
-        description="List the newest committed rounds, oldest first: loss, traffic, members, who\n"
-        "was left out, and the hash chain that names the history up to there.",
+        description="List the newest committed rounds, oldest first, with loss, traffic, members,\n"
+        "peers left out, and the hash chain that identifies the history up to that round.",
         examples="atoll rounds INVITE\natoll rounds INVITE --last 5\n"
         "atoll rounds INVITE --round 12\n"
         "atoll rounds INVITE --json | jq '.rounds[].loss'",
     )
     add_invite(parser)
     parser.add_argument(
-        "--last", type=int, metavar="N", help="only the N newest (default: all that are told)"
+        "--last",
+        type=int,
+        metavar="N",
+        help="Number of rounds to list (default: all that the coordinator reports).",
     )
     parser.add_argument(
-        "--round", type=int, metavar="N", help="the trace of one round: phases, bytes, who and why"
+        "--round",
+        type=int,
+        metavar="N",
+        help="Show one round in detail: phases, bytes, peers left out and why.",
     )
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--json", action="store_true", help="Print one line of JSON.")
 
 
 class RoundsError(ValueError):
-    """A number of rounds below one, or a round that is not told."""
+    """--last below 1, or a round that the coordinator does not report."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the rounds."""
     if args.last is not None and args.last < 1:
-        raise RoundsError(f"expected --last of at least 1, got {args.last}")
+        raise RoundsError(f"--last must be at least 1, got {args.last}")
     status = look(read_invite(args.invite))
     shown = len(status.history) if args.last is None else args.last
     if args.json:
@@ -65,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 def _told(history: Sequence["RoundSummary"], position: int) -> "RoundSummary":
     row = next((row for row in history if row.position == position), None)
     if row is None:
-        told = f"{history[0].position} to {history[-1].position}" if history else "none yet"
-        raise RoundsError(f"expected one of the rounds that are told ({told}), got {position}")
+        known = f"{history[0].position} to {history[-1].position}" if history else "none yet"
+        raise RoundsError(f"round {position} is not available; available rounds: {known}")
     return row
 
 
@@ -75,15 +81,15 @@ def table(
     names: Mapping[str, str] = NOBODY,
     gaps: Sequence["Gap"] = (),
 ) -> list[str]:
-    """One line a round under a heading; its wall time follows from the round before.
+    """Return a heading and one line per round; wall times are from the round before.
 
     Args:
         history: consecutive rounds.
-        names: of peers, by PeerID.
+        names: names of peers, by PeerID.
         gaps: rounds whose updates the coordinator does not hold.
     """
     if not history:
-        return ["no round was committed yet"]
+        return ["no rounds committed yet"]
     head = "round  time      loss    valid    tokens  peers  MB sent  seconds  chain"
     before: list[RoundSummary | None] = [None, *history]
     rows = zip(history, before, strict=False)
@@ -93,7 +99,7 @@ def table(
 def trace(
     row: "RoundSummary", names: Mapping[str, str] = NOBODY, gaps: Sequence["Gap"] = ()
 ) -> list[str]:
-    """Everything that is known of one round: its phases, what each peer sent, who was left out."""
+    """Return one round in detail: phases, bytes of each peer, peers left out and why."""
     from atoll.coordinator.report import text, view
 
     total_s = sum(row.seconds.values())
@@ -106,11 +112,15 @@ def trace(
     held = view.is_held(row, gaps)
     return [
         f"round {row.position}, epoch {row.epoch}: {row.members} members, {row.tokens} tokens",
-        *([] if held else ["the coordinator does not hold its update: missed, kept by no peer"]),
+        *(
+            []
+            if held
+            else ["the coordinator does not hold this update: it missed it, and no peer kept it"]
+        ),
         *([f"phases, mean over members ({total_s:.3f} s)", *phases] if phases else []),
-        *([f"taken out by the reducer: norm {row.rejected:.4g}"] if row.rejected else []),
+        *([f"removed by the robust reducer: norm {row.rejected:.4g}"] if row.rejected else []),
         *(["bytes on the wire", *sent] if sent else []),
-        *(["left out, or from some cell on", *without] if without else []),
+        *(["left out, wholly or from some cell on", *without] if without else []),
     ]
 
 

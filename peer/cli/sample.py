@@ -1,4 +1,4 @@
-"""`atoll sample`: continue a text with a checkpoint."""
+"""`atoll sample`: generate text from a checkpoint."""
 
 import argparse
 import time
@@ -13,32 +13,43 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "sample",
-        description="Continue a text with the model of a checkpoint.",
+        description="Generate a continuation of a prompt with the model of a checkpoint.",
         examples="atoll sample run-00000012.safetensors --prompt 'def '\n"
         "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json",
     )
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="the .safetensors file of a run"
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="Checkpoint of a run (.safetensors)."
     )
-    parser.add_argument("--prompt", default="", help="the text to continue (default: none)")
+    parser.add_argument("--prompt", default="", help="Text to continue (default: none).")
     parser.add_argument(
-        "--max-tokens", type=int, default=200, metavar="N", help="tokens to draw (default: 200)"
+        "--max-tokens",
+        type=int,
+        default=200,
+        metavar="N",
+        help="Number of tokens to generate (default: 200).",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest (default: 0.8)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="Sampling temperature; 0 is greedy (default: 0.8).",
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest (0: all)"
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="Sample from the K most likely tokens; 0 is all (default: 0).",
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed (default: 0).")
     parser.add_argument(
-        "--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)"
+        "--device", default="auto", help="auto, cuda, cuda:1, mps or cpu (default: auto)."
     )
-    parser.add_argument("--json", action="store_true", help="one line of JSON when done")
+    parser.add_argument("--json", action="store_true", help="Print one line of JSON when done.")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and what follows, as it is drawn."""
+    """Print the prompt and its continuation as it is generated."""
     from atoll.peer.training.sampling import SamplingOptions, sample
 
     options = SamplingOptions(

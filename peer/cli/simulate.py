@@ -1,4 +1,4 @@
-"""`atoll simulate`: what methods cost in loss, in bytes and in time, in one process."""
+"""`atoll simulate`: compare methods by loss, bytes and time in one process."""
 
 import argparse
 import sys
@@ -18,9 +18,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "simulate",
-        description="Train several workers in this process by each of several methods, on real\n"
-        "text, and compare loss, bytes and time. Results are kept in a folder: a simulation that\n"
-        "was interrupted goes on, and one that is finished is only shown.",
+        description="Train several workers in this process with each of several methods on real\n"
+        "text, and compare loss, bytes and time. Results are kept in a folder: an\n"
+        "interrupted simulation resumes, and a finished one is only printed.",
         examples="atoll simulate --methods ddp,diloco,sparseloco --workers 8 --tokens 2000000\n"
         "atoll simulate --methods 'diloco(codec=int4),streaming(tau=2)' --seeds 3 --plot loss.png\n"
         "atoll simulate --methods diloco --drop 0.2 --speeds 1,2,4 --split-data --join-at 0.25",
@@ -29,58 +29,74 @@ def add_parser(subparsers: Subparsers) -> None:
         "--methods",
         default=DEFAULT_METHODS,
         metavar="LIST",
-        help=f"specs, separated by commas (default: {DEFAULT_METHODS})",
+        help=f"Comma-separated method specs (default: {DEFAULT_METHODS}).",
     )
-    parser.add_argument("--workers", type=int, default=4, metavar="W", help="(default: 4)")
+    parser.add_argument(
+        "--workers", type=int, default=4, metavar="W", help="Number of workers (default: 4)."
+    )
     parser.add_argument(
         "--tokens",
         type=int,
         default=1_000_000,
         metavar="N",
-        help="of all workers together (default: 1000000)",
+        help="Training tokens of all workers together (default: 1000000).",
     )
-    parser.add_argument("--seeds", type=int, default=1, metavar="S", help="(default: 1)")
     parser.add_argument(
-        "--inner-steps", type=int, default=30, metavar="H", help="of a window (default: 30)"
+        "--seeds", type=int, default=1, metavar="S", help="Number of seeds (default: 1)."
+    )
+    parser.add_argument(
+        "--inner-steps",
+        type=int,
+        default=30,
+        metavar="H",
+        help="Inner steps per window (default: 30).",
     )
     parser.add_argument(
         "--growth",
         type=float,
         default=0.0,
         metavar="ALPHA",
-        help="let windows grow from H as the rate falls, to (ALPHA / rate)^2 steps (QSR)",
+        help="Grow windows from H to (ALPHA / learning rate)^2 steps as the rate falls (QSR).",
     )
     parser.add_argument(
-        "--max-inner-steps", type=int, default=0, metavar="H", help="to at most (default: 10 H)"
+        "--max-inner-steps",
+        type=int,
+        default=0,
+        metavar="H",
+        help="Upper bound with --growth (default: 10 H).",
     )
-    parser.add_argument("--model", default="nano", help="a preset of RUN.toml (default: nano)")
+    parser.add_argument("--model", default="nano", help="Model preset (default: nano).")
     parser.add_argument(
         "--set",
         nargs="*",
         default=[],
         metavar="FIELD=N",
-        help="whole numbers in the model's configuration, as num_layers=4",
+        help="Integer overrides of the model's configuration, e.g. num_layers=4.",
     )
-    parser.add_argument("--source", default="stdlib", help="text, as in RUN.toml")
+    parser.add_argument(
+        "--source", default="stdlib", help="Data source, as in RUN.toml (default: stdlib)."
+    )
     parser.add_argument(
         "--batch-size",
         type=int,
         default=8,
         metavar="B",
-        help="sequences of a worker and step (default: 8)",
+        help="Sequences per worker and step (default: 8).",
     )
-    parser.add_argument("--seq-len", type=int, default=128, metavar="T", help="(default: 128)")
+    parser.add_argument(
+        "--seq-len", type=int, default=128, metavar="T", help="Tokens per sequence (default: 128)."
+    )
     parser.add_argument(
         "--lr",
         type=float,
         default=1.5e-3,
-        help="peak rate of the inner optimizer (default: 0.0015)",
+        help="Peak learning rate of the inner optimizer (default: 0.0015).",
     )
     parser.add_argument(
         "--inner",
         default="",
         metavar="NAME",
-        help="adamw, muon, lion or sgd (default: the method's)",
+        help="Inner optimizer: adamw, muon, lion or sgd (default: the method's).",
     )
     _add_churn(parser)
     parser.add_argument(
@@ -88,15 +104,20 @@ def add_parser(subparsers: Subparsers) -> None:
         type=float,
         default=50.0,
         metavar="MS",
-        help="what an inner step takes, for the simulated time (default: 50)",
+        help="Time of an inner step in the simulated wall time (default: 50).",
     )
-    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda, mps (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="auto, cuda, mps or cpu (default: cpu).")
     parser.add_argument(
-        "--folder", type=Path, default=Path("simulation"), help="of the results (./simulation)"
+        "--folder",
+        type=Path,
+        default=Path("simulation"),
+        help="Folder of results (default: ./simulation).",
     )
-    parser.add_argument("--rerun", action="store_true", help="train again what is there already")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves")
-    parser.add_argument("--json", action="store_true", help="one line of JSON when done")
+    parser.add_argument(
+        "--rerun", action="store_true", help="Train again even if there is a result."
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="Write a plot of the loss curves.")
+    parser.add_argument("--json", action="store_true", help="Print one line of JSON when done.")
 
 
 def _add_churn(parser: argparse.ArgumentParser) -> None:
@@ -104,24 +125,24 @@ def _add_churn(parser: argparse.ArgumentParser) -> None:
         "--drop",
         type=float,
         default=0.0,
-        metavar="SHARE",
-        help="of the rounds that go on without a worker; its work counts in a later one",
+        metavar="FRACTION",
+        help="Fraction of rounds each worker misses (0-1); its work counts in a later round.",
     )
     parser.add_argument(
         "--speeds",
         default="",
         metavar="LIST",
-        help="relative speeds, as 1,2,4: windows get longer or shorter, and end together",
+        help="Relative speeds, e.g. 1,2,4; windows are scaled so that they end together.",
     )
     parser.add_argument(
-        "--split-data", action="store_true", help="give each worker its own part of the text"
+        "--split-data", action="store_true", help="Give each worker its own part of the text."
     )
     parser.add_argument(
         "--join-at",
         type=float,
         default=0.0,
-        metavar="SHARE",
-        help="of the run after which the last worker joins",
+        metavar="FRACTION",
+        help="Fraction of the run after which the last worker joins.",
     )
 
 
@@ -133,12 +154,14 @@ def run(args: argparse.Namespace) -> int:
     from atoll.peer.lab.simulate import Bench, Folder, parse_methods, simulate
 
     if args.plot is not None and not args.plot.absolute().parent.is_dir():
-        raise SetupError(f"{args.plot}: expected an existing folder to draw it in, got none")
+        raise SetupError(f"{args.plot}: the folder does not exist; create it first")
     if args.plot is not None:
         extra("matplotlib", "--plot")  # before an hour of simulation, not after it
     settings = _settings(args)
     if args.seeds < 1 or not args.step_ms > 0:
-        raise SetupError("expected at least one seed and a step time above 0")
+        raise SetupError(
+            f"expected --seeds >= 1 and --step-ms > 0, got {args.seeds} and {args.step_ms:g}"
+        )
     chosen = parse_methods(args.methods, settings)
     bench = Bench(settings, args.device)
     folder = Folder(args.folder, settings)
@@ -191,7 +214,7 @@ def _speeds(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(speed) for speed in text.split(",") if speed)
     except ValueError:
-        raise SetupError(f"expected numbers in --speeds, as 1,2,4, got {text!r}") from None
+        raise SetupError(f"expected numbers such as 1,2,4 in --speeds, got {text!r}") from None
 
 
 def _overrides(items: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`atoll status`: how a run is, once."""
+"""`atoll status`: print the state of a run once."""
 
 import argparse
 import json
@@ -12,11 +12,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "status",
-        description="Ask the coordinator how the run and its peers are, once.",
+        description="Print the state of a run and its peers, as the coordinator reports it.",
         examples="atoll status INVITE\natoll status INVITE --json | jq .loss",
     )
     add_invite(parser)
-    parser.add_argument("--json", action="store_true", help="one line of JSON with everything")
+    parser.add_argument("--json", action="store_true", help="Print everything as one line of JSON.")
 
 
 def run(args: argparse.Namespace) -> int:

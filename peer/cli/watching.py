@@ -1,4 +1,4 @@
-"""What `status`, `rounds` and `dashboard` share: an invite, and one look at the run."""
+"""Reading an invite and querying the run, shared by `status`, `rounds` and `dashboard`."""
 
 import argparse
 import asyncio
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 def add_invite(parser: argparse.ArgumentParser) -> None:
     """Add the positional argument INVITE."""
     parser.add_argument(
-        "invite", metavar="INVITE", help="the string, or the name of a file that holds it"
+        "invite", metavar="INVITE", help="Invite string, or a file that contains it."
     )
 
 
 def read_invite(text: str) -> "Invite":
-    """Read an invite, or the file with one.
+    """Parse an invite, or the file that contains one.
 
     Raises:
-        InviteError: it is neither.
+        InviteError: `text` is neither.
     """
     from atoll.coordinator.run.invite import MAX_CHARS, Invite, NotAnInvite
 
@@ -34,21 +34,23 @@ def read_invite(text: str) -> "Invite":
         try:
             return Invite.decode(text)
         except NotAnInvite as error:
-            absent = "" if len(text) > 255 or not text.strip() else ", and no such file is here"
-            raise NotAnInvite(f"{error}, or name a file that holds it{absent}") from None
+            absent = "" if len(text) > 255 or not text.strip() else " (no such file exists)"
+            raise NotAnInvite(
+                f"{error}; pass that string, or a file that contains it{absent}"
+            ) from None
     with path.open("rb") as file:
         raw = file.read(MAX_CHARS + 1)
     try:
         return Invite.decode(raw.decode("ascii"))
     except UnicodeDecodeError:
-        raise NotAnInvite(f"{path}: expected a file with an invite, got other bytes") from None
+        raise NotAnInvite(f"{path} does not contain an invite") from None
 
 
 def look(invite: "Invite") -> "RunStatus":
-    """Ask the coordinator once how the run is.
+    """Fetch the run's status from the coordinator once.
 
     Raises:
-        CoordinatorError: no answer, or one that says no.
+        CoordinatorError: no answer, or a refusal.
     """
     return asyncio.run(_look(invite))
 
@@ -60,7 +62,7 @@ async def _look(invite: "Invite") -> "RunStatus":
 
 @asynccontextmanager
 async def asking(invite: "Invite") -> "AsyncIterator[StatusClient]":
-    """Give a client of the coordinator, and close it in the end."""
+    """Yield a client of the coordinator and close it at the end."""
     from atoll.coordinator.rpc.channel import StatusClient
 
     client = StatusClient(invite)

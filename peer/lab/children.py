@@ -2,7 +2,7 @@
 
 Each is the leader of a process group of its own, so that it can be killed together with its libp2p
 daemon, and reads a pipe whose other end is held here: if this process is killed, they see the end
-of their input and stop (`atoll.peer.lab.supervised`).
+of their input and stop (`atoll.peer.daemon.supervised`).
 
 Errors::
 

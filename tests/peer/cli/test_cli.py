@@ -105,13 +105,13 @@ def test_init_writes_a_run_that_loads(atoll, tmp_path):
 
 def test_init_overwrites_nothing(atoll, tmp_path):
     (tmp_path / "RUN.toml").write_text("mine")
-    assert "is there already" in refused(atoll("init"))
+    assert "exists and was not changed" in refused(atoll("init"))
     assert (tmp_path / "RUN.toml").read_text() == "mine"
 
 
 def test_init_in_a_folder_that_is_not_there(atoll):
     said = refused(atoll("init", "nowhere/RUN.toml"))
-    assert "nowhere/RUN.toml: " in said and "make the folder nowhere first" in said
+    assert "nowhere/RUN.toml: " in said and "create the folder nowhere first" in said
 
 
 class BoomError(Exception):
@@ -192,7 +192,7 @@ def test_a_full_disk_is_a_failure_with_a_remedy(atoll, monkeypatch, error):
     command_that_raises(error, monkeypatch)
     result = atoll("init")
     assert result.code == 1
-    assert str(error) in result.err and "make room on the disk" in result.err
+    assert str(error) in result.err and "free some space" in result.err
 
 
 def test_a_peer_that_cannot_write_its_log_leaves_the_terminal_alone(atoll, monkeypatch, capsys):
@@ -209,7 +209,8 @@ def test_a_model_too_large_for_memory_is_a_failure_with_a_remedy(atoll, monkeypa
     command_that_raises(too_large.value, monkeypatch)
     result = atoll("init")
     assert result.code == 1
-    assert result.err.startswith("atoll init: out of memory; `atoll plan RUN.toml` says")
+    assert result.err.startswith("atoll init: out of memory (")
+    assert "use a smaller model or batch" in result.err
 
 
 def test_a_bug_keeps_its_traceback(atoll, monkeypatch):
@@ -329,7 +330,7 @@ def test_an_invite_file_with_something_else_is_refused(atoll, spec_file, tmp_pat
     ("invite", "expected"),
     [
         ("hello", "starts with 'atoll1'; got 'hello'"),
-        ("no-such-file", "holds it, and no such file is here"),
+        ("no-such-file", "contains it (no such file exists)"),
         ("atoll2" + INVITE[6:], "version"),
         (INVITE[:-3], "damaged"),
         (INVITE.replace("A", "B", 1), "damaged"),
@@ -341,7 +342,7 @@ def test_an_invite_that_is_none_is_refused(atoll, command, invite, expected):
 
 def test_an_invite_file_that_cannot_be_written_is_refused(atoll, spec_file, tmp_path):
     result = atoll("coordinator", spec_file(), "--invite-file", "nowhere/invite")
-    assert "nowhere/invite: expected an existing folder" in refused(result)
+    assert "nowhere/invite: the folder does not exist" in refused(result)
     assert not (tmp_path / "state-home").exists()
 
 
@@ -352,7 +353,7 @@ def test_an_invite_may_stand_in_a_file(tmp_path):
 
 def test_a_file_without_an_invite_is_refused(atoll, tmp_path):
     (tmp_path / "invite").write_bytes(b"\xff\xfe")
-    assert "expected a file with an invite" in refused(atoll("status", "invite"))
+    assert "invite does not contain an invite" in refused(atoll("status", "invite"))
 
 
 @pytest.mark.parametrize("command", ["status", "rounds"])
@@ -371,7 +372,7 @@ def test_no_picture_is_drawn_of_a_run_that_does_not_answer(atoll, tmp_path):
 
 
 def test_a_picture_of_another_format_is_refused(atoll):
-    assert "ends in .svg" in refused(atoll("dashboard", INVITE, "--screenshot", "run.png"))
+    assert "must end in .svg" in refused(atoll("dashboard", INVITE, "--screenshot", "run.png"))
 
 
 @pytest.mark.parametrize("arguments", [["--temperature", "-1"], ["--max-tokens", "-1"], []])
@@ -392,13 +393,13 @@ def test_sample_refuses_a_damaged_checkpoint(atoll, tmp_path):
         ("--method sgd", "expected one of the methods"),
         ("--device abacus", "expected auto, cuda, mps or cpu"),
         ("--data no-such-folder", "no-such-folder"),
-        ("--data empty", "expected a file or folder with text"),
+        ("--data empty", "holds no text; name a file or folder with text"),
         ("--chaos --peers 1", "expected at least 2 peers, got 1"),
         ("--chaos --rounds 4", "expected at least 5 rounds, got 4"),
         ("--rounds many", "expected a whole number above 0, got 'many'"),
         ("--peers 0", "expected a whole number above 0, got '0'"),
         ("--shares 1,0", "expected shares above 0 up to 1"),
-        ("--shares all", "expected numbers, as 1,0.5, got 'all'"),
+        ("--shares all", "expected numbers such as 1,0.5, got 'all'"),
         ("--windows long", "outer.windows"),
     ],
 )
@@ -474,7 +475,7 @@ def test_status_and_rounds_of_a_run_that_waits(atoll, invite):
     status = json.loads(atoll("status", invite, "--json").out)
     assert (status["state"], status["run_id"]) == ("waiting", invite.run_id.hex())
     assert "waiting" in atoll("status", invite).out
-    assert "no round was committed" in atoll("rounds", invite).out
+    assert "no rounds committed yet" in atoll("rounds", invite).out
     assert json.loads(atoll("rounds", invite, "--json").out)["rounds"] == []
 
 
@@ -510,7 +511,7 @@ def test_a_peer_with_an_invite_of_another_run_is_refused(invite, change):
 
 def test_a_peer_without_its_data_is_refused_before_it_joins(atoll, tmp_path):
     result = atoll("peer", INVITE, "--state-dir", "state", "--data", "no-such-folder")
-    assert "got 'no-such-folder', which does not exist" in refused(result)
+    assert "--data 'no-such-folder' does not exist" in refused(result)
     assert not (tmp_path / "state").exists()
 
 

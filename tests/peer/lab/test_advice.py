@@ -242,7 +242,8 @@ def test_plan_of_windows_that_grow(tmp_path, capsys, method):
     steps = timetable.steps_until(200)
     mean = round(count * steps / 200)
     (line,) = [line for line in told if line.startswith("Windows grow")]
-    assert line.startswith(f"Windows grow from 44 to {timetable.window(199)} steps, {mean} on")
+    grown = f"Windows grow from 44 to {timetable.window(199)} steps; the table assumes their mean"
+    assert line.startswith(f"{grown} of {mean}.")
     assert line.endswith(f"200 rounds are {steps:,} steps.")
     (mine,) = [line for line in told if line.endswith("this run")]
     assert mine.split(") ")[-1].removeprefix("diloco").split()[0] == str(mean)
@@ -325,8 +326,8 @@ def test_a_step_that_was_timed_on_a_busy_machine_says_so(run_toml, capsys, monke
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     assert run("plan", run_toml, "--peers", "2", "--mbit", "50", "--device", "cpu") == 0
     told = capsys.readouterr().out
-    assert "timed on this machine" in told
-    assert ("which is busy: give --step-ms" in told) == busy
+    assert "measured on this machine" in told
+    assert ("which is busy; pass --step-ms" in told) == busy
 
 
 def test_one_peer_begins_alone_with_plain_settings(tmp_path, capsys):
@@ -352,7 +353,7 @@ def test_init_leaves_what_is_there_before_it_times_anything(tmp_path, capsys):
     path = tmp_path / "RUN.toml"
     path.write_text("mine")
     assert run("init", str(path), "--peers", "8", "--mbit", "100") == cli.BAD_INPUT
-    assert "left alone" in capsys.readouterr().err
+    assert "was not changed" in capsys.readouterr().err
     assert path.read_text() == "mine"
 
 

@@ -201,7 +201,7 @@ def test_who_stops_the_comparison_still_gets_the_summary(monkeypatch, capsys):
 
     monkeypatch.setattr(demo_command, "compare", stopped)
     assert demo_command.compare_or_skip(None, None, "cpu") == Compared()
-    assert "Ctrl-C leaves them out" in capsys.readouterr().err
+    assert "press Ctrl-C to skip" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("peers", "rounds"), [(1, 12), (4, 1), (4, 4)])

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import signal, sys, time
-from atoll.peer.lab import supervised
+from atoll.peer.daemon import supervised
 {before}
 supervised.stop_with_stdin()
 print("ready", flush=True)
@@ -44,7 +44,7 @@ def test_the_end_of_its_input_stops_it(before, code):
 
 def test_its_own_end_is_not_disturbed():
     """The thread that reads holds no lock that the interpreter wants at its end."""
-    program = "from atoll.peer.lab.supervised import stop_with_stdin; stop_with_stdin()"
+    program = "from atoll.peer.daemon.supervised import stop_with_stdin; stop_with_stdin()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

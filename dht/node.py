@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +39,97 @@ RESTART_PAUSE_S = 1.0
 OnRestart = Callable[[], Awaitable[None]]
 
 
+class _Dht:
+    """Hivemind's DHT node and the client by which it talks to p2pd."""
+
+    def __init__(self, p2p: P2P, node: DHTNode) -> None:
+        self.node = node
+        self._p2p: P2P | None = p2p
+
+    @classmethod
+    async def start(
+        cls, daemon: Daemon, run_id: str, reached: Sequence[str], old: DHTNode | None = None
+    ) -> _Dht:
+        """Join the DHT by the bootstrap addresses that could be reached.
+
+        A node that replaces an old one keeps its ID and what it stored.
+        """
+        p2p = await P2P.replicate(daemon.control_maddr)
+        key_id = DHTID.generate(source=roster_key(run_id)).to_bytes()
+        validator: Any = RosterValidator(key_id, run_id)  # duck-typed
+        try:
+            node = await DHTNode.create(
+                p2p=p2p,
+                node_id=old.node_id if old else None,
+                initial_peers=list(reached) or None,
+                record_validator=validator,
+                wait_timeout=DHT_WAIT_S,
+                ensure_bootstrap_success=False,
+                strict=False,
+                cache_locally=False,  # a record of a second ago is a wrong position
+                cache_nearest=0,
+                cache_on_store=False,
+            )
+        except BaseException:
+            await p2p.shutdown()
+            raise
+        if old is not None:
+            node.protocol.storage = old.protocol.storage
+        return cls(p2p, node)
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether hivemind has stopped reading from p2pd.
+
+        It does so for ever when an answer arrives for a call that timed out.
+        """
+        reader = self._task("_read_task")
+        return reader is not None and reader.done()
+
+    async def close(self) -> None:
+        """Stop the node and its client. Idempotent."""
+        self.node.is_alive = False
+        for task in map(self._task, ("_read_task", "_write_task")):
+            if task is not None and task.done() and not task.cancelled():
+                task.exception()  # a reset by a p2pd that died: asyncio would log it
+        p2p, self._p2p = self._p2p, None
+        if p2p is not None:
+            await p2p.shutdown()
+
+    def _task(self, name: str) -> asyncio.Task[None] | None:
+        client = getattr(self._p2p, "_client", None)
+        return getattr(getattr(client, "control", None), name, None)
+
+
 class Node:
     """A running node. Made by `Node.start`; everything in it belongs to the loop it was made in."""
 
-    def __init__(self, identity: Identity, daemon: Daemon, run_id: str, check: Check) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        daemon: Daemon,
+        *,
+        run_id: str,
+        transport: LibP2PTransport,
+        dht: _Dht,
+        roster: DhtRoster,
+        wire: WireCounter,
+    ) -> None:
         """Use `start`."""
         self.identity = identity
         self.daemon = daemon
         self.run_id = run_id
-        self.wire = WireCounter([daemon.pid])
-        self.transport: LibP2PTransport
-        self.roster: DhtRoster
-        self.dht: DHTNode
+        self.wire = wire
+        self.transport = transport
+        self.roster = roster
         self.bootstrap: tuple[str, ...] = ()
         """Multiaddrs of peers to join by; may be replaced by newer ones at any time."""
         self.on_restart: OnRestart | None = None
-        self._check = check
-        self._p2p: P2P | None = None
-        self._watchers: list[asyncio.Task[None]] = []
+        self._dht = dht
+        self._watchers = [
+            asyncio.create_task(self._watch()),
+            asyncio.create_task(self._stay_joined()),
+        ]
 
     @classmethod
     async def start(
@@ -103,19 +176,47 @@ class Node:
             auto_relay=auto_relay,
         )
         clock.set_offset(clock_offset_s)
-        node = cls(identity, await Daemon.start(identity, options), run_id, check)
-        node.bootstrap, node.on_restart = tuple(bootstrap), on_restart
-        try:
-            await node._join(admission)
-        except BaseException:
-            await node.close()
-            raise
-        return node
+        async with AsyncExitStack() as undo:
+            daemon = await Daemon.start(identity, options)
+            undo.push_async_callback(daemon.close)
+            wire = WireCounter([daemon.pid])
+            transport = LibP2PTransport(
+                daemon, run_id=run_id, admission=admission, check=check, count_wire=wire.totals
+            )
+            undo.push_async_callback(transport.close)
+            await transport.start()
+            reached = await _dial(daemon, bootstrap, {identity.peer_id})
+            dht = await _Dht.start(daemon, run_id, reached)
+            undo.push_async_callback(dht.close)
+            roster = DhtRoster(
+                dht.node,
+                identity,
+                run_id=run_id,
+                credential=lambda: transport.admission,
+                check=check,
+            )
+            node = cls(
+                identity,
+                daemon,
+                run_id=run_id,
+                transport=transport,
+                dht=dht,
+                roster=roster,
+                wire=wire,
+            )
+            node.bootstrap, node.on_restart = tuple(bootstrap), on_restart
+            undo.pop_all()
+            return node
 
     @property
     def peer_id(self) -> str:
         """Our PeerID in base58."""
         return self.identity.peer_id
+
+    @property
+    def dht(self) -> DHTNode:
+        """Hivemind's node, another one after a restart of p2pd."""
+        return self._dht.node
 
     @property
     def addresses(self) -> list[str]:
@@ -131,82 +232,13 @@ class Node:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        if hasattr(self, "roster") and self.daemon.is_alive:
+        if self.daemon.is_alive:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DHT_WAIT_S):
                     await self.roster.leave()
-        if hasattr(self, "transport"):
-            await self.transport.close()
-        await self._close_dht()
+        await self.transport.close()
+        await self._dht.close()
         await self.daemon.close()
-
-    # Joining
-
-    async def _join(self, admission: bytes) -> None:
-        self.transport = LibP2PTransport(
-            self.daemon,
-            run_id=self.run_id,
-            admission=admission,
-            check=self._check,
-            count_wire=self.wire_totals,
-        )
-        await self.transport.start()
-        self.dht = await self._start_dht(None)
-        self.roster = DhtRoster(
-            self.dht,
-            self.identity,
-            run_id=self.run_id,
-            credential=lambda: self.transport.admission,
-            check=self._check,
-        )
-        self._watchers = [
-            asyncio.create_task(self._watch()),
-            asyncio.create_task(self._stay_joined()),
-        ]
-
-    async def _start_dht(self, old: DHTNode | None) -> DHTNode:
-        self._p2p = await P2P.replicate(self.daemon.control_maddr)
-        key_id = DHTID.generate(source=roster_key(self.run_id)).to_bytes()
-        validator: Any = RosterValidator(key_id, self.run_id)  # duck-typed
-        dht = await DHTNode.create(
-            p2p=self._p2p,
-            node_id=old.node_id if old else None,
-            initial_peers=await self._dial_bootstrap() or None,
-            record_validator=validator,
-            wait_timeout=DHT_WAIT_S,
-            ensure_bootstrap_success=False,
-            strict=False,
-            cache_locally=False,  # a record of a second ago is a wrong position
-            cache_nearest=0,
-            cache_on_store=False,
-        )
-        if old is not None:
-            dht.protocol.storage = old.protocol.storage
-        return dht
-
-    async def _close_dht(self) -> None:
-        if hasattr(self, "dht"):
-            self.dht.is_alive = False
-        for task in map(self._hivemind_task, ("_read_task", "_write_task")):
-            if task is not None and task.done() and not task.cancelled():
-                task.exception()  # a reset by a p2pd that died: asyncio would log it
-        if self._p2p is not None:
-            await self._p2p.shutdown()
-            self._p2p = None
-
-    async def _dial_bootstrap(self, known: Collection[str] = ()) -> list[str]:
-        """The bootstrap addresses that could be reached, but those of peers that are known."""
-        others = [a for a in self.bootstrap if _peer_of(a) not in {self.peer_id, *known}]
-        return [a for a in await asyncio.gather(*map(self._try_dial, others)) if a]
-
-    async def _try_dial(self, address: str) -> str | None:
-        peer = _peer_of(address)
-        try:
-            await self.daemon.dial(peer, [address], timeout_s=BOOTSTRAP_S)
-        except (TransportError, TimeoutError, ValueError) as error:
-            logger.info("bootstrap peer %s cannot be reached: %s", address, error)
-            return None
-        return address
 
     # Watching
 
@@ -225,7 +257,7 @@ class Node:
                 await self.daemon.process.wait()
 
     async def _is_well(self, *, ask: bool) -> bool:
-        if not self.daemon.is_alive or self._is_hivemind_deaf():
+        if not self.daemon.is_alive or self._dht.is_deaf:
             return False
         if ask:
             try:
@@ -234,21 +266,12 @@ class Node:
                 return False
         return True
 
-    def _is_hivemind_deaf(self) -> bool:
-        """Hivemind stops reading from p2pd for ever if an answer meets a call that timed out."""
-        reader = self._hivemind_task("_read_task")
-        return reader is not None and reader.done()
-
-    def _hivemind_task(self, name: str) -> asyncio.Task[None] | None:
-        client = getattr(self._p2p, "_client", None)
-        return getattr(getattr(client, "control", None), name, None)
-
     async def _restart(self) -> None:
         logger.warning("p2pd of %s has ended; it is started again", self.peer_id)
         options = self.daemon.options
         self.wire.totals()
         await self.daemon.close()
-        await self._close_dht()
+        await self._dht.close()
         while not await self._is_revived(options):
             await asyncio.sleep(RESTART_PAUSE_S)
         if self.on_restart is not None:
@@ -263,7 +286,7 @@ class Node:
         except Exception as error:
             logger.error("p2pd could not be restarted: %r", error)
             await self.daemon.close()
-            await self._close_dht()
+            await self._dht.close()
             return False
         return True
 
@@ -272,7 +295,8 @@ class Node:
         self.daemon = await Daemon.start(self.identity, options)
         self.wire.add(self.daemon.pid)
         await self.transport.rebind(self.daemon)
-        self.dht = await self._start_dht(self.dht)
+        reached = await _dial(self.daemon, self.bootstrap, {self.peer_id})
+        self._dht = await _Dht.start(self.daemon, self.run_id, reached, self.dht)
         self.roster.node = self.dht
 
     async def _stay_joined(self) -> None:
@@ -293,9 +317,24 @@ class Node:
         known = {str(peer) for peer in self.dht.protocol.routing_table.uid_to_peer_id.values()}
         if known and not is_due:
             return
-        for address in await self._dial_bootstrap(known):
+        for address in await _dial(self.daemon, self.bootstrap, {self.peer_id, *known}):
             await self.dht.protocol.call_ping(PeerID.from_base58(_peer_of(address)))
 
 
 def _peer_of(address: str) -> str:
     return address.rpartition("/p2p/")[2]
+
+
+async def _dial(daemon: Daemon, addresses: Sequence[str], but: Collection[str]) -> list[str]:
+    """Dial bootstrap addresses, except of the peers `but`; return those that were reached."""
+
+    async def reach(address: str) -> str | None:
+        try:
+            await daemon.dial(_peer_of(address), [address], timeout_s=BOOTSTRAP_S)
+        except (TransportError, TimeoutError, ValueError) as error:
+            logger.info("bootstrap peer %s cannot be reached: %s", address, error)
+            return None
+        return address
+
+    others = [address for address in addresses if _peer_of(address) not in but]
+    return [address for address in await asyncio.gather(*map(reach, others)) if address]

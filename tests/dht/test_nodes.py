@@ -87,12 +87,13 @@ def test_a_p2pd_that_resets_hiveminds_connection_fills_no_log(swarm, a, caplog):
         raise ConnectionResetError
 
     async def main():
-        control = a._p2p._client.control
+        before = a._dht
+        control = before._p2p._client.control
         for name in ("_read_task", "_write_task"):
             getattr(control, name).cancel()
             setattr(control, name, asyncio.create_task(reset()))
         pid = a.daemon.pid
-        while a.daemon.pid == pid or a._p2p is None:
+        while a.daemon.pid == pid or a._dht is before:
             await asyncio.sleep(0.05)
 
     swarm.run(main())

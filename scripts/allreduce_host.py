@@ -182,7 +182,7 @@ class RoundsHost:
             scalars=lambda position: (1.0, 0.0),
             settings=RoundSettings(stall_s=1.5, grace_s=5.0),
             compute=self.compute,
-            on_event=lambda level, text: print(f"{level}: {text}", file=sys.stderr),
+            on_event=lambda level, text, key=None: print(f"{level}: {text}", file=sys.stderr),
             ready_in_s=lambda: 0.0,
         )
         self.rounds = Rounds(

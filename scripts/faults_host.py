@@ -65,7 +65,7 @@ class SteadyHost(RoundsHost):
         from atoll.peer.recovery.recovery import Recovery
 
         super()._build(everyone)
-        self.ctx.on_event = lambda level, text: self.tell(
+        self.ctx.on_event = lambda level, text, key=None: self.tell(
             {"event": "said", "text": text, "at_s": time.monotonic()}
         )
         self.rounds._catch_up = self._catch_up

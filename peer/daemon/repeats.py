@@ -1,25 +1,28 @@
-"""What is said again and again while a round or a wait goes on: the 1st, 2nd, 4th, 8th time."""
+"""Throttle repeated events: the 1st, 2nd, 4th, 8th of a key are reported."""
 
-import re
 from collections import OrderedDict
+from collections.abc import Hashable
 
-KEPT = 256  # sayings remembered; a round has some tens of them
-QUIET_S = 60.0  # after which a saying is news again; waits pause for at most a quarter of it
-
-_COUNTERS = re.compile(r"\b(?:term|attempt) \d+|\d+\.\d+ s\b")
+KEPT = 256  # keys remembered; a round has some tens of them
+QUIET_S = 60.0  # after which an event is news again; waits pause for at most a quarter of it
 
 
 class Repeats:
-    """Counts what is said, terms, attempts and seconds left out."""
+    """Counts events by key."""
 
     def __init__(self) -> None:
-        """Nothing was said."""
-        self._said: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._said: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
         """how often and when last, the latest at the end"""
 
-    def told(self, text: str, now_s: float) -> str | None:
-        """The text to say, with its count where it repeats; None where it was said often."""
-        key = _COUNTERS.sub("", text)
+    def told(self, text: str, now_s: float, *, key: Hashable | None = None) -> str | None:
+        """Return the text to report, with its count if it repeats; None to leave it out.
+
+        Args:
+            text: of the event.
+            now_s: on any steady clock.
+            key: equal for events that repeat one another; by default the text.
+        """
+        key = text if key is None else key
         times, last_s = self._said.pop(key, (0, now_s))
         times = 1 if now_s - last_s > QUIET_S else times + 1
         self._said[key] = times, now_s
@@ -27,4 +30,4 @@ class Repeats:
             self._said.popitem(last=False)
         if times & (times - 1):
             return None
-        return text if times == 1 else f"{text} (said {times} times)"
+        return text if times == 1 else f"{text} (reported {times} times)"

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -266,7 +266,8 @@ class Session:
                     self._own_bootstrap = earlier.bootstrap[:1]
                     self.say("warning", f"starting without the coordinator: {error}")
                     return None
-                self.say("warning", f"{error}; trying again in {pause_s:.1f} s")
+                text = f"{error}; retrying in {pause_s:.1f} s"
+                self.say("warning", text, key=("cannot join", type(error)))
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, JOIN_PAUSE_S[1])
 
@@ -403,9 +404,10 @@ class Session:
             return 0.0  # the trainer itself may be in its next window already
         return self.trainer().ready_in_s
 
-    def say(self, level: Level, text: str) -> None:
-        """Tell people, here and through the coordinator; what repeats, less and less often."""
-        told = text if level == "info" else self._repeats.told(text, time.monotonic())
+    def say(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
+        """Report an event here and through the coordinator; repeated warnings are throttled."""
+        now_s = time.monotonic()
+        told = text if level == "info" else self._repeats.told(text, now_s, key=key)
         if told is None:
             return
         if hasattr(self, "taking_part"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import NoReturn
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met
 from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.gossip.exchange import BROKEN, Exchange, InDoubt, check_weight
-from atoll.peer.gossip.messages import ALIVE, PROTOCOL, TERMS, Terms
+from atoll.peer.gossip.messages import AHEAD, ALIVE, PROTOCOL, TERMS, Ahead, Terms, tagged
 from atoll.peer.gossip.place import Place, Round
 from atoll.peer.gossip.policies import Invited, Verdict, answer
 from atoll.peer.rounds.context import short
@@ -140,9 +141,17 @@ class Asked:
             if verdict is Verdict.WAIT and self._ctx.now() >= until:
                 verdict = RefusalCode.TRAINING
             if isinstance(verdict, RefusalCode):
-                raise Refused(verdict, f"{self._place.position} is the round of this peer")
+                await self._refuse(verdict, stream)
             await stream.send(ALIVE, timeout_s=self._ctx.settings.stall_s)
             await self._place.change_within(self._ctx.alive_s)
+
+    async def _refuse(self, code: RefusalCode, stream: Stream) -> NoReturn:
+        position = self._place.position
+        if code is RefusalCode.AHEAD:
+            await stream.send(
+                tagged(AHEAD, Ahead(round=position)), timeout_s=self._ctx.settings.stall_s
+            )
+        raise Refused(code, f"this peer is in round {position}")
 
     async def _take_part(
         self, here: Round, remote: str, terms: Terms, stream: Stream

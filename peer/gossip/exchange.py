@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from atoll.compression import CodecError
-from atoll.dht.transport import PeerUnreachable, Stream, TransportError
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met, Side, decoded, handed_over, meet
 from atoll.optim.log.entry import MalformedRecord, sha256
 from atoll.optim.reduction.cells import LENGTH, Cells, UpdateError, pack
@@ -32,6 +33,7 @@ from atoll.optim.reduction.weights import WorkRefused, work_weight
 from atoll.optim.state.outer_state import OuterState, is_finite
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import (
+    AHEAD,
     ALIVE,
     CELL,
     COMMIT,
@@ -39,6 +41,7 @@ from atoll.peer.gossip.messages import (
     PROTOCOL,
     SENT,
     TERMS,
+    Ahead,
     Sent,
     Terms,
     tagged,
@@ -152,6 +155,18 @@ class Incoming:
         return list(self._values)
 
 
+class PartnerAhead(Refused):
+    """The invited peer refuses because it is in a later round.
+
+    Attributes:
+        round: the round that it names.
+    """
+
+    def __init__(self, round_: int) -> None:
+        super().__init__(RefusalCode.AHEAD, f"the peer is in round {round_}")
+        self.round = round_
+
+
 class Exchange:
     """One side of a meeting on an open stream."""
 
@@ -189,10 +204,13 @@ class Exchange:
         """Wait for the other side's; signs of life may come before them.
 
         Raises:
+            PartnerAhead: it is in a later round.
             Refused: it does not meet this peer.
             MalformedRecord: of another round or exchange.
         """
         message = await self._next()
+        if message[:1] == AHEAD:
+            raise PartnerAhead(Ahead.decode(message[1:]).round)
         if message[:1] != TERMS:
             raise MalformedRecord("expected terms, got another message")
         self.take_terms(Terms.decode(message[1:]))

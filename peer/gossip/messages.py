@@ -8,7 +8,8 @@ Calls (one message, one reply)::
 
 Streams (duplex; an empty message is a sign of life)::
 
-    gossip           Terms -> ; <- Terms ; <-> cells, Sent ; <- PREPARED ; COMMIT -> ; <- end
+    gossip           Terms -> ; <- Terms, or Ahead and a refusal ; <-> cells, Sent ; <- PREPARED ;
+                     COMMIT -> ; <- end
     gossip-leaves    LeafRequest -> ; <- leaves of a state that was lent
 
 A message of the stream ``gossip`` is one byte naming the kind, then the record; for cells the kind
@@ -23,14 +24,14 @@ from pydantic import Field, FiniteFloat
 
 from atoll.optim.log.entry import Count, Digest, Incarnation, Record
 
-PROTOCOL = 1
+PROTOCOL = 2  # a refusal `ahead` follows a record with the round
 
 Amount = Annotated[FiniteFloat, Field(ge=0)]
 Mass = Annotated[FiniteFloat, Field(ge=0, le=1)]
 ExchangeId = Annotated[bytes, Field(min_length=16, max_length=16)]
 
 ALIVE = b""
-TERMS, CELL, SENT, PREPARED, COMMIT = b"T", b"C", b"D", b"P", b"M"
+TERMS, AHEAD, CELL, SENT, PREPARED, COMMIT = b"T", b"A", b"C", b"D", b"P", b"M"
 
 
 class Standing(Record):
@@ -59,6 +60,12 @@ class Terms(Record):
     uplink_mbit_s: Amount
     patience_s: Amount
     """how long it waits for the other to be ready"""
+
+
+class Ahead(Record):
+    """The invited peer is in a later round; the refusal `ahead` follows."""
+
+    round: Count
 
 
 class Sent(Record):

@@ -12,7 +12,7 @@ from atoll.dht.transport import Refused, TransportError
 from atoll.optim.inprocess.gossip import Met
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.gossip.context import GossipContext
-from atoll.peer.gossip.exchange import GossipWindow, Mine, Times
+from atoll.peer.gossip.exchange import GossipWindow, Mine, PartnerAhead, Times
 from atoll.peer.gossip.messages import PROTOCOL, Standing
 from atoll.peer.gossip.others import Others
 from atoll.peer.gossip.outcomes import Outcomes
@@ -132,8 +132,8 @@ class Place:
         """Keep why a partner was not met; what breaks the rules is held against it."""
         code = error.code if isinstance(error, Refused) else None
         here.without[partner] = str(error) or type(error).__name__
-        if code is RefusalCode.AHEAD and isinstance(error, Refused):
-            self._hear(partner, error.message)
+        if isinstance(error, PartnerAhead):
+            self.others.hear(partner, error.round)
         here.is_refused = code in REFUSALS and code is not RefusalCode.BARRED
         is_away = isinstance(error, TransportError | TimeoutError)
         if here.times.accepted is None and is_away and (code in REFUSALS or code is None):
@@ -144,12 +144,6 @@ class Place:
             "warning",
             f"round {self.position + 1}: the meeting with {short(partner)} broke: {error}",
         )
-
-    def _hear(self, peer: str, told: str) -> None:
-        """Heed the round in a refusal, whose text begins with it."""
-        number = told.split(" ", 1)[0]
-        if number.isdecimal() and len(number) < 16:
-            self.others.hear(peer, int(number))
 
     async def serve_head(self, remote: str, body: bytes) -> bytes:
         """Say where this peer stands."""

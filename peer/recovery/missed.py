@@ -211,5 +211,5 @@ def _missed(store: LogStore, record: Record) -> Missed:
     return Missed(claim=claim, body=read)
 
 
-def _note(level: Level, text: str) -> None:
+def _note(level: Level, text: str, *, key: object = None) -> None:
     _log.log(LOGGING[level], text)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.roster import PeerRecord, Roster, RosterError
-from atoll.dht.transport import Transport, TransportError
+from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.entry import Elector, Entry, Verify
 from atoll.optim.log.replay import Replay
 from atoll.optim.log.replica import Replica
@@ -46,7 +46,21 @@ class RoundSettings:
 Scalars = Callable[[int], tuple[float, float]]
 """position -> outer lr and momentum of its entry, as fp32 values."""
 
-OnEvent = Callable[[Level, str], None]
+
+class OnEvent(Protocol):
+    """Takes an event for the operator."""
+
+    def __call__(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
+        """Report `text`; warnings with equal keys (by default: equal texts) are throttled."""
+
+
+def failure_key(error: Exception) -> Hashable:
+    """Return what makes two failures the same event, whatever attempt their texts name."""
+    code = error.code if isinstance(error, Refused) else None
+    peer = error.peer if isinstance(error, TransportError) else ""
+    return type(error).__name__, code, peer
+
+
 """(level, text) of something worth telling a person."""
 
 

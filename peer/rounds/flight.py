@@ -19,7 +19,7 @@ from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector
 from atoll.optim.reduction.feedback import Offer
 from atoll.peer.rounds.ballot import Place, leader_of
-from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.context import Context, failure_key, short
 from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.leading import Leading
 from atoll.peer.rounds.member import CONNECT_STALLS, AttemptFailed, join
@@ -123,7 +123,8 @@ class Flight:
                 return await self._refused(error, leader.peer_id)
             self._host.count_failure()
             text = f"round {self.place.position + 1}, term {term}: {error}"
-            self._ctx.on_event("warning", text)
+            key = "term failed", self.place.position, failure_key(error)
+            self._ctx.on_event("warning", text, key=key)
             return False
         return True
 
@@ -155,7 +156,11 @@ class Flight:
         if error.code is RefusalCode.DECIDED:
             await self._host.catch_up()
             return replica.position > position
-        self._ctx.on_event("warning", f"round {position + 1}: {short(leader)} refused: {error}")
+        self._ctx.on_event(
+            "warning",
+            f"round {position + 1}: {short(leader)} refused: {error}",
+            key=("leader refused", position, leader, failure_key(error)),
+        )
         return False
 
     async def _attempt(self, leader: Elector, term: int) -> None:

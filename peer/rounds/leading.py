@@ -19,7 +19,7 @@ from atoll.optim.log.entry import Certificate, Entry
 from atoll.optim.reduction.weights import work_weight
 from atoll.peer.rounds.ballot import Leads, Place
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import Context, failure_key
 from atoll.peer.rounds.leader import Leadership
 from atoll.peer.rounds.local import LocalStream, stream_pair
 from atoll.peer.rounds.member import AttemptFailed
@@ -186,8 +186,11 @@ class Leading:
             await leadership.until_left()
         except (AttemptFailed, TransportError, ValueError) as error:
             if not (isinstance(error, Refused) and error.code is RefusalCode.NOT_THE_LEADER):
-                text = f"round {key[1] + 1}, term {key[2]} led here failed: {error}"
-                self._ctx.on_event("warning", text)
+                self._ctx.on_event(
+                    "warning",
+                    f"round {key[1] + 1}, term {key[2]} led here failed: {error}",
+                    key=("own term failed", key[1], failure_key(error)),
+                )
         finally:
             self._leaderships.pop(key, None)  # first, so that nobody joins what is over
             await leadership.close()

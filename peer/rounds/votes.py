@@ -20,7 +20,7 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.peer.rounds.ballot import TERM, Accepted, Leads, Place, term_of
-from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.context import Context, failure_key, short
 from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.member import AttemptFailed
 from atoll.peer.rounds.messages import Ballot, Head, Known, Prepare, Promise, Propose
@@ -175,7 +175,9 @@ class Votes:
             return True
         except (Refused, LogError) as error:
             self.ctx.on_event(
-                "warning", f"round {self.place.position + 1}: no vote of {short(peer)}: {error}"
+                "warning",
+                f"round {self.place.position + 1}: no vote of {short(peer)}: {error}",
+                key=("no vote", self.place.position, peer, failure_key(error)),
             )
         except TransportError:
             pass

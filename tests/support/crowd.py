@@ -77,7 +77,7 @@ class CrowdPeer:
             layout=LAYOUT,
             settings=SETTINGS,
             compute=inline,
-            on_event=lambda level, text: self.events.append(f"{level}: {text}"),
+            on_event=lambda level, text, key=None: self.events.append(f"{level}: {text}"),
             last_round=crowd.last_round,
             ready_in_s=lambda: max(0.0, self.ready_at - crowd.now()),
         )

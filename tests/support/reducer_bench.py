@@ -112,7 +112,7 @@ class Bench:
             me=ME,
             spec=spec,
             patience_s=patience_s,
-            on_event=lambda level, text: self.said.append(text),
+            on_event=lambda level, text, key=None: self.said.append(text),
         )
 
     def take(self, window):

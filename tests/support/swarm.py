@@ -155,7 +155,7 @@ class SwarmPeer:
             settings=SETTINGS,
             compute=inline,
             rule=self.swarm.rule,
-            on_event=lambda level, text: self.events.append(f"{level}: {text}"),
+            on_event=lambda level, text, key=None: self.events.append(f"{level}: {text}"),
             ready_in_s=lambda: max(0.0, self.ready_at - self.swarm.now()),
         )
         self.ready_at = 0.0

@@ -69,7 +69,7 @@ def join(tmp_path):
                 LinkOptions(
                     invite=invite, state_dir=tmp_path / name, name=name, listen=LOOPBACK, **options
                 ),
-                on_event=lambda level, text: events.append(f"{level}: {text}"),
+                on_event=lambda level, text, key=None: events.append(f"{level}: {text}"),
             )
             stack.callback(link.close)
             return Joined(link, events)

@@ -6,12 +6,12 @@ from atoll.peer.daemon.repeats import KEPT, QUIET_S, Repeats
 def test_what_repeats_is_said_less_and_less_often():
     repeats = Repeats()
     said = [
-        repeats.told(f"round 1, term {term}: no quorum of attempt {4 * term}", 1.5 * term)
+        repeats.told(f"round 1, term {term}: no quorum", 1.5 * term, key=("no quorum", 1))
         for term in range(100)
     ]
     assert [term for term, text in enumerate(said) if text is not None] == [0, 1, 3, 7, 15, 31, 63]
-    assert said[0] == "round 1, term 0: no quorum of attempt 0"
-    assert said[7] == "round 1, term 7: no quorum of attempt 28 (said 8 times)"
+    assert said[0] == "round 1, term 0: no quorum"
+    assert said[7] == "round 1, term 7: no quorum (reported 8 times)"
 
 
 def test_another_round_and_another_peer_are_news():
@@ -22,7 +22,10 @@ def test_another_round_and_another_peer_are_news():
 
 def test_a_wait_that_names_its_pause_repeats():
     repeats = Repeats()
-    said = [repeats.told(f"refused; trying again in {pause:.1f} s", 15.0) for pause in range(9)]
+    said = [
+        repeats.told(f"refused; retrying in {pause:.1f} s", 15.0, key="cannot join")
+        for pause in range(9)
+    ]
     assert sum(text is not None for text in said) == 4
 
 
@@ -37,4 +40,6 @@ def test_no_more_is_remembered_than_that():
     repeats = Repeats()
     assert all(repeats.told(f"round {n}", 0.0) for n in range(10 * KEPT))
     assert repeats.told("round 0", 0.0) == "round 0"
-    assert repeats.told(f"round {10 * KEPT - 1}", 0.0) == f"round {10 * KEPT - 1} (said 2 times)"
+    assert (
+        repeats.told(f"round {10 * KEPT - 1}", 0.0) == f"round {10 * KEPT - 1} (reported 2 times)"
+    )

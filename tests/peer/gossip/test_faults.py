@@ -4,6 +4,7 @@ import asyncio
 import re
 from dataclasses import replace
 
+import msgpack
 import pytest
 import torch
 
@@ -11,10 +12,11 @@ from atoll.compression import Fp32
 from atoll.compression.checksum import Checksum
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
+from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import pack
 from atoll.optim.state.layout import CELL
 from atoll.peer.gossip import exchange
-from atoll.peer.gossip.messages import TERMS, Terms, tagged
+from atoll.peer.gossip.messages import AHEAD, PROTOCOL, TERMS, Ahead, Terms, tagged
 from support.crowd import in_crowd, kept, spread
 
 MESSAGES = 19  # one more than the first meeting of two takes, signs of life among them
@@ -316,7 +318,7 @@ def test_a_weight_that_does_not_follow_from_the_work_is_refused():
 
 def terms_of(peer, **changes):
     values = {
-        "protocol": 1,
+        "protocol": PROTOCOL,
         "round": peer.position,
         "exchange": b"x" * 16,
         "incarnation": "a",
@@ -431,3 +433,32 @@ def test_one_invitation_of_a_peer_waits_at_a_time():
             await stream.close()
 
     in_crowd(use)
+
+
+def test_a_peer_that_is_ahead_names_its_round_in_a_record():
+    came = []
+
+    async def use(crowd):
+        peers = await crowd.start(2)
+        await crowd.until(lambda: peers[0].position >= 4)
+        stranger = crowd.network.transport("stranger")
+        late = tagged(TERMS, terms_of(peers[0], round=0, patience_s=60.0))
+        async with await stranger.open(peers[0].peer_id, "gossip", timeout_s=5) as stream:
+            await stream.send(late, timeout_s=5)
+            try:
+                while (message := await stream.recv(timeout_s=10)) is not None:
+                    came.append(message)
+            except Refused as error:
+                came.append(error.code)
+
+    in_crowd(use)
+    records = [Ahead.decode(m[1:]) for m in came[:-1] if m[:1] == AHEAD]
+    assert [record.round >= 4 for record in records] == [True]
+    assert came[-1] is RefusalCode.AHEAD
+
+
+@pytest.mark.parametrize("round_", [-1, True, 2**63, "4", 4.5])
+def test_a_round_that_is_no_count_is_malformed(round_):
+    forged = msgpack.packb({"round": round_})
+    with pytest.raises(MalformedRecord):
+        Ahead.decode(forged)

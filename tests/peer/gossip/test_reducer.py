@@ -57,7 +57,7 @@ def seam():
             layout=LAYOUT,
             settings=RoundSettings(stall_s=1.0, grace_s=1.0),
             compute=inline,
-            on_event=lambda level, text: events.append(text),
+            on_event=lambda level, text, key=None: events.append(text),
         )
         meetings, commits = Meetings(position), []
         spec = types.SimpleNamespace(

@@ -302,7 +302,7 @@ def run(tmp_path_factory):
         run.coordinator.kill()
         for name in ("ann", "ben", "cas"):
             run.start_peer(name)
-        run.peers["ann"].await_said("trying again")
+        run.peers["ann"].await_said("retrying")
         assert run.start_coordinator() == run.invite
         for peer in run.peers.values():
             peer.await_said("trains on", kind="ready")

@@ -12,7 +12,7 @@ class that is raised, in any layer:
 
     exception                                   code
     defined in atoll.*, a ValueError            2     (SpecError, InviteError, CheckpointError, ...)
-    defined in atoll.*, named in BAD_INPUTS     2
+    defined in atoll.*, one of bad_inputs()     2
     defined in atoll.*, anything else           1     (TransportError, ...)
     OSError: address in use                     2
     OSError: no space left                      1
@@ -30,6 +30,7 @@ import errno
 import gc
 import importlib
 import os
+import sqlite3
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -38,21 +39,6 @@ from types import ModuleType
 from atoll.peer.cli import SUMMARIES
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-
-BAD_INPUTS = frozenset(
-    {
-        "atoll.coordinator.rpc.client_errors.NotWelcome",  # an invite whose token is not accepted
-        "atoll.coordinator.rpc.client_errors.WrongCertificate",  # of another run
-        "atoll.coordinator.rpc.client_errors.WrongRunOrVersion",
-        "atoll.coordinator.service.server.SetupError",  # a state directory or port that is not free
-        "atoll.dht.identity.IdentityError",  # a key file that is none
-        "atoll.optim.log.store_file.StoreCorrupt",  # the user named a directory with a damaged log
-        "atoll.optim.log.store_file.WrongRun",  # ... or with that of another run
-    }
-)
-"""Classes that mean bad input although they are no ValueError; named, so that none is imported."""
-
-DATABASE_ERROR = "sqlite3.OperationalError"  # named for the same reason
 
 EXAMPLES = """\
 examples:
@@ -134,24 +120,46 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
         return code
 
 
+def bad_inputs() -> tuple[type[Exception], ...]:
+    """Return the classes that mean bad input although they are not a ValueError.
+
+    Imported here: by the time an error is reported, its module is loaded anyway.
+    """
+    from atoll.coordinator.rpc import client_errors
+    from atoll.coordinator.service.server import SetupError
+    from atoll.dht.identity import IdentityError
+    from atoll.optim.log.store_file import StoreCorrupt, WrongRun
+
+    return (
+        client_errors.NotWelcome,  # the coordinator does not accept the invite's token
+        client_errors.WrongCertificate,  # another run's, at the invite's address
+        client_errors.WrongRunOrVersion,
+        SetupError,  # a state directory or port that is in use
+        IdentityError,  # not a key file
+        StoreCorrupt,  # the state directory holds a damaged log
+        WrongRun,  # ... or another run's
+    )
+
+
 def exit_code(error: BaseException) -> int | None:
     """Return the exit code of a foreseen failure by the table above, None for a bug."""
     if type(error).__module__.partition(".")[0] == "atoll":
-        bad_input = isinstance(error, ValueError) or not BAD_INPUTS.isdisjoint(_names(error))
+        bad_input = isinstance(error, ValueError) or isinstance(error, bad_inputs())
         return BAD_INPUT if bad_input else FAILED
     if isinstance(error, OSError):
         named = error.filename is not None and error.errno != errno.ENOSPC
         return BAD_INPUT if named or error.errno == errno.EADDRINUSE else FAILED
-    return FAILED if DATABASE_ERROR in _names(error) or _is_out_of_memory(error) else None
+    is_foreseen = isinstance(error, sqlite3.OperationalError) or _is_out_of_memory(error)
+    return FAILED if is_foreseen else None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    told = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch, CPU
-    return told or isinstance(error, MemoryError) or "torch.OutOfMemoryError" in _names(error)
-
-
-def _names(error: BaseException) -> set[str]:
-    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    torch = sys.modules.get("torch")  # not imported for this: it takes seconds
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # torch has no class for this on the CPU, only the words of its allocator.
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, MemoryError)
 
 
 def message(error: BaseException) -> str:
@@ -160,7 +168,7 @@ def message(error: BaseException) -> str:
         return f"{error}; free some space, or choose a folder on another disk"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}{_remedy(error)}"
-    if DATABASE_ERROR in _names(error):
+    if isinstance(error, sqlite3.OperationalError):
         return (
             f"cannot write the log of the run ({error}); free some space on the disk of --state-dir"
         )

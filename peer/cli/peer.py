@@ -198,5 +198,11 @@ def _as_text(event: "DaemonEvent") -> None:
 
 
 def _as_json(event: "DaemonEvent") -> None:
-    fields = {"kind": event.kind, "position": event.position, "level": event.level}
+    fields: dict[str, object] = {
+        "kind": event.kind,
+        "position": event.position,
+        "level": event.level,
+    }
+    if event.left is not None:
+        fields["left"] = event.left
     print(json.dumps(fields | {"text": event.text}), flush=True)

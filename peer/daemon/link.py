@@ -13,12 +13,13 @@ from contextlib import suppress
 
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.logged import LogParticipation
 from atoll.peer.daemon.membership import StateDirectory
 from atoll.peer.daemon.reporting import TrainerView
 from atoll.peer.daemon.run_reducer import RunReducer
-from atoll.peer.daemon.session import LinkOptions, OnPhase, Participation, Session
+from atoll.peer.daemon.session import LinkOptions, Participation, Session
 from atoll.peer.gossip.participation import GossipParticipation
 from atoll.peer.paths import PeerPaths
 
@@ -57,7 +58,7 @@ class Link:
         options: LinkOptions,
         *,
         on_event: Callable[[Level, str], None],
-        on_phase: OnPhase = lambda phase, position: None,
+        on_phase: OnPhase = lambda phase, position, left=None: None,
         stopping: threading.Event | None = None,
     ) -> Link:
         """Join and recover; returns once the replica holds a verified state.

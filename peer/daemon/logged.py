@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import verify
 from atoll.dht.roster import PeerRecord, RosterError
@@ -137,11 +138,12 @@ class LogParticipation:
             self.ctx,
             run_id=self._session.options.invite.run_id,
             genesis=self._genesis,
-            on_progress=lambda what, left: self._session.on_phase(
-                f"{what}, {left} to go", self.replica.position
-            ),
+            on_progress=self._note_recovery,
             fallback=self._coordinator,
         )
+
+    def _note_recovery(self, what: str, left: int) -> None:
+        self._session.on_phase(RoundPhase.RECOVER, self.replica.position, left=left)
 
     def _make_replica(self) -> Replica:
         run_id, spec = self._session.options.invite.run_id, self._session.spec

@@ -17,6 +17,7 @@ from logging.handlers import RotatingFileHandler
 from types import FrameType
 
 from atoll.coordinator.run.levels import LOGGING, Level
+from atoll.coordinator.run.phases import RoundPhase
 from atoll.peer.daemon.link import Link
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.reporting import TrainerView
@@ -54,6 +55,8 @@ class DaemonEvent:
     position: int
     text: str
     level: Level = "info"
+    left: int | None = None
+    """of a phase that fetches: entries or leaves still to come"""
 
 
 class PeerDaemon:
@@ -156,9 +159,9 @@ class PeerDaemon:
         start = f"{peers} peer{'' if peers == 1 else 's'}"
         return f"{me} trains on {device}; the run starts with {start}"
 
-    def _tell_phase(self, phase: str, position: int) -> None:
-        self._on_event(DaemonEvent(kind="phase", position=position, text=phase))
-        if phase == "train" and position > self._told_round:
+    def _tell_phase(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
+        self._on_event(DaemonEvent(kind="phase", position=position, text=phase, left=left))
+        if phase is RoundPhase.TRAIN and position > self._told_round:
             self._told_round = position
             self._tell_round(position)
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.phases import AT_REST
 from atoll.coordinator.run.status import (
     NAMED_PEERS,
     Event,
@@ -260,7 +261,7 @@ class Reporter:
             return "ready" if self._trains() else "joining"
         if not self._replica.electorate:
             return "recovering"
-        return "training" if self._rounds.statistics().phase in ("idle", "train") else "syncing"
+        return "training" if self._rounds.statistics().phase in AT_REST else "syncing"
 
     async def _state_digest(self) -> tuple[int, bytes]:
         """The root of the newest snapshot, or of the last state of the run."""

@@ -26,6 +26,7 @@ from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnr
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
@@ -55,8 +56,6 @@ GOODBYE_S = 5.0
 RESTART_S = 1.0  # after a fault of ours, so that it does not spin
 
 _log = logging.getLogger(__name__)
-
-OnPhase = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

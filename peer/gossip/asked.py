@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import NoReturn
 
+from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met
@@ -166,7 +167,7 @@ class Asked:
         try:
             await exchange.follow()
         except InDoubt:
-            self._place.enter("doubt")
+            self._place.enter(RoundPhase.DOUBT)
             known = await self._place.outcomes.ask(remote, terms)
             if known == "unknown":
                 self._give_up(remote)

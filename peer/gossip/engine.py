@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.optim.inprocess.gossip import Met, Side, meet
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.gossip.asked import Asked
 from atoll.peer.gossip.asking import Asking
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.exchange import GossipWindow
-from atoll.peer.gossip.place import GossipStatistics, OnPhase, Place, Round
+from atoll.peer.gossip.place import GossipStatistics, Place, Round
 from atoll.peer.gossip.policies import LATE_BY, Draw, draw, patience_s
 from atoll.peer.gossip.snapshots import Lender
 from atoll.peer.rounds.guard import guarded_stream
@@ -135,7 +136,7 @@ class Gossip:
                 raise
             finally:
                 place.round = None
-                place.enter("train")
+                place.enter(RoundPhase.TRAIN)
 
     # one round
 
@@ -149,7 +150,7 @@ class Gossip:
             deadline_s=now + patience_s(self._ctx.settings.grace_s, self._window_s, self._hungry),
             draw=draw,
         )
-        self._place.enter("wait")
+        self._place.enter(RoundPhase.WAIT)
         self._place.round, self._place.window = here, None
         met = await self._meet_somebody(here)
         self._settle(here, met, members=2 if here.times.accepted else 1)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector, LogError
@@ -164,7 +165,7 @@ class GossipParticipation:
         """How the rounds go."""
         if self._gossip is not None:
             return self._gossip.statistics()
-        return GossipStatistics(phase="idle", last=None, partner="", mass=0.0)
+        return GossipStatistics(phase=RoundPhase.IDLE, last=None, partner="", mass=0.0)
 
     def begin(self) -> None:
         """The coordinator says that the run has begun."""

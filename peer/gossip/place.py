@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.inprocess.gossip import Met
@@ -23,14 +23,12 @@ from atoll.peer.rounds.trace import RoundTrace
 
 ANSWERED_STALLS = 2.0  # the first word of an invited peer, which may have to be dialed
 
-OnPhase = Callable[[str, int], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GossipStatistics:
     """How a peer's rounds go."""
 
-    phase: str
+    phase: RoundPhase
     last: RoundTrace | None
     partner: str
     """whom it is meeting, or met last; empty for nobody"""
@@ -78,7 +76,7 @@ class Place:
         self.closing = False
         self.others = Others(ctx)
         self.outcomes = Outcomes(ctx)
-        self._statistics = GossipStatistics(phase="idle", last=None, partner="", mass=mass)
+        self._statistics = GossipStatistics(phase=RoundPhase.IDLE, last=None, partner="", mass=mass)
         self._on_phase = on_phase
         self._changed = asyncio.Event()
 
@@ -114,7 +112,7 @@ class Place:
             async with asyncio.timeout(seconds):
                 await self.change()
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: RoundPhase) -> None:
         """Tell people what is done now."""
         self._statistics = replace(self._statistics, phase=phase)
         self._on_phase(phase, self.position)
@@ -122,7 +120,7 @@ class Place:
     def agreed(self, partner: str) -> None:
         """A meeting begins."""
         self._statistics = replace(self._statistics, partner=partner)
-        self.enter("reduce")
+        self.enter(RoundPhase.REDUCE)
 
     def ended(self, trace: RoundTrace, encode_s: float) -> None:
         """A round is over."""

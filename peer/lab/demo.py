@@ -33,6 +33,7 @@ from pathlib import Path
 from atoll.coordinator.rpc.channel import StatusClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.run.status import RunStatus
 from atoll.peer.lab.children import ATOLL, Child
@@ -150,7 +151,6 @@ class PeerProcess:
     share: float = 1.0
     """of the time to train"""
     child: Child | None = None
-    recoveries: list[str] = field(default_factory=list)
     wire: dict[str, tuple[int, int]] = field(default_factory=dict)
     """bytes sent and received as last reported, by incarnation"""
 
@@ -303,9 +303,7 @@ class Demo:
             self._heed(peer, event["kind"], int(event["position"]), str(event["text"]))
 
     def _heed(self, peer: PeerProcess, kind: str, position: int, text: str) -> None:
-        if kind == "event" and text.startswith("recovered"):
-            peer.recoveries.append(text)
-        elif kind == "phase" and text == "reduce" and peer is self._victim:
+        if kind == "phase" and text == RoundPhase.REDUCE and peer is self._victim:
             self._strike(peer, position)
 
     # chaos
@@ -325,7 +323,7 @@ class Demo:
         if status.position <= kill.position + RESTART_AFTER or victim.running:
             return
         shutil.rmtree(PeerPaths(root=victim.folder).log, ignore_errors=True)
-        self._say(f"chaos: {victim.name} starts again, without its log")
+        self._say(f"chaos: restarting {victim.name} without its log")
         await self._start_peer(victim)
         kill.restarted = True
 
@@ -357,7 +355,7 @@ class Demo:
             if showing.done() and not watching.done():
                 if not showing.result():
                     return False
-                self._say("all rounds are done; the peers end")
+                self._say("training finished; stopping peers")
             await watching
             await asyncio.wait_for(showing, SHOWN_S)
             return True

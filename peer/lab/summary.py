@@ -214,7 +214,7 @@ def recovered_peers(run: DemoRun, entries: list[Entry] | None) -> int:
     killed = next(peer for peer in run.peers if peer.name == run.kill.peer)
     shown = next(peer for peer in run.status.peers if peer.name == killed.name)
     again = bool(shown.partner) if entries is None else is_member(shown, entries)
-    return int(bool(killed.recoveries) and shown.recoveries > 0 and again)
+    return int(shown.recoveries > 0 and again)
 
 
 def is_member(peer: PeerStatus, entries: Sequence[Entry]) -> bool:
@@ -279,7 +279,7 @@ def loss_plot(
 def render(summary: Summary, run: DemoRun) -> None:
     """Print the page for a person."""
     console = Console(highlight=False)
-    table = Table(title="what came of it", title_justify="left", box=None, show_header=False)
+    table = Table(title="Results", title_justify="left", box=None, show_header=False)
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")  # paths too are whole
     for name, value in rows(summary, run):
@@ -287,7 +287,7 @@ def render(summary: Summary, run: DemoRun) -> None:
     console.print()
     console.print(table)
     command = f'atoll sample {summary.checkpoint} --prompt "def "'
-    console.print(f"\ncontinue a text:  {command}", soft_wrap=True)  # whole, to be copied
+    console.print(f"\nGenerate text:  {command}", soft_wrap=True)  # whole, to be copied
 
 
 def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
@@ -301,18 +301,18 @@ def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
         ("training loss", f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a byte"),
         ("held-out loss", _held_out(summary)),
         (
-            "sent by a peer",
+            "sent per peer",
             f"{_megabytes(summary.bytes_sent_per_peer)}, received "
             f"{_megabytes(summary.bytes_received_per_peer)} (counted on the wire)",
         ),
         (
             "data parallel",
-            f"would send {_megabytes(summary.ddp_bytes_per_peer)}: "
+            f"would send {_megabytes(summary.ddp_bytes_per_peer)}, "
             f"{summary.traffic_ratio:.0f} times as much",
         ),
         ("utilisation", f"{summary.utilisation:.1%} of the time spent training"),
         ("first round", f"{summary.seconds_to_first_round:.1f} s after the peers' start"),
-        ("a round", ", ".join(f"{name} {s:.2f} s" for name, s in summary.phases.items())),
+        ("last round", ", ".join(f"{name} {s:.2f} s" for name, s in summary.phases.items())),
         ("replicas", _verdict(summary)),
     ]
     if run.kill is not None:
@@ -336,16 +336,16 @@ def _held_out(summary: Summary) -> str:
 
 def _verdict(summary: Summary) -> str:
     if summary.distance_to_mean is not None:
-        return f"a model each, by gossip: {summary.distance_to_mean:.2%} from their mean"
+        return f"one model per peer (gossip), {summary.distance_to_mean:.2%} from their mean"
     if summary.chains_equal and summary.states_equal:
-        return "the same bits everywhere: equal chains, equal digests of the state"
+        return "bit-identical: equal hash chains and equal digests of the state"
     return f"NOT EQUAL: chains {summary.chains_equal}, states {summary.states_equal}"
 
 
 def _killed(summary: Summary, run: DemoRun) -> str:
     if run.kill is None:
         return ""
-    how = "recovered and took part again" if summary.recovered_peers else "did not come back"
+    how = "recovered and rejoined" if summary.recovered_peers else "did not come back"
     return f"{run.kill.peer} in the middle of round {run.kill.position + 1}; {how}"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
@@ -58,7 +59,7 @@ REACH_TRIES = 4  # a commit may be under way: look again this often before refus
 class RoundsStatistics:
     """How the rounds of this peer are."""
 
-    phase: str = "idle"
+    phase: RoundPhase = RoundPhase.IDLE
     position: int = 0
     rounds: int = 0
     included: int = 0
@@ -90,7 +91,7 @@ class Rounds:
         *,
         catch_up: Callable[[], Awaitable[None]],
         on_settled: Callable[[Settled], None],
-        on_phase: Callable[[str, int], None],
+        on_phase: OnPhase,
         on_led: OnLed,
         uplink_mbit_s: float = 0.0,
     ) -> None:
@@ -244,7 +245,7 @@ class Rounds:
 
     def show(self, flight: Flight) -> None:
         """See `Host`; the position that is decided next is what people see."""
-        if flight.phase == "reduce":
+        if flight.phase is RoundPhase.REDUCE:
             self._grouped.set()
         if flight.place.position == self._ctx.replica.position:
             self._phase(flight.phase)
@@ -280,7 +281,7 @@ class Rounds:
                 async with asyncio.timeout(self._ctx.settings.stall_s / REACH_TRIES / 2):
                     await replica.moved()
 
-    def _phase(self, phase: str) -> None:
+    def _phase(self, phase: RoundPhase) -> None:
         if phase != self._stats.phase:
             self._stats.phase = phase
             self._on_phase(phase, self._ctx.replica.position)
@@ -323,7 +324,7 @@ class Rounds:
             settled.trace = self._trace(applied, pending)
             self._stats.last = settled.trace
         self._changed.set()
-        self._phase("train")
+        self._phase(RoundPhase.TRAIN)
         self._on_settled(settled)
 
     def _credits(self, entry: Entry, exchange: Exchange | None) -> list[tuple[slice, Update]]:
@@ -385,7 +386,9 @@ class Rounds:
     def _seeks_group(self) -> bool:
         """Whether something is on offer that is in no group: its flight waits, or will begin."""
         under_way = {flight.pending: flight.phase for flight, _ in self._flights.values()}
-        return any(under_way.get(p, "wait") == "wait" for p in self._pending.values())
+        return any(
+            under_way.get(p, RoundPhase.WAIT) is RoundPhase.WAIT for p in self._pending.values()
+        )
 
     def _serve_vote(self, method: str) -> Callable[[str, bytes], Awaitable[bytes]]:
         async def answer(remote: str, body: bytes) -> bytes:

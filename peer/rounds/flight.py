@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector
@@ -81,7 +82,7 @@ class Flight:
         self._host = host
         self.place = place
         self.pending = pending
-        self.phase = "wait"
+        self.phase = RoundPhase.WAIT
         self._stream: Stream | None = None
 
     @property
@@ -135,7 +136,7 @@ class Flight:
 
     async def _failed_early(self, error: Exception) -> bool:
         """Begin anew with the next entry: it may name another leader, or bring the turn."""
-        self._show("late")
+        self._show(RoundPhase.LATE)
         stands_at = self._ctx.replica.position
         if isinstance(error, Refused) and error.code is RefusalCode.DECIDED:
             await self._host.catch_up()
@@ -146,7 +147,7 @@ class Flight:
         """Whether the decision came; else it is the next leader's turn."""
         position, replica = self.place.position, self._ctx.replica
         if error.code in (RefusalCode.CLOSED, RefusalCode.BARRED):
-            self._show("late")
+            self._show(RoundPhase.LATE)
             self._ctx.on_event("info", f"round {position + 1}: {error.message}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSED_STALLS * self._ctx.settings.stall_s):
@@ -165,7 +166,7 @@ class Flight:
 
     async def _attempt(self, leader: Elector, term: int) -> None:
         """Take part until that fails, or until an entry gives the first term to another."""
-        self._show("wait")
+        self._show(RoundPhase.WAIT)
         joining = asyncio.create_task(self._join(leader.peer_id, term))
         watching = asyncio.create_task(self._watch(leader, term))
         try:
@@ -222,7 +223,7 @@ class Flight:
         if leadership is not None and leadership.parts is not None:
             leadership.parts.exchange = exchange
             exchange.on_part = leadership.changed.set
-        self._show("reduce")
+        self._show(RoundPhase.REDUCE)
 
     async def _line_to(self, leader: str) -> Stream:
         if leader == self._ctx.me.peer_id:
@@ -252,6 +253,6 @@ class Flight:
             uplink_mbit_s=self._ctx.link.uplink_mbit_s,
         )
 
-    def _show(self, phase: str) -> None:
+    def _show(self, phase: RoundPhase) -> None:
         self.phase = phase
         self._host.show(self)

@@ -23,15 +23,17 @@ STREAMS = 12
 MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut further: one window
 
 
-# Positions that may be reduced before their turn: each holds frames, sums and parts in memory, and
-# is reduced again where an entry before it changes who leads.  Four in flight hide a reduction of
-# four windows; one that takes longer has a link that its run is too large for.
 # A new cut makes members send their codes, half of the bytes, once more. What rounds show of links
 # scatters on a busy machine: 27 to 46 Mbit/s were read of four that had 50.
 KEEP_PARTS = 1.25
-KEEP_UNEVEN = 1.1  # such parts came of a reading; where even ones would do they are the safer ones
+# An uneven split comes from a noisy bandwidth estimate; prefer an even one unless it is 10% slower.
+KEEP_UNEVEN = 1.1
 WORTH_S = 0.2  # on the links; less than that is not worth an owner's work at others
 CUT_EVERY = 4  # updates of a fragment; the second one is cut by what the first has shown
+
+# Positions that may be reduced before their turn: each holds frames, sums and parts in memory, and
+# is reduced again where an entry before it changes who leads.  Four in flight hide a reduction of
+# four windows; one that takes longer has a link that its run is too large for.
 MAX_AHEAD = 3
 
 # Members above which relays add up their rows' codes (``rows``), and nothing goes up front: an

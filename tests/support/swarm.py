@@ -167,7 +167,7 @@ class SwarmPeer:
             self.ctx,
             catch_up=self.catch_up,
             on_settled=self._on_settled,
-            on_phase=lambda phase, position: self.swarm.on_phase(self, phase, position),
+            on_phase=lambda phase, position, left=None: self.swarm.on_phase(self, phase, position),
             on_led=lambda entry, certificate, body: None,
             uplink_mbit_s=self.declared_mbit_s,
         )

@@ -144,14 +144,14 @@ def stop_once(condition, number=signal.SIGTERM):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_nobody_at_the_address_is_said_with_a_remedy_and_tried_again(peer, paths, number, code):
     def is_waiting():
-        return paths.messages.exists() and "trying again" in paths.messages.read_text()
+        return paths.messages.exists() and "retrying" in paths.messages.read_text()
 
     stop_once(is_waiting, number)
     result = peer(NOBODY)
     assert (result.code, result.out) == (code, "")
     assert "127.0.0.1:9: expected the coordinator, got connection refused" in result.err
     assert "ask the organiser" in result.err
-    assert "trying again in 0.5 s" in result.err
+    assert "retrying in 0.5 s" in result.err
 
 
 def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise, kit):

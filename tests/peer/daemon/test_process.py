@@ -216,7 +216,7 @@ def test_a_stop_while_it_waits_for_the_coordinator_ends_it(organise, kit, start)
     organiser = organise(kit.tiny_spec())
     organiser.stop()
     daemon = start(organiser.invite)
-    kit.until(lambda: daemon.said("trying again"), "it to try")
+    kit.until(lambda: daemon.said("retrying"), "it to try")
     daemon.daemon.stop()
     assert daemon.join() is False
 

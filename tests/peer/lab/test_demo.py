@@ -103,7 +103,7 @@ def test_a_finished_run_says_that_it_waits_for_its_peers(stage, kit):
 
     async def main():
         running = asyncio.create_task(stage.demo().run(show))
-        await kit.until(lambda: stage.said == ["all rounds are done; the peers end"])
+        await kit.until(lambda: stage.said == ["training finished; stopping peers"])
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.frames import MAX_CODE_BYTES
 from atoll.dht.refusals import RefusalCode
 
@@ -81,3 +82,10 @@ def test_no_refusal_is_given_or_compared_as_text():
 def test_the_reader_of_refusals_sees_text():
     for source in ('Refused("closed", "")', 'error.code == "closed"', 'e.code in ("a", C.B)'):
         assert refusal_by_text(ast.parse(source, mode="eval").body)
+
+
+def test_the_protocol_lists_every_phase_once():
+    text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Phases\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert Counter(listed) == Counter(phase.value for phase in RoundPhase)

@@ -1,0 +1,29 @@
+"""What a peer is doing in its round, for its log, its heartbeats and the dashboard."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+
+class RoundPhase(StrEnum):
+    """The phase of a peer's round; docs/protocol.md, part "Phases", lists them."""
+
+    IDLE = "idle"
+    TRAIN = "train"
+    WAIT = "wait"
+    REDUCE = "reduce"
+    LATE = "late"
+    DOUBT = "doubt"
+    RECOVER = "recover"
+
+
+AT_REST = frozenset({RoundPhase.IDLE, RoundPhase.TRAIN})
+"""Phases in which no round needs the network: the peer counts as training."""
+
+
+class OnPhase(Protocol):
+    """Takes a change of phase."""
+
+    def __call__(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
+        """Report `phase` at `position`; `left`: entries or leaves still to fetch."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import Tasks, end, race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
     Certificate,
@@ -107,7 +108,7 @@ class Rounds:
         self._on_phase = on_phase
         ctx.link.declare(uplink_mbit_s)
         self.voter = Voter(ctx, reach=self._reach, on_certified=self._certified)
-        self._committing: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._spreading = Spreading(ctx)
         self.leading = Leading(
             ctx,
@@ -180,7 +181,9 @@ class Rounds:
             if pending is not None and position not in self._flights:
                 place = Place(self._ctx.replica.epoch, position)
                 flight = Flight(self._ctx, self, place, pending)
-                self._flights[position] = flight, asyncio.create_task(flight.run())
+                task = asyncio.create_task(flight.run())
+                task.add_done_callback(lambda _: self._changed.set())
+                self._flights[position] = flight, task
 
     def _holds(self, flight: Flight, due: Mapping[int, Pending | None]) -> bool:
         """Whether a flight is still about what is due at its position."""
@@ -189,27 +192,14 @@ class Rounds:
 
     async def _await_change(self) -> None:
         """Wait for an offer, for a decision, or for a flight to end, which it does by a fault."""
-        passed = self._ctx.replica.passed(self._ctx.replica.position)
-        waits = [asyncio.create_task(passed), asyncio.create_task(self._wait_changed())]
-        flights = [task for _, task in self._flights.values()]
-        try:
-            await asyncio.wait({*waits, *flights}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-        for task in flights:
+        replica = self._ctx.replica
+        await race(replica.passed(replica.position), self._changed.wait())
+        for _, task in self._flights.values():
             if task.done():
                 task.result()
 
-    async def _wait_changed(self) -> None:
-        await self._changed.wait()
-
     async def _end(self, positions: Sequence[int]) -> None:
-        tasks = [self._flights.pop(position)[1] for position in positions]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*(self._flights.pop(position)[1] for position in positions))
 
     def _pending_at(self, position: int) -> Pending | None:
         return self._pending.get(self._ctx.replay.fragment_at(position))
@@ -233,13 +223,7 @@ class Rounds:
         await self.leading.close()
         await self._spreading.close()
         await self.voter.close()
-        committing = list(self._committing)
-        for task in committing:
-            task.cancel()
-        await asyncio.gather(*committing, return_exceptions=True)
-        if self._catching_up is not None:
-            self._catching_up.cancel()
-            await asyncio.gather(self._catching_up, return_exceptions=True)
+        await self._tasks.close()
 
     # what flights tell
 
@@ -264,7 +248,7 @@ class Rounds:
     def kick_catch_up(self) -> None:
         """Look for what is missing, if nobody is looking already."""
         if self._catching_up is None or self._catching_up.done():
-            self._catching_up = asyncio.create_task(self._look_for_missing())
+            self._catching_up = self._tasks.spawn(self._look_for_missing())
 
     async def _look_for_missing(self) -> None:
         await self._catch_up()
@@ -293,9 +277,7 @@ class Rounds:
 
     def _certified(self, entry: Entry, certificate: Certificate) -> None:
         """The votes that others told this peer made a certificate; the leader tells the rest."""
-        task = asyncio.create_task(self._commit_own_vote(entry, certificate))
-        self._committing.add(task)
-        task.add_done_callback(self._committing.discard)
+        self._tasks.spawn(self._commit_own_vote(entry, certificate))
 
     async def _commit_own_vote(self, entry: Entry, certificate: Certificate) -> None:
         try:
@@ -461,26 +443,19 @@ class Rounds:
         Raises:
             Refused: there will be none, or their sender took them back.
         """
-        passed = asyncio.create_task(self._ctx.replica.passed(head.position))
-        try:
-            while not (passed.done() or held.reading.done()):
-                self._grouped.clear()
-                exchange = self._exchange_at(head.position)
-                if exchange is not None and not exchange.is_over:
-                    return exchange
-                grouped = asyncio.create_task(self._wait_grouped())
-                try:
-                    await asyncio.wait(
-                        {passed, grouped, held.reading}, return_when=asyncio.FIRST_COMPLETED
-                    )
-                finally:
-                    grouped.cancel()
-        finally:
-            passed.cancel()
-        raise not_upfront(head.position)
+        grouped = self._await_grouped(head.position)
+        exchange = await race(grouped, self._ctx.replica.passed(head.position), held.read_all())
+        if exchange is None or held.ended:
+            raise not_upfront(head.position)
+        return exchange
 
-    async def _wait_grouped(self) -> None:
-        await self._grouped.wait()
+    async def _await_grouped(self, position: int) -> Exchange:
+        while True:
+            self._grouped.clear()
+            exchange = self._exchange_at(position)
+            if exchange is not None and not exchange.is_over:
+                return exchange
+            await self._grouped.wait()
 
     async def _await_exchange(self, head: Reduce) -> Exchange:
         """The exchange that a stream belongs to; the group may reach us after the stream does."""

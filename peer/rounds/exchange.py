@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from atoll.compression import CodecError
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import beside, end
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import pack
@@ -75,6 +76,8 @@ class Exchange(Owning):
         self.generation = dict.fromkeys(range(len(group.parts)), 0)
         self.is_over = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._repaired: list[asyncio.Task[None]] = []
+        """cancelled tasks of earlier generations, which `close` awaits"""
         self._came_at: dict[int, float] = {}
         ctx.parts.arriving[group.position] = self
         everyone = range(len(group.members))
@@ -92,6 +95,7 @@ class Exchange(Owning):
         self.generation[order.part] = order.generation
         self.parts.pop(order.part, None)
         self.credits.pop(order.part, None)
+        self._repaired.append(self._tasks[order.part])
         self._tasks[order.part].cancel()
         self._start(order.part, order.owner, order.senders)
 
@@ -126,9 +130,7 @@ class Exchange(Owning):
         if arriving.get(position) is self:
             del arriving[position]
         self._watch.close()
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end(*self._tasks.values(), *self._repaired)
 
     def takes_upfront(self, remote: str, head: Upfront) -> Reduce:
         """What a stream is that came before the group.
@@ -205,12 +207,10 @@ class Exchange(Owning):
         to_answer: asyncio.Queue[list[bytes]],
     ) -> None:
         """Send and collect at once."""
-        sender = asyncio.create_task(sending)
         try:
-            await self._collect(stream, part, generation, to_answer)
+            async with beside(sending):
+                await self._collect(stream, part, generation, to_answer)
         finally:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
             await stream.close()
 
     async def _open(self, owner: str) -> Stream:

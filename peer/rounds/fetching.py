@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import end
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
 from atoll.peer.rounds.context import Context
@@ -57,9 +58,7 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
                 with suppress(TransportError, MalformedRecord):
                     return task.result()
     finally:
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await end(*asked)
     raise PeerUnreachable(f"nobody gave the part {digest.hex()[:12]}")
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector
 from atoll.optim.reduction.feedback import Offer
@@ -167,16 +168,8 @@ class Flight:
     async def _attempt(self, leader: Elector, term: int) -> None:
         """Take part until that fails, or until an entry gives the first term to another."""
         self._show(RoundPhase.WAIT)
-        joining = asyncio.create_task(self._join(leader.peer_id, term))
-        watching = asyncio.create_task(self._watch(leader, term))
-        try:
-            await asyncio.wait({joining, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if joining.done():
-                await joining
-        finally:
-            for task in (joining, watching):
-                task.cancel()
-            await asyncio.gather(joining, watching, return_exceptions=True)
+        joining, watching = self._join(leader.peer_id, term), self._watch(leader, term)
+        await race(joining, watching, expected=(AttemptFailed,))
 
     async def _watch(self, leader: Elector, term: int) -> None:
         """Return when the leader is the wrong one; at the turn, tell the right one."""

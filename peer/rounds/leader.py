@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import beside, end, race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
     Elector,
@@ -157,16 +158,14 @@ class Leadership:
         session = Session(remote=remote, ready=ready, stream=stream)
         self.sessions[remote] = session
         self.changed.set()
-        alive = asyncio.create_task(self._send_alive(session))
         try:
-            await self._listen(session)
+            async with beside(self._send_alive(session)):
+                await self._listen(session)
         finally:
             session.alive = False
-            alive.cancel()
             self.changed.set()
             if self._delivery is not None and self.sessions[remote] is session:
                 self._delivery.gone(remote)
-            await asyncio.gather(alive, return_exceptions=True)
             await self._tell_gone(session)
 
     async def run(self) -> Outcome:
@@ -197,7 +196,8 @@ class Leadership:
         """Have an entry decided; where a part of it is lost, reduce that again and propose anew."""
         deadline_s = self._closed_group().deadline_s
         while not failure:
-            outcome = await self._unless_lost(votes.decide(self._update_entry(), deadline_s))
+            deciding = votes.decide(self._update_entry(), deadline_s)
+            outcome = await race(deciding, self._await_loss(), expected=(AttemptFailed,))
             if outcome is not None:
                 return outcome
             failure = await self._reduce(reduce_by)
@@ -205,18 +205,6 @@ class Leadership:
             if adopted is not None:
                 return await votes.decide(adopted, deadline_s)
         return await votes.decide(self._null_entry(failure), deadline_s)
-
-    async def _unless_lost(self, deciding: Coroutine[None, None, Outcome]) -> Outcome | None:
-        """What is decided; None if a part is lost that those who vote may still wait for."""
-        votes = asyncio.create_task(deciding)
-        lost = asyncio.create_task(self._await_loss())
-        try:
-            await asyncio.wait({votes, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return votes.result() if votes.done() else None
-        finally:
-            for task in (votes, lost):
-                task.cancel()
-            await asyncio.gather(votes, lost, return_exceptions=True)
 
     async def _await_loss(self) -> None:
         while not self._closed_parts().lost():
@@ -238,8 +226,7 @@ class Leadership:
         if self.parts is not None:
             await self.parts.close()
         if self._delivering is not None:
-            self._delivering.cancel()
-            await asyncio.gather(self._delivering, return_exceptions=True)
+            await end(self._delivering)
 
     async def _await_call(self) -> None:
         """Wait until this term is called for: by a quorum, or by the earlier leader's absence.
@@ -247,16 +234,12 @@ class Leadership:
         One peer with a bad link to a healthy leader must not end that leader's round.
         """
         earlier = leader_of(self.electorate, self.position, self.term - 1).peer_id
-        watching = asyncio.create_task(self._await_absence(earlier))
+        await race(self._await_quorum(), self._await_absence(earlier))
+
+    async def _await_quorum(self) -> None:
         deadline = self.ctx.now() + ALONE_GRACES * self.ctx.settings.grace_s
-        try:
-            while not watching.done() and not self._has_quorum(self._live()):
-                if self.ctx.now() > deadline:
-                    return
-                await self._await_change(self.ctx.alive_s)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        while self.ctx.now() <= deadline and not self._has_quorum(self._live()):
+            await self._await_change(self.ctx.alive_s)
 
     async def _await_absence(self, peer: str) -> None:
         while peer != self.ctx.me.peer_id and await ask_head(self.ctx, peer) is not None:
@@ -332,8 +315,7 @@ class Leadership:
     # the group
 
     async def _gather_group(self) -> None:
-        probe = asyncio.create_task(self.expected.run())
-        try:
+        async with beside(self.expected.run()):
             first = quorum = None
             while True:
                 now = self.ctx.now()
@@ -343,9 +325,6 @@ class Leadership:
                 if self._close(live, first, quorum, now):
                     return await self._open_reduction(live)
                 await self._await_change(self.ctx.alive_s)
-        finally:
-            probe.cancel()
-            await asyncio.gather(probe, return_exceptions=True)
 
     def _has_quorum(self, live: Sequence[Session]) -> bool:
         return is_quorum(self._voters(s.remote for s in live), len(self.electorate))

@@ -8,12 +8,11 @@ proposed, and the members still hold what they sent.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
 
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import Tasks, race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Certificate, Entry
 from atoll.optim.reduction.weights import work_weight
@@ -27,8 +26,6 @@ from atoll.peer.rounds.messages import PROTOCOL, READY, Decided, Ready
 from atoll.peer.rounds.policies import positions_ahead
 from atoll.peer.rounds.spreading import Spreading
 from atoll.peer.rounds.voter import Voter
-
-T = TypeVar("T")
 
 OnLed = Callable[[Entry, Certificate, bytes], None]
 """(entry, certificate, body) of what was led here to its certificate."""
@@ -62,7 +59,7 @@ class Leading:
         self._on_led = on_led
         self._leads = Leads(ctx.me)
         self._leaderships: dict[tuple[int, int, int], Leadership] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def at(self, place: Place, term: int) -> Leadership | None:
         """The leadership of a term, if it is under way here."""
@@ -80,15 +77,12 @@ class Leading:
         """End everything that is under way."""
         for leadership in list(self._leaderships.values()):
             await leadership.close()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def line_to_myself(self) -> Stream:
         """A stream by which this peer is a member of a term that it leads."""
         here, there = stream_pair(self._ctx.me.peer_id, "round")
-        self._spawn(self._serve_myself(there))
+        self._tasks.spawn(self._serve_myself(there))
         return here
 
     async def _serve_myself(self, stream: LocalStream) -> None:
@@ -170,15 +164,19 @@ class Leading:
                 check=self._check,
             )
             self._leaderships[key] = leadership
-            self._spawn(self._run(key, leadership))
+            self._tasks.spawn(self._run(key, leadership))
         return self._leaderships[key]
 
     async def _run(self, key: tuple[int, int, int], leadership: Leadership) -> None:
         try:
-            outcome = await self._unless_over(leadership, leadership.run())
+            outcome = await race(
+                leadership.run(), self._await_end(leadership), expected=(AttemptFailed,)
+            )
             if outcome is None:
                 return
-            announced = self._spawn(self._announce(leadership, outcome.entry, outcome.certificate))
+            announced = self._tasks.spawn(
+                self._announce(leadership, outcome.entry, outcome.certificate)
+            )
             body = await self._voter.gather(outcome.entry, self._ctx.me.peer_id)
             await self._commit(outcome.entry, outcome.certificate, body)
             self._on_led(outcome.entry, outcome.certificate, body)
@@ -194,20 +192,6 @@ class Leading:
         finally:
             self._leaderships.pop(key, None)  # first, so that nobody joins what is over
             await leadership.close()
-
-    async def _unless_over(
-        self, leadership: Leadership, work: Coroutine[None, None, T]
-    ) -> T | None:
-        """What ``work`` gives, None if the term is no longer this peer's to lead before."""
-        working = asyncio.create_task(work)
-        over = asyncio.create_task(self._await_end(leadership))
-        try:
-            await asyncio.wait({working, over}, return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else None
-        finally:
-            for task in (working, over):
-                task.cancel()
-            await asyncio.gather(working, over, return_exceptions=True)
 
     async def _await_end(self, leadership: Leadership) -> None:
         """Return once the position is decided, its epoch over, or another elector to lead it."""
@@ -225,9 +209,3 @@ class Leading:
         others = set(leadership.sessions) | set(self._ctx.seen)
         others |= {elector.peer_id for elector in entry.electorate}
         await self._spreading.tell(decided, [*live, *sorted(others)])
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

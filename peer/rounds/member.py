@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from atoll.dht.tasks import beside
 from atoll.dht.transport import Stream
 from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.rounds.closing import Seat, group_of
@@ -56,21 +57,14 @@ async def join(
         return exchange
 
     await stream.send(tagged(READY, ready), timeout_s=ctx.settings.stall_s)
-    alive = asyncio.create_task(_send_alive(ctx, stream))
     upfront = begin_upfront(ctx, ready, codes)
     try:
-        async with Seat(ctx, ready, stream.remote, begin) as seat:
-            reports = asyncio.create_task(_send_reports(ctx, stream, seat))
-            try:
+        async with beside(_send_alive(ctx, stream)), Seat(ctx, ready, stream.remote, begin) as seat:
+            async with beside(_send_reports(ctx, stream, seat)):
                 await _follow_orders(ctx, stream, seat)
-            finally:
-                reports.cancel()
-                await asyncio.gather(reports, return_exceptions=True)
     except MalformedRecord as error:
         raise AttemptFailed(f"the leader sent what no leader sends: {error}") from error
     finally:
-        alive.cancel()
-        await asyncio.gather(alive, return_exceptions=True)
         if upfront is not None:
             await upfront.close()
         await stream.close()

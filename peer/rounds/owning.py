@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from atoll.compression import CodecError
 from atoll.coordinator.run.levels import Level
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import beside, end
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.reduction.cells import LENGTH
 from atoll.optim.reduction.lowrank import LowRankCells
@@ -69,8 +70,8 @@ class Owning(Seat):
                 await self._drop(owned, member, reason=str(error))
             raise
         finally:
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
+            if not receiving.done():
+                await end(receiving)
 
     async def _await_owned(self, head: Reduce) -> OwnedPart:
         # The order to repair reaches members at different times; a stream may come before it.
@@ -118,12 +119,8 @@ class Owning(Seat):
         owned = self._owned[part, generation]
         self._unsent.discard(part)
         self._note_sent()
-        adding = asyncio.create_task(self._add_own(owned, part))
-        try:
+        async with beside(self._add_own(owned, part)):
             await self._finish(owned)
-        finally:
-            adding.cancel()
-            await asyncio.gather(adding, return_exceptions=True)
         body, done = await self._ctx.compute(owned.reducer.done, part, generation)
         if (credit := owned.reducer.credit_N) is not None:
             self.credits[part] = credit

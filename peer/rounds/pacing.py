@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby, pairwise
 
+from atoll.dht.tasks import Tasks
 from atoll.dht.transport import Transport
 
 UNKNOWN_MBIT_S = 100.0  # what a link is taken for of which nothing is known
@@ -283,6 +284,7 @@ class Link:
         self._watches: set[Watch] = set()
         self._stretches: list[list[Sample]] = []
         """what was read since something was learned last, without its pauses"""
+        self._tasks = Tasks()
         self._reading: asyncio.Task[None] | None = None
         self._declared_mbit_s = 0.0
         self._up = RateEstimate()
@@ -321,7 +323,7 @@ class Link:
             if not self._stretches:
                 self.pacer.restart()
             self._stretches.append([])
-            self._reading = asyncio.create_task(self._read(transport))
+            self._reading = self._tasks.spawn(self._read(transport))
         watch = Watch(self)
         self._watches.add(watch)
         return watch

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from atoll.dht.tasks import end
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Part, Partial
 from atoll.optim.reduction.cells import Cells
@@ -112,10 +113,7 @@ class Parts:
         which may be many rounds later, and an exchange has some bytes for each value.
         """
         self.exchange = None
-        fetches = [part.fetching for part in self._parts if part.fetching]
-        for task in fetches:
-            task.cancel()
-        await asyncio.gather(*fetches, return_exceptions=True)
+        await end(*(part.fetching for part in self._parts if part.fetching))
 
     def _is_sound(self, part: PartState, done: PartDone) -> bool:
         """Whether an owner's word can be logged: its length, and members by their prefixes."""

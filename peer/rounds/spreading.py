@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
+from atoll.dht.tasks import Tasks
+from atoll.dht.transport import TransportError
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.deflating import deflated
 from atoll.peer.rounds.messages import Announced, Decided
 
 FAN_OUT = 8  # a thousand peers in four steps, and eight copies of an entry are what one sends
+T = TypeVar("T")
+
 CALL_STALLS = 4  # of a call that may have to fetch parts before it answers
 
 
@@ -32,40 +38,34 @@ class Tree:
         """Nothing under way."""
         self._ctx = ctx
         self._method = method
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def tell(self, peers: Sequence[str], body: Body) -> None:
         """Return when those that were called have answered, or the next of their branch."""
         await asyncio.gather(*(self._tell_branch(branch, body) for branch in branches(peers)))
 
-    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Do something until it is done or the tree is closed; who cannot be told is no error."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
+    def spawn(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        """Do something until it is done or the tree is closed."""
+        return self._tasks.spawn(work)
 
     async def close(self) -> None:
         """End what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _tell_branch(self, branch: Sequence[str], body: Body) -> None:
         for index, peer in enumerate(branch):
             call = self.spawn(self._call(peer, body(branch[index + 1 :])))
             await asyncio.wait({call}, timeout=self._ctx.settings.stall_s)
-            if call.done() and not call.cancelled() and call.exception() is None:
+            if call.done() and not call.cancelled() and call.result():
                 return
 
-    async def _call(self, peer: str, body: bytes) -> None:
+    async def _call(self, peer: str, body: bytes) -> bool:
+        """Return whether the peer took it; one that did not looks for decisions by itself."""
         timeout_s = CALL_STALLS * self._ctx.settings.stall_s
-        await self._ctx.transport.call(peer, self._method, body, timeout_s=timeout_s)
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # a peer that could not be told: said nowhere, it looks by itself
+        with suppress(TransportError):
+            await self._ctx.transport.call(peer, self._method, body, timeout_s=timeout_s)
+            return True
+        return False
 
 
 class Spreading:

@@ -7,12 +7,11 @@ electorates, where all would tell all, the leader's commit brings the certificat
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.transport import Refused, TransportError
+from atoll.dht.tasks import Tasks
+from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Certificate, Elector, Entry, Vote, is_quorum, vote_payload
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import Context
@@ -34,7 +33,7 @@ class Tally:
         self._votes: dict[int, Voted] = {}
         """the last one of each elector"""
         self._own: tuple[Entry, Voted] | None = None
-        self._telling: set[asyncio.Task[None]] = set()
+        self._telling = Tasks()
 
     def turn(self, electorate: Sequence[Elector]) -> None:
         """Forget the votes: another position is decided now."""
@@ -49,9 +48,7 @@ class Tally:
         me = self._ctx.me.peer_id
         others = {elector.peer_id for elector in self._electorate} - {me, leader}
         for peer in sorted(others):
-            task = asyncio.create_task(self._tell(peer, voted))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            self._telling.spawn(self._tell(peer, voted))
         if leader != me:
             self._own = entry, voted
             self._votes[self._index(me)] = voted
@@ -68,15 +65,12 @@ class Tally:
 
     async def close(self) -> None:
         """Tell nobody any more."""
-        for task in self._telling:
-            task.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
+        await self._telling.close()
 
     async def _tell(self, peer: str, voted: Voted) -> None:
         """The leader's commit comes in any case, so a vote that is lost costs time alone."""
-        with suppress(TransportError):
-            timeout_s = self._ctx.settings.stall_s
-            await self._ctx.transport.call(peer, "voted", voted.encode(), timeout_s=timeout_s)
+        timeout_s = self._ctx.settings.stall_s
+        await self._ctx.transport.call(peer, "voted", voted.encode(), timeout_s=timeout_s)
 
     def _index(self, peer: str) -> int:
         for index, elector in enumerate(self._electorate):

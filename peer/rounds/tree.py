@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from atoll.compression import CodecError
 from atoll.coordinator.run.levels import Level
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import beside, end, together
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.lowrank import LowRankCells
@@ -91,16 +92,11 @@ class TreeExchange(Exchange):
                 RefusalCode.NOT_THE_RELAY, f"no sums of {short(remote)} are expected here"
             )
         del owned.relays[row]
-        work = self._receive_sums(owned, row, stream), self._send_results(owned, head, stream)
-        tasks = [asyncio.create_task(w) for w in work]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            await together(
+                self._receive_sums(owned, row, stream), self._send_results(owned, head, stream)
+            )
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             if row in owned.tree.open_rows:
                 await owned.dissolve(row)
 
@@ -203,8 +199,8 @@ class TreeExchange(Exchange):
             await asyncio.wait({attempt})
         finally:
             del self._attempts[part]
-            attempt.cancel()
-            await asyncio.gather(attempt, return_exceptions=True)
+            if not attempt.done():
+                await end(attempt)
         if attempt.cancelled():
             raise PartLost("its relay is gone")
         attempt.result()
@@ -215,16 +211,15 @@ class TreeExchange(Exchange):
         self._owned[part, 0] = owned
         try:
             stream = await self._open(owner)
-            work = [self._add_own(owned, part), self._finish(owned, MEMBERS_SHARE)]
-            work.append(self._send_sums(owned, stream, part))
-            tasks = [asyncio.create_task(w) for w in work]
             try:
-                await self._collect(stream, part, 0, asyncio.Queue())
-                owned.final = self.parts[part]
+                async with beside(
+                    self._add_own(owned, part),
+                    self._finish(owned, MEMBERS_SHARE),
+                    self._send_sums(owned, stream, part),
+                ):
+                    await self._collect(stream, part, 0, asyncio.Queue())
+                    owned.final = self.parts[part]
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
                 await stream.close()
         except LOST as error:
             owned.lost = str(error)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import end
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.reduction.cells import LENGTH, Cells, pack
 from atoll.optim.reduction.lowrank import LowRankCells
@@ -102,10 +103,7 @@ class UpfrontCodes:
 
     async def close(self) -> None:
         """End what is under way, and all streams."""
-        tasks = [*self._sends.values(), self._ending]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._sends.values(), self._ending)
         self._watch.close()
         for opened in self._streams.values():
             stream = opened.result() if opened.done() else None
@@ -203,8 +201,16 @@ class HeldStream:
         self._limit = limit
         self._stall_s = stall_s
         self._messages: asyncio.Queue[bytes | _Failed | None] = asyncio.Queue()
-        self.reading = asyncio.create_task(self._read())
-        """ends with the other side's messages"""
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def ended(self) -> bool:
+        """Whether `read_all` would return."""
+        return self._reading.done()
+
+    async def read_all(self) -> None:
+        """Return when the other side has sent its last message, or the stream broke."""
+        await asyncio.wait({self._reading})
 
     async def _read(self) -> None:
         held = 0
@@ -250,8 +256,7 @@ class HeldStream:
         await self._stream.close()
 
     async def _stop(self) -> None:
-        self.reading.cancel()
-        await asyncio.gather(self.reading, return_exceptions=True)
+        await end(self._reading)
         self._messages = asyncio.Queue()  # the frame of a cancelled task keeps this object
 
     async def __aenter__(self) -> Self:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from atoll.dht.tasks import end
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import (
     Certificate,
@@ -149,9 +150,7 @@ class Votes:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 good |= {asking[task] for task in done if task.result()}
         finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await end(*pending)
         return good
 
     async def _ask(

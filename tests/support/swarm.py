@@ -362,6 +362,11 @@ class Swarm:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
+    def take_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A task in the background failed: an error, as if a handler had raised it."""
+        if (failure := context.get("exception")) is not None:
+            self.network.errors.append(failure)
+
     def add(self, identity: Identity | None = None, **options: Any) -> SwarmPeer:
         identity = identity or identity_of(len(self.peers))
         # as it is in a run: no two alike, and hard to deflate
@@ -401,6 +406,7 @@ def run_swarm(folder: Path, scenario: Callable[[Swarm], Awaitable[T]], **options
 
     async def main() -> T:
         swarm = Swarm(folder, **({"codec": "fp32"} | options))
+        asyncio.get_running_loop().set_exception_handler(swarm.take_failure)
         try:
             result = await scenario(swarm)
             assert swarm.network.errors == []

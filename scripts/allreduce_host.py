@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""One host of `scripts/bench_allreduce.py`: takes part in all-reduces when it is told to.
+"""One host of `scripts/bench_allreduce.py`: takes part in all-reduces on command.
 
     allreduce_host.py NAME '{"host": 0, "ips": ["10.77.0.1", ...], "params": 10000000, ...}'
 
-Commands come as lines of JSON on stdin, answers go as lines of JSON to stdout:
+Commands arrive as lines of JSON on stdin, answers leave as lines of JSON on stdout:
 
-    (start)                                -> {"hello": what the others must know}
+    (start)                                -> {"hello": what the other hosts must know}
     {"meet": [hello of every host], ...}   -> {"met": true}
     {"round": k}                           -> {"started_s": t, "ended_s": t, ...}
     {"count": true}                        -> {"wire_sent": bytes, ...}
@@ -37,14 +37,14 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which host this is, and what is reduced."""
+    """The number of this host, the addresses of all hosts, and what they reduce."""
 
     host: int
     ips: list[str]
     params: int
     codec: str
     mbit_s: list[float]
-    """uplink of each host: known to what paces by a setting, not to us"""
+    """uplink of each host, for systems that pace by a setting; atoll does not read it"""
 
     @property
     def ip(self) -> str:
@@ -56,7 +56,7 @@ class Place:
 
 
 class Host(Protocol):
-    """One way to reduce."""
+    """A system that reduces."""
 
     async def hello(self) -> Facts: ...
 
@@ -72,14 +72,14 @@ class Host(Protocol):
 
 
 def vector(host: int, numel: int) -> Tensor:
-    """What a host brings: a pseudo-gradient's bulk and tails."""
+    """Return a host's contribution, with the bulk and tails of a pseudo-gradient."""
     generator = torch.Generator().manual_seed(host)
     x_N = torch.randn(numel, generator=generator)
     return x_N.mul_(torch.rand(numel, generator=generator).add_(0.1)).mul_(0.01)
 
 
 def relative_error(mean_N: Tensor, hosts: int) -> float:
-    """Euclidean distance to the exact mean, as a share of the mean's length."""
+    """Return the Euclidean distance to the exact mean, relative to the mean's length."""
     exact_N = torch.zeros_like(mean_N)
     for host in range(hosts):
         exact_N += vector(host, mean_N.numel())
@@ -88,7 +88,7 @@ def relative_error(mean_N: Tensor, hosts: int) -> float:
 
 
 class RoundsHost:
-    """A peer as in a run: p2pd, log, and the rounds engine; only the trainer is missing."""
+    """A peer as in a run (p2pd, log and rounds engine) without the trainer."""
 
     def __init__(self, place: Place) -> None:
         from atoll.optim.log.replay import Replay
@@ -215,7 +215,7 @@ class RoundsHost:
     async def round(self, number: int) -> Facts:
         from atoll.peer.rounds.engine import OfferedWindow
 
-        self.sign = -self.sign  # a part that equals one in hand is not waited for
+        self.sign = -self.sign  # a part equal to one that the receiver holds would arrive at once
         self.delta_N.neg_()
         began_s = time.monotonic()
         offer = await self.compute(self.feedback.offer, self.delta_N, 1000.0)
@@ -290,10 +290,10 @@ class Neighbours:
 
 
 async def serve(host: Host, place: Place) -> None:
-    """Do what stdin says until it ends."""
+    """Execute the commands on stdin until it ends."""
     loop = asyncio.get_running_loop()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
 
     def tell(answer: Facts) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -328,7 +328,7 @@ def main() -> None:
 
         host = allreduce_rivals.RIVALS[name](place)
     asyncio.run(serve(host, place))
-    os._exit(0)  # libraries that keep threads for ever must not keep the host
+    os._exit(0)  # libraries' threads that never end must not keep the host alive
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Other ways to reduce, for `scripts/bench_allreduce.py`, on the same hosts as ours.
+"""Other ways to reduce, for `scripts/bench_allreduce.py`, on the same hosts as atoll.
 
     hivemind        its averager, fp16
     hivemind-8bit   its averager, uniform 8 bit, with the TypeError under numpy 2 patched
     gloo            torch.distributed's ring, fp32
-    naive           int8 parts over TCP: whole parts there, whole parts back, nothing paced
-    tcp             only the bytes: what each pair of hosts exchanges in a round, as TCP takes them
+    naive           int8 parts over TCP: whole parts to owners, whole results back, unpaced
+    tcp             only the bytes that each pair of hosts exchanges in a round, at TCP's own pace
     tcp-paced       the same, at 97% of the uplink, in pieces of 64 KiB, receivers in turn
 
-`tcp` and `tcp-paced` reduce nothing; they say what the links can do.
+`tcp` and `tcp-paced` reduce nothing; they measure what the links can carry.
 """
 
 import asyncio
@@ -98,11 +98,11 @@ class HivemindHost:
 
 
 def timed_averager() -> type:
-    """hivemind's averager, which notes when its reduction starts and ends."""
+    """hivemind's averager, which records when its reduction starts and ends."""
     from hivemind import DecentralizedAverager
 
     class TimedAverager(DecentralizedAverager):  # type: ignore[misc]
-        _rpc_handlers = None  # else it serves what an earlier class registered
+        _rpc_handlers = None  # otherwise it serves the handlers of an earlier class
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             self.times = multiprocessing.Array(ctypes.c_double, 2)
@@ -159,7 +159,7 @@ Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class TcpHost:
-    """One warm TCP connection to every other host; `round` is for who subclasses it."""
+    """One warm TCP connection to every other host; subclasses implement the exchange."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -170,7 +170,7 @@ class TcpHost:
 
     @property
     def others(self) -> list[int]:
-        """Receivers, each host beginning with its successor."""
+        """The receivers in order, beginning with this host's successor."""
         me, hosts = self.place.host, self.place.hosts
         return [(me + step) % hosts for step in range(1, hosts)]
 
@@ -203,7 +203,7 @@ class TcpHost:
         return await reader.readexactly(int.from_bytes(await reader.readexactly(8)))
 
     def part(self, owner: int) -> slice:
-        """Values of an owner's part."""
+        """Return the range of values of an owner's part."""
         cells = -(-self.place.params // 65_536)
         cuts = [round(i * cells / self.place.hosts) * 65_536 for i in range(self.place.hosts + 1)]
         return slice(cuts[owner], min(cuts[owner + 1], self.place.params))
@@ -256,7 +256,7 @@ class NaiveHost(TcpHost):
 
 
 class BytesHost(TcpHost):
-    """Only the transfers: its part of every other, and its own reduced part to every other."""
+    """Transfers only: each receiver's part, then this host's own reduced part to every other."""
 
     paced = False
 
@@ -298,7 +298,7 @@ class BytesHost(TcpHost):
 
 
 class PacedBytesHost(BytesHost):
-    """The same, paced."""
+    """The transfers of `BytesHost`, paced."""
 
     paced = True
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Time of a round between hosts of set speed, delay and loss, ours and others' side by side.
+"""Time rounds between hosts with a given bandwidth, delay and loss, next to other systems.
 
     ./scripts/bench allreduce --hosts 4 --rate 100 --rtt 50 --loss 0 --params 10000000 --codec int8
     ./scripts/bench allreduce --peers atoll,hivemind,hivemind-8bit,gloo,naive,tcp,tcp-paced
-    ./scripts/bench allreduce --uplinks 100,20,20,100      hosts that are slower upwards
+    ./scripts/bench allreduce --uplinks 100,20,20,100      hosts with slower uplinks
     ./scripts/bench allreduce --json
 
-Every host is a process of its own (`allreduce_host.py`) in a network namespace of `wan_lab.py`;
-root is needed. Ours is a real p2pd, log and rounds engine without a trainer. A round runs from the
-group closed to the certificate held by all hosts; finding each other is not in it. (Codes leave
-before that: `from_last_ready_s` counts from the last host's report.) The bound is
-what the uplinks must carry at least: 2 (P-1) / P of the encoded bytes, or with unequal links the
-best split of owners. Other peers (`allreduce_rivals.py`) are timed from their group's start to the
-last host's result.
+Every host is a separate process (`allreduce_host.py`) in a network namespace of `wan_lab.py`, which
+needs root. `atoll` is a real p2pd, log and rounds engine without a trainer. A round is timed from
+the closing of the group until all hosts hold the certificate, without the rendezvous. (Eager sends
+leave before that: `from_last_ready_s` counts from the last host's report.) The bound is the minimum
+that the uplinks must carry: 2 (P-1) / P of the encoded bytes, or with unequal links the best split
+of owners. The other systems (`allreduce_rivals.py`) are timed from their group's start to the last
+host's result.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from atoll.optim.state.outer_state import OuterState
 ROOT = Path(__file__).resolve().parent.parent
 HOST = Path(__file__).resolve().parent / "allreduce_host.py"
 PEERS = ("atoll", "hivemind", "hivemind-8bit", "gloo", "naive", "tcp", "tcp-paced")
-ANSWER_S = 300.0  # for any one answer of a host
+ANSWER_S = 300.0  # for a single answer of a host
 RUN_ID = bytes(32)
 
 Facts = dict[str, Any]
@@ -50,7 +50,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One peer's rounds."""
+    """The rounds of one system."""
 
     peer: str
     seconds: float
@@ -58,28 +58,28 @@ class Result:
     all_seconds: list[float]
     first_round_seconds: float
     bytes_sent_per_peer: float
-    """by the lab's counters, headers and acknowledgements included"""
+    """by the lab's counters, including headers and acknowledgements"""
     reported_bytes_per_peer: float | None
     """by the peers' own counters"""
     relative_error: float
     replicas_identical: bool
     cpu_seconds_per_gb: float
-    """of all processes of all hosts, over the bytes that the hosts sent"""
+    """of all processes of all hosts, divided by the GB that the hosts sent"""
     cpu_seconds_p2pd_per_gb: float
     lab_cpu_seconds_per_gb: float
-    """of the switch that is the network, and that shares the cores with the hosts"""
+    """of the switch that carries the packets and shares the cores with the hosts"""
     failed_rounds: int
     dropped_packets: int
     detail: Facts
 
 
 class HostProcess:
-    """A host and the line to it."""
+    """A host's process and the pipes to it."""
 
     def __init__(
         self, lab: WanLab, name: str, place: Place, log: IO[bytes], *, nice: int = 0
     ) -> None:
-        """`nice` is towards what else runs on this machine, as in nice(1)."""
+        """`nice` is relative to other programs on this machine, as in nice(1)."""
         command = [sys.executable, str(HOST), name, json.dumps(asdict(place))]
         self.process = lab.popen(
             place.host,
@@ -91,16 +91,16 @@ class HostProcess:
             start_new_session=True,  # Linux shares the CPU between sessions
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         )
-        if nice:  # of the session: the niceness of a process counts within its session only
+        if nice:  # for the session: the niceness of a process counts within its session only
             Path(f"/proc/{self.process.pid}/autogroup").write_text(str(nice))
 
     def ask(self, question: Facts) -> None:
-        """Tell the host what to do."""
+        """Send a command to the host."""
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Facts:
-        """What it says to that."""
+        """Return the host's answer to the last command."""
         guard = threading.Timer(ANSWER_S, self.process.kill)
         guard.start()
         try:
@@ -113,7 +113,7 @@ class HostProcess:
         return facts
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds of the host's processes that live, by kind."""
+        """Return the CPU seconds of the host's live processes, by kind."""
         seconds = {"p2pd": 0.0, "other": 0.0}
         root = psutil.Process(self.process.pid)
         for process in [root, *root.children(recursive=True)]:
@@ -125,7 +125,7 @@ class HostProcess:
         return seconds
 
     def end(self) -> None:
-        """Close its input, and kill it if that is not enough."""
+        """Close the host's stdin, and kill the host if it does not end."""
         self.process.stdin.close()
         try:
             self.process.wait(10)
@@ -137,21 +137,21 @@ class HostProcess:
 
 
 def ask_all(hosts: Sequence[HostProcess], question: Facts) -> list[Facts]:
-    """All hosts do it at once; their answers."""
+    """Send a command to all hosts at once; return their answers."""
     for host in hosts:
         host.ask(question)
     return [host.answer() for host in hosts]
 
 
 def first_state(params: int) -> Facts:
-    """What the hosts of a run know from its coordinator."""
+    """Return what the hosts of a run learn from its coordinator."""
     layout = Layout(names=("w",), shapes=((params,),))
     root = OuterState.genesis(layout, torch.zeros(params)).root()
     return {"run_id": RUN_ID.hex(), "root": root.hex()}
 
 
 def signed_epoch(organiser: Identity, root: bytes, hellos: Sequence[Facts]) -> str:
-    """The epoch in which all hosts are electors."""
+    """Return the signed epoch in which all hosts are electors."""
     electors = [Elector(peer_id=h["peer_id"], incarnation=h["incarnation"]) for h in hellos]
     epoch = Epoch(
         run_id=RUN_ID,
@@ -165,7 +165,7 @@ def signed_epoch(organiser: Identity, root: bytes, hellos: Sequence[Facts]) -> s
 
 
 def introduce(name: str, hosts: Sequence[HostProcess], params: int) -> None:
-    """Hosts learn of each other and connect."""
+    """Introduce the hosts to each other, and have them connect."""
     hellos = [host.answer()["hello"] for host in hosts]
     told: Facts = {"meet": hellos}
     if name == "atoll":
@@ -196,7 +196,7 @@ def read(lab: WanLab, hosts: Sequence[HostProcess]) -> Reading:
 
 
 def seconds_of(answers: Sequence[Facts]) -> float | None:
-    """From the first that started to the last that ended; None for a failed round."""
+    """Return the time from the first start to the last end; None for a failed round."""
     if any("failed" in a or a.get("kind") == "null" for a in answers):
         return None
     if any(a.get("members", len(answers)) < len(answers) for a in answers):
@@ -205,7 +205,7 @@ def seconds_of(answers: Sequence[Facts]) -> float | None:
 
 
 def measure(lab: WanLab, name: str, options: argparse.Namespace, log: IO[bytes]) -> Result:
-    """Start the hosts, one cold round, then warm ones."""
+    """Start the hosts; run one cold round, then the warm ones."""
     places = [
         Place(
             host=i,
@@ -270,7 +270,7 @@ def result_of(
 
 
 def phases(rounds: Sequence[Sequence[Facts]]) -> Facts:
-    """Median seconds of the phases of our rounds, the slowest host of each round."""
+    """Return the median seconds of each phase, taking the slowest host of each round."""
     traces = [[answer.get("trace") for answer in answers] for answers in rounds]
     if not all(all(trace) for trace in traces):
         return {}
@@ -294,7 +294,7 @@ def phases(rounds: Sequence[Sequence[Facts]]) -> Facts:
 
 
 def links_of(options: argparse.Namespace) -> list[Link]:
-    """The hosts' links."""
+    """Return the hosts' links."""
     ups = [float(u) for u in options.uplinks.split(",")] if options.uplinks else []
     ups = ups or [options.rate] * options.hosts
     return [
@@ -303,17 +303,17 @@ def links_of(options: argparse.Namespace) -> list[Link]:
 
 
 def wire_bytes(codec: str, params: int) -> int:
-    """Bytes of the encoded vector, a codec frame a cell."""
+    """Return the bytes of the encoded vector, one codec frame per cell."""
     parsed, (cells, rest) = parse(codec), divmod(params, CELL)
     return cells * parsed.wire_bytes(CELL) + (parsed.wire_bytes(rest) if rest else 0)
 
 
 def bound_seconds(num_bytes: int, links: Sequence[Link]) -> float:
-    """The shortest time in which any split over owners lets the links carry their bytes.
+    """Return the minimum time in which some split over owners lets the links carry their bytes.
 
-    With share s of the vector an owner sends (P-1) s + (1-s) and receives as much. In time T host
-    i can thus own s = (T c / bytes - 1) / (P-2), c its slower direction, between 0 and 1; the
-    bound is the least T at which the shares reach 1, and at which everybody can send its own.
+    An owner of a share s of the vector sends (P-1) s + (1-s) and receives as much. In time T host i
+    can therefore own s = (T c / bytes - 1) / (P-2), c being its slower direction, between 0 and 1.
+    The bound is the smallest T at which the shares add up to 1 and all hosts can send theirs.
     """
     peers, bits = len(links), 8e-6 * num_bytes
     rates = [min(link.up, link.down) for link in links]
@@ -336,17 +336,17 @@ def load() -> str:
 
 
 def lab_is_possible() -> str:
-    """Why the lab cannot be; empty if it can."""
+    """Return why the lab cannot run here; empty if it can."""
     if os.geteuid() != 0:
-        return "expected root, for network namespaces"
+        return "network namespaces need root"
     if not os.path.exists("/dev/net/tun"):
-        return "expected /dev/net/tun"
+        return "/dev/net/tun is missing"
     made = subprocess.run(["ip", "netns", "list"], capture_output=True, check=False)
-    return "" if made.returncode == 0 else "expected the ip command with network namespaces"
+    return "" if made.returncode == 0 else "the ip command cannot list network namespaces"
 
 
 def summary(options: argparse.Namespace, links: Sequence[Link], results: list[Result]) -> Facts:
-    """What --json prints: our numbers on top, every peer's below."""
+    """Return what --json prints: our numbers on top, every system's below."""
     num_bytes = wire_bytes(options.codec, options.params)
     bound = bound_seconds(num_bytes, links)
     head = next((r for r in results if r.peer == "atoll"), results[0])
@@ -377,7 +377,7 @@ def summary(options: argparse.Namespace, links: Sequence[Link], results: list[Re
 
 
 def table(report: Facts) -> str:
-    """For people."""
+    """Format the report as a table."""
     rows = [
         f"bound {report['bound_seconds']:.3f} s; load {report['load']}",
         "peer            round s  x bound  first s    MB/host  reported  error %  identical"
@@ -405,19 +405,33 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = arguments.add_argument
-    add("--hosts", type=int, default=4)
-    add("--rate", type=float, default=100.0, help="Mbit/s, up and down")
-    add("--uplinks", default="", help="Mbit/s up, one number a host; --rate is down then")
-    add("--rtt", type=float, default=50.0, help="ms between any two hosts")
-    add("--loss", type=float, default=0.0, help="share of packets lost")
+    add("--hosts", type=int, default=4, help="number of hosts (default 4)")
+    add(
+        "--rate",
+        type=float,
+        default=100.0,
+        help="bandwidth in Mbit/s, both directions (default 100)",
+    )
+    add(
+        "--uplinks",
+        default="",
+        help="uplink bandwidths in Mbit/s, one per host; --rate is then the downlink",
+    )
+    add("--rtt", type=float, default=50.0, help="round trip between any two hosts, ms (default 50)")
+    add("--loss", type=float, default=0.0, help="fraction of packets lost (default 0)")
     add("--params", type=int, default=10_000_000)
     add("--codec", default="int8")
-    add("--rounds", type=int, default=5, help="warm rounds")
-    add("--pause", type=float, default=2.0, help="seconds between rounds, in which links idle")
-    add("--mtu", type=int, default=9000, help="of the hosts; small packets cost the lab CPU")
-    add("--congestion", default="cubic", help="TCP's congestion control on the hosts")
-    add("--nice", type=int, default=0, help="of the hosts; -20 keeps other programs out of the way")
-    add("--peers", default="atoll", help=f"of {', '.join(PEERS)}")
+    add("--rounds", type=int, default=5, help="number of warm rounds (default 5)")
+    add("--pause", type=float, default=2.0, help="idle time between rounds, s (default 2)")
+    add(
+        "--mtu",
+        type=int,
+        default=9000,
+        help="MTU of the hosts (default 9000); small packets cost the lab CPU",
+    )
+    add("--congestion", default="cubic", help="TCP congestion control of the hosts (default cubic)")
+    add("--nice", type=int, default=0, help="niceness of the hosts; -20: before other programs")
+    add("--peers", default="atoll", help=f"comma-separated, of {', '.join(PEERS)}")
     add("--log", type=Path, default=ROOT / "build" / "bench_allreduce.log")
     add("--json", action="store_true")
     return arguments
@@ -427,10 +441,10 @@ def main() -> int:
     options = parser().parse_args()
     names = options.peers.split(",")
     if unknown := set(names) - set(PEERS):
-        print(f"bench: unknown peers {sorted(unknown)}; there are {PEERS}", file=sys.stderr)
+        print(f"bench: unknown peers {sorted(unknown)}; choose from {PEERS}", file=sys.stderr)
         return 2
     if why := lab_is_possible():
-        print(f"bench: no lab of hosts here: {why}", file=sys.stderr)
+        print(f"bench: cannot start the hosts: {why}", file=sys.stderr)
         return 2
     links, results = links_of(options), []
     options.log.parent.mkdir(exist_ok=True)

@@ -1,23 +1,24 @@
-"""Bits, errors and speed of every codec, side by side with other libraries.
+"""Measure the bits, errors and speed of every codec, next to other libraries.
 
-    ./scripts/bench codecs               a table
-    ./scripts/bench codecs --json        a list of records
-    ./scripts/bench codecs --save        the table, the records and the plot of docs/benchmarks
+    ./scripts/bench codecs               print a table
+    ./scripts/bench codecs --json        print a list of records
+    ./scripts/bench codecs --save        write table, records and plot to docs/benchmarks
 
-One thread, in CPU time, which a busy machine disturbs less than the clock. Every round measures
-memcpy, hivemind's uniform 8-bit (where it is installed) and one codec, on the same values, one
-after the other; speeds and ratios are of the fastest of the rounds each. Bits count whole frames
-of a cell of 65,536 values; errors are relative norms. `real` is a pseudo-gradient of a demo's run:
+One thread is timed in CPU time, which a busy machine disturbs less than wall time. Every round
+measures memcpy, hivemind's uniform 8-bit (if it is installed) and one codec on the same values, one
+after the other; speeds and ratios are each of the fastest round. Bits count whole frames of a cell
+of 65,536 values; errors are relative norms. `real` is a pseudo-gradient from a run of the demo:
 
-    ./scripts/bench codecs --run DIR     of the run in DIR, the --out of `atoll demo`
+    ./scripts/bench codecs --run DIR     the run in DIR, the --out of `atoll demo`
 
-and without --run that of a short demo, which is run once and kept in build/bench_codecs.
+Without --run, a short demo is run once and kept in build/bench_codecs.
 """
 
 import argparse
 import json
 import platform
 import sys
+import textwrap
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO_RUN = ROOT / "build" / "bench_codecs" / "run"
 SAVED = ROOT / "docs" / "benchmarks"
 CELL = 65_536
-SPECS = {  # codec: most values of a speed measurement
+SPECS = {  # codec: maximum number of values in a speed measurement
     "fp32": 1 << 24,
     "fp16": 1 << 24,
     "bf16": 1 << 24,
@@ -66,10 +67,10 @@ SPECS = {  # codec: most values of a speed measurement
 }
 
 PLOTTED = {"student": "Student t, 3 degrees of freedom", "real": "a real pseudo-gradient"}
-LEAST_ERROR = 1e-4  # drawn for what loses nothing
+LEAST_ERROR = 1e-4  # plotted for codecs that lose nothing
 
-MEMCPY_TARGETS = {"int8": 0.4, "fp16": 0.4, "bf16": 0.4}  # least share of memcpy, one thread
-HIVEMIND_TARGETS = {  # least multiple of hivemind's uniform 8-bit
+MEMCPY_TARGETS = {"int8": 0.4, "fp16": 0.4, "bf16": 0.4}  # minimum fraction of memcpy's speed
+HIVEMIND_TARGETS = {  # minimum multiple of hivemind's uniform 8-bit
     "int4": 10.0,
     "fp4": 10.0,
     "sign": 10.0,
@@ -91,7 +92,7 @@ class Record:
     encode_gbps: float
     decode_gbps: float
     device: str
-    ratio_to_memcpy: float  # of encoding and decoding together
+    ratio_to_memcpy: float  # for encoding plus decoding
     ratio_to_hivemind: float | None
     encode_to_memcpy: float = 0.0
     decode_to_memcpy: float = 0.0
@@ -102,7 +103,7 @@ class Record:
 
 
 class Ours:
-    """An Atoll codec with reused buffers, as a long-lived peer has them."""
+    """An Atoll codec with reused buffers, like those of a long-lived peer."""
 
     def __init__(self, spec, max_values):
         self.codec, self.name, self.max_values = parse(spec), spec, max_values
@@ -122,14 +123,14 @@ class Ours:
 
 
 class OursOnDevice(Ours):
-    """The same, to and from a tensor on an accelerator."""
+    """An Atoll codec that encodes from and decodes to an accelerator."""
 
     def decode(self, frame):
         return self.codec.decode(frame, self.out.shape, device="cuda")
 
 
 def error_of(codec, x):
-    """Return the relative error, cell by cell for ours as in a run, whole for others."""
+    """Return the relative error: per cell for Atoll codecs, as in a run; whole for others."""
     cells = x.split(CELL) if isinstance(codec, Ours) else [x[: x.numel() // 262_144 * 262_144]]
     lost = kept = 0.0
     for cell in cells:
@@ -151,7 +152,7 @@ def bits_of(codec):
 
 
 def seconds(action):
-    """Time an action: CPU time of this thread, or wall time where a GPU works."""
+    """Time an action: CPU time of this thread, or wall time on a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -164,7 +165,7 @@ def seconds(action):
 
 
 def speed(codec, x, yardstick, rounds):
-    """Return for each round: seconds of memcpy, encode, decode, hivemind's two."""
+    """Return the seconds of memcpy, encode, decode, hivemind's encode and decode, per round."""
     copy = torch.empty_like(x)
     rows = []
     for _ in range(rounds + 1):
@@ -254,7 +255,7 @@ def line(r):
 
 
 def decoding(r):
-    """Return the decoding speed; the PowerSGD hook does all its work in one call."""
+    """Format the decoding speed; the PowerSGD hook does all its work in one call."""
     return "with encode" if "hook" in r.codec else f"{r.decode_gbps:.2f}"
 
 
@@ -282,9 +283,9 @@ def markdown(records):
 
 
 def against_demo(rounds, num_threads):
-    """Time our sparse codecs and the DeMo reference on the same values, in turns.
+    """Time our sparse codecs and the DeMo reference on the same values, alternating.
 
-    Returns {name: (ms to compress, ms to decode)}, the fastest of the rounds by the clock.
+    Returns {name: (ms to compress, ms to decode)}, each the fastest round by wall time.
     """
     torch.set_num_threads(num_threads)
     contenders = [Ours(spec, DEMO_VALUES) for spec in DEMO_SPECS] + [codec_rivals.demo_reference()]
@@ -308,19 +309,19 @@ def by_the_clock(codec, x):
 
 
 def demo_section(rounds):
-    """Return the part of the page that compares with DeMo."""
+    """Return the section of the page that compares with DeMo."""
     rows = ["| codec | threads | compress ms | decode ms |", "|---|---|---|---|"]
     for num_threads in (1, 2):
         rows += [
             f"| `{name}` | {num_threads} | {compress:.0f} | {decode:.0f} |"
             for name, (compress, decode) in against_demo(rounds, num_threads).items()
         ]
-    intro = f"{DEMO_VALUES:,} values, by the clock, the fastest of {rounds} rounds in turns.\n\n"
+    intro = f"{DEMO_VALUES:,} values, wall time, fastest of {rounds} rounds, alternating.\n\n"
     return "## Against the DeMo reference\n\n" + intro + "\n".join(rows) + "\n"
 
 
 def verdicts(records):
-    """Return a line for each target of speed: met or not, and the numbers."""
+    """Return one line per speed target: met or not, and the numbers."""
     return [
         *(
             verdict(r, MEMCPY_TARGETS[r.codec], "memcpy")
@@ -343,13 +344,13 @@ def verdict(r, target, yardstick):
         f"{way} {ratio:.{digits}f} {word}"
         for way, ratio, word in zip(("encode", "decode"), ratios, words, strict=True)
     )
-    return f"* `{r.codec}`, at least {target:g} times {yardstick}: {ways}"
+    return f"- `{r.codec}`, at least {target:g} times {yardstick}: {ways}"
 
 
 def plot(records, path):
     """Draw error over bits for two distributions, ours and theirs."""
     figure, panels = pictures.page(
-        "Codecs: ours (dots) and others (crosses); down and left is better",
+        "Codecs: Atoll (dots) and others (crosses); lower left is better",
         widths=(1, 1),
         size=(13, 7),
     )
@@ -360,7 +361,9 @@ def plot(records, path):
     for (axes, points), title in zip(drawn, PLOTTED.values(), strict=True):
         axes.loglog()
         axes.set_ylim(6e-5, 4)
-        pictures.dress(axes, title=title, x="bits a value, everything counted", y="relative error")
+        pictures.dress(
+            axes, title=title, x="bits per value, everything counted", y="relative error"
+        )
         pictures.scatter(axes, points)
     for axes, points in drawn:
         pictures.label(axes, points)
@@ -378,20 +381,24 @@ def point(record, error):
     )
 
 
+def conditions(real):
+    return (
+        f"Made by `./scripts/bench codecs --save`: one thread of {platform.machine()}, "
+        f"torch {torch.__version__}, {time.strftime('%Y-%m-%d', time.gmtime())}. Up to 16M fp32 "
+        "values. Bits include headers, checksums, scales and codebooks. Errors are relative norms. "
+        "Ratios (encode / decode) are of the fastest rounds, on the same values. `real` is "
+        f"{real.source}."
+    )
+
+
 def save(records, real, rounds):
     SAVED.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(record) for record in records], indent=1)
     (SAVED / "codecs.json").write_text(text + "\n")
     page = (
-        "# Codecs, measured\n\n"
-        "Made by `./scripts/bench codecs --save`: one thread of "
-        f"{platform.machine()}, torch {torch.__version__}, "
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}.  Up to 16M fp32 values; bits count "
-        "headers, checksums, scales and codebooks; errors are relative norms; ratios (encode / "
-        "decode) are of the fastest rounds, on the same values.  `real` is "
-        f"{real.source}.\n\n"
+        "# Codecs\n\n" + textwrap.fill(conditions(real), 88, break_on_hyphens=False) + "\n\n"
         "![rate and distortion](codecs.png)\n\n" + markdown(records) + "\n\n"
-        "## Targets of speed\n\n" + "\n".join(verdicts(records)) + "\n\n" + demo_section(rounds)
+        "## Speed targets\n\n" + "\n".join(verdicts(records)) + "\n\n" + demo_section(rounds)
     )
     (SAVED / "codecs.md").write_text(page)
     plot(records, SAVED / "codecs.png")
@@ -399,12 +406,16 @@ def save(records, real, rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print a list of records")
-    parser.add_argument("--save", action="store_true", help="write docs/benchmarks/codecs.*")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print the records as JSON")
+    parser.add_argument(
+        "--save", action="store_true", help="write docs/benchmarks/codecs.{md,json,png}"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per codec (default 5)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--run", metavar="DIR", help="a demo's folder, for the real values")
-    parser.add_argument("--only", nargs="*", help="codecs whose name contains one of these")
+    parser.add_argument(
+        "--run", metavar="DIR", help="output folder of a demo run, for the real values"
+    )
+    parser.add_argument("--only", nargs="*", help="only codecs whose name contains one of these")
     options = parser.parse_args()
     real = pseudo_gradient(options.run or demo_run(DEMO_RUN))
     if not options.json:

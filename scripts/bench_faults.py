@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""What faults cost a round between hosts, in measured seconds: ours, hivemind's and gloo's.
+"""Measure what faults cost a round between hosts, in seconds: atoll, hivemind and gloo.
 
     ./scripts/bench faults                          the saved table
-    ./scripts/bench faults --rerun --save           measure again (half an hour) and keep it
+    ./scripts/bench faults --rerun --save           measure again (half an hour) and save
     ./scripts/bench faults --faults "member killed,member frozen" --systems atoll --repeat 1
     ./scripts/bench faults --json                   the rows as JSON on the last line
 
-Every host is processes of its own (`faults_host.py`) in a network namespace of `wan_lab.py`; root
-is needed. A fault strikes in the middle of a reduction. Time runs from the fault to the last
-survivor that has the result: for ours the entry with its certificate, for others the return of
-their call, whatever is in it. `late` is how much later that was than in an undisturbed round.
+Every host has its own processes (`faults_host.py`) in a network namespace of `wan_lab.py`, which
+needs root. A fault strikes in the middle of a reduction. Time runs from the fault until the last
+survivor has the result: for atoll the entry with its certificate, for the others the return of
+their call, whatever is in the vector. `late` is how much later that was than in an undisturbed
+round.
 """
 
 import argparse
@@ -35,20 +36,20 @@ SAVED = ROOT / "docs" / "benchmarks" / "faults.json"
 PAGE = ROOT / "docs" / "benchmarks" / "faults.md"
 MARKS = ("<!-- rows of faults.json -->", "<!-- end of rows -->")
 SYSTEMS = ("atoll", "hivemind", "gloo")
-TRIES = 2  # of a scene in which hosts do not come to reduce
+TRIES = 2  # attempts at a scene in which the hosts do not start reducing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One fault, all its repeats."""
+    """One fault, with all its repeats."""
 
     system: str
     fault: str
     seconds: float | None
-    """median, from the fault to the last survivor's result; None where there was none"""
+    """median, from the fault to the last survivor's result; None if there was none"""
     all_seconds: list[float]
     late_s: float | None
-    """median, against an undisturbed round"""
+    """median, relative to an undisturbed round"""
     back_s: float | None
     """median, from the end of the fault until the struck host is counted again"""
     target_s: float | None
@@ -59,7 +60,7 @@ class Row:
 
 
 def run(case: Case, system: str, options: argparse.Namespace, log: IO[bytes]) -> Row:
-    """All repeats of a case."""
+    """Run all repeats of a case."""
     strikes = []
     for _ in range(options.repeat if system == "atoll" else 1):
         strikes.append(one(case, system, options, log))
@@ -68,7 +69,7 @@ def run(case: Case, system: str, options: argparse.Namespace, log: IO[bytes]) ->
 
 
 def one(case: Case, system: str, options: argparse.Namespace, log: IO[bytes]) -> Strike:
-    """A strike; once more where the hosts did not even reduce undisturbed."""
+    """Strike once; try again if the hosts did not even reduce undisturbed."""
     params, why = case.params or options.params, ""
     ours = system == "atoll"
     kind, measure = (case.scene, case.ours) if ours else (case.rival_scene, case.rivals)
@@ -104,11 +105,11 @@ def middle(values: Sequence[float]) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown, a fault's together."""
+    """Format the rows as Markdown, grouped by fault."""
     order = [case.fault for case in cases()]
     lines = [
-        "| fault | who | to the survivors' result, s | each | later than undisturbed, s "
-        "| counted again after, s | what comes of it | commit, load |",
+        "| fault | system | to the survivors' result, s | each | later than undisturbed, s "
+        "| counted again after, s | outcome | commit, load |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in sorted(rows, key=lambda r: (order.index(r.fault), SYSTEMS.index(r.system))):
@@ -125,12 +126,12 @@ def number(value: float | None) -> str:
 
 
 def known() -> list[Row]:
-    """The saved rows."""
+    """Return the saved rows."""
     return [Row(**row) for row in json.loads(SAVED.read_text())["rows"]] if SAVED.exists() else []
 
 
 def save(new: Sequence[Row], params: int) -> list[Row]:
-    """Keep new rows beside the saved ones of other faults and systems; all of them."""
+    """Save new rows, keeping those of other faults and systems; return all."""
     names = {(row.fault, row.system) for row in new}
     rows = [*(row for row in known() if (row.fault, row.system) not in names), *new]
     SAVED.write_text(json.dumps(report(rows, params), indent=1) + "\n")
@@ -141,7 +142,7 @@ def save(new: Sequence[Row], params: int) -> list[Row]:
 
 
 def report(rows: Sequence[Row], params: int) -> dict[str, Any]:
-    """What --json prints."""
+    """Return what --json prints."""
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
         "hosts": HOSTS,
@@ -176,15 +177,20 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--faults", default="", help=f"some of: {names}")
+    add("--faults", default="", help=f"comma-separated (default all), of: {names}")
     add("--systems", default=",".join(SYSTEMS))
-    add("--repeat", type=int, default=3, help="of ours; others are struck once")
+    add(
+        "--repeat",
+        type=int,
+        default=3,
+        help="repeats for atoll (default 3); the others are struck once",
+    )
     add("--params", type=int, default=10_000_000)
-    add("--nice", type=int, default=0, help="of the hosts; -20 keeps other programs out of the way")
+    add("--nice", type=int, default=0, help="niceness of the hosts; -20: before other programs")
     add("--log", type=Path, default=ROOT / "build" / "bench_faults.log")
     add("--rerun", action="store_true", help="measure again")
-    add("--save", action="store_true", help=f"keep the rows in {SAVED.name} and {PAGE.name}")
-    add("--json", action="store_true", help="the rows as JSON on the last line")
+    add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
+    add("--json", action="store_true", help="print the rows as JSON on the last line")
     return parser.parse_args()
 
 
@@ -193,7 +199,7 @@ def main() -> int:
     if known() and len(sys.argv) <= 1 + options.json:
         rows = known()
     elif why := lab_is_possible():
-        print(f"bench: no lab of hosts here: {why}", file=sys.stderr)
+        print(f"bench: cannot start the hosts: {why}", file=sys.stderr)
         return 2
     else:
         rows = measure(options)

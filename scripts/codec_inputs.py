@@ -1,4 +1,4 @@
-"""What scripts/bench_codecs.py encodes: drawn numbers, and a pseudo-gradient of a demo's run."""
+"""Inputs of scripts/bench_codecs.py: random numbers, and a pseudo-gradient of a demo's run."""
 
 import subprocess
 from dataclasses import dataclass

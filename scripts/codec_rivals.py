@@ -1,8 +1,8 @@
-"""Codecs of other libraries, behind one face, for scripts/bench_codecs.py.
+"""Codecs of other libraries behind one interface, for scripts/bench_codecs.py.
 
-Each entry of `available()` is a `Rival`: `encode(x)` gives whatever the library gives, `decode`
-turns it back, `wire_bytes` counts what would travel (without any framing). Libraries that are not
-installed are left out.
+Each entry of `available()` is a `Rival`: `encode(x)` returns the library's own message, `decode`
+inverts it, and `wire_bytes` counts the bytes that would travel (without any framing). Libraries
+that are not installed are left out.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""The faults of `scripts/bench_faults.py`: whom they strike, how, and what becomes of a round.
+"""The faults of `scripts/bench_faults.py`: which hosts they strike, how, and the outcome.
 
 A case takes a `Scene` of hosts that have just met, lets them reduce undisturbed, strikes in the
-middle of a reduction, and says when the survivors had their result and what was in it.
+middle of a reduction, and reports when the survivors had their result and what it contained.
 """
 
 import statistics
@@ -15,11 +15,11 @@ from allreduce_host import vector
 from faults_host import SAMPLE_STEP
 from faults_lab import Scene, SceneError
 
-WINDOW_S = 3.0  # rounds of 2 s then leave a peer that was away time to catch up
+WINDOW_S = 3.0  # leaves a returning peer time to catch up between rounds of 2 s
 WARM = 3  # positions; the first has no measured rate
-STRIKE_AT = 0.4  # of an undisturbed reduction
-AWAY_S = 12.0  # how long a host is frozen or cut off
-PATIENCE_S = 60.0  # then a survivor counts as stuck
+STRIKE_AT = 0.4  # fraction of an undisturbed reduction
+AWAY_S = 12.0  # duration of a freeze or a partition
+PATIENCE_S = 60.0  # after this a survivor counts as stuck
 SLOW = 1 / 20
 
 Facts = dict[str, Any]
@@ -27,7 +27,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """One repeat."""
+    """The result of one repeat."""
 
     seconds: float | None
     late_s: float | None = None
@@ -37,22 +37,22 @@ class Strike:
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """A position in whose reduction a fault struck."""
+    """A position whose reduction was struck."""
 
     position: int
     victims: tuple[int, ...]
     began_s: float
     at_s: float
     normal_s: float
-    """an undisturbed reduction of this scene"""
+    """duration of an undisturbed reduction of this scene"""
 
 
 Pick = Callable[[Scene, int], tuple[int, ...] | None]
-"""(scene, leader) -> the hosts to strike, None for another position."""
+"""(scene, leader) -> the hosts to strike; None: wait for another position"""
 Fault = Callable[[Scene, tuple[int, ...]], None]
 
 
-# whom, and how
+# choice of hosts, and faults
 
 
 def a_member(scene: Scene, leader: int) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def the_leader(scene: Scene, leader: int) -> tuple[int, ...]:
 
 
 def the_sender(scene: Scene, leader: int) -> tuple[int, ...] | None:
-    """The last host, whose slow link makes it an owner of nothing."""
+    """Pick the last host, whose slow link leaves it owner of nothing."""
     last = scene.everyone[-1]
     return None if leader == last else (last,)
 
@@ -115,11 +115,11 @@ def slow_down(scene: Scene, victims: tuple[int, ...]) -> None:
         scene.lab.links[victim] = replace(link, up=link.up * SLOW, down=link.down * SLOW)
 
 
-# ours
+# atoll
 
 
 def normal_s(scene: Scene, before: int) -> float:
-    """Median seconds of the undisturbed reductions before a position, the first left out."""
+    """Return the median seconds of the undisturbed reductions before a position but the first."""
     everyone = scene.everyone
     spans = [
         scene.committed_s(everyone, position) - scene.first_reduce(position)["at_s"]
@@ -146,18 +146,18 @@ def strike(scene: Scene, pick: Pick, fault: Fault, normal: float) -> Struck:
 
 
 def begun(scene: Scene) -> float:
-    """Let the hosts reduce; seconds of an undisturbed reduction."""
+    """Let the hosts reduce; return the seconds of an undisturbed reduction."""
     scene.tell_all({"go": WINDOW_S})
     if scene.committed_s(scene.everyone, WARM - 1, timeout_s=120) is None:
-        raise SceneError("the undisturbed rounds did not come about")
+        raise SceneError("the hosts did not complete the undisturbed rounds")
     return normal_s(scene, WARM)
 
 
 def judged(scene: Scene, struck: Struck, survivors: Sequence[int], back_s: float | None) -> Strike:
-    """What became of a position that was struck."""
+    """Return the outcome for a position that was struck."""
     done_s = scene.committed_s(survivors, struck.position, PATIENCE_S)
     if done_s is None:
-        return Strike(seconds=None, outcome="no commit")
+        return Strike(seconds=None, outcome="nothing committed")
     return Strike(
         seconds=done_s - struck.at_s,
         late_s=done_s - struck.began_s - struck.normal_s,
@@ -167,20 +167,20 @@ def judged(scene: Scene, struck: Struck, survivors: Sequence[int], back_s: float
 
 
 def words(scene: Scene, struck: Struck, survivor: int) -> str:
-    """The entry in words."""
+    """Describe the entry."""
     entry = scene.hosts[survivor].find("commit", position=struck.position)
     if entry["kind"] != "update":
-        return "a NULL entry: the next round takes it all"
+        return "a NULL entry: the next round includes everything"
     names = [scene.ids[victim] for victim in struck.victims]
     counted = sum(name in entry["members"] for name in names)
     owned = sum(entry["cells"].get(name, 0) for name in names)
     agree = "" if scene.chains_agree() else "; CHAINS DIFFER"
     who = {0: "without it", len(names): "with all its cells"}.get(counted, "with some of them")
-    return f"committed {who}, {owned} of {sum(entry['cells'].values())} cells are its own{agree}"
+    return f"committed {who}; it owns {owned} of {sum(entry['cells'].values())} cells{agree}"
 
 
 def once(pick: Pick, fault: Fault) -> Callable[[Scene], Strike]:
-    """A fault that is not taken back."""
+    """Return a fault that is not undone."""
 
     def measure(scene: Scene) -> Strike:
         struck = strike(scene, pick, fault, begun(scene))
@@ -192,7 +192,7 @@ def once(pick: Pick, fault: Fault) -> Callable[[Scene], Strike]:
 def for_a_while(
     pick: Pick, fault: Fault, undo: Fault, away_s: float = AWAY_S
 ) -> Callable[[Scene], Strike]:
-    """A fault that ends after a while."""
+    """Return a fault that is undone after a while."""
 
     def measure(scene: Scene) -> Strike:
         struck = strike(scene, pick, fault, begun(scene))
@@ -211,7 +211,7 @@ def for_a_while(
 
 
 def without_p2pd(scene: Scene) -> Strike:
-    """A host whose libp2p daemon is gone, and started again by the host."""
+    """Strike the libp2p daemon of a host, which the host restarts."""
     struck = strike(scene, a_member, kill_p2pd, begun(scene))
     found = judged(scene, struck, scene.others(*struck.victims), None)
     again_s = scene.member_again_s(struck.victims[0], struck.position - 1, PATIENCE_S)
@@ -219,7 +219,7 @@ def without_p2pd(scene: Scene) -> Strike:
 
 
 def split_in_two(scene: Scene) -> Strike:
-    """Halves: the side that goes on, if one does."""
+    """Split the hosts in halves; at most one side continues."""
     struck = strike(scene, half_of_all, split, begun(scene))
     sides = (list(struck.victims), scene.others(*struck.victims))
 
@@ -244,12 +244,12 @@ def split_in_two(scene: Scene) -> Strike:
         seconds=done_s - struck.at_s,
         late_s=done_s - struck.began_s - struck.normal_s,
         back_s=back_s,
-        outcome=f"one side of {len(side)} goes on; {agree}",
+        outcome=f"one side of {len(side)} continues; {agree}",
     )
 
 
 def leader_dies(moment: str) -> Callable[[Scene], Strike]:
-    """The leader is killed with the first vote, or with a certificate that nobody else holds."""
+    """Kill the leader at the first vote, or when it alone holds the certificate."""
 
     def measure(scene: Scene) -> Strike:
         normal = begun(scene)
@@ -259,7 +259,7 @@ def leader_dies(moment: str) -> Callable[[Scene], Strike]:
         scene.tell(leader, {"die_at": moment})
         death = scene.until(lambda: scene.hosts[leader].find("dies"), PATIENCE_S)
         if death is None:
-            raise SceneError(f"the leader came to no {moment}")
+            raise SceneError(f"the leader never reached its {moment}")
         struck = Struck(
             position=position,
             victims=(leader,),
@@ -273,13 +273,13 @@ def leader_dies(moment: str) -> Callable[[Scene], Strike]:
 
 
 def slow_for_good(scene: Scene) -> Strike:
-    """The struck round, and what the next ones make of the slow host."""
+    """Return the struck round, and how the following rounds treat the slow host."""
     struck = strike(scene, a_member, slow_down, begun(scene))
     survivors, (slow,) = scene.others(*struck.victims), struck.victims
     found = judged(scene, struck, survivors, None)
     later = struck.position + 4
     if scene.committed_s(survivors, later, PATIENCE_S) is None:
-        return replace(found, outcome=f"{found.outcome}; the rounds after it do not come")
+        return replace(found, outcome=f"{found.outcome}; the rounds after it do not complete")
     entry = scene.hosts[survivors[0]].find("commit", position=later)
     span_s = scene.committed_s(survivors, later) - scene.first_reduce(later)["at_s"]
     cells, counted = entry["cells"].get(scene.ids[slow], 0), scene.ids[slow] in entry["members"]
@@ -291,7 +291,7 @@ def slow_for_good(scene: Scene) -> Strike:
 
 
 def nan_sent(scene: Scene) -> Strike:
-    """One window of a host holds a cell of NaN."""
+    """Let one window of a host contain a cell of NaN."""
     normal = begun(scene)
     liar = scene.everyone[-1]
     first = scene.position() + 1
@@ -322,24 +322,24 @@ def nan_sent(scene: Scene) -> Strike:
         seconds=span_s,
         late_s=span_s - normal,
         back_s=again_s - entry["at_s"] if again_s else None,
-        outcome=f"its cells up to there count; refused: {', '.join(sorted(why)) or 'unnamed'}",
+        outcome=f"its earlier cells count; refused: {', '.join(sorted(why)) or 'unnamed'}",
     )
 
 
-# others
+# the other systems
 
 
 def rival(
     fault: Fault | None, victims_of: Callable[[Scene], tuple[int, ...]] = the_last
 ) -> Callable[[Scene], Strike]:
-    """The second reduction of a group is struck. Without a fault NaN comes from the victims."""
+    """Strike the second reduction of a group. Without a fault the victims send NaN."""
 
     def measure(scene: Scene) -> Strike:
         victims = victims_of(scene)
         scene.tell_all({"round": 0})
         began_s, ends = scene.first_reduce(0)["at_s"], ended(scene, scene.everyone, 0, PATIENCE_S)
         if len(ends) < len(scene.everyone):
-            raise SceneError("its undisturbed reduction did not end")
+            raise SceneError("the undisturbed reduction did not end")
         normal = ends[-1]["at_s"] - began_s
         if fault is None:
             for victim in victims:
@@ -357,7 +357,7 @@ def rival(
 
 
 def ended(scene: Scene, hosts: Sequence[int], number: int, timeout_s: float) -> list[Facts]:
-    """The ends of a reduction that came in time, in order."""
+    """Return the ends of a reduction that came in time, in order."""
 
     def all_ended() -> list[Facts] | None:
         found = [e for i in hosts if (e := scene.hosts[i].find("ended", position=number))]
@@ -369,7 +369,7 @@ def ended(scene: Scene, hosts: Sequence[int], number: int, timeout_s: float) -> 
 
 
 def rival_outcome(scene: Scene, survivors: Sequence[int], at_s: float, due_s: float) -> Strike:
-    """How the survivors came out of it."""
+    """Return the outcome for the survivors."""
     ends = ended(scene, survivors, 1, PATIENCE_S)
     failures = [e["failed"] for e in ends if e["failed"]]
     if len(ends) < len(survivors):
@@ -389,12 +389,12 @@ def rival_outcome(scene: Scene, survivors: Sequence[int], at_s: float, due_s: fl
 
 
 def quality(scene: Scene, survivors: Sequence[int]) -> str:
-    """What is in the vectors of those that say they succeeded."""
+    """Describe the vectors of the hosts that reported success."""
     results = []
     for host in survivors:
         results.append(scene.tell(host, {"result": True}))
     if not all(result["finite"] for result in results):
-        return "all say success, and all hold NaN"
+        return "all report success, and all hold NaN"
     samples = [torch.tensor(result["sample"]) for result in results]
     apart = max(float((a - b).norm() / a.norm()) for a in samples for b in samples)
     inputs = [vector(i, scene.params)[::SAMPLE_STEP] for i in scene.everyone]
@@ -402,6 +402,6 @@ def quality(scene: Scene, survivors: Sequence[int]) -> str:
     error = max(min(float((s - w).norm() / w.norm()) for w in wanted) for s in samples)
     untouched = max(result["untouched"] for result in results)
     return (
-        f"all say success; error {100 * error:.1f}%, up to {100 * apart:.1f}% apart from one "
+        f"all report success; error {100 * error:.1f}%, up to {100 * apart:.1f}% apart from one "
         f"another, {100 * untouched:.0f}% of the values not reduced"
     )

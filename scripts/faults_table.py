@@ -1,4 +1,4 @@
-"""The rows of `scripts/bench_faults.py`: each fault, on which hosts, for whom."""
+"""The rows of `scripts/bench_faults.py`: each fault, its hosts, and the systems it strikes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,20 +52,20 @@ class Case:
 
     fault: str
     ours: Callable[[Any], Strike]
-    """in a `scene`"""
+    """takes a `scene`"""
     rivals: Callable[[Any], Strike] | None = None
-    """in a `rival_scene`"""
+    """takes a `rival_scene`"""
     scene: type[Scene | RunScene] = Scene
     rival_scene: type[Scene | TwoNodes] = Scene
     not_for: tuple[str, ...] = ()
     target_s: float | None = None
     links: tuple[Link, ...] = ALIKE
     params: int = 0
-    """0: those of the command line"""
+    """0: the number given on the command line"""
 
 
 def cases() -> list[Case]:
-    """The fault table: targets are those of owners, to which the transfer of a part is added."""
+    """Return the cases; targets are for owners and exclude the transfer of a part."""
     sender = {"links": ONE_SLOW, "params": SENDER_PARAMS}
     return [
         Case(fault="sender killed", ours=once(the_sender, kill), target_s=1.0, **sender),

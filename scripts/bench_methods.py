@@ -1,16 +1,16 @@
-"""The methods of the field at equal tokens: loss, its gap to data parallel, and traffic.
+"""Compare methods at equal tokens: loss, gap to data parallel, and traffic.
 
-    ./scripts/bench methods                the saved rows; measures what none are saved of
+    ./scripts/bench methods                the saved rows; measures if none are saved
     ./scripts/bench methods --rerun        measure again (hours on two cores)
-    ./scripts/bench methods --workers 4 --tokens-per-param 4 --seeds 1      something shorter
-    ./scripts/bench methods --methods muloco --lr 3e-3      one method, at settings as given
+    ./scripts/bench methods --workers 4 --tokens-per-param 4 --seeds 1      a shorter run
+    ./scripts/bench methods --methods muloco --lr 3e-3      one method, with these settings
     ./scripts/bench methods --plot docs/benchmarks/methods.png
-    ./scripts/bench methods --churn        workers that miss rounds, join late, are unequal
+    ./scripts/bench methods --churn        workers that miss rounds, join late, or differ in speed
 
-Each method runs at its own settings (`METHODS`) in the simulation of `atoll simulate`, by 1, 2, 4
-and 8 workers. Rows with equal models, workers, batches and tokens are compared, over the seeds that
-both have; their rates, windows and inner optimizers may differ. They are kept in
-docs/benchmarks/methods.json, those of churn in churn.json beside it, unfinished work in
+Each method runs with its own settings (`METHODS`) in the simulation of `atoll simulate`, with 1, 2,
+4 and 8 workers. Rows with equal models, workers, batches and tokens are compared, over the seeds
+that both have; their rates, windows and inner optimizers may differ. Rows are saved in
+docs/benchmarks/methods.json, those of churn in churn.json next to it, and unfinished work in
 build/bench_methods.
 """
 
@@ -40,13 +40,13 @@ CACHE = ROOT / "build" / "bench_methods"
 
 @dataclass(frozen=True)
 class Case:
-    """A method at the settings that were found for it."""
+    """A method with the settings that were found for it."""
 
     spec: str
     windows: int = 1
     """H, as a multiple of --inner-steps."""
     inner: str = ""
-    """Optimizer, in place of the method's own."""
+    """Optimizer, instead of the method's own."""
 
 
 METHODS = (
@@ -66,7 +66,7 @@ METHODS = (
     Case("dlion"),
     Case("noloco"),
 )
-OWN_SETTINGS = ("spec", "inner", "lr", "inner_steps")  # of a row, which others need not share
+OWN_SETTINGS = ("spec", "inner", "lr", "inner_steps")  # of a row; compared rows may differ in them
 CHURN = {
     "undisturbed": {},
     "each misses 20% of the rounds": {"drop": 0.2},
@@ -108,7 +108,7 @@ def store(file: Path, all_rows: list) -> None:
 
 
 def group_of(row: dict) -> str:
-    """Rows that are compared with one another: all settings alike but a method's own."""
+    """Return a key that compared rows share: all settings but a method's own."""
     shared = asdict(Settings()) | row["settings"]
     shared = {key: value for key, value in shared.items() if key not in OWN_SETTINGS}
     return json.dumps(shared, sort_keys=True)
@@ -140,18 +140,18 @@ def of_case(shared: Settings, case: Case) -> Settings:
 
 
 def measure(chosen: Settings, case: Case, options: argparse.Namespace) -> dict:
-    """A row, with the loss of each seed, from 0 on."""
+    """Return a row, with the loss of each seed, from 0 on."""
     results = trained(chosen, case, options)
     (row,) = rows(results, chosen)
     return vars(row) | {"losses": [result.valid_loss for result in results]}
 
 
 def measure_churn(options: argparse.Namespace) -> list[dict]:
-    """Each method under each kind of churn; every row is saved as soon as it is there."""
+    """Measure each method under each kind of churn; save every row once it is complete."""
     for workers in options.workers if wanted(options, CHURN_SAVED) else ():
         for case, (name, changes) in product(cases(options), CHURN.items()):
             if "speeds" in changes and methods.parse(case.spec).every_step:
-                continue  # no window that could follow a speed
+                continue  # has no window that could follow a speed
             say(f"{case.spec}, {name}, {workers} workers")
             churned = replace(of_case(settings(options, workers), case), **changes)
             row = measure(churned, case, options) | {"churn": name}
@@ -177,7 +177,7 @@ def show_churn(all_rows: list[dict]) -> None:
 
 
 def same_run(row: dict) -> tuple[int, str, str]:
-    """What a disturbed run shares with the undisturbed one."""
+    """Return the settings that a run with churn shares with the undisturbed one."""
     changed = {name for changes in CHURN.values() for name in changes}
     shared = {key: value for key, value in row["settings"].items() if key not in changed}
     own = row["settings"]
@@ -214,7 +214,7 @@ def line_of(row: dict) -> str:
 
 
 def rate_of(own: dict) -> float:
-    """Of the inner optimizer, at its peak."""
+    """Return the peak rate of the inner optimizer."""
     method = methods.parse(own["spec"])
     inner = method.inner if method.every_step else own.get("inner") or method.inner
     return own["lr"] * RATE_SHARES[inner]
@@ -227,10 +227,16 @@ def label(row: dict) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", nargs="*", default=[], metavar="SPEC", help="as given")
+    parser.add_argument(
+        "--methods",
+        nargs="*",
+        default=[],
+        metavar="SPEC",
+        help="methods to run, exactly as written",
+    )
     parser.add_argument("--workers", nargs="*", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--tokens-per-param", type=int, default=15)
-    parser.add_argument("--tokens", type=int, help="in place of --tokens-per-param")
+    parser.add_argument("--tokens", type=int, help="total tokens; overrides --tokens-per-param")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--inner-steps", type=int, default=30)
     parser.add_argument("--model", default="nano")
@@ -238,18 +244,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--inner", default="", help="of --methods, in place of their own")
-    parser.add_argument("--churn", action="store_true", help="of the --methods, with disturbances")
+    parser.add_argument(
+        "--inner", default="", help="inner optimizer of --methods, instead of their own"
+    )
+    parser.add_argument("--churn", action="store_true", help="run the --methods with churn")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rerun", action="store_true", help="measure again")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows")
-    parser.add_argument("--json", action="store_true", help="the rows as JSON on the last line")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the rows to a file")
+    parser.add_argument(
+        "--json", action="store_true", help="print the rows as JSON on the last line"
+    )
     return parser.parse_args()
 
 
 def wanted(options: argparse.Namespace, file: Path) -> bool:
-    """Whether something has to be measured: nothing is saved, or a size or method was asked for."""
+    """Return whether to measure: no rows are saved, or the options ask for a size or method."""
     only_shown = 1 + options.json + options.churn + (2 if options.plot else 0)
     return options.rerun or not file.exists() or len(sys.argv) > only_shown
 
@@ -280,7 +290,7 @@ def measure_methods(options: argparse.Namespace) -> list[dict]:
 
 
 def taken_in(row: dict, all_rows: list[dict]) -> list[dict]:
-    """All rows and a new one, in place of one with the same settings and no more seeds."""
+    """Add a row, replacing one with the same settings unless that one has more seeds."""
     kept = [old for old in all_rows if key_of(old) != key_of(row) or old["seeds"] > row["seeds"]]
     return kept if any(key_of(old) == key_of(row) for old in kept) else [*kept, row]
 
@@ -293,7 +303,7 @@ def grouped(all_rows: list[dict]) -> list[list[dict]]:
 
 
 def with_gaps(all_rows: list[dict]) -> list[dict]:
-    """Rows get their gap to the data parallel run that they are compared with."""
+    """Give each row its gap to the data parallel run that it is compared with."""
     for group in grouped(all_rows):
         base = best(group, "ddp")
         for row in group if base else ():
@@ -302,13 +312,13 @@ def with_gaps(all_rows: list[dict]) -> list[dict]:
 
 
 def best(group: list[dict], method: str) -> dict | None:
-    """Of a method's rows those of most seeds, and of these the one that ended lowest."""
+    """Return a method's row with most seeds and, among these, the lowest loss."""
     of_method = [row for row in group if row["method"] == method]
     return min(of_method, key=lambda row: (-row["seeds"], row["valid_loss"]), default=None)
 
 
 def above(row: dict, base: dict) -> float:
-    """Share by which a row's loss is above another's, over the seeds that both have."""
+    """Return the relative loss of a row above another, over the seeds that both have."""
     pairs = list(zip(row["losses"], base["losses"], strict=False))
     return sum(mine for mine, _ in pairs) / sum(theirs for _, theirs in pairs) - 1
 

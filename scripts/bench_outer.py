@@ -1,14 +1,14 @@
-"""What low communication costs in loss: DiLoCo at several H against synchronous AdamW.
+"""Measure the loss of infrequent communication: DiLoCo at several H, and synchronous AdamW.
 
-    ./scripts/bench outer                    the saved tables, and what is missing in them
+    ./scripts/bench outer                    the saved tables; measures missing rows
     ./scripts/bench outer --rerun            measure again (hours on two cores)
-    ./scripts/bench outer --table short      the length of the default demo only
+    ./scripts/bench outer --table short      only the length of the default demo
     ./scripts/bench outer --trial lr=4e-3 inner_steps=15     one setting, not saved in the tables
 
 Workers run in the simulation of `atoll simulate`: DiLoCo with int8 on both legs and error feedback,
-the nano model, the standard library's source as text. The baseline takes the mean gradient of all
-workers at every step, which is one model with all batches together. Finished rows are kept in
-docs/benchmarks/outer.json and shown in outer.md beside it; unfinished ones resume from
+the nano model, and the standard library's source as text. The baseline takes the mean gradient of
+all workers at every step, which is one model with all batches together. Finished rows are saved in
+docs/benchmarks/outer.json and shown in outer.md next to it; unfinished ones resume from
 build/bench_outer.
 """
 
@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ SEQ_LEN = 128
 VALID_BATCHES = 64  # of 16 sequences: 131,072 tokens, +-0.01 nats between halves
 POINT_EVERY = 100  # steps, then at the next end of a window
 FIXED = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip_norm": 1.0}
-"""What the simulation does with every row; part of a row's key, as once it could be changed."""
+"""Constants of the simulation. They are part of a row's key, because they were once options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Trial:
     method: str = "diloco"  # or adamw
     workers: int = 4
     steps: int = 300
-    batch_size: int = 16  # sequences a worker and step
+    batch_size: int = 16  # sequences per worker and step
     lr: float = 1e-3
     warmup_steps: int = 50
     min_lr_ratio: float = 0.5
@@ -97,7 +98,7 @@ class Trial:
 
 
 def short_table() -> list[Trial]:
-    """The length and the settings of the default demo."""
+    """Return the trials with the length and settings of the default demo."""
     base = Trial()
     return [
         replace(base, method="adamw"),
@@ -167,7 +168,7 @@ def store(file: Path, rows: dict) -> None:
 
 
 def measure(trial: Trial, file: Path, rerun: bool) -> dict:
-    """A row from the file, or a new one into it."""
+    """Return a row from the file; measure and store it if it is missing."""
     rows = load(file)
     if trial.key in rows and not rerun:
         return rows[trial.key]
@@ -185,7 +186,7 @@ def with_gaps(rows: list[dict]) -> list[dict]:
 
 def show(name: str, rows: list[dict]) -> None:
     first = rows[0]["settings"]
-    print(f"\n{name}: {first['steps']} steps of {first['batch_size']} sequences a worker")
+    print(f"\n{name}: {first['steps']} steps of {first['batch_size']} sequences per worker")
     print(f"{'':32}{'valid loss':>11}{'gap':>8}{'minutes':>9}")
     for row in rows:
         print(f"{row['label']:32}{row['valid_loss']:11.3f}{gap(row):>8}{row['seconds'] / 60:9.1f}")
@@ -196,7 +197,7 @@ def gap(row: dict) -> str:
 
 
 def write_page(tables: dict[str, list[dict]]) -> None:
-    """Put the tables between the marks of the page, whose text is written by hand."""
+    """Write the tables between the marks of the page; the other text is written by hand."""
     text = PAGE.read_text()
     begin, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
     body = "".join(markdown(name, rows) for name, rows in tables.items() if rows)
@@ -205,11 +206,14 @@ def write_page(tables: dict[str, list[dict]]) -> None:
 
 def markdown(name: str, rows: list[dict]) -> str:
     first = rows[0]["settings"]
+    caption = (
+        f"**{name}**: {first['steps']} steps, {first['batch_size']} x {SEQ_LEN} tokens per "
+        f"worker and step, lr {first['lr']}, warm-up {first['warmup_steps']} steps, "
+        f"cosine to {first['min_lr_ratio']:g} of it"
+    )
     lines = [
-        f"\n**{name}**: {first['steps']} steps, {first['batch_size']} x {SEQ_LEN} tokens a worker "
-        f"and step, lr {first['lr']}, warm-up {first['warmup_steps']} steps, "
-        f"cosine to {first['min_lr_ratio']:g} of it\n",
-        "| | tokens | valid loss | gap | update, MB a worker | date, commit |",
+        f"\n{textwrap.fill(caption, 88)}\n",
+        "| | tokens | valid loss | gap | update, MB per worker | date, commit |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -235,7 +239,7 @@ def parsed(assignments: list[str]) -> Trial:
     for assignment in assignments:
         name, _, value = assignment.partition("=")
         if name not in kinds:
-            raise SystemExit(f"expected one of {', '.join(kinds)}, got {name!r}")
+            raise SystemExit(f"unknown setting {name!r}; choose from {', '.join(kinds)}")
         changes[name] = kinds[name](value)
     return Trial(**changes)
 
@@ -246,7 +250,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trial", nargs="*", metavar="NAME=VALUE")
     parser.add_argument("--rerun", action="store_true", help="measure again")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="the rows as JSON on the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print the rows as JSON on the last line"
+    )
     return parser.parse_args()
 
 

@@ -1,22 +1,21 @@
 #!/usr/bin/env python3
-"""What liars among the peers do to a run, by how its owners reduce and whether norms are clipped.
+"""Measure the damage of Byzantine peers, by reduction rule and with or without norm clipping.
 
-    ./scripts/bench robust                    the saved table, and what is missing in it
-    ./scripts/bench robust --rerun --save     measure again (15 minutes of one core) and keep it
+    ./scripts/bench robust                    the saved table; measures missing rows
+    ./scripts/bench robust --rerun --save     measure again (15 minutes of one core) and save
     ./scripts/bench robust --attacks sign-flip --liars 1 --reducers mean,median
     ./scripts/bench robust --json             the rows as JSON on the last line
 
 Eight DiLoCo workers train a small transformer on the standard library's source in one process
-(`atoll.peer.lab.simulate`): codec, error feedback, weights, clip factors and the outer step of a
-real
-run. What an owner does to a cell is done here cell by cell (`atoll.peer.rounds.reduction`). The
-last workers lie: they train like the others, and submit something else.
+(`atoll.peer.lab.simulate`), with the codec, error feedback, weights, clip factors and outer step of
+a real run. Owners reduce cell by cell, as in a run (`atoll.peer.rounds.reduction`). The last
+workers lie: they train like the others, but submit something else.
 
     sign-flip   their own pseudo-gradient times -10
-    gaussian    noise, a hundred times as long as the mean of the honest
-    alie        the mean of the honest less 1.5 standard deviations, coordinate by coordinate, alike
-                by all (arXiv:1902.06156; its z for one or two of eight would be 0 or less, 1.5 is
-                what its experiments take)
+    gaussian    noise, a hundred times as long as the mean of the honest workers
+    alie        the mean of the honest workers minus 1.5 standard deviations of each coordinate, the
+                same from all liars (arXiv:1902.06156; its z for one or two of eight would be 0 or
+                less, 1.5 is what its experiments use)
 """
 
 import argparse
@@ -54,9 +53,9 @@ MARKS = ("<!-- rows of robust.json -->", "<!-- end of rows -->")
 WORKERS = 8
 INNER_STEPS = 25
 SIGN_FLIP = -10.0
-NOISE = 100.0  # times the norm of the honest mean; ten times harm nobody
+NOISE = 100.0  # times the norm of the honest mean; ten times does no harm
 ALIE_Z = 1.5
-BLOW_UP = math.log(256)  # nats a byte of a guess without any knowledge: beyond it a run is lost
+BLOW_UP = math.log(256)  # nats per byte of a uniform guess; above it a run is lost
 
 
 def sign_flip(own_N: Tensor, honest_MN: Tensor, seed: int) -> Tensor:
@@ -73,7 +72,7 @@ def alie(own_N: Tensor, honest_MN: Tensor, seed: int) -> Tensor:
 
 
 Attack = Callable[[Tensor, Tensor, int], Tensor]
-"""A liar's own pseudo-gradient, those of the honest and a seed -> what the liar submits."""
+"""(a liar's own pseudo-gradient, those of the honest workers, seed) -> what the liar submits"""
 
 ATTACKS: dict[str, Attack] = {"sign-flip": sign_flip, "gaussian": gaussian, "alie": alie}
 
@@ -81,7 +80,7 @@ ATTACKS: dict[str, Attack] = {"sign-flip": sign_flip, "gaussian": gaussian, "ali
 @register
 @dataclass(frozen=True, kw_only=True)
 class LyingMethod(DiLoCoMethod):
-    """DiLoCo by workers of which the last ones lie, reduced by a rule."""
+    """DiLoCo whose last workers lie, reduced by a rule."""
 
     name: ClassVar[str] = "diloco-with-liars"
 
@@ -95,7 +94,7 @@ class LyingMethod(DiLoCoMethod):
 
 
 class LyingReduction(MeanReduction):
-    """The dense shape with liars among the senders and a robust rule at the owners."""
+    """The dense shape, with liars among the senders and a robust rule at the owners."""
 
     def reduce(
         self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
@@ -142,7 +141,7 @@ class Row:
     clipped: bool
     """whether norms are clipped to twice their median"""
     valid_loss: float | None
-    """nats a byte on held-out text at the end; None where the run blew up"""
+    """final held-out loss in nats per byte; None if the run diverged"""
     seconds: float
 
 
@@ -173,7 +172,7 @@ def method_of(options: argparse.Namespace, row: dict) -> methods.Method:
 
 
 def plan(options: argparse.Namespace) -> list[dict]:
-    """The runs of the table: the honest ones first."""
+    """Return the runs of the table, honest ones first."""
     cases = [("none", 0), *((a, n) for a in options.attacks.split(",") for n in options.liars)]
     return [
         {"reducer": reducer, "attack": attack, "liars": liars, "clipped": clipped}
@@ -197,7 +196,7 @@ def run(bench: Bench, folder: Folder, options: argparse.Namespace, case: dict) -
         )
         loss = result.valid_loss if result.valid_loss < BLOW_UP else None
         seconds = result.seconds
-    except (GroupError, StateError):  # parameters that are not finite any more
+    except (GroupError, StateError):  # parameters that are no longer finite
         seconds = time.perf_counter() - began_s
     row = Row(**case, valid_loss=loss, seconds=round(seconds, 1))
     print(f"{words(row)}: {cell(row)}, {row.seconds:.0f} s", file=sys.stderr, flush=True)
@@ -205,7 +204,7 @@ def run(bench: Bench, folder: Folder, options: argparse.Namespace, case: dict) -
 
 
 def words(row: Row) -> str:
-    who = f"{row.liars} of {WORKERS} {row.attack}" if row.liars else "nobody lies"
+    who = f"{row.liars} of {WORKERS} {row.attack}" if row.liars else "no liars"
     return f"{row.reducer}, {'clipped' if row.clipped else 'not clipped'}, {who}"
 
 
@@ -216,7 +215,7 @@ def cell(row: Row | None) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Final losses as Markdown, a row a case and a column a reducer."""
+    """Format the final losses as Markdown: one row per case, one column per reducer."""
     known = {(r.attack, r.liars, r.clipped, r.reducer): r for r in rows}
     names = [name for name in REDUCERS if any(r.reducer == name for r in rows)]
     cases = list(dict.fromkeys((r.attack, r.liars, r.clipped) for r in rows))
@@ -232,7 +231,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write_page(rows: Sequence[Row]) -> None:
-    """Put the table between the marks of the page."""
+    """Write the table between the marks of the page."""
     page = PAGE.read_text()
     before, rest = page.split(MARKS[0])
     _, after = rest.split(MARKS[1])
@@ -269,14 +268,20 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--reducers", default=",".join(REDUCERS))
     add("--attacks", default=",".join(ATTACKS))
-    add("--liars", type=int, nargs="*", default=[1, 2], help=f"of {WORKERS} workers")
-    add("--rounds", type=int, default=10, help=f"of {INNER_STEPS} steps")
-    add("--batch-size", type=int, default=4, help="sequences a worker and step")
+    add(
+        "--liars",
+        type=int,
+        nargs="*",
+        default=[1, 2],
+        help=f"number of liars among the {WORKERS} workers (default 1 2)",
+    )
+    add("--rounds", type=int, default=10, help=f"rounds of {INNER_STEPS} steps (default 10)")
+    add("--batch-size", type=int, default=4, help="sequences per worker and step (default 4)")
     add("--seq-len", type=int, default=64)
     add("--threads", type=int, default=1)
     add("--rerun", action="store_true", help="measure again")
-    add("--save", action="store_true", help=f"keep the rows in {SAVED.name} and {PAGE.name}")
-    add("--json", action="store_true", help="the rows as JSON on the last line")
+    add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
+    add("--json", action="store_true", help="print the rows as JSON on the last line")
     return parser.parse_args()
 
 

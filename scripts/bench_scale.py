@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What rounds of many peers cost in messages and control bytes, counted in memory.
+"""Count the messages and control bytes of rounds with many peers, in memory.
 
     ./scripts/bench scale                             the saved table
-    ./scripts/bench scale --rerun --save              count again (minutes) and keep it
+    ./scripts/bench scale --rerun --save              count again (minutes) and save
     ./scripts/bench scale --rerun --peers 64 --cells 16
     ./scripts/bench scale --rerun --peers 144 --cells 144 --reduction rows
     ./scripts/bench scale --json                      the rows as JSON on the last line
 
-The peers are those of `tests/support/swarm.py`: real rounds, log and votes on a network in
-memory whose clock jumps, so that hundreds of links of 100 Mbit/s and 50 ms fit one machine. A cell
-holds 64 values in place of 65,536: all bytes that are left are control, and the times that are
-told are what control alone costs. A part has one cell, so peers own as many parts as there are
-cells. A second table has bodies: cells of 512 values in int8, a part a peer, reduced flat and in
-rows. How long bodies take is in `bench allreduce`.
+The peers are those of `tests/support/swarm.py`: real rounds, log and votes on an in-memory network
+with a virtual clock, so that hundreds of links of 100 Mbit/s and 50 ms fit one machine. A cell
+holds 64 values instead of 65,536. All remaining bytes are therefore control traffic, and the times
+are the cost of control alone. A part has one cell, so peers own as many parts as there are cells.
+The second table includes bodies: cells of 512 values in int8, one part per peer, reduced flat and
+in rows. `bench allreduce` measures how long bodies take.
 """
 
 import argparse
@@ -52,15 +52,15 @@ SAVED = ROOT / "docs" / "benchmarks" / "scale.json"
 PAGE = ROOT / "docs" / "benchmarks" / "scale.md"
 MARKS = ("<!-- rows of scale.json -->", "<!-- end of rows -->")
 CELL_VALUES = 64
-BODY_VALUES = 512  # in int8, where the bytes of bodies are compared
+BODY_VALUES = 512  # in int8, for the table with bodies
 LATENCY_S = 0.025
 MBIT_S = 100.0
 WINDOW_S = 60.0
-MEASURED = 1  # the second round: peers have met
-SETTLE_S = 10.0  # what is still told after the last commit
-SPREAD_S = 0.5  # windows end within it
+MEASURED = 1  # the second round, in which peers have already met
+SETTLE_S = 10.0  # for messages after the last commit
+SPREAD_S = 0.5  # within which all windows end
 Group = tuple[int, int, str]
-"""Peers, cells, and how bodies are reduced; nothing there: control alone, as a run would do it."""
+"""Peers, cells, and how bodies are reduced; empty: control alone, with a run's own choice."""
 CONTROL: tuple[Group, ...] = (
     (16, 16, ""),
     (64, 16, ""),
@@ -90,21 +90,21 @@ class Row:
     """median over the others"""
     peer_bytes: float
     most_bytes: int
-    """of the one of the others that sends most"""
+    """of the other peer that sends most"""
     connections: float
-    """median of the others: peers that it exchanged messages with"""
+    """median over the others: number of peers that it exchanged messages with"""
     messages_by_method: dict[str, int]
-    """of all peers together"""
+    """of all peers"""
     bytes_by_method: dict[str, int]
     roster_reads: int
-    """records read by all peers together in a round"""
+    """records that all peers read in a round"""
     rendezvous_s: float
-    """from the last window's end to the first that reduces; virtual"""
+    """from the last window's end to the first peer that reduces; virtual"""
     round_s: float
-    """from the first that reduces to the last commit; virtual"""
+    """from the first peer that reduces to the last commit; virtual"""
     entry_bytes: int
     peer_mb: float
-    """memory of a peer, its share of the process"""
+    """a peer's share of the memory of the process"""
     cpu_s: float
     """of this machine, for the round of all peers"""
     date: str
@@ -119,14 +119,13 @@ class CountingNetwork(MemoryNetwork):
     """Counts what is sent, by sender and method."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See `MemoryNetwork`."""
         super().__init__(*args, **options)
         self.messages: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.met: defaultdict[str, set[str]] = defaultdict(set)
 
     def forget(self) -> None:
-        """Count from here."""
+        """Start counting from here."""
         self.messages.clear()
         self.bytes.clear()
         self.met.clear()
@@ -142,7 +141,7 @@ class CountingNetwork(MemoryNetwork):
 
 @dataclass
 class Watch:
-    """When the phases of the measured position were, on the swarm's clock."""
+    """The times of the phases of the measured position, on the swarm's clock."""
 
     last_ready_s: float = 0.0
     first_reduce_s: float = 0.0
@@ -165,7 +164,7 @@ def swarm_of(folder: Path, cells: int) -> Swarm:
 
 
 async def warm_round(swarm: Swarm, peers: Sequence[SwarmPeer], cells: int) -> Row:
-    """The second round of a group that has met."""
+    """Run the second round of a group that has met."""
     watch = Watch()
     swarm.on_phase = lambda peer, phase, position: watch.on_phase(swarm, phase, position)
     network, records = swarm.network, count_roster_reads()
@@ -214,7 +213,7 @@ async def all_at(swarm: Swarm, peers: Sequence[SwarmPeer], position: int) -> Non
 
 
 def count_roster_reads() -> list[int]:
-    """Lengths of all rosters that are read from now on."""
+    """Record the lengths of all rosters that are read from now on."""
     read, plain = [], MemoryRoster.peers
 
     async def counted(roster: MemoryRoster) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def memory_mb() -> float:
 
 
 def measure(num_peers: int, cells: int, reduction: str) -> Row:
-    """One group, in this process; with a ``reduction`` of its own bodies count as well."""
+    """Measure one group in this process; with a `reduction`, bodies are counted as well."""
     fragments.CELL = BODY_VALUES if reduction else CELL_VALUES  # type: ignore[misc]
     if reduction:
         policies.RELAYED_ABOVE = 2 if reduction == "rows" else num_peers
@@ -274,7 +273,7 @@ def measure(num_peers: int, cells: int, reduction: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown: control alone, then reductions with their bodies."""
+    """Format the rows as Markdown: control alone, then reductions with their bodies."""
     control = [r for r in rows if r.values == CELL_VALUES]
     bodies = [r for r in rows if r.values == BODY_VALUES]
     return "\n".join([*control_table(control), "", *body_table(bodies)])
@@ -283,7 +282,7 @@ def table(rows: Sequence[Row]) -> str:
 def control_table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| peers | parts | reduction | messages: leader | a peer | control, kB: leader | a peer "
-        "| at most | connections | entry, kB | rendezvous, s | round, s | MB a peer | CPU, s "
+        "| at most | connections | entry, kB | rendezvous, s | round, s | MB per peer | CPU, s "
         "| commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -299,11 +298,11 @@ def control_table(rows: Sequence[Row]) -> list[str]:
 
 
 def body_table(rows: Sequence[Row]) -> list[str]:
-    """Bytes in units of the encoded update, N."""
+    """Format reductions with bodies; bytes are in units of the encoded update, N."""
     cell_bytes = LENGTH.size + parse("int8").wire_bytes((BODY_VALUES,))
     lines = [
         "| peers | parts | reduction | connections of a peer | messages of a peer "
-        "| reduction's bytes a peer, N | round, s | commit |",
+        "| reduction's bytes per peer, N | round, s | commit |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -316,12 +315,12 @@ def body_table(rows: Sequence[Row]) -> list[str]:
 
 
 def known() -> list[Row]:
-    """The saved rows."""
+    """Return the saved rows."""
     return [Row(**row) for row in json.loads(SAVED.read_text())["rows"]] if SAVED.exists() else []
 
 
 def save(new: Sequence[Row]) -> list[Row]:
-    """Keep new rows in place of those of the same groups; all of them."""
+    """Save new rows, replacing those of the same groups; return all."""
     counted = {key(row) for row in new}
     rows = [*(row for row in known() if key(row) not in counted), *new]
     rows.sort(key=key)
@@ -333,13 +332,13 @@ def save(new: Sequence[Row]) -> list[Row]:
 
 
 def key(row: Row) -> tuple[int, int, int, str]:
-    """What tells groups apart: a group that is counted again takes the place of the old row."""
+    """Return the key of a row's group; a new row replaces the saved row with the same key."""
     how = row.reduction if row.values == BODY_VALUES else ""
     return row.values, row.cells, row.peers, how
 
 
 def report(rows: Sequence[Row]) -> dict[str, Any]:
-    """What --json prints."""
+    """Return what --json prints."""
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
         "mbit_s": MBIT_S,
@@ -354,7 +353,7 @@ def commit() -> str:
 
 
 def in_a_process(num_peers: int, cells: int, reduction: str) -> Row:
-    """The group in a process of its own, whose memory is then its alone."""
+    """Measure the group in a separate process, so that all of its memory is the group's."""
     words = [sys.executable, __file__, "--peers", str(num_peers), "--cells", str(cells), "--json"]
     words += ["--reduction", reduction, "--here"]
     out = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -366,13 +365,20 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--peers", type=int, default=0, help="one group only")
-    add("--cells", type=int, default=64, help="parts of that group")
-    add("--reduction", choices=("", "flat", "rows"), default="", help="with bodies, in this way")
-    add("--here", action="store_true", help="count in this process")
+    add("--peers", type=int, default=0, help="measure only a group of this many peers")
+    add("--cells", type=int, default=64, help="parts of that group (default 64)")
+    add(
+        "--reduction",
+        choices=("", "flat", "rows"),
+        default="",
+        help="include bodies, reduced this way",
+    )
+    add(
+        "--here", action="store_true", help="count in this process instead of one process per group"
+    )
     add("--rerun", action="store_true", help="count again")
-    add("--save", action="store_true", help=f"keep the rows in {SAVED.name} and {PAGE.name}")
-    add("--json", action="store_true", help="the rows as JSON on the last line")
+    add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
+    add("--json", action="store_true", help="print the rows as JSON on the last line")
     return parser.parse_args()
 
 

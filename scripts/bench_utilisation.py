@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""What share of their time peers compute, on links of several speeds.
+"""Measure the fraction of time in which peers compute, on links of several speeds.
 
     ./scripts/bench utilisation --rates 50,200,1000                   the saved table
-    ./scripts/bench utilisation --rates 50,200,1000 --rerun --save    measure again and keep it
+    ./scripts/bench utilisation --rates 50,200,1000 --rerun --save    measure again and save
     ./scripts/bench utilisation --rerun --rates 50 --step-ms 100 --model micro --json
 
-A coordinator and peers as in a run, each in a network namespace of `wan_lab.py` (root is needed),
-over a model of 30M parameters whose inner steps only take time (`utilisation_host.py`). Utilisation
-is the time of the inner steps over all time, from the first window after the warm-up on, the
-slowest peer's. A row counts only with as many rounds as windows: a peer that nobody waits for would
-be busy too. What of the time is lost neither to waiting nor to steps that ended late are the
-trainer's own copies.
+A coordinator and peers run as in a real run, each in a network namespace of `wan_lab.py`, which
+needs root. The model has 30M parameters, and its inner steps only take time
+(`utilisation_host.py`). Utilisation is the time of the inner steps divided by all time, from the
+first window after the warm-up on, for the slowest peer. A row counts only if it has as many rounds
+as windows, because a peer that nobody waits for would be busy too. Time that is lost neither to
+waiting nor to steps that ended late is spent in the trainer's own copies.
 """
 
 import argparse
@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HOST = Path(__file__).resolve().parent / "utilisation_host.py"
 SAVED = ROOT / "docs" / "benchmarks" / "utilisation.json"
 METHODS = ("sparseloco(merge=select, tau=32)", "diloco(codec=fp32, feedback=0)")
-START_S = 120.0  # until the invite is there
-ANSWER_S = 600.0  # for a host to be warm, and then to end
+START_S = 120.0  # until the invite is written
+ANSWER_S = 600.0  # for a host to warm up, and then to end
 PORTS = (7700, 7701)
 
 Facts = dict[str, Any]
@@ -58,19 +58,19 @@ class Row:
     inner_steps: int
     windows: int
     rounds: int
-    """decided while the windows were trained; with fragments as many a window"""
+    """decided while the windows were trained; with fragments, one per window and fragment"""
     utilisation: float
     """of the slowest peer"""
     waited: float
-    """share of the time in which a trainer waited"""
+    """fraction of the time in which a trainer waited"""
     overslept: float
-    """share by which steps ended late, as no core was free; what else is lost is own copies"""
+    """fraction by which steps ended late because no core was free; the other loss is own copies"""
     encode_s: float
-    """in a thread of its own, beside the inner steps"""
+    """in a separate thread, in parallel with the inner steps"""
     sent_mb: float
-    """a host and window, by the lab's counters; heartbeats and all"""
+    """per host and window, by the lab's counters, including heartbeats"""
     cpu_s: float
-    """of all processes of a host, a window"""
+    """of all processes of a host, per window"""
     all_included: bool
     """whether every peer's contribution was in every round"""
     date: str
@@ -80,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What is measured at once."""
+    """One setting to measure."""
 
     method: str
     mbit_s: float
@@ -88,7 +88,7 @@ class Point:
 
 
 def run_toml(point: Point, options: argparse.Namespace) -> str:
-    """The run's description."""
+    """Return the run's RUN.toml."""
     told = {
         "run": {"name": "utilisation"},
         "model": {"preset": options.model},
@@ -100,7 +100,7 @@ def run_toml(point: Point, options: argparse.Namespace) -> str:
 
 @contextmanager
 def session_niceness(nice: int) -> Iterator[None]:
-    """Let this session have more or less of the CPU than others, while this lasts."""
+    """Give this session more or less of the CPU than others while the block runs."""
     if not nice:
         yield
         return
@@ -114,18 +114,18 @@ def session_niceness(nice: int) -> Iterator[None]:
 
 
 class Hosts:
-    """The processes of one point; ended with it."""
+    """The processes of one point, which end with it."""
 
     def __init__(self, lab: WanLab, folder: Path, log: IO[bytes]) -> None:
         self._lab, self._folder, self._log = lab, folder, log
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, host: int, *command: str) -> subprocess.Popen[str]:
-        """Run a program of ours on a host.
+        """Run one of our programs on a host.
 
-        All are of one session, between which Linux shares the CPU before it looks at threads: what
-        yields to the inner steps of its own host yields to those of the others, as on a machine
-        of its own.
+        All belong to one session, because Linux divides the CPU between sessions before it
+        considers threads. A thread that yields to the inner steps of its own host thus yields to
+        those of the other hosts, as if each host had a separate machine.
         """
         process = self._lab.popen(
             host,
@@ -135,7 +135,7 @@ class Hosts:
             stderr=self._log,
             text=True,
             cwd=self._folder,
-            process_group=0,  # Ctrl-C is ours
+            process_group=0,  # leaves Ctrl-C to us
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -152,7 +152,7 @@ class Hosts:
     def __exit__(self, *exc: object) -> None:
         for process in self.processes:
             if process.poll() is None:
-                process.stdin.close()  # what ends with its input ends now
+                process.stdin.close()  # ends those that end with their input
         for process in self.processes:
             try:
                 process.wait(10)
@@ -212,10 +212,10 @@ def measure(point: Point, options: argparse.Namespace, log: IO[bytes]) -> Row:
 
 
 def answer(peer: subprocess.Popen[str]) -> Facts:
-    """The next thing that a peer tells.
+    """Return the next report of a peer.
 
     Raises:
-        RuntimeError: it ended, or was silent for too long.
+        RuntimeError: it ended, or reported nothing for too long.
     """
     guard = threading.Timer(ANSWER_S, peer.kill)
     guard.start()
@@ -230,7 +230,7 @@ def answer(peer: subprocess.Popen[str]) -> Facts:
 
 
 def cpu_s(peer: subprocess.Popen[str]) -> float:
-    """CPU seconds of a host's processes that live."""
+    """Return the CPU seconds of a host's live processes."""
     root, seconds = psutil.Process(peer.pid), 0.0
     for process in [root, *root.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
@@ -240,13 +240,13 @@ def cpu_s(peer: subprocess.Popen[str]) -> float:
 
 
 def commit() -> str:
-    """Of this checkout."""
+    """Return the commit of this checkout."""
     words = ("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def start_coordinator(lab: WanLab, hosts: Hosts, folder: Path, toml: str, index: int) -> str:
-    """Start the run's coordinator; its invite."""
+    """Start the run's coordinator; return its invite."""
     (folder / "RUN.toml").write_text(toml)
     service, dht = (f"{lab.ip(index)}:{port}" for port in PORTS)
     coordinator = hosts.start(
@@ -259,13 +259,13 @@ def start_coordinator(lab: WanLab, hosts: Hosts, folder: Path, toml: str, index:
     invite, deadline_s = folder / "invite", time.monotonic() + START_S
     while not invite.exists():
         if coordinator.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError("expected an invite, got none; see the log")
+            raise RuntimeError("the coordinator printed no invite; see the log")
         time.sleep(0.2)
     return invite.read_text().strip()
 
 
 def points(options: argparse.Namespace) -> list[Point]:
-    """Every method at every rate and step time."""
+    """Return every method at every rate and step time."""
     return [
         Point(method=method, mbit_s=rate, step_ms=step)
         for method in options.methods
@@ -284,7 +284,7 @@ def key_of(row: Facts) -> tuple[Any, ...]:
 
 
 def keep(rows: list[Facts]) -> None:
-    """Rows take the place of the saved ones of the same settings."""
+    """Save rows, replacing those with the same settings."""
     new = {key_of(row) for row in rows}
     kept = [row for row in saved() if key_of(row) not in new]
     SAVED.write_text(json.dumps([*kept, *rows], indent=1) + "\n")
@@ -295,10 +295,10 @@ def saved() -> list[Facts]:
 
 
 def table(rows: list[Facts]) -> str:
-    """For people."""
+    """Format the rows as a table."""
     lines = [
         f"{'method':46}{'H':>4}{'Mbit/s':>7}{'step ms':>8}{'utilisation':>12}{'waited':>8}"
-        f"{'overslept':>10}{'rounds':>8}{'MB a window':>12}{'CPU s':>7}  commit"
+        f"{'overslept':>10}{'rounds':>8}{'MB/window':>12}{'CPU s':>7}  commit"
     ]
     for row in rows:
         overslept = f"{100 * row['overslept']:9.1f}%" if "overslept" in row else f"{'':10}"
@@ -316,21 +316,25 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = arguments.add_argument
-    add("--rates", default="50,200,1000", help="Mbit/s of each host, up and down")
-    add("--step-ms", default="22,50,100", help="what an inner step takes")
+    add(
+        "--rates",
+        default="50,200,1000",
+        help="bandwidths in Mbit/s, both directions, comma-separated",
+    )
+    add("--step-ms", default="22,50,100", help="durations of an inner step in ms, comma-separated")
     add("--methods", nargs="*", default=METHODS, metavar="SPEC")
-    add("--model", default="30m", help="a preset of RUN.toml")
+    add("--model", default="30m", help="preset of RUN.toml (default 30m)")
     add("--inner-steps", type=int, default=32)
     add("--hosts", type=int, default=4)
-    add("--rtt", type=float, default=50.0, help="ms between any two hosts")
-    add("--windows", type=int, default=20, help="that count")
-    add("--warmup", type=int, default=10, help="rounds before those")
-    add("--mtu", type=int, default=9000, help="of the hosts; small packets cost the lab CPU")
-    add("--nice", type=int, default=0, help="of this session; -20: before all other programs")
+    add("--rtt", type=float, default=50.0, help="round trip between any two hosts, ms (default 50)")
+    add("--windows", type=int, default=20, help="number of measured windows (default 20)")
+    add("--warmup", type=int, default=10, help="rounds before those (default 10)")
+    add("--mtu", type=int, default=9000, help="MTU of the hosts; small packets cost the lab CPU")
+    add("--nice", type=int, default=0, help="niceness of this session; -20: before other programs")
     add("--rerun", action="store_true", help="measure")
-    add("--save", action="store_true", help="keep what was measured")
+    add("--save", action="store_true", help="save what was measured")
     add("--log", type=Path, default=ROOT / "build" / "bench_utilisation.log")
-    add("--json", action="store_true", help="the rows as JSON on the last line")
+    add("--json", action="store_true", help="print the rows as JSON on the last line")
     return arguments
 
 
@@ -339,7 +343,7 @@ def main() -> int:
     rows = saved()
     if options.rerun or not rows:
         if why := lab_is_possible():
-            print(f"bench: no lab of hosts here: {why}", file=sys.stderr)
+            print(f"bench: cannot start the hosts: {why}", file=sys.stderr)
             return 2
         options.log.parent.mkdir(exist_ok=True)
         rows = []

@@ -1,14 +1,14 @@
-"""Peers of speeds 1, 2 and 4 in one real run, with equal windows and with windows by their speed.
+"""Run peers of speeds 1, 2 and 4 with equal windows and with windows by their speed.
 
     ./scripts/bench windows                        both, 16 rounds each: about six minutes
     ./scripts/bench windows --rounds 30 --json
 
-Coordinator and peers are processes, as `atoll demo` starts them; the model is nano with small
-batches, and each of its steps lasts as long as its peer's speed says, most of it asleep, so that
-what else the machine does changes little.
+The coordinator and the peers are processes, started as `atoll demo` starts them. The model is nano
+with small batches. The duration of a step depends on its peer's speed and is mostly sleep, so other
+programs on the machine change little.
 
     all here      rounds with a contribution of every peer
-    waited        share of the time in which a peer waited for others, mean and most
+    waited        fraction of the time in which a peer waited for others, mean and maximum
 """
 
 import argparse
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 SPEEDS = (1.0, 2.0, 4.0)
 WINDOWS = ("equal", "deadline")
-PACE = "ATOLL_BENCH_STEP_S"  # environment of a peer's process
+PACE = "ATOLL_BENCH_STEP_S"  # environment variable of a peer's process
 
 
 class Paced(nn.Module):
-    """A model whose training steps begin no sooner than so many seconds after each other."""
+    """A model whose training steps begin at least this many seconds after one another."""
 
     def __init__(self, inner: nn.Module, step_s: float) -> None:
         """`inner` is the model that trains."""
@@ -37,7 +37,7 @@ class Paced(nn.Module):
         self.inner, self._step_s, self._next_s = inner, step_s, 0.0
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """As the inner model; sleeps where a step would begin too soon."""
+        """Run the inner model; sleep if a step would begin too soon."""
         if self.training:
             now_s = time.monotonic()
             time.sleep(max(0.0, self._next_s - now_s))
@@ -46,7 +46,7 @@ class Paced(nn.Module):
 
 
 def paced(*, vocab_size: int, seq_len: int) -> nn.Module:
-    """What `model.custom` names."""
+    """Build the model, as named by `model.custom`."""
     from atoll.peer.training import models
 
     config = models.preset("nano", {}, vocab_size=vocab_size, seq_len=seq_len)
@@ -60,13 +60,13 @@ class Row:
     windows: str
     rounds: int
     members: float
-    """of a round, on average"""
+    """mean per round"""
     all_here: int
     tokens: int
     seconds: float
     """from the first decided round to the last"""
     waited: tuple[float, ...]
-    """share of the time, of each peer, the slowest first"""
+    """fraction of the time, per peer, the slowest first"""
     valid_loss: float
 
 
@@ -90,7 +90,7 @@ def spec_of(options, windows):
 
 
 async def run(options, windows, out):
-    """A whole run; its row."""
+    """Run one setting; return its row."""
     from atoll.coordinator.checkpoints import load_checkpoint
     from atoll.peer.lab.demo import Demo, DemoOptions
     from atoll.peer.lab.summary import held_out_loss, read_log
@@ -136,7 +136,7 @@ def line(row):
 
 
 def as_atoll(step_s, arguments):
-    """Be a process of the run: `atoll ARGUMENTS`, a peer's at its speed."""
+    """Run `atoll ARGUMENTS` as a process of the run, a peer's at its speed."""
     from atoll.peer.cli.main import main
 
     if arguments[0] == "peer":
@@ -151,11 +151,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--inner-steps", type=int, default=12)
-    parser.add_argument("--step-ms", type=float, default=300.0, help="of the fastest peer")
-    parser.add_argument("--windows", choices=WINDOWS, help="one kind only")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=300.0,
+        help="step time of the fastest peer, ms (default 300)",
+    )
+    parser.add_argument("--windows", choices=WINDOWS, help="only this kind of windows")
+    parser.add_argument("--json", action="store_true", help="print the rows as one line of JSON")
     options = parser.parse_args()
-    here = str(Path(__file__).parent)  # of the children too, for `model.custom`
+    here = str(Path(__file__).parent)  # for child processes too, because of `model.custom`
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     print(
         f"{'windows':10}{'rounds':>8}{'members':>10}{'all here':>10}{'tokens':>11}{'time':>10}"

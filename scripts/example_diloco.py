@@ -1,15 +1,15 @@
-"""Your own model and your own loop, with DiLoCo in three lines.
+"""Train your own model in your own loop, with DiLoCo in three lines.
 
     python scripts/example_diloco.py                      four workers in this process, no network
     python scripts/example_diloco.py --invite atoll1...   one peer of a run
 
-Any torch module and any torch optimizer will do. To train this model in a run, let its RUN.toml
-name it, and start the coordinator from the folder `scripts`, where it finds it:
+Any torch module and any torch optimizer will do. To train this model in a run, name it in RUN.toml
+and start the coordinator from the folder `scripts`, where it can import the module:
 
     [model]
     custom = "example_diloco:build"
 
-The peers of that run may be this script, each with a --state-dir of its own, or `atoll peer`.
+The peers of that run may be this script, each with its own --state-dir, or `atoll peer`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ INNER_STEPS = 10
 
 
 class ByteModel(nn.Module):
-    """Guesses a byte from the eight before it: nothing in it knows of Atoll."""
+    """Predicts a byte from the eight before it; nothing in it depends on Atoll."""
 
     def __init__(self, vocab_size: int = 256) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ByteModel(nn.Module):
 
 
 def build(*, vocab_size: int, seq_len: int, **_: object) -> nn.Module:
-    """What a RUN.toml names as `custom`."""
+    """Build the model, as named by `custom` in RUN.toml."""
     return ByteModel(vocab_size)
 
 
@@ -65,9 +65,9 @@ class Text:
 
 
 def train(reducer: Reducer, seed: int, steps: int, inner_steps: int = INNER_STEPS, join=DiLoCo):
-    """The whole loop. A generator only so that several workers can take turns in one process.
+    """Run the whole loop, as a generator only so that workers can alternate in one process.
 
-    A run of another method than DiLoCo gives its own worker to join with.
+    With a method other than DiLoCo, pass that method's worker as `join`.
     """
     model = ByteModel()
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -79,8 +79,8 @@ def train(reducer: Reducer, seed: int, steps: int, inner_steps: int = INNER_STEP
         loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
         inner.zero_grad()
         loss.backward()
-        diloco.step(tokens=tokens_BT.numel(), loss=loss)  # 2: in place of inner.step()
-        yield diloco.statistics()  # 3: see how it goes
+        diloco.step(tokens=tokens_BT.numel(), loss=loss)  # 2: instead of inner.step()
+        yield diloco.statistics()  # 3: watch the progress
 
 
 def in_process(workers: int, steps: int) -> None:
@@ -104,7 +104,7 @@ def networked(invite: str, state_dir: Path, steps: int) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with closing(connect(invite, state_dir=state_dir, name=state_dir.name)) as reducer:
         run, inner_steps, position = reducer.spec.run, reducer.spec.outer.inner_steps, 0
-        seed = int.from_bytes(reducer.peer_id.encode()[-4:])  # every peer has a text of its own
+        seed = int.from_bytes(reducer.peer_id.encode()[-4:])  # gives every peer its own text
         for statistics in train(reducer, seed, steps, inner_steps, reducer.method.worker):
             if statistics.position > position and not math.isnan(statistics.loss):
                 position = statistics.position
@@ -116,8 +116,12 @@ def networked(invite: str, state_dir: Path, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=150, help="inner steps of each worker")
-    parser.add_argument("--invite", help="join this run in place of workers in one process")
+    parser.add_argument(
+        "--steps", type=int, default=150, help="inner steps of each worker (default 150)"
+    )
+    parser.add_argument(
+        "--invite", help="invite of the run to join; without it, workers run in one process"
+    )
     parser.add_argument("--state-dir", type=Path, default=Path("example-state"))
     options = parser.parse_args()
     if options.invite:

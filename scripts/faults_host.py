@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""One host of `scripts/bench_faults.py`: reduces on, and tells what it sees while things break.
+"""One host of `scripts/bench_faults.py`: keeps reducing and reports events while faults strike.
 
     faults_host.py NAME '{"host": 0, "ips": ["10.77.0.1", ...], "params": 10000000, ...}'
 
-Commands come as lines of JSON on stdin.  Answers and events go as lines of JSON to stdout:
+Commands arrive as lines of JSON on stdin. Answers and events leave as lines of JSON on stdout:
 
-    (start)                         -> {"hello": what the others must know}
+    (start)                         -> {"hello": what the other hosts must know}
     {"meet": [hello of every host]} -> {"met": true}
-    {"go": seconds}                 -> {"going": true}   ours: windows of so many seconds, for ever
+    {"go": seconds}                 -> {"going": true}   atoll: windows of this length, for ever
     {"round": k}                    -> {"going": true}   others: one reduction
-    {"lie": true}                   -> {"lies": true}    NaN from now on
+    {"lie": true}                   -> {"lies": true}    sends NaN from now on
     {"die_at": "vote"}              -> {"armed": true}   SIGKILL to itself when the first vote on an
-                                                         entry that it leads has come, or "commit":
-                                                         when it holds the certificate, alone
+                                                         entry that it leads arrives, or "commit":
+                                                         when it alone holds the certificate
     {"result": true}                -> {"sample": [...], "untouched": share, "finite": ...}  others
 
     {"event": "reduce", "position": p, "leader": PeerID, "at_s": t}
     {"event": "commit", "position": p, "kind": ..., "members": [PeerID], "cells": {PeerID: n}, ...}
     {"event": "said", "text": ..., "at_s": t}
-    {"event": "ended", "position": k, "at_s": t, "failed": ...}     others: the reduction is over
+    {"event": "ended", "position": k, "at_s": t, "failed": ...}     others: end of the reduction
 
 Times are on CLOCK_MONOTONIC.
 """
@@ -42,12 +42,12 @@ from atoll.optim.state.layout import CELL
 
 Tell = Callable[[Facts], None]
 
-SAMPLE_STEP = 10_007  # values between two that are compared
+SAMPLE_STEP = 10_007  # distance of the values that are compared
 POLL_S = 0.002
 
 
 class SteadyHost(RoundsHost):
-    """A peer that offers a window after the other, catches up, and tells."""
+    """A peer that submits one window after another, catches up, and reports events."""
 
     def __init__(self, place: Place, tell: Tell) -> None:
         super().__init__(place)
@@ -109,7 +109,7 @@ class SteadyHost(RoundsHost):
             os.kill(os.getpid(), signal.SIGKILL)
 
     async def go(self, window_s: float) -> None:
-        """Window after window; always the same pseudo-gradient, encoded once."""
+        """Submit window after window, always the same pseudo-gradient, encoded once."""
         from atoll.peer.rounds.engine import OfferedWindow
 
         offer, number = await self.compute(self.feedback.offer, self.delta_N, 1000.0), 0
@@ -131,7 +131,7 @@ class SteadyHost(RoundsHost):
         return replace(offer, frames=(self._nan(offer.frames[0]), *offer.frames[1:]))
 
     def _nan(self, frame: bytes) -> bytes:
-        """A cell of all ones, which are NaN in every float, with a checksum that fits."""
+        """A cell whose bits are all ones, which is NaN in every float, with a valid checksum."""
         from atoll.compression.base import HEADER_BYTES
 
         bad = bytearray(b"\xff" * len(frame))
@@ -177,7 +177,7 @@ class SteadyHost(RoundsHost):
 
 
 class RivalHost:
-    """Somebody else's reduction, in a thread of its own, so that a stuck one can be told."""
+    """Another system's reduction in its own thread, so that a stuck one can be reported."""
 
     def __init__(self, name: str, place: Place, tell: Tell) -> None:
         import allreduce_rivals
@@ -223,7 +223,7 @@ class RivalHost:
         torch.distributed.all_reduce = told
 
     def _watch_averager(self) -> None:
-        """Tell when its process starts to reduce."""
+        """Report when its process starts to reduce."""
         before_s = self.host.averager.times[0]
         while self.host.averager.times[0] == before_s:
             time.sleep(POLL_S)
@@ -243,7 +243,7 @@ class RivalHost:
 
 
 async def obey(host: Any, ask: Facts, tasks: list[asyncio.Task[None]]) -> Facts:
-    """Do one command; its answer."""
+    """Execute one command; return its answer."""
     if "meet" in ask:
         await host.meet(ask["meet"], ask)
         return {"met": True}
@@ -266,7 +266,7 @@ async def obey(host: Any, ask: Facts, tasks: list[asyncio.Task[None]]) -> Facts:
 
 
 async def serve(host: Any, tell: Tell) -> None:
-    """Do what stdin says until it ends."""
+    """Execute the commands on stdin until it ends."""
     loop, tasks = asyncio.get_running_loop(), []
     tell({"hello": await host.hello()})
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -276,7 +276,7 @@ async def serve(host: Any, tell: Tell) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     answers, lock = os.fdopen(os.dup(1), "w", buffering=1), threading.Lock()
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
 
     def tell(facts: Facts) -> None:
         with lock, suppress(BrokenPipeError):
@@ -285,7 +285,7 @@ def main() -> None:
     name, place = sys.argv[1], Place(**json.loads(sys.argv[2]))
     host = SteadyHost(place, tell) if name == "atoll" else RivalHost(name, place, tell)
     asyncio.run(serve(host, tell))
-    os._exit(0)  # libraries that keep threads for ever must not keep the host
+    os._exit(0)  # libraries' threads that never end must not keep the host alive
 
 
 if __name__ == "__main__":

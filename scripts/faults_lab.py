@@ -1,8 +1,8 @@
-"""Hosts for `scripts/bench_faults.py`: processes in the lab that can be struck, and what they tell.
+"""Hosts for `scripts/bench_faults.py`: processes in the lab that faults can strike.
 
-Victim      a host's processes: killed, frozen, thawed, without their p2pd
-SplitLab    a lab that can be cut in two
-Scene       hosts that know each other, and their events
+Victim      a host's processes, which can be killed, frozen, thawed, or lose their p2pd
+SplitLab    a lab that can be partitioned
+Scene       hosts that have met, and their events
 """
 
 import json
@@ -26,15 +26,15 @@ from bench_allreduce import introduce
 from wan_lab import Link, WanLab
 
 HOST = Path(__file__).resolve().parent / "faults_host.py"
-ANSWER_S = 120.0  # for any one answer of a host
+ANSWER_S = 120.0  # for a single answer of a host
 
 
 class SceneError(RuntimeError):
-    """A host ended or said nothing where it should have."""
+    """A host ended, or did not report what it should have."""
 
 
 class Victim:
-    """A host, the line to it, and what can be done to its processes."""
+    """A host, the pipes to it, and the faults that can strike its processes."""
 
     def __init__(
         self, lab: WanLab, name: str, place: Place, log: IO[bytes], folder: str, nice: int
@@ -58,7 +58,7 @@ class Victim:
                 "TMPDIR": folder,
             },
         )
-        if nice:  # of the session: the niceness of a process counts within its session only
+        if nice:  # for the session: the niceness of a process counts within its session only
             Path(f"/proc/{self.process.pid}/autogroup").write_text(str(nice))
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -70,29 +70,29 @@ class Victim:
                 self._heard.notify_all()
 
     def ask(self, question: Facts) -> None:
-        """Tell the host what to do."""
+        """Send a command to the host."""
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Facts:
-        """What it says to that."""
+        """Return the host's answer to the last command."""
         with self._heard:
             if not self._heard.wait_for(lambda: self._answers, ANSWER_S):
                 raise SceneError(f"host {self.place.host} gave no answer; see the log")
             return self._answers.pop(0)
 
     def find(self, event: str, **fields: Any) -> Facts | None:
-        """The first event of a kind with these fields."""
+        """Return the first event of this kind with these fields."""
         with self._heard:
             wanted = {"event": event, **fields}
             return next((e for e in self.events if wanted.items() <= e.items()), None)
 
     def commits(self) -> list[Facts]:
-        """What it has committed so far."""
+        """Return the events of all positions that it has committed so far."""
         with self._heard:
             return [e for e in self.events if e["event"] == "commit"]
 
-    # what may happen to it
+    # faults
 
     def _tree(self) -> list[psutil.Process]:
         try:
@@ -108,23 +108,23 @@ class Victim:
                     process.send_signal(number)
 
     def kill(self) -> None:
-        """End all its processes at once."""
+        """Kill all its processes at once."""
         self._signal(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """Stop all its processes; the connections stay."""
+        """Stop all its processes; its connections stay open."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Let its processes continue."""
         self._signal(signal.SIGCONT)
 
     def kill_p2pd(self) -> None:
-        """End its libp2p daemon alone."""
+        """Kill only its libp2p daemon."""
         self._signal(signal.SIGKILL, "p2pd")
 
     def end(self) -> None:
-        """Close its input, and kill what is left."""
+        """Close its stdin, and kill what is left."""
         left = self._tree()
         self.thaw()
         with suppress(OSError):
@@ -138,10 +138,10 @@ class Victim:
 
 
 class SplitLab(WanLab):
-    """A lab that loses what goes from one side to the other."""
+    """A lab that can drop all packets from one side to the other."""
 
     far: Collection[int] = ()
-    """hosts on the other side"""
+    """hosts on the other side of the partition"""
 
     def _destination(self, source: int, packet: bytes) -> int | None:
         to = super()._destination(source, packet)
@@ -149,12 +149,12 @@ class SplitLab(WanLab):
 
 
 class Scene:
-    """Hosts of one kind in a lab of their own."""
+    """Hosts of one system in a lab of their own."""
 
     def __init__(
         self, name: str, links: Sequence[Link], params: int, log: IO[bytes], *, nice: int = 0
     ) -> None:
-        """`name`: ours ("atoll"), or one of `allreduce_rivals`; `nice` towards other programs."""
+        """`name`: "atoll" or one of `allreduce_rivals`; `nice`: relative to other programs."""
         self.name, self.params, self.log, self.nice = name, params, log, nice
         self.lab = SplitLab(links, congestion="cubic")
         self.hosts: list[Victim] = []
@@ -191,7 +191,7 @@ class Scene:
         introduce(self.name, [_Introduced(host, self.ids) for host in self.hosts], self.params)
 
     def _write_events(self) -> None:
-        """Keep what the hosts said in the log."""
+        """Write the events of all hosts to the log."""
         told = [(e["at_s"], h.place.host, e) for h in self.hosts for e in h.events if "at_s" in e]
         for at_s, host, event in sorted(told, key=lambda one: one[0]):
             line = f"{at_s:.3f} host {host} {json.dumps(event)}\n"
@@ -200,28 +200,28 @@ class Scene:
             self.log.write(line.encode())
 
     def tell_all(self, question: Facts) -> None:
-        """All hosts do it at once."""
+        """Send a command to all hosts at once."""
         for host in self.hosts:
             host.ask(question)
         for host in self.hosts:
             host.answer()
 
     def tell(self, host: int, question: Facts) -> Facts:
-        """One host does it; its answer."""
+        """Send a command to one host; return its answer."""
         self.hosts[host].ask(question)
         return self.hosts[host].answer()
 
     @property
     def everyone(self) -> range:
-        """The numbers of the hosts."""
+        """The indices of all hosts."""
         return range(len(self.hosts))
 
     def others(self, *victims: int) -> list[int]:
-        """The hosts that nothing happens to."""
+        """The hosts that are not struck."""
         return [i for i in range(len(self.hosts)) if i not in victims]
 
     def until(self, condition: Callable[[], Any], timeout_s: float) -> Any:
-        """What the condition gives once it gives something; None after the time."""
+        """Poll a condition until it returns something; None after the time limit."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             if found := condition():
@@ -230,14 +230,14 @@ class Scene:
         return None
 
     def first_reduce(self, position: int, timeout_s: float = ANSWER_S) -> Facts:
-        """The event of the first host that reduces at a position.
+        """Return the event of the first host that reduces at a position.
 
         Raises:
-            SceneError: none did.
+            SceneError: no host did.
         """
         found = self.until(lambda: self._first("reduce", position), timeout_s)
         if found is None:
-            raise SceneError(f"{self.name}: no host came to reduce position {position}")
+            raise SceneError(f"{self.name}: no host started to reduce position {position}")
         return found
 
     def _first(self, event: str, position: int) -> Facts | None:
@@ -247,7 +247,7 @@ class Scene:
     def committed_s(
         self, hosts: Sequence[int], position: int, timeout_s: float = 60.0
     ) -> float | None:
-        """When the last of these hosts committed a position; None where one never did."""
+        """Return when the last of these hosts committed a position; None if one never did."""
 
         def all_there() -> list[float] | None:
             found = [self.hosts[i].find("commit", position=position) for i in hosts]
@@ -257,11 +257,11 @@ class Scene:
         return max(times) if times else None
 
     def position(self) -> int:
-        """The furthest position that somebody has committed; -1 before the first."""
+        """Return the highest position that any host has committed; -1 before the first."""
         return max((c["position"] for h in self.hosts for c in h.commits()), default=-1)
 
     def member_again_s(self, host: int, after: int, timeout_s: float = 60.0) -> float | None:
-        """When a host first committed an entry beyond a position that counts all of its cells."""
+        """Return when a host first committed a later entry that counts all cells of this host."""
 
         def counted() -> float | None:
             mine = (
@@ -274,7 +274,7 @@ class Scene:
         return self.until(counted, timeout_s)
 
     def chains_agree(self) -> bool:
-        """Whether no two hosts hold different entries at a position."""
+        """Return whether no two hosts hold different entries at a position."""
         chains: dict[int, set[str]] = {}
         for host in self.hosts:
             for commit in host.commits():
@@ -283,7 +283,7 @@ class Scene:
 
 
 class _Introduced:
-    """A host while it is introduced; notes its PeerID."""
+    """Introduce a host, noting its PeerID."""
 
     def __init__(self, host: Victim, ids: list[str]) -> None:
         self.ask, self._host, self._ids = host.ask, host, ids

@@ -1,8 +1,8 @@
 """Whole runs for `scripts/bench_faults.py`: `atoll coordinator` and `atoll peer` in the lab.
 
-For faults that a group of rounds alone does not outlive: those in which the coordinator has a part,
-and those of a peer that comes. Everything is as people start it; the model is one of a million
-parameters whose step takes as long as it says, and what is told is what `atoll status` shows.
+These are for faults that a group of rounds alone cannot show: those that involve the coordinator,
+and those of a peer that joins. All processes are started as a user would start them. The model has
+a million parameters, and its step takes a set time. Results come from `atoll status`.
 
 RunScene    a coordinator on the last host of a lab, peers on the others
 """
@@ -31,9 +31,9 @@ from wan_lab import Link
 from atoll.coordinator.run.spec import RunSpec, template
 
 INNER_STEPS = 4
-STEP_S = 0.5  # a window of two seconds
+STEP_S = 0.5  # gives a window of two seconds
 START_S = 120.0  # for anything that starts a process
-EPOCH_S = 240.0  # the coordinator waits 60 s, or three rounds of those before, if longer
+EPOCH_S = 240.0  # the coordinator waits 60 s, or three earlier rounds if longer
 AN_HOUR_S = 3600.0
 
 MODEL = f"""
@@ -58,7 +58,7 @@ def build(*, vocab_size, seq_len):
 ATOLL = """
 import sys, time
 real, ahead_s = time.time, float(sys.argv.pop(1))
-time.time = lambda: real() + ahead_s  # what a machine would say whose clock is that far ahead
+time.time = lambda: real() + ahead_s  # as on a machine whose clock is ahead
 from atoll.peer.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -77,12 +77,12 @@ while True:
 
 
 class RunScene:
-    """A coordinator and peers that train, and the newest status. Times are seconds since 1970."""
+    """A coordinator, peers that train, and the newest status. Times are seconds since 1970."""
 
     def __init__(
         self, name: str, links: Sequence[Link], params: int, log: IO[bytes], *, nice: int = 0
     ) -> None:
-        """One peer for each link; the coordinator has a link of its own, like the first."""
+        """One peer per link; the coordinator has a separate link like the first."""
         del name, params, nice
         self.lab = SplitLab([*links, links[0]], congestion="cubic")
         self.log = log
@@ -109,7 +109,7 @@ class RunScene:
 
     @property
     def num_peers(self) -> int:
-        """Hosts for peers, whether or not they have started."""
+        """The indices of the peers' hosts, whether or not a peer has started there."""
         return len(self.lab.links) - 1
 
     def _popen(self, host: int, words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -158,16 +158,16 @@ class RunScene:
                 "round": {
                     "min_peers": self.num_peers - 1,
                     "snapshot_every": 2,
-                },  # one may come later
+                },  # one more may join later
                 "coordinator": {"listen": f"{ip}:7700", "dht_listen": f"{ip}:7701"},
             }
         )
         (self.folder / "RUN.toml").write_text(template(spec))
 
-    # what is done to it
+    # faults
 
     def start_peer(self, host: int, *, ahead_s: float = 0.0) -> None:
-        """Start the peer of a host, whose clock is so many seconds ahead."""
+        """Start the peer of a host, with its clock this many seconds ahead."""
         listen = f"/ip4/{self.lab.ip(host)}/tcp/4001"
         words = ["peer", "invite", "--state-dir", f"p{host}", "--name", f"p{host}"]
         self.peers[host] = self._popen(
@@ -175,21 +175,21 @@ class RunScene:
         )
 
     def begin(self, hosts: Sequence[int]) -> None:
-        """Start peers, and wait until all of them are in a round."""
+        """Start peers, and wait until all of them take part in a round."""
         for host in hosts:
             self.start_peer(host)
         if self.counted_at(len(hosts), 0) is None:
-            raise SceneError("the undisturbed rounds did not come about")
+            raise SceneError("the peers did not complete the undisturbed rounds")
 
     def kill(self, *hosts: int) -> None:
-        """SIGKILL to all processes of hosts, at once."""
+        """Send SIGKILL to all processes of these hosts at once."""
         for host in hosts:
             _signal_tree(self.peers[host], signal.SIGKILL)
 
-    # what is seen
+    # observations
 
     def until(self, condition: Callable[[], Any], timeout_s: float) -> Any:
-        """What the condition gives once it gives something; None after the time."""
+        """Poll a condition until it returns something; None after the time limit."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             if found := condition():
@@ -198,17 +198,17 @@ class RunScene:
         return None
 
     def rounds(self, after: int) -> list[Facts]:
-        """The rounds beyond a position, oldest first."""
+        """Return the rounds beyond a position, oldest first."""
         return [row for row in self.status.get("history", []) if row["position"] > after]
 
     def position(self) -> int:
-        """Of the coordinator's log."""
+        """Return the position of the coordinator's log."""
         return self.status.get("position", 0)
 
     def counted_at(
         self, members: int, after: int, timeout_s: float = START_S, *, at_most: int = 4096
     ) -> float | None:
-        """When the first round with so many members was decided beyond a position."""
+        """Return when the first round with this many members was decided beyond a position."""
 
         def found() -> Facts | None:
             rows = self.rounds(after)
@@ -218,17 +218,17 @@ class RunScene:
         return row["at"] if row else None
 
     def said_at(self, text: str, after_s: float) -> float | None:
-        """When the run's events first told of something."""
+        """Return when the run's events first mentioned a text."""
         events = (e for e in self.status.get("events", []) if e["at"] >= after_s)
         return next((e["at"] for e in events if text in e["text"]), None)
 
     def state_of(self, host: int) -> Facts:
-        """A peer as the coordinator shows it; empty if it does not."""
+        """Return a peer as the coordinator shows it; empty if it does not."""
         peers = self.status.get("peers", [])
         return next((p for p in peers if p["name"] == f"p{host}"), {})
 
     def states_agree(self, hosts: Sequence[int]) -> bool:
-        """Whether all of them come to tell the digest of one state, and it is the same."""
+        """Return whether all of them come to report the same state digest."""
         told: dict[int, dict[int, str]] = {}
 
         def all_told() -> dict[int, str] | None:
@@ -253,7 +253,7 @@ def _signal_tree(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def most_die_at_once(scene: RunScene) -> Strike:
-    """All but one: nobody may decide until the coordinator opens an epoch."""
+    """Kill all peers but one; nobody can decide until the coordinator opens an epoch."""
     everyone = range(scene.num_peers)
     scene.begin(everyone)
     survivor, *struck = everyone
@@ -262,7 +262,7 @@ def most_die_at_once(scene: RunScene) -> Strike:
     scene.kill(*struck)
     position = scene.position()
     if not scene.until(lambda: scene.said_at("epoch 1 opened", at_s), EPOCH_S):
-        return Strike(seconds=None, outcome="no epoch was opened")
+        return Strike(seconds=None, outcome="the coordinator opened no epoch")
     opened_s = scene.said_at("epoch 1 opened", at_s) - at_s
     decided = scene.counted_at(1, position)
     if decided is None:
@@ -277,12 +277,12 @@ def most_die_at_once(scene: RunScene) -> Strike:
         seconds=decided - at_s,
         back_s=again - began_s if again else None,
         outcome=f"no round until the coordinator opens an epoch, after {opened_s:.0f} s; "
-        f"peer {survivor} goes on alone; started again all are counted, {agree}",
+        f"peer {survivor} continues alone; after a restart all are counted, {agree}",
     )
 
 
 def one_after_another(scene: RunScene) -> Strike:
-    """A peer is killed as soon as a round without the one before is decided; then one joins."""
+    """Kill a peer as soon as a round without the previous one is decided; then start one."""
     *hosts, joiner = range(scene.num_peers)
     scene.begin(hosts)
     took = []
@@ -292,7 +292,7 @@ def one_after_another(scene: RunScene) -> Strike:
         scene.kill(host)
         decided = scene.counted_at(left, position, EPOCH_S, at_most=left)
         if decided is None:
-            return Strike(seconds=None, outcome=f"no round with {left} after the kill")
+            return Strike(seconds=None, outcome=f"no round with {left} members after the kill")
         took.append(decided - at_s)
     base, began_s = scene.position(), time.time()
     scene.start_peer(joiner)
@@ -303,14 +303,14 @@ def one_after_another(scene: RunScene) -> Strike:
     return Strike(
         seconds=max(took),
         back_s=counted - began_s if counted else None,
-        outcome=f"{len(hosts)} peers become one, a round each time after {each} s, {epochs} new "
-        "epochs: of two the first alone is half that counts; who joins then recovers from it, "
+        outcome=f"{len(hosts)} peers become one, with a round each time after {each} s, {epochs} "
+        "new epochs: of two peers only the first is a quorum; a joiner then recovers from it, "
         f"{'the same states' if agree else 'STATES DIFFER'}",
     )
 
 
 def clock_is_wrong(scene: RunScene) -> Strike:
-    """A peer whose clock is an hour ahead joins those that train."""
+    """Let a peer whose clock is an hour ahead join those that train."""
     *hosts, late = range(scene.num_peers)
     scene.begin(hosts)
     base, at_s = scene.position(), time.time()
@@ -321,7 +321,7 @@ def clock_is_wrong(scene: RunScene) -> Strike:
     agree = "the same states" if scene.states_agree([*hosts, late]) else "STATES DIFFER"
     return Strike(
         seconds=counted - at_s,
-        outcome=f"it joins, and is counted that long after the start of its process; {agree}",
+        outcome=f"it joins, and is counted this long after the start of its process; {agree}",
     )
 
 
@@ -352,12 +352,11 @@ except Exception as error:
 
 
 class TwoNodes:
-    """Two hosts of a lab and nothing on them yet."""
+    """Two hosts of a lab with no processes yet."""
 
     def __init__(
         self, name: str, links: Sequence[Link], params: int, log: IO[bytes], *, nice: int = 0
     ) -> None:
-        """See `RunScene`."""
         del name, params, nice
         self.lab, self.log = SplitLab(links[:2], congestion="cubic"), log
 
@@ -389,12 +388,12 @@ class TwoNodes:
 
 
 def hivemind_with_a_wrong_clock(scene: TwoNodes) -> Strike:
-    """A DHT node an hour ahead meets one that is right."""
+    """Let a DHT node whose clock is an hour ahead meet one whose clock is right."""
     address = scene.run(0, FIRST_NODE).stdout.readline().strip()
     said: list[str] = []
     shifted = scene.run(1, SHIFTED_NODE, address)
     reader = threading.Thread(target=lambda: said.append(shifted.stdout.readline()), daemon=True)
     reader.start()
     reader.join(PATIENCE_S)
-    outcome = said[0].strip() if said else f"says nothing for {PATIENCE_S:.0f} s"
+    outcome = said[0].strip() if said else f"prints nothing for {PATIENCE_S:.0f} s"
     return Strike(seconds=None, outcome=f"its DHT node {outcome}")

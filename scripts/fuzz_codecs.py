@@ -3,9 +3,9 @@
 
     .venv/bin/python scripts/fuzz_codecs.py --messages 1000000
 
-Mutations: bit flips, bytes overwritten, truncation, extension, runs copied elsewhere, plain
-noise.  Half of the messages get a correct checksum afterwards, as a hostile sender would give
-them.  A message that takes a second of CPU or allocates far beyond its tensor is a failure too.
+Mutations are bit flips, overwritten bytes, truncation, extension, copied runs and plain noise. Half
+of the messages get a correct checksum afterwards, as a hostile sender would provide. A message that
+takes a second of CPU time or allocates far more than its tensor is a failure too.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def mutate(rng, frame):
 
 
 def reseal(data):
-    """Make the checksum of a damaged frame right."""
+    """Correct the checksum of a damaged frame."""
     if len(data) >= 8:
         payload = torch.frombuffer(bytearray(data[8:]) or bytearray(1), dtype=torch.uint8)
         seal = Checksum(payload[: len(data) - 8]).value(bytes(data[:4]))
@@ -89,7 +89,7 @@ def reseal(data):
 def attack(rng, codec, frame, shape):
     """Send one mutated frame; return whether it was refused.
 
-    Raises whatever else than CodecError comes out of a codec, and AssertionError.
+    Raises AssertionError, and any exception of a codec other than CodecError.
     """
     data = mutate(rng, frame)
     if rng.random() < 0.5:
@@ -117,7 +117,7 @@ def targets():
 
 
 def fuzz(messages, seed):
-    """Send that many messages; return (refused, decoded, KiB of memory it grew by)."""
+    """Send this many messages; return (refused, decoded, KiB of memory growth)."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
     everything = targets()

@@ -1,12 +1,12 @@
-"""Write peer/lab/measured.json, the losses that advice goes by, from what docs/benchmarks holds.
+"""Write peer/lab/measured.json, the losses that advice is based on, from docs/benchmarks.
 
-    scripts/measured.py            say what would be in it
+    scripts/measured.py            print it
     scripts/measured.py --write
 
-Rows are compared as `bench_methods` does: each method at its own rate, over the seeds that both
-have. Of a method that was measured several times the row of the longest run counts, then of most
-seeds, then of `diloco`'s window, then the lowest. A row needs four workers, and `diloco` with int8
-and `ddp` beside it.
+Rows are compared as in `bench_methods`: each method at its own rate, over the seeds that both have.
+If a method was measured several times, the row of the longest run counts, then the one with most
+seeds, then the one with `diloco`'s window, then the one with the lowest loss. A row needs four
+workers, and `diloco` with int8 and `ddp` to compare with.
 """
 
 import argparse
@@ -26,11 +26,11 @@ TARGET = ROOT / "peer" / "lab" / "measured.json"
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 WORKERS = 4  # in the tables of methods and windows
 BY_WORKERS = (1, 2, 4, 8)
-LONG_STEPS = 1_600  # of the table by windows: the longest that docs/benchmarks/outer.json has
+LONG_STEPS = 1_600  # of the table by windows, the longest in docs/benchmarks/outer.json
 
 
 def name_of(settings):
-    """The method's spec without what a run of this length and size takes by itself."""
+    """Return the method's spec without the options that a run of this size has by default."""
     method, given = methods.parse(settings["spec"]), methods.given(settings["spec"])
     run = run_of(settings)
     left_open = methods.defaults_for(
@@ -49,7 +49,7 @@ def name_of(settings):
 
 
 def run_of(settings):
-    """What was run, apart from the method."""
+    """Return the settings of the run, apart from the method."""
     known = {field.name for field in fields(Settings)}
     return Settings(**{key: value for key, value in settings.items() if key in known})
 
@@ -59,14 +59,14 @@ def text(value):
 
 
 def groups():
-    """Rows that are compared, of methods with their own inner optimizers."""
+    """Return the groups of compared rows, of methods with their own inner optimizers."""
     rows = json.loads((BENCHMARKS / "methods.json").read_text())
     own = [row for row in rows if not row["settings"].get("inner")]
     return grouped([row for row in own if row["workers"] == WORKERS])
 
 
 def table():
-    """The fields of `Measured` for each method, those of the longest runs first."""
+    """Return the fields of `Measured` for each method, longest runs first."""
     kept = {}
     for group in groups():
         named = [row | {"name": name_of(row["settings"])} for row in group]
@@ -81,14 +81,14 @@ def table():
 
 
 def rank_of(row, diloco):
-    """The greatest is taken."""
+    """Return the sort key of a row; the row with the highest counts."""
     own = row["settings"]
     beside = own["inner_steps"] == diloco["settings"]["inner_steps"]
     return own["tokens"], row["seeds"], beside, -row["valid_loss"]
 
 
 def entry(row, diloco):
-    """What is written of a row."""
+    """Return the fields to write for a row."""
     own = row["settings"]
     return {
         "spec": row["name"],
@@ -100,7 +100,7 @@ def entry(row, diloco):
 
 
 def at_equal_windows(row, diloco):
-    """Share above `diloco`, less what `diloco` itself loses by windows of the row's length."""
+    """Return the gap to `diloco`, minus what `diloco` itself loses by windows of this length."""
     if methods.parse(row["settings"]["spec"]).every_step:
         return above(row, diloco)
     mine, its = (
@@ -110,7 +110,7 @@ def at_equal_windows(row, diloco):
 
 
 def by_window():
-    """H and the gap to data parallel, of the long table of outer.json."""
+    """Return H and the gap to data parallel, from the long table of outer.json."""
     saved = json.loads((BENCHMARKS / "outer.json").read_text()).values()
     long = [row for row in saved if row["settings"]["steps"] == LONG_STEPS]
     (base,) = [row["valid_loss"] for row in long if row["settings"]["method"] == "adamw"]
@@ -123,9 +123,9 @@ def by_window():
 
 
 def by_workers():
-    """The gap to data parallel by number of workers, of each method, where all of it was measured.
+    """Return each method's gap to data parallel by number of workers, if all were measured.
 
-    Of rows that differ in the method, its window and the number of workers alone.
+    The rows differ only in the method, its window and the number of workers.
     """
     alike = {}
     for row in json.loads((BENCHMARKS / "methods.json").read_text()):
@@ -142,7 +142,7 @@ def by_workers():
 
 
 def gaps_by_workers(rows, base):
-    """Of a method's setting that was measured with most numbers of workers."""
+    """Return the gaps of the setting that was measured with most numbers of workers."""
     named = {}
     for row in rows:
         if row["workers"] in base:
@@ -153,7 +153,7 @@ def gaps_by_workers(rows, base):
 
 
 def document():
-    """Return the text of peer/lab/measured.json: a row a line, so that changes can be read."""
+    """Return the text of peer/lab/measured.json, one row per line to keep diffs readable."""
     by_workers_rows = [
         f"  {json.dumps(name)}: {json.dumps(gaps)}" for name, gaps in by_workers().items()
     ]
@@ -174,7 +174,9 @@ def document():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the file")
+    parser.add_argument(
+        "--write", action="store_true", help="write the file instead of printing it"
+    )
     if parser.parse_args().write:
         TARGET.write_text(document(), encoding="utf-8")
     else:

@@ -1,4 +1,4 @@
-"""The picture of `./scripts/bench methods --plot`: what less traffic, size and workers cost."""
+"""The plot of `./scripts/bench methods --plot`: loss by traffic, model size and workers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,36 +20,36 @@ COLORS = {
 }
 OWN_CONSTANTS = ("lr", "momentum", "peers", "clip_norm")
 EVERY_STEP = ("ddp", "demo", "dlion")
-FOLLOWED = ("diloco", "muloco")  # over sizes and workers
+FOLLOWED = ("diloco", "muloco")  # plotted over sizes and workers
 WORKERS = 4
 TOKENS_PER_PARAM = 15
-MOST_GAP = 0.25  # what ends farther behind is left out
+MOST_GAP = 0.25  # rows farther behind are left out
 GAP = "loss above data parallel's, %"
 
 
 def draw(groups: Iterable[Sequence[dict]], path: Path) -> None:
     """Draw rows, grouped by those that are compared with one another.
 
-    The first panel has the group with most rows, every method and codec by its traffic; the
-    others follow two methods over models' sizes, and over workers at the first panel's size.
+    The first panel has the group with most rows: every method and codec by its traffic. The others
+    plot two methods over model sizes, and over workers at the first panel's size.
     """
     shown = [lowest(filter(_is_shown, rows)) for rows in groups]
     main = max(shown, key=len)
     points = [_point(row) for row in main]
     figure, panels = pictures.page(
-        f"Methods at {TOKENS_PER_PARAM} tokens a parameter: what little traffic costs",
+        f"Methods at {TOKENS_PER_PARAM} tokens per parameter: loss by traffic",
         widths=(2.6, 1, 1),
         size=(15, 6),
     )
     panels[0].set_xscale("log")
     pictures.dress(
         panels[0],
-        title=f"{_millions(main[0]):.2f}M parameters, {WORKERS} workers; down and right is better",
+        title=f"{_millions(main[0]):.2f}M parameters, {WORKERS} workers; lower right is better",
         x="times less traffic than data parallel in bf16",
         y=GAP,
     )
     pictures.scatter(panels[0], points)
-    panels[0].set_xlim(0.5, 12_000)  # room for names right of the last points
+    panels[0].set_xlim(0.5, 12_000)  # room for names to the right of the last points
     panels[0].xaxis.set_major_formatter("{x:,.0f}x")
     several = [row for rows in shown for row in rows if _shape(row) == _shape(main[0])]
     by_size = [row for row in several if row["workers"] == WORKERS]
@@ -67,7 +67,7 @@ def draw(groups: Iterable[Sequence[dict]], path: Path) -> None:
 
 
 def lowest(rows: Iterable[dict]) -> list[dict]:
-    """Of the rows that differ by their rate and outer constants alone, the one that ends lowest."""
+    """Return the row with the lowest loss of those that differ only in rate and outer constants."""
     found: dict[tuple, dict] = {}
     for row in sorted(rows, key=lambda row: (-row["seeds"], row["gap_to_ddp"])):
         own = row["settings"]
@@ -86,7 +86,7 @@ def _millions(row: dict) -> float:
 
 
 def _shape(row: dict) -> tuple[int, int]:
-    """Of a worker's batch."""
+    """Return the shape of a worker's batch."""
     return row["settings"]["batch_size"], row["settings"]["seq_len"]
 
 
@@ -103,7 +103,7 @@ def _point(row: dict) -> Point:
 
 
 def _short(spec: str) -> str:
-    """A spec without its outer constants."""
+    """Return a spec without its outer constants."""
     name, _, options = spec.removesuffix(")").partition("(")
     kept = [o for o in options.split(", ") if o and o.partition("=")[0] not in OWN_CONSTANTS]
     return f"{name}({', '.join(kept)})" if kept else name
@@ -112,7 +112,7 @@ def _short(spec: str) -> str:
 def _follow(
     axes: Axes, rows: Iterable[dict], along: Callable[[dict], float], *, title: str, x: str
 ) -> None:
-    """Lines of the methods that are followed, each at the shortest window of a size."""
+    """Plot lines of the followed methods, each at the shortest window of a size."""
     curves: dict[str, dict[float, dict]] = defaultdict(dict)
     for row in sorted(rows, key=lambda row: row["settings"]["inner_steps"], reverse=True):
         if _short(row["settings"]["spec"]) in FOLLOWED:

@@ -1,4 +1,4 @@
-"""Pictures of the benchmarks' tables: points with names that do not cover one another."""
+"""Plots of the benchmarks' tables: points whose names do not cover one another."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,22 @@ from atoll.peer.lab.plotting import FAINT, GRID, INK
 DPI = 130
 HALF_POINT = 5.0  # pixels around a point that no name may cover
 TURNS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-DISTANCES = (8, 18, 32, 50, 72, 98, 130, 170, 220)  # pixels to a name; far ones get a line
+DISTANCES = (
+    8,
+    18,
+    32,
+    50,
+    72,
+    98,
+    130,
+    170,
+    220,
+)  # from a point to its name, in pixels; distant names get a line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Something measured."""
+    """A measured point with its name."""
 
     x: float
     y: float
@@ -32,15 +42,15 @@ class Point:
 def page(
     title: str, *, widths: Sequence[float], size: tuple[float, float]
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A white page with a title and panels side by side, of these relative widths."""
+    """Return a white page with a title and panels side by side, of these relative widths."""
     figure = Figure(figsize=size, dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: it keeps global state
+    FigureCanvasAgg(figure)  # pyplot keeps global state
     figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
     return figure, figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
 
 
 def dress(axes: Axes, *, title: str, x: str, y: str) -> None:
-    """Names of the axes, a faint grid, no frame."""
+    """Set the names of the axes, a faint grid, and no frame."""
     axes.set_title(title, loc="left", size=10, color=INK)
     axes.set_xlabel(x, color=INK, size=9)
     axes.set_ylabel(y, color=INK, size=9)
@@ -59,7 +69,7 @@ def scatter(axes: Axes, points: Iterable[Point]) -> None:
 
 
 def label(axes: Axes, points: Sequence[Point]) -> None:
-    """Write each name at the nearest free place around its point, with a line if it is far."""
+    """Write each name at the nearest free place around its point, with a line if it is far away."""
     axes.figure.draw_without_rendering()
     at = [axes.transData.transform((point.x, point.y)) for point in points]
     taken = [_box(x, y, 2 * HALF_POINT, 2 * HALF_POINT) for x, y in at]
@@ -85,7 +95,7 @@ def label(axes: Axes, points: Sequence[Point]) -> None:
 def _free_place(
     within: BboxBase, taken: Sequence[Bbox], x: float, y: float, width: float, height: float
 ) -> tuple[float, float]:
-    """From a point to the middle of its name, in pixels; the farthest place if none is free."""
+    """Return the offset from a point to its name, in pixels; the farthest if no place is free."""
     for distance, (right, up) in product(DISTANCES, TURNS):
         place = (right * (distance + width / 2), up * (distance / 2 + height / 2))
         box = _box(x + place[0], y + place[1], width, height)
@@ -101,5 +111,5 @@ def _box(x: float, y: float, width: float, height: float) -> Bbox:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a page as PNG."""
+    """Write the page as PNG."""
     figure.savefig(path, format="png", dpi=DPI)

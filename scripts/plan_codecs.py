@@ -1,9 +1,9 @@
-"""Which codec for which layer: the `mixed` of RUN.toml that loses least in a budget of bytes.
+"""Choose a codec per layer: the `mixed` for RUN.toml with the least loss in a budget of bytes.
 
     scripts/plan_codecs.py --run DIR --bits 3
 
-DIR is the --out of an `atoll demo` of the model and the data; its newest checkpoint is trained for
-a window, and what comes of it is encoded by all candidates, layer by layer.
+DIR is the --out of an `atoll demo` with the model and the data. Its newest checkpoint is trained
+for a window, and every candidate codec encodes the result, layer by layer.
 """
 
 import argparse
@@ -15,8 +15,10 @@ from atoll.compression import parse, planned
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", required=True, metavar="DIR", help="a demo's folder")
-    parser.add_argument("--bits", type=float, default=3.0, help="budget a value (default 3)")
+    parser.add_argument("--run", required=True, metavar="DIR", help="output folder of a demo run")
+    parser.add_argument(
+        "--bits", type=float, default=3.0, help="budget in bits per value (default 3)"
+    )
     options = parser.parse_args()
     real = pseudo_gradient(options.run)
     named = layers(real)
@@ -35,7 +37,9 @@ def summary(codec, named):
         kept += float(x.double().square().sum())
         size, numel = size + len(frame), numel + x.numel()
     short = codec.spec if len(codec.spec) < 20 else "the plan"
-    return f"{short}: {8 * size / numel:.2f} bits a value, error {100 * (lost / kept) ** 0.5:.1f}%"
+    return (
+        f"{short}: {8 * size / numel:.2f} bits per value, error {100 * (lost / kept) ** 0.5:.1f}%"
+    )
 
 
 if __name__ == "__main__":

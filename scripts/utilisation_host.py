@@ -3,11 +3,10 @@
 
     utilisation_host.py INVITE STATE_DIR '{"name": "a", "step_s": 0.05, "warmup": 2, "windows": 4}'
 
-The loop is anybody's own over `atoll.peer.daemon.network.connect`; everything but the arithmetic
-of the
-model is what a run does. An inner step moves a part of the parameters and sleeps for the rest of
-its time, so that a window's pseudo-gradient has no zeros. It tells when it is warm, and at the end
-what was seen since then, in lines of JSON on stdout.
+The loop is a custom training loop over `atoll.peer.daemon.network.connect`; everything except the
+arithmetic of the model is as in a run. An inner step changes a part of the parameters, so that a
+window's pseudo-gradient has no zeros, and sleeps for the rest of its time. The program reports in
+lines of JSON on stdout: once when it is warm, and at the end with its measurements since then.
 """
 
 import json
@@ -25,9 +24,9 @@ from atoll.peer.daemon.network import connect
 from atoll.peer.daemon.reducer import NetworkReducer
 from atoll.peer.training.trainer import build_model
 
-TOKENS_PER_STEP = 8 * 1024  # what they weigh is the same for all peers
+TOKENS_PER_STEP = 8 * 1024  # the same for all peers, so all weigh the same
 NOISE = 1e-3
-SLEEPS = 50  # of which the least late tells when a thread wakes whose core is free
+SLEEPS = 50  # the least late shows when a thread wakes up if its core is free
 VOCABULARY = 256  # of bytes
 
 Facts = dict[str, Any]
@@ -36,8 +35,8 @@ Facts = dict[str, Any]
 class EmulatedTraining:
     """Inner steps of a set length.
 
-    A sleep of 22 ms takes 22.1 on an idle machine: that much of it is left to a loop that looks at
-    the clock, so that a step is late only where no core was free.
+    A sleep of 22 ms takes 22.1 on an idle machine. The end of each step is therefore a loop that
+    polls the clock, so that a step is late only if no core was free.
     """
 
     def __init__(self, model: nn.Module, step_s: float) -> None:
@@ -47,10 +46,10 @@ class EmulatedTraining:
         self._late_s = min(lateness_s(0.002) for _ in range(SLEEPS))
         self._step = 0
         self.overslept_s = 0.0
-        """by how much steps ended later than they should, since the machine was busy"""
+        """how much later steps ended than planned, because the machine was busy"""
 
     def step(self, inner_steps: int) -> None:
-        """Move one of `inner_steps` parts of the parameters; wait until the step's time is over."""
+        """Change one of `inner_steps` parts of the parameters; wait until the step is over."""
         ends_s = time.monotonic() + self.step_s
         with torch.no_grad():
             for param in self._params[self._step % inner_steps :: inner_steps]:
@@ -66,7 +65,7 @@ class EmulatedTraining:
 
 
 def lateness_s(sleep_s: float) -> float:
-    """How long after its time a sleep ends."""
+    """Return how late a sleep ends."""
     ends_s = time.monotonic() + sleep_s
     time.sleep(sleep_s)
     return time.monotonic() - ends_s
@@ -77,7 +76,7 @@ def tell(facts: Facts) -> None:
 
 
 def train(reducer: NetworkReducer, told: Facts) -> None:
-    """Train until the last window that counts has ended, and tell what was seen of those."""
+    """Train until the last measured window has ended, and report the measurements."""
     spec = reducer.spec
     model, inner_steps = build_model(spec, VOCABULARY), spec.outer.inner_steps
     still = inner.build("sgd", model, lr=0.0)
@@ -109,7 +108,7 @@ def train(reducer: NetworkReducer, told: Facts) -> None:
             "method": reducer.method.spec,
         }
     )
-    sys.stdin.readline()  # the others may not have ended yet
+    sys.stdin.readline()  # the others may not have finished yet
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What a round costs a peer's processor, stage by stage: one process, one thread, no network.
+"""Time the stages of a round on a peer's processor: one process, one thread, no network.
 
     utilisation_stages.py --methods diloco "sparseloco(merge=select, tau=32)" --json
 
-A worker trains nothing: noise moves its parameters. The other members' frames are those of other
-noise. Stages are those of a real round, by the same classes; what it does besides (messages, votes,
-the log, waiting) is in `bench utilisation` only. Times are processor time, the least of some
-rounds; the system's share of it is mostly for fresh pages.
+The worker does not train: noise changes its parameters. The other members' frames come from other
+noise. The stages are those of a real round, with the same classes; the rest of a round (messages,
+votes, the log, waiting) is only in `bench utilisation`. Times are processor time, the minimum over
+several rounds; the system's share of it is mostly for fresh pages.
 """
 
 import argparse
@@ -43,15 +43,14 @@ VOCABULARY = 256  # of bytes
 
 
 class Clock:
-    """Processor seconds of stages, by name: user and system."""
+    """Processor seconds by stage: user and system."""
 
     def __init__(self) -> None:
-        """Nothing was timed."""
         self.rounds: list[dict[str, tuple[float, float]]] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a block as a part of a stage of this round."""
+        """Add a block's time to a stage of this round."""
         began_s, before = time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD)
         yield
         after, took_s = resource.getrusage(resource.RUSAGE_THREAD), time.thread_time() - began_s
@@ -60,7 +59,7 @@ class Clock:
         self.rounds[-1][name] = user + took_s - in_system_s, system + in_system_s
 
     def least_ms(self) -> dict[str, tuple[float, float]]:
-        """All and the system's share, of the round where a stage took least; the first warms up."""
+        """Return total and system ms of the round in which a stage took least; skip the first."""
         least = {name: min((r[name] for r in self.rounds[1:]), key=sum) for name in self.rounds[1]}
         stages = {name: (1e3 * sum(times), 1e3 * times[1]) for name, times in least.items()}
         totals = (sum(ms for ms, _ in stages.values()), sum(ms for _, ms in stages.values()))
@@ -73,28 +72,23 @@ class Alone:
     position = 0
 
     def __init__(self, replay: Replay) -> None:
-        """For one fragment."""
         self.fragments = replay.fragments
         self.handed_in: Contribution | None = None
 
     def start(self, layout: object, params_N: Tensor, settle: Settle) -> Tensor:
-        """See `Reducer`."""
         self.settle = settle
         return params_N
 
     def submit(self, contribution: Contribution) -> None:
-        """See `Reducer`."""
         self.handed_in = contribution
 
-    def wait(self) -> None:
-        """See `Reducer`."""
+    def wait(self) -> None: ...
 
 
 class Rounds:
-    """One peer's work in rounds of so many members, of which it is the first."""
+    """One peer's work in rounds of `members` peers, of which it is the first."""
 
     def __init__(self, method: str, model: str, members: int) -> None:
-        """Build the model and the others' contributions."""
         told = {"model": {"preset": model}} | as_run(method, INNER_STEPS)
         spec = RunSpec.from_dict(told)
         self.clock, self.model = Clock(), build_model(spec, VOCABULARY)
@@ -120,7 +114,7 @@ class Rounds:
         return other.offer(NOISE * torch.randn(self.cells.numel), WEIGHT).frames
 
     def play(self) -> None:
-        """One round."""
+        """Play one round."""
         self.clock.rounds.append({})
         stage = self.clock.stage
         self._train()
@@ -136,7 +130,7 @@ class Rounds:
             messages, done = batches(theirs.frames, PIECE_BYTES), theirs.done(0, 0)[1]
             with stage("receiver: the other parts"):
                 parts.append(received(part, messages, done, len(frames)))
-        update = joined(parts)  # in a run they lie so, or are sparse: 2 ms
+        update = joined(parts)  # in a run they already lie so, or are sparse: 2 ms
         with stage("log: apply"):
             self.state = self._applied(update)
         included = torch.ones(len(self.cells), dtype=torch.bool)
@@ -161,7 +155,7 @@ class Rounds:
         return apply(self.state, update, fragment=self.cells.fragment, **scalars)
 
     def _train(self) -> None:
-        """A window of steps, of which the first moves all parameters."""
+        """Train a window of steps, of which the first changes all parameters."""
         with torch.no_grad():
             for param, noise in zip(self.model.parameters(), self.noise, strict=True):
                 param.add_(noise)
@@ -176,10 +170,15 @@ def main() -> None:
     )
     add = arguments.add_argument
     add("--methods", nargs="*", default=METHODS, metavar="SPEC")
-    add("--model", default="30m", help="a preset of RUN.toml")
+    add("--model", default="30m", help="preset of RUN.toml (default 30m)")
     add("--members", type=int, default=4)
-    add("--rounds", type=int, default=4, help="of which the first does not count")
-    add("--json", action="store_true", help="milliseconds as JSON on the last line")
+    add(
+        "--rounds",
+        type=int,
+        default=4,
+        help="number of rounds, of which the first does not count (default 4)",
+    )
+    add("--json", action="store_true", help="print the milliseconds as JSON on the last line")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     found = {}
@@ -191,7 +190,7 @@ def main() -> None:
         found[method] = rounds.clock.least_ms()
         print(f"{method}, {rounds.cells.numel:,} values, {options.members} members")
         for name, (ms, system_ms) in found[method].items():
-            print(f"  {name:30}{ms:8.1f} ms, of the system {system_ms:6.1f}")
+            print(f"  {name:30}{ms:8.1f} ms, of which system {system_ms:6.1f}")
     if options.json:
         print(json.dumps(found))
 

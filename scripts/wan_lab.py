@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Several internet hosts on one machine, joined by links of a set speed, delay and loss.
+"""Run several internet hosts on one machine, with links of a set bandwidth, delay and loss.
 
-Each host is a Linux network namespace with one TUN interface (10.77.0.N).  One
+Each host is a Linux network namespace with one TUN interface (10.77.0.N). One
 process, the switch, carries every packet: a packet waits for its sender's uplink
 (serialisation at the uplink rate, tail drop when the buffer is full), travels for
 half the sum of the two hosts' delays, then waits for its receiver's downlink.
 
     wan_lab.py --hosts 4 --rate 100 --rtt 50 -- python worker.py {host} {ip}
 
-Needs root and /dev/net/tun.  No kernel module for traffic control is needed.
+Needs root and /dev/net/tun, but no kernel module for traffic control.
 """
 
 from __future__ import annotations

@@ -133,5 +133,5 @@ def test_setup_clears_no_environment_that_is_another_places(tmp_path):
         [str(tmp_path / "scripts" / "setup")], capture_output=True, text=True, timeout=60
     )
     assert found.returncode == 1
-    assert f"got a link to {theirs}, which would be cleared; remove the link" in found.stderr
+    assert f".venv is a link to {theirs}, which setup would clear; remove the link" in found.stderr
     assert (theirs / "bin" / "pip").read_text() == "of another place"

@@ -419,8 +419,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--rtt", type=float, default=50.0, help="round trip between any two hosts, ms (default 50)")
     add("--loss", type=float, default=0.0, help="fraction of packets lost (default 0)")
-    add("--params", type=int, default=10_000_000)
-    add("--codec", default="int8")
+    add(
+        "--params",
+        type=int,
+        default=10_000_000,
+        help="number of values to reduce (default %(default)s)",
+    )
+    add("--codec", default="int8", help="codec of the reduced vector (default %(default)s)")
     add("--rounds", type=int, default=5, help="number of warm rounds (default 5)")
     add("--pause", type=float, default=2.0, help="idle time between rounds, s (default 2)")
     add(
@@ -432,8 +437,13 @@ def parser() -> argparse.ArgumentParser:
     add("--congestion", default="cubic", help="TCP congestion control of the hosts (default cubic)")
     add("--nice", type=int, default=0, help="niceness of the hosts; -20: before other programs")
     add("--peers", default="atoll", help=f"comma-separated, of {', '.join(PEERS)}")
-    add("--log", type=Path, default=ROOT / "build" / "bench_allreduce.log")
-    add("--json", action="store_true")
+    add(
+        "--log",
+        type=Path,
+        default=ROOT / "build" / "bench_allreduce.log",
+        help="log of the hosts (default build/bench_allreduce.log)",
+    )
+    add("--json", action="store_true", help="print the report as JSON")
     return arguments
 
 

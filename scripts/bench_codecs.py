@@ -411,7 +411,12 @@ def main():
         "--save", action="store_true", help="write docs/benchmarks/codecs.{md,json,png}"
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds per codec (default 5)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="device of the tensors (default %(default)s)",
+    )
     parser.add_argument(
         "--run", metavar="DIR", help="output folder of a demo run, for the real values"
     )

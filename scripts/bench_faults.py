@@ -178,16 +178,30 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--faults", default="", help=f"comma-separated (default all), of: {names}")
-    add("--systems", default=",".join(SYSTEMS))
+    add(
+        "--systems",
+        default=",".join(SYSTEMS),
+        help="comma-separated systems to strike (default %(default)s)",
+    )
     add(
         "--repeat",
         type=int,
         default=3,
         help="repeats for atoll (default 3); the others are struck once",
     )
-    add("--params", type=int, default=10_000_000)
+    add(
+        "--params",
+        type=int,
+        default=10_000_000,
+        help="number of values to reduce (default %(default)s)",
+    )
     add("--nice", type=int, default=0, help="niceness of the hosts; -20: before other programs")
-    add("--log", type=Path, default=ROOT / "build" / "bench_faults.log")
+    add(
+        "--log",
+        type=Path,
+        default=ROOT / "build" / "bench_faults.log",
+        help="log of the hosts (default build/bench_faults.log)",
+    )
     add("--rerun", action="store_true", help="measure again")
     add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
     add("--json", action="store_true", help="print the rows as JSON on the last line")

@@ -234,22 +234,60 @@ def arguments() -> argparse.Namespace:
         metavar="SPEC",
         help="methods to run, exactly as written",
     )
-    parser.add_argument("--workers", nargs="*", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--tokens-per-param", type=int, default=15)
+    parser.add_argument(
+        "--workers",
+        nargs="*",
+        type=int,
+        default=[1, 2, 4, 8],
+        help="numbers of workers (default 1 2 4 8)",
+    )
+    parser.add_argument(
+        "--tokens-per-param",
+        type=int,
+        default=15,
+        help="training tokens per parameter (default %(default)s)",
+    )
     parser.add_argument("--tokens", type=int, help="total tokens; overrides --tokens-per-param")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--inner-steps", type=int, default=30)
-    parser.add_argument("--model", default="nano")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=N")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="number of seeds, from 0 on (default %(default)s)"
+    )
+    parser.add_argument(
+        "--inner-steps",
+        type=int,
+        default=30,
+        help="inner steps per window, H (default %(default)s)",
+    )
+    parser.add_argument("--model", default="nano", help="model preset (default %(default)s)")
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="FIELD=N",
+        help="integer fields of the preset to override",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        help="sequences per worker and step (default %(default)s)",
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=128, help="tokens per sequence (default %(default)s)"
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=1.5e-3,
+        help="learning rate of AdamW; other inner optimizers scale it (default %(default)s)",
+    )
     parser.add_argument(
         "--inner", default="", help="inner optimizer of --methods, instead of their own"
     )
     parser.add_argument("--churn", action="store_true", help="run the --methods with churn")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="torch device (default %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads (default %(default)s)"
+    )
     parser.add_argument("--rerun", action="store_true", help="measure again")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the rows to a file")
     parser.add_argument(

@@ -35,7 +35,7 @@ PAGE = ROOT / "docs" / "benchmarks" / "outer.md"
 MARKS = ("<!-- rows of outer.json -->", "<!-- end of rows -->")
 SEQ_LEN = 128
 VALID_BATCHES = 64  # of 16 sequences: 131,072 tokens, +-0.01 nats between halves
-POINT_EVERY = 100  # steps, then at the next end of a window
+POINT_EVERY = 100  # steps; measured at the next end of a window
 FIXED = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip_norm": 1.0}
 """Constants of the simulation. They are part of a row's key, because they were once options."""
 
@@ -246,10 +246,22 @@ def parsed(assignments: list[str]) -> Trial:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", choices=[*TABLES, "all"], default="all")
-    parser.add_argument("--trial", nargs="*", metavar="NAME=VALUE")
+    parser.add_argument(
+        "--table",
+        choices=[*TABLES, "all"],
+        default="all",
+        help="table to show or measure (default %(default)s)",
+    )
+    parser.add_argument(
+        "--trial",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="measure one setting that differs from the defaults as given",
+    )
     parser.add_argument("--rerun", action="store_true", help="measure again")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads (default %(default)s)"
+    )
     parser.add_argument(
         "--json", action="store_true", help="print the rows as JSON on the last line"
     )

@@ -266,8 +266,12 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--reducers", default=",".join(REDUCERS))
-    add("--attacks", default=",".join(ATTACKS))
+    add(
+        "--reducers",
+        default=",".join(REDUCERS),
+        help="comma-separated reduction rules (default all)",
+    )
+    add("--attacks", default=",".join(ATTACKS), help="comma-separated attacks (default all)")
     add(
         "--liars",
         type=int,
@@ -277,8 +281,8 @@ def arguments() -> argparse.Namespace:
     )
     add("--rounds", type=int, default=10, help=f"rounds of {INNER_STEPS} steps (default 10)")
     add("--batch-size", type=int, default=4, help="sequences per worker and step (default 4)")
-    add("--seq-len", type=int, default=64)
-    add("--threads", type=int, default=1)
+    add("--seq-len", type=int, default=64, help="tokens per sequence (default %(default)s)")
+    add("--threads", type=int, default=1, help="torch threads (default %(default)s)")
     add("--rerun", action="store_true", help="measure again")
     add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
     add("--json", action="store_true", help="print the rows as JSON on the last line")

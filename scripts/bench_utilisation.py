@@ -322,10 +322,15 @@ def parser() -> argparse.ArgumentParser:
         help="bandwidths in Mbit/s, both directions, comma-separated",
     )
     add("--step-ms", default="22,50,100", help="durations of an inner step in ms, comma-separated")
-    add("--methods", nargs="*", default=METHODS, metavar="SPEC")
+    add("--methods", nargs="*", default=METHODS, metavar="SPEC", help="methods to measure")
     add("--model", default="30m", help="preset of RUN.toml (default 30m)")
-    add("--inner-steps", type=int, default=32)
-    add("--hosts", type=int, default=4)
+    add(
+        "--inner-steps",
+        type=int,
+        default=32,
+        help="inner steps per window, H (default %(default)s)",
+    )
+    add("--hosts", type=int, default=4, help="number of peers (default %(default)s)")
     add("--rtt", type=float, default=50.0, help="round trip between any two hosts, ms (default 50)")
     add("--windows", type=int, default=20, help="number of measured windows (default 20)")
     add("--warmup", type=int, default=10, help="rounds before those (default 10)")
@@ -333,7 +338,12 @@ def parser() -> argparse.ArgumentParser:
     add("--nice", type=int, default=0, help="niceness of this session; -20: before other programs")
     add("--rerun", action="store_true", help="measure")
     add("--save", action="store_true", help="save what was measured")
-    add("--log", type=Path, default=ROOT / "build" / "bench_utilisation.log")
+    add(
+        "--log",
+        type=Path,
+        default=ROOT / "build" / "bench_utilisation.log",
+        help="log of the processes (default build/bench_utilisation.log)",
+    )
     add("--json", action="store_true", help="print the rows as JSON on the last line")
     return arguments
 

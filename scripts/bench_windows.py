@@ -149,8 +149,15 @@ def main():
     if sys.argv[1:2] == ["--as-atoll"]:
         return as_atoll(float(sys.argv[2]), sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--inner-steps", type=int, default=12)
+    parser.add_argument(
+        "--rounds", type=int, default=16, help="rounds per run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--inner-steps",
+        type=int,
+        default=12,
+        help="inner steps per window, H (default %(default)s)",
+    )
     parser.add_argument(
         "--step-ms",
         type=float,

@@ -52,7 +52,7 @@ def pseudo_gradient(folder):
     """Return what a peer that follows the run in `folder` would send next.
 
     Its newest checkpoint is trained for a window with the run's model, data, optimizer and
-    schedule: synced - local.  A window before that, from the same parameters, fills the moments
+    schedule: synced - local. A window before that, from the same parameters, fills the moments
     of the optimizer, which a checkpoint does not hold.
     """
     found = checkpoints_of(folder)

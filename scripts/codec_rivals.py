@@ -21,7 +21,7 @@ class Rival:
     encode: Callable[[torch.Tensor], Any]
     decode: Callable[[Any], torch.Tensor]
     wire_bytes: Callable[[Any], int]
-    max_values: int = 1 << 22  # of a measurement; fewer where it takes long
+    max_values: int = 1 << 22  # in a measurement; fewer if the codec is slow
 
 
 def available():

@@ -115,14 +115,21 @@ def networked(invite: str, state_dir: Path, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument(
+        "--workers", type=int, default=4, help="workers in one process (default %(default)s)"
+    )
     parser.add_argument(
         "--steps", type=int, default=150, help="inner steps of each worker (default 150)"
     )
     parser.add_argument(
         "--invite", help="invite of the run to join; without it, workers run in one process"
     )
-    parser.add_argument("--state-dir", type=Path, default=Path("example-state"))
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        default=Path("example-state"),
+        help="folder for the peer's state, with --invite (default %(default)s)",
+    )
     options = parser.parse_args()
     if options.invite:
         networked(options.invite, options.state_dir, options.steps)

@@ -133,8 +133,15 @@ def fuzz(messages, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--messages", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--messages",
+        type=int,
+        default=1_000_000,
+        help="number of mutated frames (default %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the mutations (default %(default)s)"
+    )
     options = parser.parse_args()
     started = time.monotonic()
     refused, decoded, growth = fuzz(options.messages, options.seed)

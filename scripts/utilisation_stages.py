@@ -169,9 +169,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = arguments.add_argument
-    add("--methods", nargs="*", default=METHODS, metavar="SPEC")
+    add("--methods", nargs="*", default=METHODS, metavar="SPEC", help="methods to time")
     add("--model", default="30m", help="preset of RUN.toml (default 30m)")
-    add("--members", type=int, default=4)
+    add("--members", type=int, default=4, help="members of a round (default %(default)s)")
     add(
         "--rounds",
         type=int,

@@ -65,7 +65,7 @@ def allow_congestion_control(name: str) -> None:
 
 
 class WanLab:
-    """Context manager.  Host i (from 0) has the address ip(i) and the namespace ns(i)."""
+    """Context manager. Host i (from 0) has the address ip(i) and the namespace ns(i)."""
 
     def __init__(
         self,
@@ -224,7 +224,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument(
+        "--hosts", type=int, default=4, help="number of hosts (default %(default)s)"
+    )
     parser.add_argument("--rate", type=float, default=100.0, help="up and down, Mbit/s")
     parser.add_argument("--rtt", type=float, default=50.0, help="ms between any two hosts")
     parser.add_argument("--loss", type=float, default=0.0, help="fraction of packets")

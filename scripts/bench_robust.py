@@ -8,8 +8,8 @@
 
 Eight DiLoCo workers train a small transformer on the standard library's source in one process
 (`atoll.peer.lab.simulate`), with the codec, error feedback, weights, clip factors and outer step of
-a real run. Owners reduce cell by cell, as in a run (`atoll.peer.rounds.reduction`). The last
-workers lie: they train like the others, but submit something else.
+a real run. Owners reduce cell by cell, as in a run (`atoll.peer.rounds.allreduce.reduction`). The
+last workers lie: they train like the others, but submit something else.
 
     sign-flip   their own pseudo-gradient times -10
     gaussian    noise, a hundred times as long as the mean of the honest workers

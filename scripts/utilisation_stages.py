@@ -32,8 +32,8 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update, joined
 from atoll.peer.lab.advice import as_run
 from atoll.peer.lab.work import WEIGHT, received, reduced
+from atoll.peer.rounds.allreduce.reduction import PartRange, batches
 from atoll.peer.rounds.messages import PIECE_BYTES
-from atoll.peer.rounds.reduction import PartRange, batches
 from atoll.peer.training.trainer import build_model
 
 METHODS = ("sparseloco(merge=select, tau=32)", "diloco")

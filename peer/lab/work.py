@@ -26,8 +26,14 @@ from atoll.optim.state.fragments import Fragment, decode_pieces, encode_pieces
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update
+from atoll.peer.rounds.allreduce.reduction import (
+    PartRange,
+    PartReceiver,
+    PartReducer,
+    Share,
+    batches,
+)
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone
-from atoll.peer.rounds.reduction import PartRange, PartReceiver, PartReducer, Share, batches
 
 REPEATS = 3
 WEIGHT = 256.0  # of each member

@@ -25,15 +25,18 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.log.replica import Applied
 from atoll.optim.state.updates import Update
-from atoll.peer.rounds.ballot import Place
-from atoll.peer.rounds.closing import take_passed
+from atoll.peer.rounds.allreduce.exchange import Exchange
+from atoll.peer.rounds.allreduce.upfront import HeldStream, check_upfront, not_upfront
+from atoll.peer.rounds.consensus.ballot import Place
+from atoll.peer.rounds.consensus.closing import take_passed
+from atoll.peer.rounds.consensus.dissemination import Spreading
+from atoll.peer.rounds.consensus.leading import Leading, OnLed
+from atoll.peer.rounds.consensus.member import CONNECT_STALLS
+from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.deflating import inflated
-from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.flight import Flight, OfferedWindow, Pending
 from atoll.peer.rounds.guard import guarded_call, guarded_stream
-from atoll.peer.rounds.leading import Leading, OnLed
-from atoll.peer.rounds.member import CONNECT_STALLS
 from atoll.peer.rounds.messages import (
     PROTOCOL,
     REDUCE,
@@ -48,10 +51,7 @@ from atoll.peer.rounds.messages import (
 )
 from atoll.peer.rounds.policies import positions_ahead
 from atoll.peer.rounds.serving import Archive
-from atoll.peer.rounds.spreading import Spreading
 from atoll.peer.rounds.trace import RoundTrace, round_trace
-from atoll.peer.rounds.upfront import HeldStream, check_upfront, not_upfront
-from atoll.peer.rounds.voter import Voter
 
 REACH_TRIES = 4  # a commit may be under way: look again this often before refusing a peer
 

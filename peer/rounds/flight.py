@@ -20,13 +20,13 @@ from atoll.dht.tasks import race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector
 from atoll.optim.reduction.feedback import Offer
-from atoll.peer.rounds.ballot import Place, leader_of
+from atoll.peer.rounds.allreduce.exchange import Exchange
+from atoll.peer.rounds.consensus.ballot import Place, leader_of
+from atoll.peer.rounds.consensus.leading import Leading
+from atoll.peer.rounds.consensus.member import CONNECT_STALLS, AttemptFailed, join
+from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, failure_key, short
-from atoll.peer.rounds.exchange import Exchange
-from atoll.peer.rounds.leading import Leading
-from atoll.peer.rounds.member import CONNECT_STALLS, AttemptFailed, join
 from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, tagged
-from atoll.peer.rounds.voter import Voter
 
 CLOSED_STALLS = 20  # how long who came too late waits for the decision
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from atoll.optim.log.replica import Applied
-from atoll.peer.rounds.exchange import Exchange
+from atoll.peer.rounds.allreduce.exchange import Exchange
 
 
 @dataclass(kw_only=True)

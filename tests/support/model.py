@@ -12,9 +12,8 @@ come back to this one, as a replica does that recovers from an older snapshot.  
 votes no more, and says where it stands once the rules let it; that tells the coordinator what it
 takes to be undecided here for ever.
 
-The rules are those of ``atoll.peer.rounds.ballot`` and ``atoll.optim.log.entry``; this file only
-stores
-and restores what their objects hold.
+The rules are those of `atoll.peer.rounds.consensus.ballot` and `atoll.optim.log.entry`; this file
+only stores and restores what their objects hold.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from atoll.optim.log.entry import (
     check_certificate,
     vote_payload,
 )
-from atoll.peer.rounds import ballot
-from atoll.peer.rounds.ballot import TERM, Accepted, Booth, Leads, Place, Proposer
+from atoll.peer.rounds.consensus import ballot
+from atoll.peer.rounds.consensus.ballot import TERM, Accepted, Booth, Leads, Place, Proposer
 
 HERE, NEXT = Place(1, 0), Place(1, 1)
 

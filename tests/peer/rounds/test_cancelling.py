@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.peer.rounds.exchange import Exchange
-from atoll.peer.rounds.leader import Leadership
+from atoll.peer.rounds.allreduce.exchange import Exchange
+from atoll.peer.rounds.consensus.leader import Leadership
 from atoll.peer.rounds.local import stream_pair
 
 TURNS = range(6)  # between the end of what is waited for and the cancellation

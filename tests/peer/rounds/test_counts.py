@@ -8,7 +8,7 @@ import pytest
 
 from atoll.optim.state import fragments
 from atoll.optim.state.layout import Layout
-from atoll.peer.rounds.spreading import FAN_OUT
+from atoll.peer.rounds.consensus.dissemination import FAN_OUT
 from support.swarm import reached, run_swarm
 
 CELL_VALUES = 64

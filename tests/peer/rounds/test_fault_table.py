@@ -18,10 +18,10 @@ from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry
 from atoll.optim.reduction.robust import median
 from atoll.optim.state.layout import CELL, Layout
+from atoll.peer.rounds.allreduce.exchange import Exchange
+from atoll.peer.rounds.allreduce.sending import CODES
 from atoll.peer.rounds.conduct import FIRST_BAR_S
-from atoll.peer.rounds.exchange import Exchange
 from atoll.peer.rounds.pacing import Link
-from atoll.peer.rounds.sending import CODES
 from support.strikes import expect_no_work_lost, expect_sums, passed, settled_down
 from support.swarm import SETTINGS, SMALL, Swarm, run_swarm
 

@@ -9,7 +9,7 @@ from atoll.dht.identity import verify
 from atoll.dht.roster import RosterError
 from atoll.optim.log.entry import ChainMismatch, Entry, Epoch
 from atoll.peer.recovery.recovery import verify_headers
-from atoll.peer.rounds.ballot import leader_of
+from atoll.peer.rounds.consensus.ballot import leader_of
 from atoll.peer.rounds.messages import Decided
 from support.swarm import RUN_ID, SETTINGS, run_swarm, signed_epoch
 

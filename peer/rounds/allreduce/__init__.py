@@ -1,0 +1,1 @@
+"""The reduction of a group's contributions: owners of parts, relays of rows, and the members."""

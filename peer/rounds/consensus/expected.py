@@ -1,0 +1,75 @@
+"""Whom the leader of a forming group waits for, and until when.
+
+The roster shows what a trainer was up to some seconds ago, so each is asked where it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+
+from atoll.optim.log.entry import Elector
+from atoll.peer.rounds.consensus.votes import ask_head
+from atoll.peer.rounds.context import Context
+
+PROBE_S = 1.0  # how often peers that are waited for are asked
+DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
+
+
+class Expected:
+    """Trainers that answer and stand here, or are about to, and when each expects to be ready.
+
+    They are known by the roster and by the electorate: at the beginning of an epoch the roster may
+    show nobody.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        electorate: Callable[[], Sequence[Elector]],
+        ready: Callable[[], Collection[str]],
+        on_change: Callable[[], None],
+    ) -> None:
+        """Nothing is known before ``run``; ``ready`` tells who has a session with the leader."""
+        self._ctx = ctx
+        self._electorate = electorate
+        self._ready = ready
+        self._on_change = on_change
+        self.ready_at: dict[str, float] = {}
+        """by peer, on the leader's clock"""
+        self.known = False
+        """whether all were asked once"""
+
+    async def run(self) -> None:
+        """Keep it true, until cancelled."""
+        while True:
+            trainers, here = await self._trainers(), self._ready()
+            asked = await self._ask([peer for peer in trainers if peer not in here])
+            now = self._ctx.now()
+            self.ready_at = {peer: now for peer in trainers if peer in here} | asked | self._mine()
+            self.known = True
+            self._on_change()
+            await asyncio.sleep(PROBE_S)
+
+    async def _ask(self, peers: Sequence[str]) -> dict[str, float]:
+        heads = await asyncio.gather(*(ask_head(self._ctx, peer) for peer in peers))
+        now, stands_at = self._ctx.now(), self._ctx.replica.position
+        return {
+            peer: now + head.ready_in_s
+            for peer, head in zip(peers, heads, strict=True)
+            if head is not None
+            and head.position >= stands_at - DECISION_UNDER_WAY
+            and head.role == "trainer"
+        }
+
+    def _mine(self) -> dict[str, float]:
+        """When the leader itself will be, which may lead a group that it is not in."""
+        ready_in_s = self._ctx.ready_in_s()
+        return {} if ready_in_s is None else {self._ctx.me.peer_id: self._ctx.now() + ready_in_s}
+
+    async def _trainers(self) -> list[str]:
+        records = await self._ctx.roster_peers()
+        peers = {peer for peer, record in records.items() if record.role == "trainer"}
+        peers |= {elector.peer_id for elector in self._electorate()}
+        return sorted(peers - {self._ctx.me.peer_id})

@@ -1,0 +1,211 @@
+"""The terms that this peer leads: who may report ready for one, and what a certificate sets off.
+
+A peer leads the position that is decided next, and early, those ahead of it whose first leader it
+would be if the electorate stayed as it is.  Of an early one only the reduction is done before its
+turn.  It is given up where an entry in between makes another elector the leader: nothing was
+proposed, and the members still hold what they sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import Tasks, race
+from atoll.dht.transport import Refused, Stream, TransportError
+from atoll.optim.log.entry import Certificate, Entry
+from atoll.optim.reduction.weights import work_weight
+from atoll.peer.rounds.conduct import Fault
+from atoll.peer.rounds.consensus.ballot import Leads, Place
+from atoll.peer.rounds.consensus.dissemination import Spreading
+from atoll.peer.rounds.consensus.leader import Leadership
+from atoll.peer.rounds.consensus.member import AttemptFailed
+from atoll.peer.rounds.consensus.voter import Voter
+from atoll.peer.rounds.context import Context, failure_key
+from atoll.peer.rounds.local import LocalStream, stream_pair
+from atoll.peer.rounds.messages import PROTOCOL, READY, Decided, Ready
+from atoll.peer.rounds.policies import positions_ahead
+
+OnLed = Callable[[Entry, Certificate, bytes], None]
+"""(entry, certificate, body) of what was led here to its certificate."""
+
+Reach = Callable[[int], Awaitable[None]]
+"""Waits a moment until this peer stands at a position, and looks for what it misses."""
+
+Commit = Callable[[Entry, Certificate, bytes], Awaitable[None]]
+
+
+class Leading:
+    """Leaderships by (epoch, position, term)."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        voter: Voter,
+        *,
+        spreading: Spreading,
+        reach: Reach,
+        commit: Commit,
+        on_led: OnLed,
+    ) -> None:
+        """``commit`` applies an entry here; ``on_led`` is told of it after that."""
+        self._ctx = ctx
+        self._voter = voter
+        self._spreading = spreading
+        self._reach = reach
+        self._ahead = positions_ahead(len(ctx.replay.fragments))
+        self._commit = commit
+        self._on_led = on_led
+        self._leads = Leads(ctx.me)
+        self._leaderships: dict[tuple[int, int, int], Leadership] = {}
+        self._tasks = Tasks()
+
+    def at(self, place: Place, term: int) -> Leadership | None:
+        """The leadership of a term, if it is under way here."""
+        return self._leaderships.get((place.epoch, place.position, term))
+
+    def left_out(self, place: Place) -> dict[str, str]:
+        """Whom groups of a position were closed without, and why."""
+        found: dict[str, str] = {}
+        for (epoch, position, _), leadership in self._leaderships.items():
+            if (epoch, position) == place:
+                found |= leadership.left_out
+        return found
+
+    async def close(self) -> None:
+        """End everything that is under way."""
+        for leadership in list(self._leaderships.values()):
+            await leadership.close()
+        await self._tasks.close()
+
+    def line_to_myself(self) -> Stream:
+        """A stream by which this peer is a member of a term that it leads."""
+        here, there = stream_pair(self._ctx.me.peer_id, "round")
+        self._tasks.spawn(self._serve_myself(there))
+        return here
+
+    async def _serve_myself(self, stream: LocalStream) -> None:
+        try:
+            await self.serve(self._ctx.me.peer_id, stream)
+        except Refused as error:
+            stream.refuse(error)
+        except TransportError:
+            pass
+        finally:
+            await stream.close()
+
+    async def serve(self, remote: str, stream: Stream) -> None:
+        """Take a member's report, and hold its session.
+
+        Raises:
+            Refused: with the reason.
+        """
+        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
+        if message is None or message[:1] != READY:
+            raise Refused(RefusalCode.BAD_READY, "expected a Ready record first")
+        ready = Ready.decode(message[1:])
+        await self._check(remote, ready)
+        replica = self._ctx.replica
+        place = Place(ready.epoch, ready.position)
+        self._leads.check(place, ready.term, replica.electorate)
+        if ready.position == replica.position and ready.term < self._voter.term:
+            raise Refused(RefusalCode.SUPERSEDED, f"term {self._voter.term} is under way")
+        await self._lead(ready).serve(remote, ready, stream)
+
+    async def _check(self, remote: str, ready: Ready) -> None:
+        barred = self._ctx.conduct.barred(remote, self._ctx.now())
+        if barred is not None:
+            raise Refused(RefusalCode.BARRED, str(barred))
+        if ready.protocol != PROTOCOL:
+            raise Refused(
+                RefusalCode.PROTOCOL, f"expected protocol {PROTOCOL}, got {ready.protocol}"
+            )
+        due = work_weight(ready.tokens, ready.steps, self._ctx.replay.method.weights)
+        if ready.weight not in (0.0, due):
+            self._ctx.fault(remote, Fault.BAD_WEIGHT)
+            raise Refused(
+                RefusalCode.BAD_WEIGHT,
+                f"expected a weight of 0 or {due:g} for {ready.tokens} tokens in {ready.steps} "
+                f"steps, got {ready.weight:g}",
+            )
+        await self._check_place(ready)
+
+    async def _check_place(self, ready: Ready) -> None:
+        """Both stand on the same log, at the position or a little before it."""
+        replica = self._ctx.replica
+        await self._reach(ready.stands_at)
+        if replica.position > ready.position:
+            raise Refused(
+                RefusalCode.DECIDED, f"expected a report at {replica.position} or beyond it"
+            )
+        same = (replica.position, replica.chain) == (ready.stands_at, ready.chain)
+        on_the_log = replica.epoch == ready.epoch and (same or ready.stands_at < replica.position)
+        near = ready.stands_at <= ready.position <= ready.stands_at + self._ahead
+        first = ready.term == 0 or ready.position == replica.position
+        if not (on_the_log and near and first):
+            raise Refused(
+                RefusalCode.ELSEWHERE,
+                f"expected (epoch, position) {(replica.epoch, replica.position)} or at most "
+                f"{self._ahead} ahead of it, got {(ready.epoch, ready.position)} from "
+                f"{ready.stands_at}; fetch what is missing",
+            )
+
+    def _lead(self, ready: Ready) -> Leadership:
+        """The leadership of a term of ours; it starts with the first call."""
+        key = (ready.epoch, ready.position, ready.term)
+        if key not in self._leaderships:
+            leadership = Leadership(
+                ctx=self._ctx,
+                voter=self._voter,
+                leads=self._leads,
+                place=Place(ready.epoch, ready.position),
+                term=ready.term,
+                check=self._check,
+            )
+            self._leaderships[key] = leadership
+            self._tasks.spawn(self._run(key, leadership))
+        return self._leaderships[key]
+
+    async def _run(self, key: tuple[int, int, int], leadership: Leadership) -> None:
+        try:
+            outcome = await race(
+                leadership.run(), self._await_end(leadership), expected=(AttemptFailed,)
+            )
+            if outcome is None:
+                return
+            announced = self._tasks.spawn(
+                self._announce(leadership, outcome.entry, outcome.certificate)
+            )
+            body = await self._voter.gather(outcome.entry, self._ctx.me.peer_id)
+            await self._commit(outcome.entry, outcome.certificate, body)
+            self._on_led(outcome.entry, outcome.certificate, body)
+            await announced
+            await leadership.until_left()
+        except (AttemptFailed, TransportError, ValueError) as error:
+            if not (isinstance(error, Refused) and error.code is RefusalCode.NOT_THE_LEADER):
+                self._ctx.on_event(
+                    "warning",
+                    f"round {key[1] + 1}, term {key[2]} led here failed: {error}",
+                    key=("own term failed", key[1], failure_key(error)),
+                )
+        finally:
+            self._leaderships.pop(key, None)  # first, so that nobody joins what is over
+            await leadership.close()
+
+    async def _await_end(self, leadership: Leadership) -> None:
+        """Return once the position is decided, its epoch over, or another elector to lead it."""
+        replica, place = self._ctx.replica, leadership.place
+        with suppress(Refused):
+            while replica.epoch == place.epoch and replica.position <= place.position:
+                self._leads.check(place, leadership.term, replica.electorate)
+                await replica.passed(replica.position)
+
+    async def _announce(
+        self, leadership: Leadership, entry: Entry, certificate: Certificate
+    ) -> None:
+        decided = Decided(entry=entry.encode(), certificate=certificate.encode())
+        live = sorted(peer for peer, session in leadership.sessions.items() if session.alive)
+        others = set(leadership.sessions) | set(self._ctx.seen)
+        others |= {elector.peer_id for elector in entry.electorate}
+        await self._spreading.tell(decided, [*live, *sorted(others)])

@@ -1,0 +1,242 @@
+"""The elector's side: promises, votes, and the checks before a vote.
+
+An elector votes for an entry only when it holds all the bytes, has verified them against the
+manifest, and finds everything in the entry that follows from rules to follow from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import PeerUnreachable, Refused
+from atoll.optim.log.entry import (
+    Elector,
+    Entry,
+    LogError,
+    Part,
+    check_follows,
+    next_electorate,
+    vote_payload,
+)
+from atoll.optim.reduction.cells import UpdateError
+from atoll.optim.state.updates import Update, joined, numel_of
+from atoll.peer.rounds.conduct import Fault
+from atoll.peer.rounds.consensus.ballot import Booth, Place, term_of
+from atoll.peer.rounds.consensus.tally import OnCertified, Tally
+from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.deflating import deflated, inflated
+from atoll.peer.rounds.fetching import fetch_part
+from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose, Voted
+from atoll.peer.rounds.policies import positions_ahead
+
+
+class Voter:
+    """Answers ``prepare`` and ``propose`` for the position that this peer stands at."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        reach: Callable[[int], Awaitable[None]],
+        on_certified: OnCertified,
+    ) -> None:
+        """No position yet.
+
+        Args:
+            ctx: this peer's.
+            reach: waits a moment until this peer stands at a position.
+            on_certified: told of a certificate that the votes of others made here.
+        """
+        self._ctx = ctx
+        self._reach = reach
+        self._booth = Booth(ctx.me)
+        self._tally = Tally(ctx, on_certified)
+        self._verified: dict[bytes, Update | None] = {}
+
+    @property
+    def term(self) -> int:
+        """The term below which nothing is accepted at this position."""
+        self._turn()
+        return term_of(self._booth.promised)
+
+    @property
+    def retired(self) -> bool:
+        """See `Booth.retired`."""
+        self._turn()
+        return self._booth.retired
+
+    async def retire(self) -> None:
+        """Begin no more votes; wait until what this peer voted for last is decided."""
+        self._booth.retire()
+        while not self.retired:
+            await self._ctx.replica.moved()
+
+    async def answer(self, remote: str, method: str, body: bytes) -> bytes:
+        """The reply to a call.
+
+        Raises:
+            Refused: with the reason.
+        """
+        try:
+            if method == "prepare":
+                return (await self._prepare(remote, Prepare.decode(body))).encode()
+            return (await self._propose(remote, Propose.decode(body))).encode()
+        except (LogError, UpdateError) as error:
+            self._ctx.fault(remote, Fault.BAD_PROPOSAL)
+            raise Refused(RefusalCode.BAD_PROPOSAL, str(error)) from error
+
+    async def _come_to(self, place: Place) -> None:
+        """Be where a leader stands, if its last entry is on the way: it may propose at once."""
+        replica = self._ctx.replica
+        near = replica.position + positions_ahead(len(self._ctx.replay.fragments)) + 1
+        if place.epoch == replica.epoch and replica.position < place.position <= near:
+            await self._reach(place.position)
+        self._turn()
+
+    def _turn(self) -> None:
+        replica = self._ctx.replica
+        place, before = Place(replica.epoch, replica.position), self._booth.here
+        if self._booth.turn(place, replica.electorate):
+            self._verified.clear()
+            self._tally.turn(replica.electorate)
+            self._ctx.parts.decided_up_to(place.position)
+            if place.epoch != before.epoch:
+                self._ctx.parts.clear()
+
+    async def _prepare(self, remote: str, ask: Prepare) -> Promise:
+        place = Place(ask.epoch, ask.position)
+        await self._come_to(place)
+        accepted = self._booth.prepare(remote, place, ask.attempt)
+        return Promise(
+            attempt=ask.attempt,
+            accepted_attempt=accepted.attempt if accepted else 0,
+            entry=deflated(accepted.entry) if accepted else b"",
+        )
+
+    async def _propose(self, remote: str, ask: Propose) -> Ballot:
+        record = inflated(ask.entry, Entry.max_bytes)
+        entry = Entry.decode(record)
+        place = Place(entry.epoch, entry.position)
+        await self._come_to(place)
+        self._booth.check(remote, place, ask.attempt)
+        self._check_rules(entry)
+        body = await self.gather(entry, remote)
+        await self._verify(entry, body)
+        self._turn()
+        self._booth.accept(remote, place, ask.attempt, record)
+        signature = self._ctx.sign(vote_payload(entry, ask.attempt))
+        voted = Voted(
+            epoch=entry.epoch,
+            position=entry.position,
+            attempt=ask.attempt,
+            entry=entry.digest,
+            signature=signature,
+        )
+        self._tally.vote(entry, voted, remote)
+        return Ballot(signature=signature)
+
+    async def take_vote(self, remote: str, voted: Voted) -> None:
+        """Another elector voted.
+
+        Raises:
+            Refused: not here, or it is no elector.
+        """
+        place = Place(voted.epoch, voted.position)
+        await self._come_to(place)
+        if place == self._booth.here:
+            self._tally.take(remote, voted)
+
+    async def close(self) -> None:
+        """Tell nobody of votes any more."""
+        await self._tally.close()
+
+    async def gather(self, entry: Entry, source: str) -> bytes:
+        """The body of an entry, from the parts in hand and from ``source`` for the rest."""
+        return b"".join([await self._body(entry, part, source) for part in entry.parts])
+
+    async def _body(self, entry: Entry, part: Part, source: str) -> bytes:
+        """A part's bytes: in hand, or as they come, or of others; nobody may have them all yet."""
+        held = self._ctx.parts
+        while (body := held.body(part.digest)) is None:
+            arriving = held.arriving.get(entry.position)
+            comes = arriving is not None and await arriving.arrival(part.start_cell, part.stop_cell)
+            if held.body(part.digest) is not None:
+                continue
+            try:
+                held.put(entry.position, part.digest, await self._fetch(entry, part, source))
+            except PeerUnreachable:
+                if not comes:
+                    raise
+        return body
+
+    async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:
+        """From ``source``, else from anyone who voted for the entry or took part in it."""
+        electors = [e.peer_id for e in self._ctx.replica.electorate]
+        members = [m.peer_id for m in entry.members]
+        peers = [source, *electors, *members]
+        return await fetch_part(self._ctx, peers, part.digest, part.wire_bytes)
+
+    async def update(self, entry: Entry) -> Update | None:
+        """The update of an entry as it was decoded for the vote; None where it was not."""
+        if came := self._decoded(entry):
+            joined_F: Update = await self._ctx.compute(joined, came)
+            return joined_F
+        return self._verified.get(entry.digest)
+
+    async def _verify(self, entry: Entry, body: bytes) -> None:
+        """Everything decodes; parts that were decoded as they came are not decoded again."""
+        if entry.digest in self._verified:
+            return
+        update_N = None
+        if entry.kind == "update" and not self._decoded(entry):
+            update_N = await self._ctx.compute(self._ctx.replay.decode, entry, body)
+        self._verified[entry.digest] = update_N
+
+    def _decoded(self, entry: Entry) -> list[Update]:
+        """All parts of an entry, if all were decoded as they came."""
+        cells = self._ctx.replay.cells_at(entry.position)
+        came: list[Update] = []
+        for part in entry.parts:
+            values = cells.values(part.start_cell, part.stop_cell)
+            update = self._ctx.parts.decoded(entry.position, part.digest)
+            if update is None or numel_of(update) != values.stop - values.start:
+                return []
+            came.append(update)
+        return came
+
+    def _check_rules(self, entry: Entry) -> None:
+        replica = self._ctx.replica
+        check_follows(
+            entry,
+            run_id=replica.run_id,
+            epoch=replica.epoch,
+            position=replica.position,
+            chain=replica.chain,
+        )
+        electorate: tuple[Elector, ...] = tuple(replica.electorate)
+        if entry.electorate != next_electorate(entry.members, entry.parts, electorate):
+            raise Refused(
+                RefusalCode.BAD_ELECTORATE, "expected the complete members as next electorate"
+            )
+        if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
+            raise Refused(RefusalCode.BAD_SCALARS, f"expected {self._ctx.scalars(entry.position)}")
+        self._ctx.replay.check(entry)  # lengths too: no leader makes a voter take memory
+        self._check_root(entry)
+
+    def _check_root(self, entry: Entry) -> None:
+        """A root may be absent: a leader that was started again has no state but the newest.
+
+        Were that refused, its own vote for such an entry would bind the leaders after it.
+        """
+        got, scheduled = entry.state_root, self._ctx.replica.root_scheduled(entry.position)
+        if got is None:
+            return
+        if got.position != scheduled:
+            raise Refused(RefusalCode.BAD_ROOT, f"expected the root of state {scheduled}")
+        due = self._ctx.replica.root_due(entry.position)
+        if due is not None and got.root != due[1]:
+            raise Refused(
+                RefusalCode.BAD_ROOT,
+                f"expected root {due[1].hex()[:12]} of state {due[0]}, got another",
+            )

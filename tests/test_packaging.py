@@ -135,3 +135,11 @@ def test_setup_clears_no_environment_that_is_another_places(tmp_path):
     assert found.returncode == 1
     assert f".venv is a link to {theirs}, which setup would clear; remove the link" in found.stderr
     assert (theirs / "bin" / "pip").read_text() == "of another place"
+
+
+def test_names_of_tests_fit_a_line():
+    named = re.compile(r"def (test_\w{66,})")  # with `test_`: more than 70 characters
+    long = [
+        name for path in (ROOT / "tests").rglob("*.py") for name in named.findall(path.read_text())
+    ]
+    assert long == []

@@ -397,7 +397,7 @@ def test_bad_specs_are_refused_with_a_reason(spec, message):
 
 
 @pytest.mark.parametrize("spec", ["int8", "int4", "fp16", "fp4", "sign", "2bit", "bf16"])
-def test_a_checksum_taken_while_the_frame_grows_is_the_one_taken_at_the_end(spec):
+def test_a_checksum_taken_on_the_way_equals_the_one_at_the_end(spec):
     codec = parse(spec)
     values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(4))
     frame = codec.encode(values)

@@ -53,7 +53,7 @@ def test_no_plan_of_the_budget_loses_less(bits):
     assert lost == pytest.approx(brute_force(tensors, max_size), rel=1e-9)
 
 
-def test_layers_that_differ_by_a_number_share_a_rule_and_the_most_frequent_codec_comes_last():
+def test_numbered_layers_share_a_rule_and_the_commonest_codec_is_last():
     codec = planned(layers(), bits=20, candidates=CANDIDATES)
     assert codec.spec == "mixed(*=fp16)"
     codec = planned(layers(), bits=4.5, candidates=CANDIDATES)

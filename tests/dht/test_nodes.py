@@ -159,7 +159,7 @@ def test_a_frozen_process_ends_by_the_deadline(swarm, a):
     swarm.run(main())
 
 
-def test_a_process_killed_in_mid_stream_is_unreachable_and_leaves_nothing_running(swarm, a):
+def test_a_process_killed_in_mid_stream_leaves_nothing_running(swarm, a):
     async def main():
         peer = await swarm.meet_child(a)
         async with await a.transport.open(peer, "flood", timeout_s=10) as stream:

@@ -260,7 +260,7 @@ def test_a_search_that_takes_too_long_goes_on_to_its_own_end(fails, caplog):
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_goodbye_that_nobody_takes_says_so_and_not_that_the_clock_is_wrong(answers, caplog):
+def test_a_goodbye_that_nobody_takes_does_not_blame_the_clock(answers, caplog):
     async def main():
         dht = FakeDht()
         ours = roster(dht)

@@ -63,7 +63,7 @@ def test_validation_is_shown_where_it_was_measured(sample):
     assert "valid 1.459" in line
 
 
-def test_a_member_left_out_is_named_and_important_events_follow_their_round(sample):
+def test_members_left_out_are_named_and_events_follow_their_round(sample):
     found = without_clock(lines(sample(12), sample(13)))
     assert found == [
         "round  13/120  loss 2.343  16.7k tok/s  4.24 MB sent  util 96.4%  "
@@ -164,7 +164,7 @@ def test_status_without_peers_has_no_table(sample):
     assert "seen" not in render_status(replace(sample(0), peers=[]))
 
 
-def test_follow_says_once_that_the_connection_is_lost_and_ends_with_the_run(sample):
+def test_follow_reports_a_lost_connection_once_and_ends_with_the_run(sample):
     steps = [
         sample(1),
         ConnectionError("refused \x1b[2J"),

@@ -332,7 +332,7 @@ def test_why_a_call_failed_is_told_in_few_words(
     assert str(from_grpc(error, "host:7700")) == told
 
 
-def test_a_call_whose_connection_another_call_gave_up_has_failed_and_was_not_cancelled(
+def test_a_call_fails_when_another_call_closes_its_connection(
     kit: Any,
 ) -> None:
     """Who waits for a status would take a cancellation for an order to stop."""

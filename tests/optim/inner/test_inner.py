@@ -108,7 +108,7 @@ class Bytes(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"heads": 3}])
-def test_hidden_layers_with_as_many_outputs_as_the_head_are_made_orthogonal(options):
+def test_hidden_layers_as_wide_as_the_head_are_made_orthogonal(options):
     model = Bytes(**options)
     muon, tables, _ = muon_groups(model, weight_decay=0.1)
     hidden = [layer.weight for block in model.blocks for layer in block.values()]

@@ -76,7 +76,7 @@ def test_work_of_missed_rounds_counts_once():
     assert [w.statistics().left_out for w in trained.workers] == [3, 2, 2]
 
 
-def test_a_missed_window_stays_in_the_drift_and_is_in_the_next_contribution():
+def test_a_missed_window_stays_in_the_drift_and_is_sent_next():
     trained = Scripted(2, lambda position, index: (position, index) == (0, 1))
     trained.run(range(2))
     missed_N = trained.drift(1)
@@ -91,7 +91,7 @@ def test_a_missed_window_stays_in_the_drift_and_is_in_the_next_contribution():
     assert torch.equal(trained.drift(1), torch.zeros(12))
 
 
-def test_a_contribution_of_two_windows_that_is_pending_resumes_in_the_same_bits():
+def test_a_pending_contribution_of_two_windows_resumes_bit_identical():
     """Saved between the turns of two workers: one has handed in two windows at once."""
     misses = at_random(0.5, 8)
     whole = Team(2, "diloco", 3, misses=misses)
@@ -210,7 +210,7 @@ def test_the_first_window_of_a_joiner_moves_nobody():
     assert joined.group.statistics().rounds == 4
 
 
-def test_a_joiner_whose_first_window_missed_its_round_still_counts_for_nothing():
+def test_a_joiner_that_missed_its_first_round_counts_for_nothing():
     """Its drift holds that window; what comes after an entry with it in counts."""
     spec = "diloco(codec=fp32, clip_at=0.0)"
     alone, joined = Team(2, spec, 2), Team(3, spec, 2, present=2)
@@ -262,7 +262,7 @@ def test_every_method_with_a_common_state_takes_joiners_and_losses(spec):
         assert torch.equal(trained.workers[0].synced_N, trained.workers[2].synced_N)
 
 
-def test_a_joiner_that_was_saved_in_its_first_window_still_counts_for_nothing():
+def test_a_joiner_saved_in_its_first_window_counts_for_nothing():
     whole = Team(3, "diloco", 3, present=2)
     whole.run(range(6))
     whole.join()

@@ -156,7 +156,7 @@ class OneAWait:
 
 
 @pytest.mark.parametrize(("tau", "under_way"), [(1, 1), (3, 2), (5, 3), (8, 4)])
-def test_a_delay_beyond_the_next_fragments_turn_waits_for_what_is_overdue_alone(tau, under_way):
+def test_a_long_delay_waits_only_for_what_is_overdue(tau, under_way):
     method = parse(f"streaming(count=4, tau={tau})")
     model, reducer = net(blocks=4), OneAWait(method)
     worker = method.worker(model, adamw(model), reducer, inner_steps=8)

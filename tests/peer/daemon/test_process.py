@@ -92,9 +92,7 @@ def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, 
     assert [e.kind for e in daemon.events][-1] == "stopped"
 
 
-def test_a_slow_peer_takes_shorter_windows_than_the_others_as_their_records_say(
-    organise, kit, start
-):
+def test_a_slow_peer_takes_shorter_windows_by_the_others_records(organise, kit, start):
     outer = {"inner_steps": 8, "windows": "deadline"}
     organiser = organise(
         kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 2, "grace_s": 10.0}, outer=outer)

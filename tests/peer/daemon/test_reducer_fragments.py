@@ -78,7 +78,7 @@ def test_a_fragment_that_has_no_turn_left_is_not_offered(bench):
     assert [window.fragment for window in each.offers] == [0, 1]
 
 
-def test_each_fragment_has_a_residual_of_its_own_which_a_restart_brings_back(bench):
+def test_each_fragment_has_its_own_residual_and_a_restart_restores_it(bench):
     each = bench(spec=STREAMING, layout=HALVES)
     each.start()
     saved = each.reducer.state_dict()

@@ -98,7 +98,7 @@ def test_what_was_not_measured_has_no_gap(spec):
     assert gap(spec, 30) is None
 
 
-def test_what_sends_a_share_of_the_values_is_not_trusted_with_longer_windows():
+def test_sparse_methods_are_not_trusted_with_longer_windows():
     longest = MEASURED["sparseloco"].inner_steps
     assert gap("sparseloco", longest) is not None
     assert gap("sparseloco", longest + 1) is None
@@ -112,7 +112,7 @@ def test_a_delay_is_not_trusted_where_it_is_a_larger_share_of_the_window():
     assert gap("streaming(tau=2)", row.inner_steps - 1) is None
 
 
-def test_of_rows_that_differ_in_outer_constants_and_feedback_the_best_contends():
+def test_the_best_of_rows_with_other_constants_and_feedback_contends():
     contenders = advice.contenders()
     assert {"eager", "eager(lr=0.5, momentum=0.0)"} <= set(MEASURED)
     assert "eager(lr=0.5, momentum=0.0)" in contenders and "eager" not in contenders

@@ -39,7 +39,7 @@ def test_sixty_four_electors_are_chosen_as_they_come():
     assert choose_electors(given) == tuple(given)
 
 
-def test_of_a_thousand_candidates_sixty_four_are_chosen_in_the_order_of_the_entry():
+def test_of_a_thousand_candidates_64_are_chosen_in_the_entrys_order():
     given = electors(1000)
     chosen = choose_electors(given)
     assert len(chosen) == MAX_ELECTORS
@@ -47,7 +47,7 @@ def test_of_a_thousand_candidates_sixty_four_are_chosen_in_the_order_of_the_entr
     assert set(choose_electors(given[::-1])) == set(chosen)
 
 
-def test_electors_stay_while_they_are_members_and_one_that_leaves_is_replaced_by_one():
+def test_electors_stay_members_and_one_that_leaves_is_replaced():
     given = electors(1000)
     before = set(choose_electors(given))
     gone = next(iter(before))

@@ -61,7 +61,7 @@ def of_method(counted, num_peers, method):
     return Counter({src: n for (src, what), n in sent.items() if what == method})
 
 
-def test_a_member_that_owns_nothing_sends_as_little_among_many_as_among_few(counted):
+def test_a_member_without_parts_sends_as_little_among_many_as_among_few(counted):
     few, many = (statistics.median(of_peers(counted, n).values()) for n in (16, 64))
     assert many <= 1.25 * few
 

@@ -167,7 +167,7 @@ TAMPERINGS = {
 
 
 @pytest.mark.parametrize("attack", TAMPERINGS)
-def test_bad_cells_end_the_share_of_their_sender_by_name_and_then_it_is_barred(tmp_path, attack):
+def test_a_sender_of_bad_cells_is_named_left_out_and_then_barred(tmp_path, attack):
     async def scenario(swarm):
         peers = await swarm.start(3)
         bad, good = peers[0], peers[1:]

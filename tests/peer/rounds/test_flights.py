@@ -189,7 +189,7 @@ def is_in_vain(event):
     return "reduced early is reduced again" in event
 
 
-def test_a_position_without_work_that_counts_is_given_up_and_the_next_goes_on(tmp_path):
+def test_a_position_without_counted_work_is_given_up(tmp_path):
     async def scenario(swarm):
         peers = [swarm.add(window_s=0.1, tau=4) for _ in range(3)]
         for peer in peers:

@@ -62,7 +62,7 @@ def test_each_layer_travels_in_its_own_codec(tmp_path, method):
     assert seen == set(LAYOUT.names)
 
 
-def test_what_comes_back_is_as_near_to_the_mean_as_each_layers_codec_allows(tmp_path):
+def test_results_are_as_close_to_the_mean_as_each_layers_codec_allows(tmp_path):
     swarm, mean_F, decided = play(tmp_path, "diloco", rounds=1)
     _, cells, frames = decided[0]
     updates = [torch.empty(cut.stop - cut.start) for cut in cells.fragment.slices]

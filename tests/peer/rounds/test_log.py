@@ -280,7 +280,7 @@ def test_a_loss_that_nobody_measured_is_none_and_not_a_number():
     assert entry(members=(known.model_copy(update={"loss": None}), *unknown)).loss is None
 
 
-def test_every_elector_leads_in_turn_and_the_order_changes_with_the_position():
+def test_every_elector_leads_in_an_order_that_changes_with_the_position():
     orders = {tuple(leader_order(ELECTORATE, position)) for position in range(50)}
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     assert len(orders) > 10

@@ -309,7 +309,7 @@ def test_what_the_owner_declares_is_not_measured_away():
     assert link.pacer.rate_mbit_s is not None and link.pacer.rate_mbit_s < 20.0
 
 
-def test_a_pace_that_held_a_round_too_short_to_be_read_is_dropped_until_one_is_long_enough():
+def test_a_pace_that_holds_up_a_short_round_is_dropped_until_a_long_one():
     link = Link()
     link.learn([samples(40, 40, 40, 40)])
     assert link.pacer.rate_mbit_s == pytest.approx(40.0 * SEARCH_GAIN)

@@ -58,7 +58,7 @@ def test_without_a_quorum_a_group_waits_longer_but_not_for_ever():
     assert close_decision(few, 109.0) is Close.CLOSE
 
 
-def test_without_a_quorum_an_elector_is_waited_for_as_long_as_the_window_took():
+def test_without_a_quorum_electors_get_as_long_as_the_window():
     few = view(expected={"a": 0.0, "d": 129.0}, quorum_ready_at=None)
     assert close_decision(few, 128.9) is Close.WAIT
     assert close_decision(few, 129.0) is Close.CLOSE
@@ -74,7 +74,7 @@ def test_without_a_quorum_a_group_waits_for_its_turn():
     assert close_decision(since, 159.0) is Close.CLOSE
 
 
-def test_without_a_quorum_an_elector_is_waited_for_as_long_as_the_last_position_took():
+def test_without_a_quorum_electors_get_as_long_as_the_last_position():
     early = view(
         ready={"e"},
         expected={"e": 0.0, "a": 169.0},

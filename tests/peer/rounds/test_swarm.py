@@ -73,7 +73,7 @@ def test_eight_peers_commit_and_hold_the_same_bits(tmp_path):
     run(tmp_path, scenario)
 
 
-def test_twenty_rounds_with_a_kill_in_between_leave_four_replicas_with_the_same_bits(tmp_path):
+def test_twenty_rounds_with_a_kill_leave_bit_identical_replicas(tmp_path):
     async def scenario(swarm):
         peers = await swarm.start(4)
         fault = Fault(swarm, position=5, victim=not_the_leader(5), strike=lambda peer: peer.kill())

@@ -66,7 +66,7 @@ def little_room():
 
 
 @pytest.mark.usefixtures("little_room")
-def test_a_disk_that_takes_nothing_more_is_an_os_error_and_leaves_the_old_file(path):
+def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(path):
     """As the system tells it, by which people are told what to do; it was safetensors' own."""
     with pytest.raises(OSError, match="File too large") as raised:
         saved.save(path, {"other": torch.zeros(10_000)}, kind="trainer", run="r1")

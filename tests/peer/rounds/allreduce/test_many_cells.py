@@ -70,7 +70,7 @@ def test_a_receiver_decodes_messages_of_many_cells():
     assert torch.equal(dense(receiver.decoded_N), dense(owner.decoded_N))
 
 
-def test_of_a_message_with_a_bad_cell_the_cells_decoded_with_it_do_not_count():
+def test_cells_decoded_together_with_a_bad_cell_do_not_count():
     owner, cells = PartReducer(part=PART, shares=SHARES), frames(0)
     broken = bytearray(cells[5])
     broken[-1] ^= 1

@@ -163,7 +163,7 @@ def test_nobody_counts_twice_in_whatever_order_sums_and_members_come(seed):
     expect_as_flat(found, dict.fromkeys(ROW, PART.num_cells))
 
 
-def test_an_owner_gives_up_late_sums_before_it_gives_up_the_members_of_the_row():
+def test_an_owner_drops_late_sums_before_it_drops_the_rows_members():
     async def main():
         found, row = owner(), relay_with(dict.fromkeys(ROW, 4))
         part = TreePart(
@@ -198,7 +198,7 @@ def exact_codes(member, count):
     return torch.randint(-64, 64, (count,), generator=generator).float()
 
 
-def test_where_sums_are_exact_rows_reduce_to_the_bits_of_the_flat_reduction():
+def test_rows_with_exact_sums_give_the_bits_of_the_flat_reduction():
     cells = Cells.of_vector(parse("fp32"), NUMEL)
     part = PartRange(start_cell=0, stop_cell=4, cells=cells)
     shares = {m: Share(weight=2.0 ** (m % 3), clip=0.5, norm=1e6) for m in range(8)}

@@ -67,7 +67,7 @@ def test_who_waits_for_a_straggler_has_sent_its_codes_by_then(tmp_path, monkeypa
     assert upfront_s < 0.6 * reduced_in(tmp_path / "late")
 
 
-def test_a_connection_that_breaks_before_the_group_closes_costs_nobody_its_place(tmp_path):
+def test_a_connection_lost_before_the_group_closes_costs_no_place(tmp_path):
     """What waits at an owner is lost with its stream, and sent again."""
 
     async def scenario(swarm):

@@ -129,7 +129,7 @@ def test_who_is_to_pass_a_group_on_and_cannot_costs_the_round_little(
     run(tmp_path, monkeypatch, scenario)
 
 
-def test_a_member_that_keeps_groups_to_itself_costs_its_branch_half_a_stall(tmp_path, monkeypatch):
+def test_a_member_that_withholds_groups_costs_its_branch_half_a_stall(tmp_path, monkeypatch):
     async def scenario(swarm):
         peers = await swarm.start(PEERS)
         await swarm.until(lambda: reached(peers, 1))
@@ -151,9 +151,7 @@ def test_a_member_that_keeps_groups_to_itself_costs_its_branch_half_a_stall(tmp_
     run(tmp_path, monkeypatch, scenario)
 
 
-def test_a_group_that_the_leader_did_not_sign_is_refused_and_the_round_goes_on(
-    tmp_path, monkeypatch
-):
+def test_a_group_without_the_leaders_signature_is_refused(tmp_path, monkeypatch):
     async def scenario(swarm):
         peers = await swarm.start(PEERS)
         await swarm.until(lambda: reached(peers, 1))
@@ -176,9 +174,7 @@ def test_a_group_that_the_leader_did_not_sign_is_refused_and_the_round_goes_on(
 
 
 @pytest.mark.parametrize("message", range(1, ROUND, 4))
-def test_a_fault_at_one_of_four_messages_where_groups_go_from_one_to_the_next(
-    tmp_path, monkeypatch, message
-):
+def test_a_fault_at_each_of_four_messages_of_a_disseminated_group(tmp_path, monkeypatch, message):
     chain(tmp_path, monkeypatch, message, *KINDS[message % len(KINDS)])
 
 

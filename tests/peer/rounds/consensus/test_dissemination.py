@@ -15,7 +15,7 @@ PEERS = 24
 LAYOUT = Layout(names=("w",), shapes=((4 * CELL_VALUES,),))
 
 
-def test_branches_are_at_most_eight_of_nearly_equal_size_begun_by_the_first():
+def test_at_most_eight_branches_of_nearly_equal_size():
     peers = [f"p{i}" for i in range(1000)]
     found = branches(peers)
     assert len(found) == FAN_OUT

@@ -202,7 +202,7 @@ def test_electors_that_leave_at_any_message_void_nothing(tmp_path, peers, num_le
         assert took_s < LAST_VOTE_S
 
 
-def test_a_vote_that_is_not_decided_keeps_an_elector_from_saying_that_it_has_none(tmp_path):
+def test_an_elector_with_an_open_vote_does_not_claim_to_have_none(tmp_path):
     async def scenario(swarm):
         one, two = await swarm.start(2)
         await swarm.until(lambda: passed(swarm.peers, 0))

@@ -47,7 +47,7 @@ def test_no_order_of_events_decides_a_position_twice_in_the_larger_worlds():
 
 
 @pytest.mark.exhaustive
-def test_no_order_of_events_decides_twice_where_a_leader_proposes_anew_and_peers_restart():
+def test_no_order_decides_twice_with_new_proposals_and_restarts():
     assert len(Model(3, AGAIN, 1).explore()) > 50_000
 
 

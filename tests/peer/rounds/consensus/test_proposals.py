@@ -78,7 +78,7 @@ def test_what_was_voted_for_is_decided_without_the_leader(tmp_path):
     run_swarm(tmp_path, scenario)
 
 
-def test_a_part_that_is_lost_after_the_proposal_is_reduced_again_by_the_same_leader(tmp_path):
+def test_the_leader_has_a_part_reduced_again_if_it_is_lost_after_proposing(tmp_path):
     """Its owner dies with the last cells on their way: nobody can vote for that entry."""
 
     async def scenario(swarm):

@@ -1,6 +1,5 @@
-"""The run in a terminal: reads nothing but `RunStatus`.
+"""The dashboard: a run in a terminal, drawn from `RunStatus` alone.
 
-app.py      DashboardApp, save_screenshot      Textual; imported only where there is a screen
-plain.py    lines, follow, render_status       text for logs, pipes and `atoll status`
-feed.py     Feed, FeedError                    what both are given
+`DashboardApp` and `save_screenshot` (`app`) need Textual, an optional dependency, so they are
+imported from their module. `marks`, `chart` and `grid` are pure: numbers in, text out.
 """

@@ -1,12 +1,12 @@
-"""The dashboard: asks for the state of the run once a second and draws it.
+"""The dashboard app: reads the run's status once a second and draws it.
 
     async def feed() -> RunStatus: ...
     DashboardApp(feed, title="atoll").run()
 
-The app knows nothing about where the state comes from. When the feed fails, the last state stays
-on the screen with its age, and the app asks again for as long as it is open. It is one more object
-in the program that embeds it: `run_async` returns when the user quits or the finished run has
-lingered, and leaves the feed and the run alone.
+The app does not know where the status comes from. When the feed fails, the last status stays on
+the screen with its age, and the app keeps asking as long as it is open. A program can embed it:
+`run_async` returns when the user quits or the finished run has lingered, and leaves the feed and
+the run alone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from atoll.coordinator.dashboard.help import Help
 from atoll.coordinator.dashboard.panes import (
     Drawn,
     EventsPane,
-    Header,
     LossPane,
     Pane,
     PeersPane,
     PhasesPane,
     RoundsPane,
+    RunHeader,
 )
 from atoll.coordinator.dashboard.themes import DARK, LIGHT
 from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
@@ -45,7 +45,7 @@ LOWER_PANES = ("loss", "phases", "rounds", "events")
 
 
 class DashboardApp(App[None]):
-    """The run in a terminal."""
+    """A run in a terminal."""
 
     CSS_PATH = "app.tcss"
     TITLE = "atoll dashboard"
@@ -88,17 +88,17 @@ class DashboardApp(App[None]):
         light: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Draw what `feed` returns.
+        """Draw the status that `feed` returns.
 
         Args:
-            feed: Reads the state of the run; it may raise, and may take its time.
-            title: The word in the top left corner.
-            on_quit: Called when the user quits, not when a finished run closes by itself.
-            linger_s: Close this long after the run has finished, unless a key is pressed; None:
-                stay.
-            interval_s: From one reading to the next; None: only when `poll` is called.
-            light: Begin with the light theme.
-            clock: This machine's monotonic clock, in seconds.
+            feed: reads the status of the run; it may raise or block for a while.
+            title: word in the top left corner.
+            on_quit: called when the user quits, not when a finished run closes by itself.
+            linger_s: seconds after which a finished run closes, unless a key is pressed; None:
+                never.
+            interval_s: seconds between two readings; None: only when `poll` is called.
+            light: start with the light theme.
+            clock: the local monotonic clock, in seconds.
         """
         super().__init__()
         self.register_theme(DARK)
@@ -116,8 +116,8 @@ class DashboardApp(App[None]):
         self._mounted = False
 
     def compose(self) -> ComposeResult:
-        """Header, peers, four panes, keys."""
-        yield Header(id="header")
+        """Lay out the header, peers, four panes and keys."""
+        yield RunHeader(id="header")
         yield PeersPane(id="peers")
         with Container(id="lower"):
             yield LossPane(id="loss", classes="-current")
@@ -127,7 +127,7 @@ class DashboardApp(App[None]):
         yield Footer(show_command_palette=False, compact=True)
 
     def on_mount(self) -> None:
-        """Begin to ask."""
+        """Start polling."""
         self._mounted = True
         self.query_one("#peers", Pane).focus()
         if self._interval_s is not None:
@@ -140,7 +140,7 @@ class DashboardApp(App[None]):
             await asyncio.sleep(retry_s(self.view.num_attempts, interval_s))
 
     async def poll(self) -> None:
-        """Read the state once and draw it, or draw that it could not be read."""
+        """Read the status once and draw it, or show why it could not be read."""
         try:
             self._received(await read(self._feed))
         except FeedError as error:
@@ -158,7 +158,7 @@ class DashboardApp(App[None]):
         self._show(replace(self.view, status=kept, failure="", num_attempts=0))
 
     def tick(self) -> None:
-        """Let the ages on the screen grow, and close a finished run that has lingered."""
+        """Update the ages on the screen, and close a finished run that has lingered."""
         if self._closes_at is not None and self._clock() >= self._closes_at:
             self.exit()
         else:
@@ -176,14 +176,14 @@ class DashboardApp(App[None]):
                 widget.show(self.view)
 
     async def on_event(self, event: events.Event) -> None:
-        """Any key or click keeps a finished run on the screen."""
+        """Keep a finished run on the screen after any key or click."""
         if isinstance(event, events.Key | events.MouseDown) and self._closes_at is not None:
             self._closes_at, self._linger_s = None, None
             self._show(self.view)
         await super().on_event(event)
 
     def on_grid_pane_moved(self) -> None:
-        """The waterfall follows the round that is chosen in the list."""
+        """Show the phases of the round chosen in the list."""
         self.query_one(PhasesPane).choose(self.query_one(RoundsPane).chosen)
 
     def action_leave(self) -> None:
@@ -193,28 +193,28 @@ class DashboardApp(App[None]):
         self.exit()
 
     def action_toggle_log(self) -> None:
-        """Switch the axis of the loss."""
+        """Switch the loss axis between linear and logarithmic."""
         self._show(replace(self.view, log_scale=not self.view.log_scale))
 
     def action_toggle_smooth(self) -> None:
-        """Switch between the curve as measured and smoothed."""
+        """Switch between the raw and the smoothed curve."""
         self._show(replace(self.view, smooth=not self.view.smooth))
 
     def action_toggle_pause(self) -> None:
-        """Hold the screen still, or catch up with the run."""
+        """Freeze the screen, or catch up with the run."""
         status = self._held if self.view.paused else self.view.status
         self._show(replace(self.view, paused=not self.view.paused, status=status))
 
     def action_toggle_theme(self) -> None:
-        """Switch between dark and light."""
+        """Switch between the dark and the light theme."""
         self.theme = LIGHT.name if self.theme == DARK.name else DARK.name
 
     def action_help(self) -> None:
-        """Explain."""
+        """Open the help screen."""
         self.push_screen(Help())
 
     def action_zoom(self) -> None:
-        """Give the focused pane the whole screen, or return."""
+        """Give the focused pane the whole screen, or undo it."""
         if self.screen.maximized is not None:
             self.screen.minimize()
         elif isinstance(self.focused, Pane):
@@ -230,7 +230,7 @@ class DashboardApp(App[None]):
         self.query_one(f"#{name}", Pane).focus()
 
     def action_next_pane(self, step: int) -> None:
-        """Go round the panes, hidden ones too."""
+        """Focus the next or previous pane, hidden ones included."""
         if isinstance(self.screen, Help):
             return
         order = ("peers", *LOWER_PANES)
@@ -239,7 +239,7 @@ class DashboardApp(App[None]):
         self.action_pane(order[(index + step) % len(order)])
 
     def on_pane_seen(self) -> None:
-        """Frames say how to reach what the size of the screen hides."""
+        """Update the pane titles, which name the hidden panes."""
         self._name_panes()
 
     def _name_panes(self) -> None:
@@ -254,11 +254,11 @@ class DashboardApp(App[None]):
 async def save_screenshot(
     feed: Feed, path: Path, *, width: int = 120, height: int = 40, light: bool = False
 ) -> None:
-    """Write the dashboard as an SVG after its first state.
+    """Write the dashboard as an SVG after its first status.
 
     Raises:
         OSError: `path` cannot be written.
-        FeedError: there is no state to draw.
+        FeedError: there is no status to draw.
     """
     status = await read(feed)
 
@@ -270,7 +270,7 @@ async def save_screenshot(
     async def draw(pilot: Pilot[object]) -> None:
         await app.poll()
         await pilot.pause()
-        await pilot.pause()  # the keys at the foot are put there a turn after the rest
+        await pilot.pause()  # the key hints at the foot appear one turn after the rest
         path.write_text(app.export_screenshot(), encoding="utf-8")
         app.exit()
 

@@ -1,10 +1,10 @@
 """A line chart in braille dots: each terminal cell holds 2 x 4 of them.
 
-Drawn here rather than with a plotting library, because the colours have to follow the theme, the
-size follows the terminal on every frame, and one curve over one axis is all there is to draw.
+Not a plotting library: the colours follow the theme, the size follows the terminal on every frame,
+and one curve over one axis is all there is to draw.
 
-`plot` is pure: series in, text out. x is a round, y a loss; points that are not finite or absurdly
-large are left out, and so are points at or below zero on a logarithmic axis.
+`plot` is pure: series in, text out. x is a round, y a loss. Points that are not finite or are
+absurdly large are omitted, and so are points at or below zero on a logarithmic axis.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from atoll.coordinator.report.text import count, fit
 Point = tuple[float, float]
 
 _DOT_BITS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [x % 2][y % 4]
-_MAX_VALUE: Final = 1e12  # no loss is larger; differences and ratios stay finite below it
-_DOT_CELLS: Final = 4  # from one dot to the next: a cell has one colour, the dot's
+_MAX_VALUE: Final = 1e12  # no loss is larger; differences and ratios below it stay finite
+_DOT_CELLS: Final = 4  # between dots: a cell has one colour, and the curve must stay visible
 _AXIS_CELLS: Final = 7  # a label of five characters, a space, the axis itself
-_LONG_ROUND: Final = 100_000  # rounds are named by all their digits, as in the list, up to here
-_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0, 20.0)  # distances between ticks that people count in
+_LONG_ROUND: Final = 100_000  # smaller round numbers are written out, as in the list
+_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0, 20.0)  # round distances between ticks
 _LOG_STEPS: Final = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve; a later series is drawn over an earlier one."""
+    """One curve; later series are drawn over earlier ones."""
 
     points: Sequence[Point]
     style: str
     dots: bool = False
-    """Draw points of it, not the line through them; so few that the curve under them shows."""
+    """Draw separate points instead of a line; few enough that the curve below stays visible."""
 
 
 @dataclass
 class Canvas:
-    """Dots by cell; a cell takes the style of the last dot put into it."""
+    """Braille dots by cell; a cell takes the style of the last dot set in it."""
 
     width: int
     height: int
@@ -50,21 +50,21 @@ class Canvas:
     styles: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def dot(self, x: int, y: int, style: str) -> None:
-        """Put one dot, counted from the top left; a dot outside is ignored."""
+        """Set one dot, counted from the top left; ignore a dot outside."""
         if 0 <= x < 2 * self.width and 0 <= y < 4 * self.height:
             cell = (x // 2, y // 4)
             self.bits[cell] = self.bits.get(cell, 0) | _DOT_BITS[x % 2][y % 4]
             self.styles[cell] = style
 
     def line(self, start: tuple[int, int], end: tuple[int, int], style: str) -> None:
-        """Join two dots."""
+        """Draw a line between two dots."""
         (x0, y0), (x1, y1) = start, end
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)
         for i in range(steps + 1):
             self.dot(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps), style)
 
     def row(self, y: int) -> list[tuple[str, str]]:
-        """One line of cells as styled text."""
+        """Return one line of cells as styled text."""
         cells = ((x, y) for x in range(self.width))
         return [
             (chr(0x2800 + self.bits[cell]), self.styles[cell]) if cell in self.bits else (" ", "")
@@ -74,21 +74,21 @@ class Canvas:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """An axis: values between `low` and `high` map to 0..1."""
+    """An axis that maps values from `low` to `high` to 0..1."""
 
     low: float
     high: float
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Where `value` lies between the ends."""
+        """Return the place of `value` between the ends, 0 to 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
 def scale_of(values: Sequence[float], *, log: bool) -> Scale:
-    """A scale around `values` with a little air at both ends."""
+    """Return a scale around `values` with a small margin at both ends."""
     low, high = min(values), max(values)
     if log:
         ratio = max(high / low, 1.01) ** 0.04
@@ -98,7 +98,7 @@ def scale_of(values: Sequence[float], *, log: bool) -> Scale:
 
 
 def ticks(scale: Scale, num_max: int) -> list[float]:
-    """At most `num_max` round values on the scale."""
+    """Return at most `num_max` round values on the scale."""
     if num_max < 1:
         return []
     if scale.log and (found := _log_ticks(scale, num_max)):
@@ -124,9 +124,9 @@ def _log_ticks(scale: Scale, num_max: int) -> list[float]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """A local straight line through each point's neighbours, the near ones counting more.
+    """Smooth by a local weighted linear fit, in which near points count more.
 
-    Unlike a running mean it does not lag behind a falling loss, nor bend at the ends.
+    Unlike a running mean it neither lags behind a falling loss nor bends at the ends.
     """
     reach = min(24, max(3, len(points) // 16))
     return [
@@ -149,7 +149,7 @@ def _local_line(near: Sequence[Point], at: float, otherwise: float) -> float:
 
 
 def thinned(points: Sequence[Point], num_max: int) -> list[Point]:
-    """The lowest and highest point of each of `num_max / 2` stretches, so that no spike is lost."""
+    """Keep the lowest and highest point of each of `num_max / 2` stretches, so no spike is lost."""
     if len(points) <= num_max:
         return list(points)
     num_stretches = max(1, num_max // 2)
@@ -163,7 +163,7 @@ def thinned(points: Sequence[Point], num_max: int) -> list[Point]:
 
 
 def spaced(points: Sequence[Point], num_max: int) -> list[Point]:
-    """At most `num_max` of the points: the newest, and others at equal distances before it."""
+    """Return at most `num_max` of the points: the newest, and others evenly spaced before it."""
     return list(points[:: -max(1, math.ceil(len(points) / max(1, num_max)))])
 
 
@@ -172,13 +172,13 @@ def _height(point: Point) -> float:
 
 
 def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
-    """The points that an axis of this kind can show."""
+    """Return the points that an axis of this kind can show."""
     least = 1 / _MAX_VALUE if log else -_MAX_VALUE
     return [(x, y) for x, y in points if least <= y <= _MAX_VALUE]
 
 
 def plot(series: Sequence[Series], width: int, height: int, *, log: bool = False) -> Content:
-    """The chart with its axes in `width` x `height` cells; empty where there is no room."""
+    """Draw the chart with its axes in `width` x `height` cells; empty if there is no room."""
     curves = [replace(curve, points=drawable(curve.points, log=log)) for curve in series]
     everything = [point for curve in curves for point in curve.points]
     plot_width, plot_height = width - _AXIS_CELLS, height - 2

@@ -1,4 +1,4 @@
-"""The event log as lines of text."""
+"""The event log as lines of styled text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from textual.content import Content
 
 from atoll.coordinator.report import text
-from atoll.coordinator.report.view import IMPORTANT, names, naming, told
+from atoll.coordinator.report.view import IMPORTANT, event_text, names, naming
 from atoll.coordinator.run.status import Event, RunStatus
 
 LEVEL_STYLES: Final = {
@@ -17,15 +17,15 @@ LEVEL_STYLES: Final = {
     "error": "$bad",
 }
 _MARKS: Final = {"info": "•", "warning": "▲", "error": "■"}
-NEWS_S: Final = 60.0  # a few rounds: by then whoever watches has read it, and the log keeps it
+NEWS_S: Final = 60.0  # a few rounds: a viewer has read it by then, and the log keeps it
 _SOURCE_CELLS: Final = 12
-_SOURCE_FROM_CELLS: Final = 72  # narrower, a column for the source starves the text
+_SOURCE_FROM_CELLS: Final = 72  # in a narrower pane a source column leaves too little for the text
 
 
 def _event_lines(
     event: Event, width: int, known: Mapping[str, str], name: Callable[[str], str]
 ) -> list[Content]:
-    """One event, wrapped under its own text where it is longer than the line."""
+    """One event; a long one wraps under its own text."""
     style = LEVEL_STYLES[event.level]
     head = Content.assemble(
         (f" {text.clock_time(event.at)} ", "$dim"),
@@ -36,14 +36,14 @@ def _event_lines(
         head += Content.assemble((f"{text.fit(source, _SOURCE_CELLS)} ", "$dim"))
     loud = style if event.level in IMPORTANT else "$text-plain"
     prefix = f"{source}: " if source and width < _SOURCE_FROM_CELLS else ""
-    body = Content.assemble((prefix, "$dim"), (told(event, name), loud))
+    body = Content.assemble((prefix, "$dim"), (event_text(event, name), loud))
     wrapped = body.wrap(max(8, width - head.cell_length))
     indent = Content(" " * head.cell_length)
     return [(head if i == 0 else indent) + line for i, line in enumerate(wrapped)]
 
 
 def alert(status: RunStatus, width: int) -> Content | None:
-    """The newest warning or error in one line, while it is news by the server's clock."""
+    """Return the newest recent warning or error in one line, or None."""
     news = [
         event
         for event in status.events
@@ -58,14 +58,14 @@ def alert(status: RunStatus, width: int) -> Content | None:
     line = Content.assemble(
         (f" {_MARKS[newest.level]} ", style),
         (f"{text.clock_time(newest.at)} {source}: ", "$dim"),
-        (told(newest, naming(known)), style),
+        (event_text(newest, naming(known)), style),
     )
     room = max(0, width - text.cells(more) - 1)
     return line.truncate(room, ellipsis=True) + Content.assemble((more, "$dim"))
 
 
 def log_lines(status: RunStatus, width: int) -> list[Content]:
-    """All events, oldest first."""
+    """Return all events as lines, oldest first."""
     known = names(status)
     name = naming(known)
     return [line for event in status.events for line in _event_lines(event, width, known, name)]

@@ -1,8 +1,8 @@
-"""A table that fits: columns give way by priority, flexible ones grow, rows scroll with a cursor.
+"""A table that fits: low-priority columns are dropped, flexible ones grow, rows scroll.
 
-Pure but for `GridState`, which holds what the user did (the row under the cursor, the first row in
-view). `render` returns text for exactly the given cells, so the same table serves 80 columns and
-200 and is tested without a terminal.
+Everything but `GridState`, which holds the user's cursor and scroll position, is pure. `render`
+returns text for exactly the given cells, so one table serves 80 and 200 columns and is tested
+without a terminal.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from textual.content import Content
 
 from atoll.coordinator.report.text import fit
 
-Row = TypeVar("Row")
+RowT = TypeVar("RowT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column(Generic[Row]):
-    """One column of a table of `Row`."""
+class Column(Generic[RowT]):
+    """One column of a table whose rows are `RowT`."""
 
     title: str
     width: int
-    """The least number of cells."""
-    draw: Callable[[Row, int], Content]
-    """The row's cell for a given width; may be shorter, never longer."""
+    """Minimum width in cells."""
+    draw: Callable[[RowT, int], Content]
+    """Returns the row's cell for a given width; may be shorter, never longer."""
     priority: int
-    """Columns with the highest number leave first; 0 stays."""
+    """Columns with the highest number are dropped first; 0 always stays."""
     grow_to: int = 0
-    """The most cells that a flexible column takes."""
+    """Maximum width of a flexible column, in cells."""
     right: bool = False
 
 
 @dataclass(kw_only=True)
 class GridState:
-    """Where the user is in the table."""
+    """The user's cursor and scroll position."""
 
     cursor: int = 0
     top: int = 0
 
     def move(self, rows: int, num_rows: int, page: int) -> None:
-        """Move the cursor and keep it in a view of `page` rows."""
+        """Move the cursor and keep it within a view of `page` rows."""
         self.cursor = min(max(0, self.cursor + rows), max(0, num_rows - 1))
         self.top = min(self.top, self.cursor, max(0, num_rows - page))
         self.top = max(self.top, self.cursor - page + 1, 0)
 
 
-def chosen(columns: Sequence[Column[Row]], width: int) -> list[tuple[Column[Row], int]]:
-    """The columns that fit side by side in `width` cells, with their widths."""
+def chosen(columns: Sequence[Column[RowT]], width: int) -> list[tuple[Column[RowT], int]]:
+    """Return the columns that fit side by side in `width` cells, with their widths."""
     kept = list(columns)
     while len(kept) > 1 and _least(kept) > width:
         kept.remove(max(kept, key=lambda column: column.priority))
@@ -61,27 +61,27 @@ def chosen(columns: Sequence[Column[Row]], width: int) -> list[tuple[Column[Row]
     return list(zip(kept, widths, strict=True))
 
 
-def _least(columns: Sequence[Column[Row]]) -> int:
+def _least(columns: Sequence[Column[RowT]]) -> int:
     return sum(column.width for column in columns) + len(columns) - 1
 
 
-def _neediest(columns: Sequence[Column[Row]], widths: Sequence[int]) -> int | None:
-    """The flexible column that is furthest from what it would like."""
+def _neediest(columns: Sequence[Column[RowT]], widths: Sequence[int]) -> int | None:
+    """The flexible column that is furthest below its maximum width."""
     wanting = [i for i, column in enumerate(columns) if widths[i] < column.grow_to]
     return min(wanting, key=lambda i: widths[i] / columns[i].grow_to, default=None)
 
 
 def render(
-    columns: Sequence[Column[Row]],
-    rows: Sequence[Row],
+    columns: Sequence[Column[RowT]],
+    rows: Sequence[RowT],
     width: int,
     height: int,
     state: GridState,
     *,
-    row_style: Callable[[Row], str] = lambda row: "",
+    row_style: Callable[[RowT], str] = lambda row: "",
     active: bool = False,
 ) -> Content:
-    """The heading and as many rows as fit in `width` x `height` cells."""
+    """Draw the heading and as many rows as fit in `width` x `height` cells."""
     if width < 2 or height < 1:
         return Content("")
     page = height - 1
@@ -100,25 +100,25 @@ def render(
     return Content("\n").join(lines)
 
 
-def _gap(fitted: Sequence[tuple[Column[Row], int]], width: int) -> int:
-    """Cells left over when no column grows any more go between the columns, up to three each."""
+def _gap(fitted: Sequence[tuple[Column[RowT], int]], width: int) -> int:
+    """Spaces between columns, up to three, from the cells that no column takes."""
     used = sum(cells for _, cells in fitted)
     return min(3, max(1, (width - used) // max(1, len(fitted) - 1)))
 
 
-def _heading(fitted: Sequence[tuple[Column[Row], int]], gap: int) -> Content:
+def _heading(fitted: Sequence[tuple[Column[RowT], int]], gap: int) -> Content:
     titles = [fit(column.title, cells, right=column.right) for column, cells in fitted]
     return Content.assemble((" " * gap).join(titles)).stylize("$dim")
 
 
-def _cell(column: Column[Row], row: Row, cells: int) -> Content:
+def _cell(column: Column[RowT], row: RowT, cells: int) -> Content:
     content = column.draw(row, cells).truncate(cells, ellipsis=True)
     pad = max(0, cells - content.cell_length)
     return content.pad_left(pad) if column.right else content.pad_right(pad)
 
 
 def _scrollbar(num_rows: int, page: int, top: int) -> list[Content]:
-    """One cell for each visible row, or nothing when all rows are visible."""
+    """One cell for each visible row, or nothing if all rows are visible."""
     if page < 1 or num_rows <= page:
         return []
     thumb = max(1, page * page // num_rows)

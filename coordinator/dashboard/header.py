@@ -1,4 +1,4 @@
-"""The top of the screen: what run this is, how far it is, how it is doing."""
+"""The top of the screen: the run's name, state, progress and key figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from atoll.coordinator.report.view import (
 )
 from atoll.coordinator.run.status import RunStatus
 
-Fact = tuple[str, Content]  # a label and its value
+Fact = tuple[str, Content]  # label, value
 
 STATE_STYLES: Final = {
     "waiting": "bold $on-chip on $warn",
@@ -29,11 +29,11 @@ STATE_STYLES: Final = {
     "stalled": "bold $on-chip on $bad",
     "finished": "bold $on-chip on $primary",
 }
-MIN_AGE_SHOWN_S: Final = 3.0  # a state is read every second; younger than this is now
+MIN_AGE_SHOWN_S: Final = 3.0  # a status is read every second; a younger one counts as live
 
 
 def header(view: View, width: int) -> Content:
-    """The header's lines for `width` cells."""
+    """Return the header's lines for `width` cells."""
     status = view.status
     lines = [_edges(_name(view.title, status), link(view), width)]
     if view.failure:
@@ -46,15 +46,15 @@ def header(view: View, width: int) -> Content:
 
 
 def num_lines(view: View, width: int) -> int:
-    """How many lines `header` takes."""
+    """Return how many lines `header` takes."""
     return header(view, width).plain.count("\n") + 1
 
 
 def link(view: View) -> Content:
-    """The state of this screen's own connection."""
+    """Format the state of this screen's own connection."""
     if view.closing_in_s is not None:
         left = text.duration(view.closing_in_s)
-        return Content.assemble((f"closes in {left} · any key stays", "$primary"))
+        return Content.assemble((f"closes in {left} · any key keeps it open", "$primary"))
     if view.failure:
         return _lost(view)
     if view.paused:
@@ -69,7 +69,7 @@ def _lost(view: View) -> Content:
     attempt = f" · attempt {view.num_attempts + 1}"
     if view.status is None:
         return Content.assemble(("◌ no connection", "bold $bad"), (attempt, "$dim"))
-    age = f"state is {text.duration(view.age_s)} old"
+    age = f"status is {text.duration(view.age_s)} old"
     return Content.assemble(("◌ connection lost", "bold $bad"), (f" · {age}{attempt}", "$dim"))
 
 
@@ -90,7 +90,7 @@ def _name(title: str, status: RunStatus | None) -> Content:
 
 
 def _edges(left: Content, right: Content, width: int) -> Content:
-    """Both on one line; the left gives way, because the right says whether the rest is true."""
+    """Both on one line; the left is cut first: the right says whether the rest is current."""
     room = max(0, width - right.cell_length - 2)
     kept = left.truncate(room, ellipsis=True)
     return kept.pad_right(1 + room - kept.cell_length) + right
@@ -98,7 +98,7 @@ def _edges(left: Content, right: Content, width: int) -> Content:
 
 def _progress(status: RunStatus, width: int) -> Content:
     pace = round_seconds(status.history)
-    tail = f"{text.duration(pace)} a round" if pace else ""
+    tail = f"{text.duration(pace)} per round" if pace else ""
     if status.state == "waiting":
         return _waiting(status)
     if status.rounds_total <= 0:
@@ -122,21 +122,21 @@ def _progress(status: RunStatus, width: int) -> Content:
 
 def _waiting(status: RunStatus) -> Content:
     here = num_present(status)
-    need = f"{here} of {status.min_peers} peers are here; "
+    need = f"{here} of {status.min_peers} peers online; "
     missing = max(0, status.min_peers - here)
     rest = f"the run starts with {missing} more" if missing else "the run is about to start"
     return Content.assemble((f" {need}{rest}", "$warn"))
 
 
 def _fact_lines(status: RunStatus, width: int) -> list[Content]:
-    """The facts, with a line of past rates where that costs none of its own."""
+    """The facts, with a sparkline of past rates if it takes no additional line."""
     bare = _wrapped(_facts(status, _bold(text.count(status.tokens_per_s))), width)
     drawn = _wrapped(_facts(status, _rate(status)), width)
     return drawn if len(drawn) == len(bare) else bare
 
 
 def _facts(status: RunStatus, rate: Content) -> list[Fact]:
-    """What is worth a place, the most important first."""
+    """The facts to show, the most important first."""
     here = _bold(str(num_present(status))) + Content.assemble((f"/{len(status.peers)}", "$dim"))
     facts = [
         ("loss", _bold(text.loss_text(status.loss))),

@@ -1,4 +1,4 @@
-"""The help screen: keys, and what the words on the screen mean."""
+"""The help screen: the keys, and the terms on the screen."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from textual.widgets import Static
 from atoll.coordinator.dashboard.marks import PHASES, legend
 
 _KEYS: Final = (
-    ("tab, 1-5", "next pane; peers loss phases rounds events"),
-    ("↑ ↓ pgup pgdn", "choose a peer or round, scroll the log"),
+    ("tab, 1-5", "next pane: peers, loss, phases, rounds, events"),
+    ("↑ ↓ pgup pgdn", "choose a peer or round; scroll the events"),
     ("l", "linear or logarithmic loss"),
     ("s", "smoothed or raw loss"),
-    ("p", "hold the screen still; the run goes on"),
-    ("z", "zoom the focused pane, esc to return"),
-    ("t", "dark or light"),
+    ("p", "freeze the screen; the run continues"),
+    ("z", "zoom the focused pane; esc returns"),
+    ("t", "dark or light theme"),
     ("q", "quit"),
 )
 _WORDS: Final = (
-    ("util", "time spent computing, of all time"),
-    ("window", "the inner steps until the peer's next round"),
-    ("up, down", "use of the link, of its measured speed"),
-    ("bytes", "counted on the wire, both ways"),
-    ("seen", "since the coordinator last heard of the peer"),
+    ("util", "share of the time spent training"),
+    ("window", "inner steps done until the peer's next round"),
+    ("up, down", "use of the link, as a share of its measured speed"),
+    ("bytes", "counted on the wire, in both directions"),
+    ("seen", "time since the coordinator last heard from the peer"),
 )
 _WORD_CELLS: Final = 15
 
 
 def help_text() -> Content:
-    """All of it."""
+    """Return the whole help text."""
     lines = [_entry(key, meaning, "bold $primary") for key, meaning in _KEYS]
     lines += [Content(""), *(_entry(*word, "$text-plain") for word in _WORDS)]
     first = Content.assemble((f"{'phases':<{_WORD_CELLS}}", "$text-plain"))
@@ -49,14 +49,14 @@ def _entry(word: str, meaning: str, style: str) -> Content:
 
 
 class Help(ModalScreen[None]):
-    """Over the dashboard, until a key is pressed."""
+    """The help, over the dashboard until a key is pressed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,question_mark,q,enter,space", "dismiss", "Close")
     ]
 
     def compose(self) -> ComposeResult:
-        """One box."""
+        """Lay out one box."""
         box = Static(help_text())
         box.border_title = "help"
         yield box

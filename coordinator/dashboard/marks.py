@@ -1,4 +1,4 @@
-"""Marks drawn with characters: bars, stacked bars and sparklines. Pure: numbers in, text out."""
+"""Marks drawn with characters: bars, stacked bars, sparklines. Pure: numbers in, text out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 
 def bar(fraction: float | None, width: int, style: str = "$primary") -> Content:
-    """A thin bar in half-cell steps; a fraction outside 0..1 is clamped, None is all track."""
+    """Draw a thin bar in half-cell steps; clamp the fraction to 0..1, None is all track."""
     value = min(1.0, max(0.0, finite(fraction) or 0.0))
     halves = round(value * width * 2)
     full, half = divmod(halves, 2)
@@ -25,7 +25,7 @@ def bar(fraction: float | None, width: int, style: str = "$primary") -> Content:
 
 
 def shares(values: Sequence[float], width: int) -> list[int]:
-    """Cells for each value, in proportion, with sum `width` (largest remainder); zeros get none."""
+    """Split `width` cells in proportion to values (largest remainder); zeros get none."""
     total = sum(values)
     if total <= 0 or width <= 0:
         return [0 for _ in values]
@@ -38,12 +38,12 @@ def shares(values: Sequence[float], width: int) -> list[int]:
 
 
 def phase_style(phase: str) -> str:
-    """The colour of a phase; a phase of a newer peer that we do not know gets a neutral one."""
+    """Return the colour of a phase; a newer peer's unknown phase gets a neutral one."""
     return f"$phase-{phase}" if phase in PHASES else "$phase-other"
 
 
 def ordered_phases(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The phases in the order in which they happen, unknown ones last, without empty ones."""
+    """Sort phases in the order in which they happen, unknown ones last; omit empty ones."""
     rank = {phase: i for i, phase in enumerate(PHASES)}
     known = sorted(seconds, key=lambda phase: (rank.get(phase, len(rank)), phase))
     parts = [(phase, finite(seconds[phase]) or 0.0) for phase in known]
@@ -53,7 +53,7 @@ def ordered_phases(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 def stacked(
     seconds: Mapping[str, float], width: int, *, scale_s: float = 0.0, mark: str = "■"
 ) -> Content:
-    """Phases side by side; `width` cells stand for `scale_s` seconds (0: for all of them)."""
+    """Draw phases side by side; `width` cells stand for `scale_s` seconds (0: for their sum)."""
     parts = ordered_phases(seconds)
     total = sum(value for _, value in parts)
     if total <= 0:
@@ -66,7 +66,7 @@ def stacked(
 
 
 def legend(seconds: Mapping[str, float] | None = None, *, names: Sequence[str] = PHASES) -> Content:
-    """The names of the phases in their colours, or those of `seconds` with their lengths."""
+    """Name the phases in their colours, or those of `seconds` with their durations."""
     parts = ordered_phases(seconds) if seconds is not None else [(p, None) for p in names]
     spans: list[tuple[str, str]] = []
     for phase, value in parts:
@@ -76,7 +76,7 @@ def legend(seconds: Mapping[str, float] | None = None, *, names: Sequence[str] =
 
 
 def spark(values: Sequence[float], width: int, style: str = "$primary") -> Content:
-    """The last `width` values as a line of blocks from their minimum to their maximum."""
+    """Draw the last `width` values as a line of blocks from their minimum to their maximum."""
     recent = [value for value in values if finite(value) is not None][-width:]
     if not recent:
         return Content("")

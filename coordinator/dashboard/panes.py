@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic
 
 from textual import events
 from textual.binding import Binding, BindingType
@@ -15,19 +15,18 @@ from textual.widget import Widget
 from atoll.coordinator.dashboard import peers, rounds
 from atoll.coordinator.dashboard.chart import Series, plot, smoothed
 from atoll.coordinator.dashboard.events import log_lines
-from atoll.coordinator.dashboard.grid import GridState
+from atoll.coordinator.dashboard.grid import GridState, RowT
 from atoll.coordinator.dashboard.grid import render as render_grid
 from atoll.coordinator.dashboard.header import header, num_lines
 from atoll.coordinator.report.view import View, label, names, num_present, sorted_peers
 from atoll.coordinator.run.status import PeerStatus, RoundSummary
 
-Row = TypeVar("Row")
-MIN_SMOOTHED = 3  # fewer rounds have no noise to look through
-WHEEL_ROWS = 3  # what terminals scroll for one notch
+MIN_SMOOTHED = 3  # fewer rounds have no noise to smooth
+WHEEL_ROWS = 3  # as terminals scroll for one notch
 
 
 class Drawn(Widget):
-    """Anything that draws a view."""
+    """A widget that draws a view."""
 
     view = View()
 
@@ -36,11 +35,11 @@ class Drawn(Widget):
         raise NotImplementedError
 
 
-class Header(Drawn):
+class RunHeader(Drawn):
     """The run at a glance."""
 
     def show(self, view: View) -> None:
-        """Draw this view; its age is new each time."""
+        """Draw this view; its age changes each time."""
         lines_before = num_lines(self.view, self.size.width)
         self.view = view
         self.refresh(layout=num_lines(view, self.size.width) != lines_before)
@@ -50,28 +49,28 @@ class Header(Drawn):
         return header(self.view, self.size.width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """As many lines as the facts need at this width."""
+        """Return as many lines as the facts need at this width."""
         return num_lines(self.view, width)
 
 
 class Pane(Drawn, can_focus=True):
-    """A framed part of the screen: can be focused, zoomed and, where room is short, hidden."""
+    """A framed part of the screen: can be focused, zoomed and, if space is short, hidden."""
 
     heading: ClassVar[str] = ""
 
     class Seen(Message):
-        """The pane was hidden or is hidden no more."""
+        """The pane was hidden or shown."""
 
     def on_show(self) -> None:
-        """Tell the app."""
+        """Notify the app."""
         self.post_message(self.Seen())
 
     def on_hide(self) -> None:
-        """Tell the app."""
+        """Notify the app."""
         self.post_message(self.Seen())
 
     def show(self, view: View) -> None:
-        """Draw this view, if it differs in anything that this pane draws."""
+        """Draw this view if anything that the pane shows has changed."""
         changed = self.facts(view) != self.facts(self.view)
         self.view = view
         if changed:
@@ -79,15 +78,15 @@ class Pane(Drawn, can_focus=True):
             self.refresh()
 
     def facts(self, view: View) -> object:
-        """What the pane draws of a view: it is drawn anew when this has changed."""
+        """Return the facts that the pane shows: it is redrawn when they change."""
         raise NotImplementedError
 
     def changed(self) -> None:
-        """Called when there is something new to draw."""
+        """Prepare to draw new facts."""
 
 
 class LinesPane(Pane):
-    """A pane of more lines than fit: keys and the wheel move in it."""
+    """A pane with more lines than fit; keys and the wheel scroll it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", show=False),
@@ -100,60 +99,59 @@ class LinesPane(Pane):
 
     @property
     def page_rows(self) -> int:
-        """Lines that a page is long."""
+        """Lines per page."""
         raise NotImplementedError
 
     def action_move(self, num_rows: int) -> None:
-        """Move by so many lines."""
+        """Move by this many lines."""
         raise NotImplementedError
 
     def action_page(self, num_pages: int) -> None:
-        """Move by what is in view."""
+        """Move by this many pages."""
         self.action_move(num_pages * self.page_rows)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """The wheel moves too."""
+        """Scroll down."""
         event.stop()
         self.action_move(WHEEL_ROWS)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """The wheel moves too."""
+        """Scroll up."""
         event.stop()
         self.action_move(-WHEEL_ROWS)
 
 
-class GridPane(LinesPane, Generic[Row]):
+class GridPane(LinesPane, Generic[RowT]):
     """A table with a cursor that stays on its row when rows come and go."""
 
     class Moved(Message):
-        """The cursor is on another row."""
+        """The cursor moved to another row."""
 
     def __init__(self, *, id: str) -> None:
-        """Start at the first row."""
         super().__init__(id=id)
         self.state = GridState()
         self._key: object = None
 
-    def rows(self) -> Sequence[Row]:
-        """The rows, in order."""
+    def rows(self) -> Sequence[RowT]:
+        """Return the rows, in order."""
         raise NotImplementedError
 
-    def key(self, row: Row) -> object:
-        """What makes the row the same one in the next view."""
+    def key(self, row: RowT) -> object:
+        """Return the value that identifies the row in the next view."""
         raise NotImplementedError
 
     @property
-    def chosen(self) -> Row | None:
+    def chosen(self) -> RowT | None:
         """The row under the cursor."""
         found = self.rows()
         return found[min(self.state.cursor, len(found) - 1)] if found else None
 
     num_detail_lines: ClassVar[int]
-    """Lines under the table about the chosen row."""
+    """Lines of detail on the chosen row, under the table."""
 
     @property
     def grid_height(self) -> int:
-        """Lines of the table with its heading; a pane without room for a row has no details."""
+        """Lines of the table with its heading; without room for a row, details are omitted."""
         left = self.size.height - self.num_detail_lines
         return left if left >= 2 else max(1, self.size.height)
 
@@ -163,7 +161,7 @@ class GridPane(LinesPane, Generic[Row]):
         return max(1, self.grid_height - 1)
 
     def with_details(self, grid: Content, details: Content) -> Content:
-        """The table, and the details at the foot of the pane if there is room for them."""
+        """Append the details at the foot of the pane if there is room for them."""
         height = self.grid_height
         if height == self.size.height:
             return grid
@@ -171,7 +169,7 @@ class GridPane(LinesPane, Generic[Row]):
         return grid + Content("\n" * (1 + gap)) + details
 
     def changed(self) -> None:
-        """Put the cursor back on the row it was on."""
+        """Put the cursor back on its row."""
         keys = [self.key(row) for row in self.rows()]
         if self._key in keys:
             self.state.cursor = keys.index(self._key)
@@ -192,38 +190,38 @@ class GridPane(LinesPane, Generic[Row]):
 
 
 class PeersPane(GridPane[PeerStatus]):
-    """The table of peers, and under it the one that is chosen."""
+    """The table of peers, with details of the chosen one."""
 
     heading = "peers"
 
     def facts(self, view: View) -> object:
-        """All that peers say."""
+        """Return what peers report."""
         return view.status and view.status.peers
 
     def rows(self) -> Sequence[PeerStatus]:
-        """The peers by name."""
+        """Return the peers, sorted by name."""
         return sorted_peers(self.view.status) if self.view.status else []
 
     def key(self, row: PeerStatus) -> object:
-        """The peer's identity."""
+        """Return the peer's identity."""
         return row.peer_id
 
     num_detail_lines: ClassVar[int] = peers.NUM_DETAIL_LINES
 
     def changed(self) -> None:
-        """Follow a swarm that grew or shrank."""
+        """Resize the pane to the number of peers."""
         super().changed()
         status = self.view.status
         if status is not None:
-            self.border_subtitle = f"{num_present(status)} of {len(status.peers)} here"
+            self.border_subtitle = f"{num_present(status)} of {len(status.peers)} online"
         self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """One line a peer, the heading and the details; the style sheet limits it."""
+        """Return one line per peer, plus heading and details; the style sheet limits it."""
         return 1 + max(1, len(self.rows())) + peers.NUM_DETAIL_LINES
 
     def render(self) -> Content:
-        """The table and the details."""
+        """Draw the table and the details."""
         width = self.size.width
         grid = render_grid(
             peers.COLUMNS,
@@ -243,22 +241,22 @@ class RoundsPane(GridPane[RoundSummary]):
     heading = "rounds"
 
     def facts(self, view: View) -> object:
-        """Rounds, what to call those left out, and which updates are not held."""
+        """Return rounds, names of missing peers, and gaps in the stored updates."""
         status = view.status
         return status and (status.history, names(status), status.gaps)
 
     def rows(self) -> Sequence[RoundSummary]:
-        """The rounds, newest first."""
+        """Return the rounds, newest first."""
         return rounds.newest_first(self.view.status) if self.view.status else []
 
     def key(self, row: RoundSummary) -> object:
-        """The round's position."""
+        """Return the round's position."""
         return row.position
 
     num_detail_lines: ClassVar[int] = rounds.NUM_DETAIL_LINES
 
     def render(self) -> Content:
-        """The list, and under it who is missing in the chosen round and why."""
+        """Draw the list, and the peers missing from the chosen round with the reasons."""
         status = self.view.status
         if status is None or not status.history:
             return Content.assemble((" no round has been committed yet", "$dim"))
@@ -280,7 +278,7 @@ class LossPane(Pane):
     heading = "loss"
 
     def facts(self, view: View) -> object:
-        """The curve depends on the scale too."""
+        """Return the history and the settings of the curve."""
         status = view.status
         return status and status.history, view.log_scale, view.smooth
 
@@ -293,7 +291,7 @@ class LossPane(Pane):
         self.border_subtitle = " · ".join(words)
 
     def render(self) -> Content:
-        """The curve, as measured and smoothed."""
+        """Draw the curve, raw and smoothed."""
         status = self.view.status
         points = rounds.losses(status.history) if status else []
         if status is None or len(points) < 2:
@@ -310,23 +308,23 @@ class LossPane(Pane):
 
 
 class PhasesPane(Pane):
-    """Where the time of a round went: the chosen round, and each peer's last one."""
+    """Where a round's time went: the chosen round, and each peer's last one."""
 
     heading = "phases"
     chosen: RoundSummary | None = None
 
     def facts(self, view: View) -> object:
-        """Rounds and the peers' last ones."""
+        """Return the rounds and the phases of the peers' last ones."""
         status = view.status
         return status and (status.history, [(label(p), p.phases) for p in status.peers])
 
     def choose(self, row: RoundSummary | None) -> None:
-        """Show this round on top."""
+        """Show this round at the top."""
         self.chosen = row
         self.refresh()
 
     def render(self) -> Content:
-        """The waterfall."""
+        """Draw the phases."""
         status = self.view.status
         if status is None:
             return Content("")
@@ -340,17 +338,17 @@ class EventsPane(LinesPane):
 
     heading = "events"
     top: int | None = None
-    """The first line in view, or None while following the end."""
+    """The first line in view; None while following the end."""
 
     _laid_out: tuple[int, list[Content]] | None = None
-    """The lines for a width; many, so kept until an event comes."""
+    """The lines for a width; there may be many, so they are kept until a new event arrives."""
 
     def facts(self, view: View) -> object:
-        """Events, and what to call their sources."""
+        """Return the events and the names of their sources."""
         return view.status and (view.status.events, names(view.status))
 
     def changed(self) -> None:
-        """Lay the lines out anew."""
+        """Discard the lines that were laid out."""
         self._laid_out = None
 
     def _lines(self) -> list[Content]:
@@ -363,21 +361,21 @@ class EventsPane(LinesPane):
 
     @property
     def page_rows(self) -> int:
-        """One line of the page before stays in view."""
+        """One line of the previous page stays in view."""
         return max(1, self.size.height - 1)
 
     def action_move(self, num_rows: int) -> None:
-        """Scroll; reaching the end follows it again."""
+        """Scroll; at the end, follow new events again."""
         last_top = max(0, len(self._lines()) - self.size.height)
         top = max(0, (last_top if self.top is None else self.top) + num_rows)
         self.top = None if top >= last_top else top
-        self.border_subtitle = "" if self.top is None else "scrolled back · end follows"
+        self.border_subtitle = "" if self.top is None else "scrolled back · end follows new events"
         self.refresh()
 
     def render(self) -> Content:
-        """The lines in view."""
+        """Draw the lines in view."""
         lines = self._lines()
         if not lines:
-            return Content.assemble((" nothing has happened yet", "$dim"))
+            return Content.assemble((" no events yet", "$dim"))
         start = max(0, len(lines) - self.size.height) if self.top is None else self.top
         return Content("\n").join(lines[start : start + self.size.height])

@@ -1,4 +1,4 @@
-"""The table of peers, and what is said about the one under the cursor."""
+"""The table of peers, and the details of the one under the cursor."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _STATE_STYLES: Final = {
     "leaving": "$dim",
     "gone": "$bad",
 }
-STALE_S: Final = 10.0  # two heartbeats missed: worth a second look
+STALE_S: Final = 10.0  # several heartbeats missed; the coordinator now counts the peer as gone
 NUM_DETAIL_LINES: Final = 2
-_ID_FROM_CELLS: Final = 22  # room for the identity in every row, not only beside short names
+_ID_FROM_CELLS: Final = 22  # a column this wide shows the identity in every row
 
 
 def dot_style(peer: PeerStatus) -> str:
-    """The colour of a peer's state."""
+    """Return the colour of a peer's state."""
     return _STATE_STYLES.get(peer.state, "$text-plain")
 
 
@@ -48,7 +48,7 @@ def _name(peer: PeerStatus, width: int) -> Content:
 
 
 def _state(peer: PeerStatus, width: int) -> Content:
-    """What the peer is doing: state and phase, or where there is no room the telling one."""
+    """State and phase or, if there is no room for both, the phase."""
     state, phase = peer.state, text.clean(peer.phase, num_max=24)
     if peer.state not in ("training", "syncing") or phase in ("", "idle"):  # before its first round
         return Content.assemble((state, dot_style(peer)))
@@ -70,7 +70,7 @@ def _steps(peer: PeerStatus, width: int) -> Content:
 
 
 def _link(peer: PeerStatus, use: float, mbit_s: float, width: int) -> Content:
-    """Use as a share of the measured capacity; a dash until that is known."""
+    """Use as a share of the measured capacity; a dash while that is unknown."""
     if is_gone(peer) or mbit_s <= 0:
         return _plain(f"{text.ABSENT:>4}" if width < 8 else text.ABSENT)
     share = f"{text.percent(use):>4}"
@@ -83,7 +83,7 @@ def _link(peer: PeerStatus, use: float, mbit_s: float, width: int) -> Content:
 
 
 def _use_style(use: float) -> str:
-    """Bright when the link is what the round waits for: no fault, links are there to be used."""
+    """Highlight a link that a round waits for; a busy link is no fault."""
     return "$accent" if use < 0.95 else "$warn"
 
 
@@ -108,7 +108,7 @@ def _utilisation(peer: PeerStatus, width: int) -> Content:
 
 
 def utilisation_style(share: float) -> str:
-    """Of a share of time spent training: whether communication costs more than a tenth of it."""
+    """Return the colour of a utilisation: good while communication costs at most a tenth."""
     return "$good" if share >= 0.9 else "$warn"
 
 
@@ -150,12 +150,12 @@ COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
 
 
 def row_style(peer: PeerStatus) -> str:
-    """A peer that is not there is dim from end to end."""
+    """Dim the whole row of a peer that is gone."""
     return "dim" if is_gone(peer) else ""
 
 
 def details(peer: PeerStatus | None, width: int) -> Content:
-    """Two lines: who and what the peer is, and where the time of its last round went."""
+    """Return two lines: facts about the peer, and the phases of its last round."""
     if peer is None:
         return Content.assemble((" no peer has joined yet", "$dim"), "\n")
     facts = [
@@ -181,13 +181,13 @@ def details(peer: PeerStatus | None, width: int) -> Content:
 
 
 def _rate(mbit_s: float) -> str:
-    """Of a link; none where it is not known, which is 0 in a status."""
+    """A link's speed; in a status, 0 means unknown."""
     return f"{text.count(mbit_s)} Mbit/s" if mbit_s else text.ABSENT
 
 
 def _last_round(peer: PeerStatus, width: int) -> Content:
     if not peer.phases:
-        return Content.assemble((" has finished no round yet", "$dim"))
+        return Content.assemble((" no round finished yet", "$dim"))
     names = legend(peer.phases)
     room = width - names.cell_length - 3
     if room >= 8:

@@ -1,4 +1,4 @@
-"""Committed rounds: the list, and where their time went."""
+"""Committed rounds: the list, and the phases of each."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from atoll.coordinator.report.view import is_gone, is_held, label, missing, sort
 from atoll.coordinator.run.status import Gap, RoundSummary, RunStatus
 
 NUM_DETAIL_LINES: Final = 2
-_PHASES_CELLS: Final = 16  # beside who was left out and why, which needs the room more
+_PHASES_CELLS: Final = 16  # beside the peers left out, which need the room more
 _NAME_CELLS: Final = 14
 _SECONDS_CELLS: Final = 7
 
 
 def total_s(seconds: dict[str, float]) -> float:
-    """The length of a round, from its phases."""
+    """Return the length of a round, from its phases."""
     return sum(value for _, value in ordered_phases(seconds))
 
 
 def newest_first(status: RunStatus) -> list[RoundSummary]:
-    """The rounds in the order of the list."""
+    """Return the rounds in the order of the list."""
     return list(reversed(status.history))
 
 
@@ -82,7 +82,10 @@ _COLUMNS: Final[tuple[Column[RoundSummary], ...]] = (
 def columns(
     names: Mapping[str, str], history: Sequence[RoundSummary]
 ) -> list[Column[RoundSummary]]:
-    """The columns of the list, for peers with these names; who was left out, if anyone ever was."""
+    """Return the columns of the list; `names` are by PeerID.
+
+    Peers left out get a column once there are any.
+    """
 
     def left_out(row: RoundSummary, width: int) -> Content:
         return Content.assemble(("; ".join(without(row, names)), "$warn"))
@@ -97,30 +100,30 @@ def columns(
 def details(
     row: RoundSummary | None, names: Mapping[str, str], gaps: Sequence[Gap], width: int
 ) -> Content:
-    """Two lines: who is missing in a round, wholly or in part, and why."""
+    """Return two lines: the peers missing from a round, wholly or in part, and why."""
     if row is None:
         return Content.assemble("\n")
     head = Content.assemble((f" round {row.position} ", "bold $primary"))
     if not is_held(row, gaps):
-        head += Content.assemble(("update not held here: missed, kept by no peer  ", "$warn"))
+        head += Content.assemble(("update not stored: no peer has kept it  ", "$warn"))
     absent = without(row, names)
     if absent:
         head += Content.assemble(("without ", "$dim"), ("; ".join(absent), "$warn"))
     else:
-        head += Content.assemble(("nobody was left out", "$dim"))
+        head += Content.assemble(("no peer was left out", "$dim"))
     lines = head.wrap(max(8, width))
     kept = [*lines[: NUM_DETAIL_LINES - 1], Content(" ").join(lines[NUM_DETAIL_LINES - 1 :])]
     return Content("\n").join(line.truncate(width, ellipsis=True) for line in kept)
 
 
-Bar = tuple[str, str, dict[str, float]]  # a name, its style, seconds by phase
+Bar = tuple[str, str, dict[str, float]]  # name, style, seconds by phase
 
 
 def waterfall(status: RunStatus, chosen: RoundSummary | None, width: int, height: int) -> Content:
-    """Phases on one scale of seconds: the chosen round, each peer's last one, earlier rounds."""
+    """Draw phases on one time scale: the chosen round, each peer's last one, earlier rounds."""
     bars = _bars(status, chosen)[: max(1, height - 2)]
     if not bars:
-        return Content.assemble((" the first round has not ended yet", "$dim"))
+        return Content.assemble((" no round has finished yet", "$dim"))
     scale_s = max(total_s(seconds) for _, _, seconds in bars)
     lines = [_bar_line(name, style, seconds, width, scale_s) for name, style, seconds in bars]
     names = [phase for phase in PHASES if any(phase in seconds for _, _, seconds in bars)]
@@ -166,12 +169,12 @@ def _axis(width: int, scale_s: float) -> Content:
 
 
 def losses(history: Sequence[RoundSummary]) -> list[tuple[float, float]]:
-    """The points of the loss curve."""
+    """Return the points of the loss curve."""
     found = ((float(r.position), text.finite(r.loss)) for r in history)
     return [(position, loss) for position, loss in found if loss is not None]
 
 
 def valid_losses(history: Sequence[RoundSummary]) -> list[tuple[float, float]]:
-    """The points of the validation loss: fewer, because it is not measured every round."""
+    """Return the points of the validation loss, which is not measured every round."""
     found = ((float(r.position), text.finite(r.valid_loss)) for r in history)
     return [(position, loss) for position, loss in found if loss is not None]

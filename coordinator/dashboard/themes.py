@@ -1,4 +1,4 @@
-"""The two themes: the same names of colours for a dark terminal and for a light one."""
+"""The two themes: the same colour names for dark and light terminals."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The run without a terminal: a line for each round and each important event.
+"""Plain-text output: one line for each round and each important event.
 
 `lines` is pure: two states in, text out, so that a log file, a pipe and a test see the same.
-`follow` asks a feed and writes them until the run has finished. Strings of strangers pass through
-`clean`, because a log is read in a terminal in the end.
+`follow` polls a feed and writes new lines until the run has finished. Strings from other machines
+pass through `clean`, because logs are read in terminals.
 
     14:24:26  round  37/120  loss 1.363  52.5k tok/s  5.30 MB sent  util 96.4%  5 peers
 """
@@ -16,28 +16,28 @@ from atoll.coordinator.report import text
 from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
 from atoll.coordinator.report.view import (
     IMPORTANT,
+    event_text,
     gap_text,
     label,
     names,
     naming,
     num_present,
     sorted_peers,
-    told,
     utilisation,
     utilisation_of,
     without,
 )
 from atoll.coordinator.run.status import Event, RoundSummary, RunStatus, seconds_between
 
-# A round is known before its members' accounts of it are: they come with the next heartbeats.
+# A round is known before its members' reports on it, which come with the next heartbeats.
 TRACES_WITHIN_S = 3.0
 
 
 def lines(previous: RunStatus | None, current: RunStatus) -> list[str]:
-    """What happened from one state to the next, in order of the server's time.
+    """Return the lines for what happened between two states, ordered by the server's time.
 
-    Rounds and events count as new by position and by equality, not by time stamp. A state that is
-    older than the previous one, as after a restart of the feed, says nothing.
+    Position and equality decide which rounds and events are new, not time stamps. A state older
+    than the previous one, as after a restart of the feed, yields no lines.
     """
     if previous is not None and _is_older(current, previous):
         return []
@@ -68,7 +68,7 @@ def _round_lines(previous: RunStatus | None, current: RunStatus) -> list[tuple[R
 
 
 def _last_settled(status: RunStatus | None) -> tuple[int, int]:
-    """Epoch and position of the last round whose numbers will change no more."""
+    """Epoch and position of the last round whose numbers no longer change."""
     if status is None:
         return (-1, -1)
     settled = [(row.epoch, row.position) for row in status.history if _is_settled(row, status)]
@@ -80,18 +80,18 @@ def _is_settled(row: RoundSummary, status: RunStatus) -> bool:
 
 
 def round_line(row: RoundSummary, before: RoundSummary | None, status: RunStatus) -> str:
-    """One round: its number, loss, tokens/s, bytes sent, utilisation and members.
+    """Format one round: its number, loss, tokens/s, bytes sent, utilisation and members.
 
-    When a round was decided of which no member has told, and what it sent, is not known.
+    Rate and bytes are a dash if no member has reported on the round.
     """
     total = f"/{status.rounds_total}" if status.rounds_total else ""
-    told = bool(row.seconds)
+    is_reported = bool(row.seconds)
     fields = [
         text.clock_time(row.at),
         f"round {row.position:>{max(3, len(total) - 1)}}{total}",
         f"loss {text.loss_text(row.loss)}",
-        f"{text.count(_rate(row, before, status) if told else None):>5} tok/s",
-        f"{text.size(row.wire_bytes if told else None):>7} sent",
+        f"{text.count(_rate(row, before, status) if is_reported else None):>5} tok/s",
+        f"{text.size(row.wire_bytes if is_reported else None):>7} sent",
         f"util {utilisation(status)}",
         _members(row, status),
     ]
@@ -101,7 +101,7 @@ def round_line(row: RoundSummary, before: RoundSummary | None, status: RunStatus
 
 
 def _rate(row: RoundSummary, before: RoundSummary | None, status: RunStatus) -> float | None:
-    """Tokens per second; None for a round of the coordinator's absence."""
+    """Tokens per second; None for a round that the coordinator missed."""
     gap_s = seconds_between(before or row, row)
     if gap_s is None:
         return None
@@ -117,36 +117,36 @@ def _members(row: RoundSummary, status: RunStatus) -> str:
 def _event_line(event: Event, known: Mapping[str, str], name: Callable[[str], str]) -> str:
     source = known.get(event.source) or text.short_id(event.source)
     front = f"{source}: " if source else ""
-    return f"{text.clock_time(event.at)}  {event.level}  {front}{told(event, name)}"
+    return f"{text.clock_time(event.at)}  {event.level}  {front}{event_text(event, name)}"
 
 
 def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
     if previous is not None and _standing(previous) == _standing(current):
         return []
     at = text.clock_time(current.now)
-    match _told_state(current):
+    match _shown_state(current):
         case "waiting":
-            here = f"{num_present(current)} of {current.min_peers} here"
+            here = f"{num_present(current)} of {current.min_peers} online"
             return [f"{at}  waiting for peers: {here}"]
         case "finished":
             tokens, loss = text.count(current.tokens_total), text.loss_text(current.loss)
             return [f"{at}  finished after {current.position} rounds: {tokens} tokens, loss {loss}"]
         case "stalled" if not num_present(current):
-            return [f"{at}  stalled: no peer is in touch"]
+            return [f"{at}  stalled: no peer is online; training resumes when peers return"]
         case "stalled":
-            return [f"{at}  stalled: no round has been committed for too long"]
+            return [f"{at}  stalled: no round committed for too long"]
         case _:
             return [] if previous is None else [f"{at}  training"]
 
 
 def _standing(status: RunStatus) -> tuple[str, int]:
-    """The state, and while it is told of who comes, how many are here."""
-    state = _told_state(status)
+    """The state and, while the run waits for peers, how many are online."""
+    state = _shown_state(status)
     return state, num_present(status) if state == "waiting" else 0
 
 
-def _told_state(status: RunStatus) -> str:
-    """A run is called finished only once its last round was told."""
+def _shown_state(status: RunStatus) -> str:
+    """The state; 'finished' only once the line of the last round is complete."""
     if status.state == "finished" and not _is_over(status):
         return "training"
     return status.state
@@ -163,16 +163,16 @@ async def follow(
     interval_s: float = INTERVAL_S,
     since: RunStatus | None = None,
 ) -> RunStatus:
-    """Write the lines of a run until it has finished; a lost connection is said once.
+    """Write the lines of a run until it has finished; report a lost connection once.
 
     Args:
-        feed: Reads the state of the run.
-        write: Takes one line without its end.
-        interval_s: From one reading to the next.
-        since: What is known of the run already; all that is remembered of it, if left out.
+        feed: reads the status of the run.
+        write: takes one line without its line end.
+        interval_s: seconds from one reading to the next.
+        since: what is known of the run already; by default all that it remembers is written.
 
     Returns:
-        The last state of the finished run.
+        The last status of the finished run.
     """
     previous = since
     num_failures = 0
@@ -182,11 +182,11 @@ async def follow(
         except FeedError as error:
             num_failures += 1
             if num_failures == 1:
-                write(f"--:--:--  {error}; trying again")
+                write(f"--:--:--  {error}; retrying")
         else:
             found = lines(previous, current)
             if num_failures:
-                found.insert(0, f"{text.clock_time(current.now)}  connected again")
+                found.insert(0, f"{text.clock_time(current.now)}  reconnected")
             for line in found:
                 write(line)
             if _is_over(current):
@@ -201,7 +201,7 @@ def _is_over(status: RunStatus) -> bool:
 
 
 def render_status(status: RunStatus) -> str:
-    """The state of the run for `atoll status`: a paragraph and a table of peers."""
+    """Format the status for `atoll status`: a list of facts and a table of peers."""
     goal = f" of {status.rounds_total}" if status.rounds_total else ""
     facts = [
         ("state", status.state),
@@ -210,17 +210,17 @@ def render_status(status: RunStatus) -> str:
         ("loss", f"{text.loss_text(status.loss)}, validation {text.loss_text(status.valid_loss)}"),
         (
             "tokens",
-            f"{text.count(status.tokens_total)}, {text.count(status.tokens_per_s)} a second",
+            f"{text.count(status.tokens_total)}, {text.count(status.tokens_per_s)} per second",
         ),
         ("utilisation", utilisation(status)),
         ("method", f"{text.clean(status.method)}, H={status.inner_steps}"),
         ("codec", text.clean(status.codec)),
         ("parameters", text.count(status.params)),
-        ("peers", f"{num_present(status)} of {len(status.peers)} here"),
+        ("peers", f"{num_present(status)} of {len(status.peers)} online"),
     ]
     if status.gaps:
-        told = ", ".join(map(gap_text, status.gaps))
-        facts.append(("not held", f"updates of rounds {told}: missed here, kept by no peer"))
+        rounds = ", ".join(map(gap_text, status.gaps))
+        facts.append(("missing", f"updates of rounds {rounds}: no peer has kept them"))
     head = [f"{text.clean(status.run_name)} ({text.short_hash(status.run_id)})"]
     body = [f"  {name:<12} {value}" for name, value in facts]
     return "\n".join([*head, *body, *_peer_table(status)])
@@ -248,7 +248,7 @@ def _peer_table(status: RunStatus) -> list[str]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns as wide as their widest cell; the first two to the left, numbers to the right."""
+    """Pad columns to their widest cell: the first two aligned left, numbers right."""
     widths = [max(text.cells(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  "

@@ -1,11 +1,11 @@
-"""Numbers and strangers' strings as short text, for the dashboard and the plain printer alike.
+"""Numbers and untrusted strings as short text, for the dashboard and plain output alike.
 
-Names, event texts and versions come from other machines. `clean` is the one place where they lose
-everything that could steer a terminal: control and escape characters, bidirectional overrides,
-line breaks. Markup needs no escaping after that, because nothing here is ever parsed as markup.
+Names, event texts and versions come from other machines. `clean` is the one place that removes
+everything that could control a terminal: control and escape characters, bidirectional overrides,
+line breaks. Nothing here is parsed as markup, so markup needs no escaping.
 
-Sizes are decimal (1 kB = 1000 bytes), as link speeds are. Numbers that are absent, NaN or infinite
-become a dash; they are never invented.
+Sizes are decimal (1 kB = 1000 bytes), as link speeds are. Absent, NaN and infinite numbers become a
+dash.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Final
 
 from rich.cells import cell_len, set_cell_size
 
-ABSENT: Final = "–"  # noqa: RUF001  (an en dash: shown where there is no number)
-NUM_TEXT_MAX: Final = 500  # a longer event fills a screen and tells nobody more
+ABSENT: Final = "–"  # noqa: RUF001  (an en dash, shown for a missing number)
+NUM_TEXT_MAX: Final = 500  # a longer event would fill the screen
 _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def clean(text: object, *, num_max: int = NUM_TEXT_MAX) -> str:
-    """One line of printable text, whatever `text` was; a removed character leaves a middle dot."""
+    """Return one line of printable text; a middle dot replaces each removed character."""
     raw = str(text)[: num_max + 1]
     safe = "".join(_printable(character) for character in raw[:num_max])
     return safe + "…" if len(raw) > num_max else safe
@@ -36,12 +36,12 @@ def _printable(character: str) -> str:
 
 
 def cells(text: str) -> int:
-    """The width of `text` on a terminal."""
+    """Return the width of `text` in terminal cells."""
     return cell_len(text)
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
-    """`text` in exactly `width` terminal cells, cut with an ellipsis or padded."""
+    """Return `text` in exactly `width` terminal cells, padded or cut with an ellipsis."""
     if width <= 0:
         return ""
     length = cell_len(text)
@@ -52,12 +52,12 @@ def fit(text: str, width: int, *, right: bool = False) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """`value` if it is a number that can be drawn, else None."""
+    """Return `value` if it can be drawn as a number, else None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def count(value: float | None) -> str:
-    """A count in at most five characters: 999, 12.3k, 4.56M."""
+    """Format a count in at most five characters: 999, 12.3k, 4.56M."""
     number = finite(value)
     if number is None:
         return ABSENT
@@ -76,7 +76,7 @@ def _three_digits(number: float, *, whole: bool) -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """Bytes in decimal units: 12.3 MB."""
+    """Format bytes in decimal units: 12.3 MB."""
     text = count(num_bytes)
     if text == ABSENT:
         return text
@@ -84,12 +84,12 @@ def size(num_bytes: float | None) -> str:
 
 
 def compact_size(num_bytes: float | None) -> str:
-    """Bytes for a narrow column: 12.3M."""
+    """Format bytes for a narrow column: 12.3M."""
     return count(num_bytes)
 
 
 def loss_text(value: float | None) -> str:
-    """A loss in nats with three decimals, or fewer where it is large."""
+    """Format a loss in nats with three decimals, or three digits from 100 on."""
     number = finite(value)
     if number is None:
         return ABSENT
@@ -97,13 +97,13 @@ def loss_text(value: float | None) -> str:
 
 
 def percent(fraction: float | None, *, decimals: int = 0) -> str:
-    """A fraction of one as percent."""
+    """Format a fraction of one as percent."""
     number = finite(fraction)
     return ABSENT if number is None else f"{100 * number:.{decimals}f}%"
 
 
 def duration(seconds: float | None) -> str:
-    """A span of time with two units at most: 0.4s, 42s, 3m 20s, 1h 04m, 3d 02h."""
+    """Format a time span with at most two units: 0.4s, 42s, 3m 20s, 1h 04m, 3d 02h."""
     number = finite(seconds)
     if number is None:
         return ABSENT
@@ -121,7 +121,7 @@ def duration(seconds: float | None) -> str:
 
 
 def clock_time(at: float | None, *, with_date: bool = False) -> str:
-    """A time stamp of the server, in this machine's time zone; never compared with its clock."""
+    """Format the server's time stamp in local time; never compare it with a local clock."""
     number = finite(at)
     pattern = "%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S"
     try:
@@ -131,11 +131,11 @@ def clock_time(at: float | None, *, with_date: bool = False) -> str:
 
 
 def short_id(peer_id: str) -> str:
-    """The end of a PeerID: the beginning is the same for every key of one kind."""
+    """Return the end of a PeerID: its beginning is the same for every key of one kind."""
     safe = clean(peer_id)
     return safe if len(safe) <= 12 else "…" + safe[-6:]
 
 
 def short_hash(digest_hex: str) -> str:
-    """The first eight characters of a digest."""
+    """Return the first eight characters of a digest."""
     return clean(digest_hex)[:8] or ABSENT

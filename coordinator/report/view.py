@@ -1,7 +1,7 @@
-"""What the widgets are given: the last state of the run, and how this screen came by it.
+"""The values that the dashboard draws: the run's last status and the state of the connection.
 
-The only clock here is this machine's monotonic one, for the age of the state; time stamps of the
-server are printed, and subtracted from each other, but never from a clock of this machine.
+The only local clock is the monotonic one, for the age of the status. The server's time stamps are
+printed and subtracted from each other, but never compared with a local clock.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from atoll.coordinator.run.status import (
     seconds_between,
 )
 
-SHORT_CHARS = 6  # by which peers tell each other apart in what they say
+SHORT_CHARS = 6  # letters by which peers name each other in messages
 _IDENTITY = re.compile(rf"\b[1-9A-HJ-NP-Za-km-z]{{{SHORT_CHARS},128}}\b")  # base58
-IMPORTANT = frozenset({"warning", "error"})  # levels worth a colour of their own
-NUM_RECENT_ROUNDS = 16  # enough to be steady, few enough to follow a changed swarm
+IMPORTANT = frozenset({"warning", "error"})  # levels with a colour of their own
+NUM_RECENT_ROUNDS = 16  # enough for a steady rate, few enough to follow a changed swarm
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Everything that is on the screen, as plain values."""
+    """Everything on the screen, as plain values."""
 
     title: str = "atoll"
     status: RunStatus | None = None
     age_s: float = 0.0
-    """Since the last state arrived."""
+    """Seconds since the last status arrived."""
     failure: str = ""
-    """Why the last attempt to read the state failed; empty while connected."""
+    """Why the last reading failed; empty while connected."""
     num_attempts: int = 0
-    """Attempts since then."""
+    """Failed readings since then."""
     paused: bool = False
     log_scale: bool = False
     smooth: bool = True
     closing_in_s: float | None = None
-    """Until a finished run closes the screen by itself."""
+    """Seconds until the screen of a finished run closes by itself."""
 
 
 def round_seconds(history: Sequence[RoundSummary]) -> float | None:
-    """The median time from one committed round to the next, by the server's clock."""
+    """Return the median time between committed rounds, by the server's clock."""
     pairs = pairwise(history[-NUM_RECENT_ROUNDS:])
     steady = [gap for a, b in pairs if finite(gap := seconds_between(a, b)) and gap]
     return median(steady) if steady else None
 
 
 def eta_seconds(status: RunStatus) -> float | None:
-    """What the rounds that remain will take at the pace of the last ones."""
+    """Estimate how long the remaining rounds take at the recent pace."""
     pace = round_seconds(status.history)
     if pace is None or status.rounds_total <= 0 or status.state == "finished":
         return None
@@ -64,51 +64,51 @@ def eta_seconds(status: RunStatus) -> float | None:
 
 
 def elapsed_seconds(status: RunStatus) -> float | None:
-    """How long the run has been open, by the server's clock."""
+    """Return how long the run has been open, by the server's clock."""
     return None if status.started_at is None else status.now - status.started_at
 
 
 def token_rates(history: Sequence[RoundSummary]) -> list[float]:
-    """Tokens per second of each round but the first, where it is known when they were."""
+    """Return tokens per second of each round but the first, if the time of both rounds is known."""
     return [b.tokens / gap for a, b in pairwise(history) if (gap := seconds_between(a, b))]
 
 
 def is_gone(peer: PeerStatus) -> bool:
-    """Whether the peer is shown dimmed: known, but not there."""
+    """Return True if the peer is known but not online; it is shown dimmed."""
     return peer.state == "gone"
 
 
 def sorted_peers(status: RunStatus) -> list[PeerStatus]:
-    """By name and identity, so that a row stays where it is whatever the numbers do."""
+    """Sort peers by name and identity, so that rows stay in place whatever the numbers do."""
     return sorted(status.peers, key=lambda peer: (peer.name, peer.peer_id))
 
 
 def num_present(status: RunStatus) -> int:
-    """Peers that are there."""
+    """Count the peers that are online."""
     return sum(not is_gone(peer) for peer in status.peers)
 
 
 def utilisation(status: RunStatus) -> str:
-    """Of the peers that are here: none may be, as at a run's end, or none that has trained."""
+    """Format the mean utilisation of online peers; a dash if none of them has trained."""
     known = any(utilisation_of(peer) is not None for peer in status.peers)
     return percent(status.utilisation, decimals=1) if known else ABSENT
 
 
 def utilisation_of(peer: PeerStatus) -> float | None:
-    """None for a peer that is gone or has not trained yet."""
+    """Return a peer's utilisation, or None if it is gone or has not trained yet."""
     return None if is_gone(peer) or not peer.tokens_total else peer.utilisation
 
 
 def missing(row: RoundSummary) -> list[str]:
-    """PeerIDs that a round went on without, wholly or from some cell on."""
+    """Return the PeerIDs that a round continued without, wholly or from some cell on."""
     return list(dict.fromkeys([*row.left_out, *row.reasons]))
 
 
 def naming(known: Mapping[str, str]) -> Callable[[str], str]:
-    """Puts names in the place of identities, or of their ends, in what peers say of each other.
+    """Return a function that replaces PeerIDs, and their ends, in a message by names.
 
     Args:
-        known: names by PeerID. An end that two peers share is left as it is.
+        known: names by PeerID. An end that two peers share is left unchanged.
     """
     ends = Counter(peer_id[-SHORT_CHARS:] for peer_id in known)
     short = {
@@ -117,11 +117,11 @@ def naming(known: Mapping[str, str]) -> Callable[[str], str]:
         if ends[peer_id[-SHORT_CHARS:]] == 1
     }
     called = {**short, **known}
-    return lambda told: _IDENTITY.sub(lambda found: called.get(found[0]) or found[0], told)
+    return lambda message: _IDENTITY.sub(lambda match: called.get(match[0]) or match[0], message)
 
 
 def without(row: RoundSummary, known: Mapping[str, str]) -> list[str]:
-    """Who is missing in a round, wholly or in part, and why, as whoever left them out says.
+    """List the peers missing from a round, wholly or in part, each with the reported reason.
 
     Args:
         row: the round.
@@ -137,25 +137,25 @@ def without(row: RoundSummary, known: Mapping[str, str]) -> list[str]:
 
 
 def is_held(row: RoundSummary, gaps: Sequence[Gap]) -> bool:
-    """Whether the coordinator has the round's update, so that it can be replayed."""
+    """Return True if the coordinator holds the round's update, so that it can be replayed."""
     return not any(gap.first <= row.position <= gap.last for gap in gaps)
 
 
 def gap_text(gap: Gap) -> str:
-    """Rounds without updates, as people count them."""
+    """Format the range of rounds without updates."""
     return f"{gap.first}" if gap.first == gap.last else f"{gap.first} to {gap.last}"
 
 
 def label(peer: PeerStatus) -> str:
-    """The peer's own name, or the end of its identity."""
+    """Return the peer's own name, or the end of its identity."""
     return clean(peer.name, num_max=40) or short_id(peer.peer_id)
 
 
 def names(status: RunStatus) -> dict[str, str]:
-    """What to call each peer, by its identity."""
+    """Return the name of each peer, by identity."""
     return {peer.peer_id: label(peer) for peer in status.peers}
 
 
-def told(event: Event, name: Callable[[str], str]) -> str:
-    """An event's text with names for identities, safe to print."""
+def event_text(event: Event, name: Callable[[str], str]) -> str:
+    """Return an event's text with names instead of identities, safe to print."""
     return clean(name(event.text))

@@ -1,1 +1,5 @@
-"""gRPC between peers and coordinator: the wire format, TLS channels and the client."""
+"""gRPC between peers and the coordinator: messages, pinned TLS channels and the client.
+
+`StatusClient` (`channel`) asks for the status alone and loads no torch; `CoordinatorClient`
+(`client`) joins a run. Errors are in `client_errors`.
+"""

@@ -1,12 +1,12 @@
-"""The connection to the coordinator of an invite, and the one question that needs no joining.
+"""A connection to the coordinator named in an invite, and the one call that needs no joining.
 
     client = StatusClient(invite)
     status = await client.status()
     await client.close()
 
-It knows neither models nor logs, so a command that only asks how a run is starts at once. Each
-call has a deadline and fails with one of `atoll.coordinator.rpc.client_errors`; a failed call loses
-the channel, and the next one connects again, to the next address of the invite.
+It loads neither models nor logs, so a command that only asks for the status starts at once. Each
+call has a deadline and fails with one of `atoll.coordinator.rpc.client_errors`. A failed call drops
+the channel; the next one connects again, to the next address of the invite.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ from atoll.coordinator.run.status import RunStatus, StatusError
 T = TypeVar("T")
 
 EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  # type checkers do not see it
-"""What a stream reads at its end."""
+"""Read at the end of a stream."""
 
 
 class StatusClient:
-    """Asks the coordinator of an invite. Everything runs in the loop that first calls it."""
+    """Asks the coordinator of an invite for its status.
+
+    The first call connects; everything runs in its event loop.
+    """
 
     def __init__(self, invite: Invite) -> None:
-        """Connects at the first call."""
         self.invite = invite
         self._channel: Any = None
         self._address = 0
         self._connecting = asyncio.Lock()
 
     async def status(self) -> RunStatus:
-        """How the run is. Needs no joining."""
+        """Return the run's status. Needs no joining."""
         reply = await self._call("Status", pb.StatusRequest(token=self.invite.token))
         try:
             status = RunStatus.from_json(reply.status)
@@ -69,8 +71,8 @@ class StatusClient:
         if run_id != expected:
             raise WrongRunOrVersion(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{self._target}: expected run {expected[:12]}, got {run_id[:12]}: the invite is "
-                "of another run; ask the organiser for the current invite",
+                f"{self._target}: expected run {expected[:12]}, got {run_id[:12]}; "
+                "ask the organiser for the current invite",
             )
 
     async def _call(self, name: str, request: Any) -> Any:  # noqa: ANN401  # protobuf messages
@@ -101,13 +103,13 @@ class StatusClient:
         except grpc.aio.AioRpcError as error:
             failure = from_grpc(error, self._target)
         except TimeoutError:
-            failure = CoordinatorUnreachable(f"{self._target}: nothing moved in time")
+            failure = CoordinatorUnreachable(f"{self._target}: no progress in time")
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC says so to all calls of a channel that is closed, here after another call's end
-            failure = CoordinatorUnreachable(f"{self._target}: the connection was given up")
+            # gRPC cancels all calls of a channel that it closes, here because another call failed.
+            failure = CoordinatorUnreachable(f"{self._target}: the connection was closed")
         if isinstance(failure, CoordinatorUnreachable):
             await self._give_up(channel)
         raise failure
@@ -140,7 +142,7 @@ class StatusClient:
 
 
 def stub(channel: Any, name: str) -> Any:  # noqa: ANN401
-    """The callable of a method."""
+    """Return the callable of a method of the service."""
     method = next(method for method in METHODS if method.name == name)
     kinds = {
         (False, False): channel.unary_unary,

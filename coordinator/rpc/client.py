@@ -1,15 +1,14 @@
-"""The peer's and the dashboard's side of the coordinator's service.
+"""The client of the coordinator's service, used by peers.
 
     client = CoordinatorClient(invite, identity, version="0.1.0")
     joined = await client.join()
     beat = await client.heartbeat(status, traces=[...])
-    await client.publish(position=..., ...)         when beat.publish_from says so
+    await client.publish(position=..., ...)         when beat.publish_from asks for entries
 
-Each call has a deadline and fails with one of `atoll.coordinator.rpc.client_errors`; how it
-connects
-is in `atoll.coordinator.rpc.channel`.
+Each call has a deadline and fails with one of `atoll.coordinator.rpc.client_errors`; connections
+are made in `atoll.coordinator.rpc.channel`.
 
-What comes back is checked as a stranger's, although the pinned certificate says that it is the
+Replies are checked like untrusted bytes, although the pinned certificate identifies the
 coordinator: the spec must have the digest that the invite's run id names.
 """
 
@@ -44,13 +43,13 @@ from atoll.optim.log.store import Head
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
 
-APPLY_B_S = 50e6  # at least; an entry is applied before it is acknowledged
-MAX_BODY_BYTES = 1 << 36  # a reader that knows its run asks for less
+APPLY_B_S = 50e6  # lowest rate; the coordinator applies an entry before it acknowledges it
+MAX_BODY_BYTES = 1 << 36  # a caller that knows its run passes a smaller limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """What a peer learns when it joins."""
+    """The coordinator's reply to a peer that joins."""
 
     spec: RunSpec
     admission: bytes
@@ -62,7 +61,7 @@ class Joined:
     head: Head
     bootstrap: tuple[str, ...]
     clock_offset_s: float
-    """Add to our clock for the coordinator's."""
+    """Add this to our clock to get the coordinator's."""
     heartbeat_s: float
 
 
@@ -75,7 +74,7 @@ class Beat:
     head: Head
     bootstrap: tuple[str, ...]
     publish_from: int | None
-    """The position from which on the coordinator asks this peer for entries."""
+    """Position from which the coordinator asks this peer to publish entries."""
     admission: bytes
     """A renewed credential, or empty."""
     finished: bool
@@ -84,16 +83,16 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What became of an entry that was sent."""
+    """The coordinator's answer to a published entry."""
 
     accepted: bool
-    """False: it was there already, or does not come next: see `head`."""
+    """False if the coordinator has it already, or expects another position: see `head`."""
     head: Head
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedEntry:
-    """An entry from the coordinator's log, not verified."""
+    """An unverified entry of the coordinator's log."""
 
     epoch: int
     position: int
@@ -102,12 +101,12 @@ class FetchedEntry:
     chain: bytes
     body_bytes: int
     body: bytes | None
-    """None if bodies were not asked for."""
+    """None if bodies were not requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedSnapshot:
-    """The digests of a snapshot; they make up `root`, which is not verified."""
+    """The leaf digests of a snapshot; they hash to `root`, which is unverified."""
 
     position: int
     chain: bytes
@@ -115,11 +114,14 @@ class FetchedSnapshot:
     leaf_digests: tuple[bytes, ...]
     layout: Layout
     first_body: int
-    """From here on the coordinator holds the body of every entry; 0 but for a gap in its log."""
+    """Position from which the coordinator holds every body; above 0 after a gap in its log."""
 
 
 class CoordinatorClient(StatusClient):
-    """Talks to the coordinator of an invite. Everything runs in the loop that first calls it."""
+    """A session with the coordinator of an invite, in the event loop of its first call.
+
+    The coordinator admits `identity`; a `StatusClient` needs none.
+    """
 
     def __init__(
         self,
@@ -130,7 +132,6 @@ class CoordinatorClient(StatusClient):
         version: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`identity` is whom the coordinator admits; `StatusClient` needs none."""
         super().__init__(invite)
         self.clock_offset_s = 0.0
         self._identity = identity
@@ -142,15 +143,15 @@ class CoordinatorClient(StatusClient):
 
     @property
     def joined(self) -> bool:
-        """Whether there is a session."""
+        """True if there is a session."""
         return bool(self._session)
 
     def now_s(self) -> float:
-        """Seconds since 1970 by the coordinator's clock, as far as known."""
+        """Return seconds since 1970 by the coordinator's clock, as far as it is known."""
         return self._clock() + self.clock_offset_s
 
     async def join(self) -> Joined:
-        """Prove who we are, and enter the run."""
+        """Prove the peer's identity and join the run."""
         identity = self._identity
         asked_s = self._clock()
         challenge = await self._call("Challenge", pb.ChallengeRequest(peer_id=identity.peer_id))
@@ -170,9 +171,10 @@ class CoordinatorClient(StatusClient):
         leaving: bool = False,
         retired: bool = False,
     ) -> Beat:
-        """Say how we are, or goodbye, `retired` if we have no vote from where we stand on.
+        """Report the peer's status, or with `leaving` say goodbye.
 
-        Raises NotWelcome when it is time to join again.
+        `retired` adds that this peer no longer votes from its epoch and position on. Raises
+        NotWelcome when the peer must join again.
         """
         request = pb.HeartbeatRequest(
             auth=self._auth(),
@@ -227,7 +229,7 @@ class CoordinatorClient(StatusClient):
         bodies: bool = True,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> AsyncIterator[FetchedEntry]:
-        """The entries that the coordinator holds from `start` on, in order; none if it has none."""
+        """Yield the coordinator's entries from `start` on, in order; none if it has none."""
         what = pb.EntryRange(start=start, count=count, bodies=bodies)
         request = pb.FetchRequest(auth=self._auth(), entries=what)
         replies = self._stream_out("Fetch", request)
@@ -250,7 +252,7 @@ class CoordinatorClient(StatusClient):
             )
 
     async def fetch_snapshot(self, position: int | None = None) -> FetchedSnapshot:
-        """The digests of a snapshot; the newest if no position is given. 0 is the genesis."""
+        """Return the digests of a snapshot, by default the newest; position 0 is the genesis."""
         what = pb.SnapshotRequest(latest=position is None, position=position or 0)
         request = pb.FetchRequest(auth=self._auth(), snapshot=what)
         async for reply in self._stream_out("Fetch", request):
@@ -260,7 +262,7 @@ class CoordinatorClient(StatusClient):
     async def fetch_leaves(
         self, position: int, start: int = 0, count: int = 1 << 30
     ) -> AsyncIterator[tuple[int, bytes]]:
-        """Leaves of a snapshot with their index, not verified; feed them to an `Assembly`."""
+        """Yield a snapshot's leaves with their index, unverified; pass them to an `Assembly`."""
         what = pb.LeafRange(position=position, start=start, count=count)
         request = pb.FetchRequest(auth=self._auth(), leaves=what)
         async for reply in self._stream_out("Fetch", request):
@@ -273,7 +275,7 @@ class CoordinatorClient(StatusClient):
 
     def _auth(self) -> pb.Auth:
         if not self._session:
-            raise NotWelcome(grpc.StatusCode.UNAUTHENTICATED, "expected a session: join first")
+            raise NotWelcome(grpc.StatusCode.UNAUTHENTICATED, "no session; join first")
         return pb.Auth(peer_id=self._identity.peer_id, session=self._session)
 
     def _join_request(self, identity: Identity, nonce: bytes) -> pb.JoinRequest:
@@ -300,7 +302,7 @@ class CoordinatorClient(StatusClient):
             check = AdmissionCheck(self.invite.run_key, self.invite.run_id, clock=self.now_s)
             check(self._identity.peer_id, reply.admission)
         except AdmissionRefused as error:
-            raise BadReply(f"the admission is not valid: {error.message}") from None
+            raise BadReply(f"the coordinator sent an invalid admission: {error.message}") from None
         return Joined(
             spec=spec,
             admission=reply.admission,
@@ -340,7 +342,7 @@ async def _write(stream: Any, part: pb.PublishRequest) -> None:  # noqa: ANN401
 async def _reply(stream: Any, timeout_s: float) -> pb.PublishReply:  # noqa: ANN401
     reply = await asyncio.wait_for(stream.read(), timeout_s)
     if reply is EOF:
-        raise BadReply("expected an answer to an entry, got none")
+        raise BadReply("the coordinator closed the stream without answering an entry")
     return reply  # type: ignore[no-any-return]
 
 
@@ -381,7 +383,7 @@ def _read_snapshot(info: pb.SnapshotInfo) -> FetchedSnapshot:
     raw = info.leaf_digests
     digests = tuple(raw[i : i + 32] for i in range(0, len(raw), 32))
     if merkle_root(digests) != info.root:
-        raise BadReply("expected leaf digests that make up the root, got others")
+        raise BadReply("the leaf digests do not hash to the snapshot's root")
     return FetchedSnapshot(
         position=info.position,
         chain=_digest(info.chain),

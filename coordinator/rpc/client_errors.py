@@ -1,16 +1,16 @@
-"""How a talk with the coordinator can fail.
+"""Failures of a call to the coordinator.
 
 Exceptions:
 
     CoordinatorError
-      CoordinatorUnreachable   no answer in time; trying again may help
+      CoordinatorUnreachable   no answer in time; a retry may help
       WrongCertificate         another server answers at the invite's address
-      CoordinatorRefused       it said no; `code` is the gRPC status
-        NotWelcome             no or a wrong token, proof or session
-        WrongRunOrVersion      it runs another run, or speaks another version
-        NotThere               it does not hold what was asked for
-        Invalid                it found what was sent to be wrong
-      BadReply                 its answer is not what it should be; says what
+      CoordinatorRefused       the coordinator refused; `code` is the gRPC status
+        NotWelcome             missing or wrong token, proof or session
+        WrongRunOrVersion      it serves another run, or another protocol version
+        NotThere               it does not hold the requested entry or snapshot
+        Invalid                it rejected what was sent
+      BadReply                 its reply is malformed; the text names the fault
 """
 
 from __future__ import annotations
@@ -19,44 +19,43 @@ import grpc
 
 
 class CoordinatorError(Exception):
-    """A talk with the coordinator failed."""
+    """A call to the coordinator failed."""
 
 
 class CoordinatorUnreachable(CoordinatorError):  # noqa: N818
-    """No answer in time."""
+    """The coordinator did not answer in time."""
 
 
 class WrongCertificate(CoordinatorError):  # noqa: N818
-    """A server with another certificate."""
+    """A server with another certificate answered."""
 
 
 class CoordinatorRefused(CoordinatorError):  # noqa: N818
-    """The coordinator said no."""
+    """The coordinator refused; `code` is for programs, `message` for people."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        """`code` is for programs, `message` for people."""
         super().__init__(message)
         self.code = code
 
 
 class NotWelcome(CoordinatorRefused):
-    """The token, the proof of identity or the session was not accepted."""
+    """The token, the proof of identity or the session was rejected."""
 
 
 class WrongRunOrVersion(CoordinatorRefused):
-    """Another run, or another version of the protocol."""
+    """The coordinator serves another run or another protocol version."""
 
 
 class NotThere(CoordinatorRefused):
-    """An entry or snapshot that the coordinator does not hold."""
+    """The coordinator does not hold the entry or snapshot."""
 
 
 class Invalid(CoordinatorRefused):
-    """Something that the coordinator found to be wrong."""
+    """The coordinator rejected what was sent."""
 
 
 class BadReply(CoordinatorError):  # noqa: N818
-    """An answer that is not what it should be."""
+    """The reply is malformed."""
 
 
 _REFUSALS: dict[grpc.StatusCode, type[CoordinatorRefused]] = {
@@ -75,7 +74,7 @@ _UNREACHABLE = (
 
 
 def from_grpc(error: grpc.aio.AioRpcError, address: str) -> CoordinatorError:
-    """The error that a failed call means."""
+    """Return the error that a failed gRPC call stands for."""
     code, details = error.code(), (error.details() or "no details")[:500]
     if code in _UNREACHABLE:
         return CoordinatorUnreachable(f"{address}: {_why(code, details)}")
@@ -85,7 +84,7 @@ def from_grpc(error: grpc.aio.AioRpcError, address: str) -> CoordinatorError:
 
 
 def _why(code: grpc.StatusCode, details: str) -> str:
-    """What gRPC names last: what happened, after the layers that it went through."""
+    # gRPC puts the cause last, after the layers that the error passed through.
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no answer in time"
     return details.rpartition(":")[2].strip().lower() or details

@@ -1,9 +1,9 @@
-"""What client and server of the gRPC service share: methods, limits, deadlines, versions.
+"""Shared by the client and the server of the gRPC service: methods, limits, deadlines, versions.
 
 The messages are in service.proto; `python -m grpc_tools.protoc -I LINKS --python_out=LINKS
---pyi_out=LINKS atoll/coordinator/service.proto` remakes service_pb2, with LINKS a folder in which
-`atoll/coordinator` is a link to this one. The method table below stands for the generated service
-classes, which would tie the package to one release of grpcio.
+--pyi_out=LINKS atoll/coordinator/rpc/service.proto` regenerates service_pb2, with LINKS a folder in
+which `atoll/coordinator` is a link to this one. The method table below replaces the generated
+service classes, which would tie the package to one release of grpcio.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-# Before grpc is imported: it otherwise warns on stderr at every fork of a process that uses it
-# (p2pd is started that way), and about each stranger whose TLS handshake fails.
+# Set before grpc is imported: it would warn on stderr at every fork of a process that uses it
+# (p2pd is started that way) and about every client whose TLS handshake fails.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
@@ -27,14 +27,14 @@ MAX_MESSAGE_BYTES: Final = 4 << 20
 MAX_RECORD_BYTES: Final = 2 << 20  # an entry of 10,000 members
 MAX_REPLY_BYTES: Final = 32 << 20  # a layout of 100,000 names, or leaf digests of a 1 TiB state
 CHUNK_BYTES: Final = 1 << 20
-MAX_ENTRIES: Final = 4096  # of a Fetch; 12 rounds are usual
-MAX_REPORTS: Final = 32  # events or traces of a heartbeat
+MAX_ENTRIES: Final = 4096  # of one Fetch; 12 rounds are usual
+MAX_REPORTS: Final = 32  # events or traces of one heartbeat
 
-CALL_TIMEOUT_S: Final = 10.0  # of a call with small messages, connecting included
-PROGRESS_TIMEOUT_S: Final = 15.0  # of one message of a stream: 1 MiB at 0.6 Mbit/s
+CALL_TIMEOUT_S: Final = 10.0  # for a call with small messages, connecting included
+PROGRESS_TIMEOUT_S: Final = 15.0  # for one message of a stream: 1 MiB at 0.6 Mbit/s
 NONCE_TTL_S: Final = 60.0
-HEARTBEAT_S: Final = 1.0  # what the dashboard shows is about as old
-ALIVE_S: Final = 10.0  # a peer that was silent for longer counts as gone
+HEARTBEAT_S: Final = 1.0  # about the age of what the dashboard shows
+ALIVE_S: Final = 10.0  # a peer that is silent for longer counts as gone
 
 CHANNEL_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
@@ -50,7 +50,7 @@ SERVER_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_send_message_length", MAX_REPLY_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.max_concurrent_streams", 64),
-    ("grpc.so_reuseport", 0),  # two coordinators on one port must not share it silently
+    ("grpc.so_reuseport", 0),  # a second coordinator on the port must fail to bind
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -59,38 +59,38 @@ SERVER_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class ServiceMethod:
     """One method of the service."""
 
     name: str
     request: Any
-    """Message class of a request."""
+    """Message class of the request."""
     reply: Any
     streams_in: bool = False
     streams_out: bool = False
 
     @property
     def path(self) -> str:
-        """As gRPC names it."""
+        """The method's path in gRPC."""
         return f"/{SERVICE}/{self.name}"
 
 
 METHODS: Final = (
-    Method(name="Challenge", request=pb.ChallengeRequest, reply=pb.ChallengeReply),
-    Method(name="Join", request=pb.JoinRequest, reply=pb.JoinReply),
-    Method(name="Heartbeat", request=pb.HeartbeatRequest, reply=pb.HeartbeatReply),
-    Method(
+    ServiceMethod(name="Challenge", request=pb.ChallengeRequest, reply=pb.ChallengeReply),
+    ServiceMethod(name="Join", request=pb.JoinRequest, reply=pb.JoinReply),
+    ServiceMethod(name="Heartbeat", request=pb.HeartbeatRequest, reply=pb.HeartbeatReply),
+    ServiceMethod(
         name="Publish",
         request=pb.PublishRequest,
         reply=pb.PublishReply,
         streams_in=True,
         streams_out=True,
     ),
-    Method(name="Fetch", request=pb.FetchRequest, reply=pb.FetchReply, streams_out=True),
-    Method(name="Status", request=pb.StatusRequest, reply=pb.StatusReply),
+    ServiceMethod(name="Fetch", request=pb.FetchRequest, reply=pb.FetchReply, streams_out=True),
+    ServiceMethod(name="Status", request=pb.StatusRequest, reply=pb.StatusReply),
 )
 
 
 def join_payload(run_id: bytes, nonce: bytes) -> bytes:
-    """What a peer's identity key signs to join."""
+    """Return the bytes that a peer's identity key signs to join."""
     return b"atoll join 1" + run_id + nonce

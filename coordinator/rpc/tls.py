@@ -1,10 +1,10 @@
-"""The pin: a client takes the server's certificate only if it is the one in the invite.
+"""Certificate pinning: a client accepts only the server certificate named in the invite.
 
-The certificate is read in a first TLS handshake that sends nothing, compared by SHA-256, and then
-the only root of the gRPC channel. Someone in between can neither show another certificate nor use
-this one without its key.
+A first TLS handshake, which sends nothing, reads the certificate; its SHA-256 is compared, and it
+becomes the only root of the gRPC channel. An attacker in between can neither present another
+certificate nor use this one without its key.
 
-Exceptions: WrongCertificate and CoordinatorUnreachable of `atoll.coordinator.rpc.client_errors`.
+Raises WrongCertificate and CoordinatorUnreachable of `atoll.coordinator.rpc.client_errors`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from atoll.coordinator.run.keys import TLS_NAME
 
 
 async def pinned_channel(address: str, sha256: bytes, *, timeout_s: float) -> grpc.aio.Channel:
-    """Return a channel to the coordinator with this certificate.
+    """Return a channel to the coordinator that holds this certificate.
 
     Raises:
         WrongCertificate: another certificate, or no TLS at all.
-        CoordinatorUnreachable: nobody answers.
+        CoordinatorUnreachable: no server answers.
     """
     certificate = await pinned_certificate(address, sha256, timeout_s=timeout_s)
     credentials = grpc.ssl_channel_credentials(root_certificates=certificate)
@@ -44,17 +44,17 @@ async def pinned_certificate(address: str, sha256: bytes, *, timeout_s: float) -
         async with asyncio.timeout(timeout_s), _peer_certificate(address) as certificate:
             found = hashlib.sha256(certificate).digest()
     except ssl.SSLError:
-        raise WrongCertificate(f"{address}: expected the coordinator's TLS, got no TLS") from None
+        raise WrongCertificate(f"{address}: the server does not speak TLS") from None
     except (OSError, TimeoutError) as error:
         raise CoordinatorUnreachable(
-            f"{address}: expected the coordinator, got {_what(error, timeout_s)}; ask the "
-            "organiser whether it runs and can be reached there, or for the current invite"
+            f"{address}: the coordinator cannot be reached ({_what(error, timeout_s)}); ask the "
+            "organiser whether it runs and is reachable there, or for the current invite"
         ) from None
     if not hmac.compare_digest(found, sha256):
         raise WrongCertificate(
             f"{address}: expected the certificate {sha256.hex()[:16]} of the invite, got "
-            f"{found.hex()[:16]}: another coordinator answers there, or someone in between; "
-            "ask the organiser for the current invite"
+            f"{found.hex()[:16]}; another coordinator or an attacker answers there: ask the "
+            "organiser for the current invite"
         )
     return ssl.DER_cert_to_PEM_cert(certificate).encode()
 

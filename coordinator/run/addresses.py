@@ -1,4 +1,4 @@
-"""Addresses of TCP as people write them."""
+"""TCP addresses written as 'host:port'."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ def split_address(value: str) -> tuple[str, int]:
     """Split 'host:port' (IPv6 as '[::1]:7700'). Raises ValueError."""
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError("expected 'host:port' with a port from 0 to 65535, as '0.0.0.0:7700'")
+        raise ValueError("expected 'host:port' with a port from 0 to 65535, e.g. '0.0.0.0:7700'")
     return host.removeprefix("[").removesuffix("]"), int(port)

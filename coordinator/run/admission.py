@@ -1,17 +1,17 @@
-"""Admissions: the run's word that a peer may take part.
+"""Admissions: the coordinator's signed permission for one peer to take part in a run.
 
     credential = payload | signature
     payload    = msgpack list [1, peer_id, role, run_id, issued_s, expires_s]
     signature  = 64 bytes, Ed25519 of the run's key over "atoll admission 1" | payload
 
-A credential is public: it goes with every exchange between peers. What makes it safe is that the
-transport has already authenticated the remote PeerID, and the credential names it. Times are whole
-seconds since 1970 by the coordinator's clock.
+A credential is public: it accompanies every exchange between peers. It is safe because the
+transport has already authenticated the remote PeerID, and the credential names that PeerID. Times
+are whole seconds since 1970 by the coordinator's clock.
 
 Exceptions:
 
     Refused (atoll.dht)
-      AdmissionRefused    code NOT_ADMITTED; the text says why and what to do
+        AdmissionRefused    code NOT_ADMITTED; the text gives the reason and the remedy
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from atoll.dht.transport import Refused
 Role = Literal["trainer", "follower", "coordinator"]
 
 MAX_CREDENTIAL_BYTES = 512  # about 190 are used
-CLOCK_SLACK_S = 60  # by which two clocks that were set by the coordinator's may still differ
+CLOCK_SLACK_S = 60  # two clocks set from the coordinator's may still differ by this much
 _SIGNATURE_BYTES = 64
 _DOMAIN = b"atoll admission 1"
 
 
 class AdmissionRefused(Refused):
-    """A credential that does not admit the peer that shows it."""
+    """The credential does not admit the peer that presents it."""
 
     def __init__(self, message: str) -> None:
-        """Keep the reason; the code is the transport's own."""
         super().__init__(RefusalCode.NOT_ADMITTED, message)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Who may take part in which run, as what, until when."""
+    """One peer's permission to take part in one run, in one role, until a given time."""
 
     __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
 
@@ -58,13 +57,13 @@ class Admission:
     expires_s: Annotated[int, Field(ge=0, lt=2**53)]
 
     def sign(self, key: Ed25519PrivateKey) -> bytes:
-        """Return the credential."""
+        """Return the signed credential."""
         payload = self._payload()
         return payload + key.sign(_DOMAIN + payload)
 
     @classmethod
     def open(cls, credential: bytes, run_key: bytes) -> Self:
-        """Read a credential that the run's public key signed. Raises AdmissionRefused."""
+        """Check the run key's signature and decode a credential. Raises AdmissionRefused."""
         if not _SIGNATURE_BYTES < len(credential) <= MAX_CREDENTIAL_BYTES:
             raise AdmissionRefused(
                 f"expected an admission of at most {MAX_CREDENTIAL_BYTES} bytes, "
@@ -75,7 +74,7 @@ class Admission:
             Ed25519PublicKey.from_public_bytes(run_key).verify(signature, _DOMAIN + payload)
         except (InvalidSignature, ValueError):
             raise AdmissionRefused(
-                "expected an admission signed by this run's key; join by the run's invite"
+                "expected an admission signed by this run's key; join with the run's invite"
             ) from None
         return cls._read(payload)
 
@@ -99,7 +98,7 @@ class Admission:
         try:
             _VALIDATOR.validate_python(admission)
         except ValidationError:
-            raise AdmissionRefused("expected the fields of an admission, got others") from None
+            raise AdmissionRefused("an admission has fields of a wrong type or range") from None
         return admission
 
 
@@ -107,26 +106,28 @@ _VALIDATOR = TypeAdapter(Admission)
 
 
 class AdmissionCheck:
-    """The `check` of a transport: who shows no valid admission of this run is refused."""
+    """A transport's `check`: refuses every peer that presents no valid admission to this run.
+
+    `clock` returns seconds since 1970 by the coordinator's clock.
+    """
 
     def __init__(
         self, run_key: bytes, run_id: bytes, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """`clock` gives seconds since 1970 as the coordinator counts them."""
         self._run_key = run_key
         self._run_id = run_id
         self._clock = clock
         self._known: dict[str, tuple[bytes, Admission]] = {}
 
     def __call__(self, remote: str, credential: bytes) -> None:
-        """Return if `remote` is admitted. Raises AdmissionRefused."""
+        """Admit `remote` or raise AdmissionRefused."""
         self.check(remote, credential)
 
     def check(self, remote: str, credential: bytes) -> Admission:
         """Return the admission of `remote`, a PeerID that the transport authenticated.
 
         Raises:
-            AdmissionRefused: absent, forged, expired, of another peer or run.
+            AdmissionRefused: it is absent, forged, expired, or names another peer or run.
         """
         known = self._known.get(remote)
         if known is None or known[0] != credential:
@@ -135,8 +136,8 @@ class AdmissionCheck:
         late_s = self._clock() - known[1].expires_s
         if late_s > CLOCK_SLACK_S:
             raise AdmissionRefused(
-                f"expected a current admission, got one that expired {late_s:.0f} s ago; "
-                "the peer renews it at the coordinator"
+                f"the admission expired {late_s:.0f} s ago; the peer must renew it at the "
+                "coordinator"
             )
         return known[1]
 

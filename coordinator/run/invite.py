@@ -1,4 +1,4 @@
-"""The invite: one string with all that a peer needs to enter a run.
+"""The invite: one string that holds everything a peer needs to join a run.
 
     "atoll1" + base64url without padding (payload | checksum)
 
@@ -8,19 +8,19 @@
               run_key      32 bytes, the run's Ed25519 public key
               tls_sha256   32 bytes, SHA-256 of the coordinator's certificate (DER)
               bootstrap    list of multiaddrs of the run's first DHT nodes, 0 to 16
-              token        0 to 64 bytes; shown to the coordinator when joining
-    checksum  first 6 bytes of SHA-256("atoll1" | payload): finds slips of copying
+              token        0 to 64 bytes; presented to the coordinator when joining
+    checksum  first 6 bytes of SHA-256("atoll1" | payload): detects copying mistakes
 
-The digit after "atoll" is the version of the format. White space is ignored, so an invite that a
-mail program wrapped still works. Whoever holds the invite of a closed run may enter it.
+The digit after "atoll" is the version of the format. White space is ignored, so an invite wrapped
+by a mail program still works. Anyone who holds the invite of an invite-only run can join it.
 
 Exceptions:
 
     ValueError
       InviteError
-        NotAnInvite      the text does not start like one
-        InviteVersion    an invite of another version of Atoll
-        DamagedInvite    characters were lost or changed
+        NotAnInvite      the text does not start like an invite
+        InviteVersion    an invite of another format version
+        DamagedInvite    characters are missing or changed
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Multiaddr = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^/\S+$
 
 
 class InviteError(ValueError):
-    """A text that cannot be used as an invite."""
+    """The text is not a usable invite."""
 
 
 class NotAnInvite(InviteError):  # noqa: N818
@@ -54,32 +54,32 @@ class NotAnInvite(InviteError):  # noqa: N818
 
 
 class InviteVersion(InviteError):  # noqa: N818
-    """An invite of another version."""
+    """The invite has another format version."""
 
 
 class DamagedInvite(InviteError):  # noqa: N818
-    """An invite that lost or changed characters on the way."""
+    """Characters of the invite are missing or changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invite:
-    """What an invite says."""
+    """The decoded fields of an invite."""
 
     __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
 
     addresses: Annotated[tuple[_Address, ...], Field(min_length=1, max_length=16)]
-    """Where the coordinator answers, 'host:port', to be tried in this order."""
+    """The coordinator's addresses, 'host:port', tried in this order."""
     run_id: _Digest
     run_key: _Digest
     """The run's Ed25519 public key."""
     tls_sha256: _Digest
     """SHA-256 of the coordinator's certificate."""
     bootstrap: Annotated[tuple[_Multiaddr, ...], Field(max_length=16)] = ()
-    """Multiaddrs of DHT nodes that let a peer in without the coordinator."""
+    """Multiaddrs of DHT nodes through which a peer can join while the coordinator is away."""
     token: Annotated[bytes, Field(max_length=64)] = b""
 
     def encode(self) -> str:
-        """Return the one string. Raises InviteError when a field is out of bounds."""
+        """Return the invite as text. Raises InviteError when a field is out of range."""
         _check(self)
         fields = [list(self.addresses), self.run_id, self.run_key, self.tls_sha256]
         packed: Any = msgpack.packb([*fields, list(self.bootstrap), self.token])
@@ -89,13 +89,13 @@ class Invite:
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """Read an invite. Raises NotAnInvite, InviteVersion or DamagedInvite."""
+        """Decode an invite. Raises NotAnInvite, InviteVersion or DamagedInvite."""
         text = _compact(text)
         payload = _payload(text.removeprefix(_PREFIX))
         try:
             fields = msgpack.unpackb(payload, raw=False, use_list=False)
             addresses, run_id, run_key, tls_sha256, bootstrap, token = fields
-        except Exception:  # msgpack raises several kinds; the checksum held, so it was made wrong
+        except Exception:  # of several kinds; the checksum holds, so the writer erred
             raise DamagedInvite(_damaged("its fields cannot be read")) from None
         invite = cls(
             addresses=addresses,
@@ -109,7 +109,6 @@ class Invite:
         return invite
 
     def __str__(self) -> str:
-        """Return the one string."""
         return self.encode()
 
 
@@ -133,13 +132,13 @@ def _compact(text: str) -> str:
     if not found:
         shown = repr(text[:24]) if text else "nothing"
         raise NotAnInvite(
-            f"expected an invite, a string that starts with '{_PREFIX}'; got {shown}. "
+            f"expected an invite, which starts with '{_PREFIX}', got {shown}; "
             "`atoll coordinator` prints it"
         )
     if not text.startswith(_PREFIX) or found[1][0] != str(VERSION):
         raise InviteVersion(
             f"expected an invite of version {VERSION}, got one of version {found[1][:3]}; "
-            "use the version of Atoll that made it"
+            "use the version of Atoll that created it"
         )
     return text
 
@@ -148,7 +147,7 @@ def _payload(encoded: str) -> bytes:
     try:
         raw = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
     except (ValueError, binascii.Error):
-        raise DamagedInvite(_damaged("it holds characters that no invite has")) from None
+        raise DamagedInvite(_damaged("it contains characters that no invite has")) from None
     payload, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
     if _checksum(payload) != checksum:
         raise DamagedInvite(_damaged("its checksum does not match"))

@@ -2,10 +2,10 @@
 
     keys.json   {"version": 1, "run_key", "tls_key", "tls_certificate", "token", "session_secret"}
 
-`run_key` (Ed25519) signs admissions and epochs, the TLS pair is pinned by the invite, `token` lets
-the holders of an invite in, `session_secret` makes session tokens. The file is written once, as a
-whole, with mode 0600; it is never overwritten. Whoever loses it loses the run's invite; whoever
-copies it can speak for the run.
+`run_key` (Ed25519) signs admissions and epochs; the invite pins the TLS certificate; `token` admits
+the holders of an invite; `session_secret` derives session tokens. The file is written once, in one
+piece, with mode 0600, and is never overwritten. Without it the run's invite is lost; anyone who
+copies it can act as the run's coordinator.
 
 Exceptions:
 
@@ -33,14 +33,14 @@ from cryptography.x509.oid import NameOID
 
 KEYS_FILE = "keys.json"  # in the directory of every coordinator, and of nothing else
 TLS_NAME = "atoll-coordinator"
-"""The name in every certificate: peers trust the pin, not the name."""
+"""The name in every certificate; peers check the pin instead of the name."""
 
 _MAX_FILE_BYTES = 64 * 1024
 _FIELDS = ("run_key", "tls_key", "tls_certificate", "token", "session_secret")
 
 
 class KeysError(ValueError):
-    """The coordinator's keys cannot be used."""
+    """The coordinator's key file cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -48,7 +48,7 @@ class RunKeys:
     """The secrets of one run."""
 
     run_key: bytes
-    """32 bytes, Ed25519 private."""
+    """Ed25519 private key, 32 bytes."""
     tls_key: bytes
     """PEM."""
     tls_certificate: bytes
@@ -58,7 +58,7 @@ class RunKeys:
 
     @classmethod
     def generate(cls) -> Self:
-        """Make new keys."""
+        """Return new random keys."""
         tls_key, tls_certificate = _self_signed()
         return cls(
             run_key=Ed25519PrivateKey.generate().private_bytes_raw(),
@@ -70,25 +70,25 @@ class RunKeys:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Self:
-        """Read the file, or make it if there is none. Raises KeysError."""
+        """Read the file, or create it if it does not exist. Raises KeysError."""
         try:
             return cls._load(path) if path.exists() else cls._create(path)
         except OSError as error:
-            raise KeysError(f"{path}: cannot be used: {error.strerror or error}") from None
+            raise KeysError(f"{path}: {error.strerror or error}; check its permissions") from None
 
     @cached_property
     def signer(self) -> Ed25519PrivateKey:
-        """The run's key."""
+        """The run's signing key."""
         return Ed25519PrivateKey.from_private_bytes(self.run_key)
 
     @cached_property
     def run_public_key(self) -> bytes:
-        """32 bytes, in every invite."""
+        """The run's public key, 32 bytes; every invite contains it."""
         return self.signer.public_key().public_bytes_raw()
 
     @cached_property
     def tls_sha256(self) -> bytes:
-        """What the invite pins: SHA-256 of the certificate's DER."""
+        """SHA-256 of the certificate's DER; the invite pins it."""
         certificate = x509.load_pem_x509_certificate(self.tls_certificate)
         return hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest()
 
@@ -106,7 +106,7 @@ class RunKeys:
             raise
         except (ValueError, KeyError, TypeError):
             raise KeysError(
-                f"{path}: damaged; put back a copy, or start the run in a new directory"
+                f"{path}: damaged; restore a copy, or start the run in a new directory"
             ) from None
         return keys
 
@@ -120,7 +120,7 @@ class RunKeys:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a new file whole or not at all, mode 0600. Raises FileExistsError."""
+    """Write a new file with mode 0600, whole or not at all. Raises FileExistsError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -137,7 +137,8 @@ def write_private(path: Path, data: bytes) -> None:
 def _self_signed() -> tuple[bytes, bytes]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, TLS_NAME)])
-    start = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)  # a peer's clock may be anything
+    # A peer's clock may be wrong before its first contact, so the certificate is always valid.
+    start = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)

@@ -1,4 +1,4 @@
-"""How much an event matters: one scale for the dashboard, programs and Python's logging."""
+"""Levels of events: one scale for the dashboard, programs and Python's logging."""
 
 from __future__ import annotations
 

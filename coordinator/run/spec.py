@@ -1,17 +1,17 @@
-"""RUN.toml: everything a run needs to be known by, validated as a whole.
+"""RUN.toml: everything that defines a run, validated as a whole.
 
-A run is described by eight small sections: frozen models whose fields carry their own documentation
-(`atoll.coordinator.run.sections`). The commented template of `atoll init` is generated from those
+Eight small sections describe a run; each is a frozen model whose fields carry their documentation
+(`atoll.coordinator.run.sections`). `atoll init` generates its commented template from those
 descriptions, so the two cannot disagree.
 
     RunSpec.load(path)      read a file; SpecError lists every problem at once
     RunSpec.from_json(raw)  read what a coordinator sent; the same checks
     spec.canonical()        sorted compact JSON: equal specs have equal bytes
-    spec.digest()           SHA-256 of what makes the run itself, that is all but [coordinator]
+    spec.digest()           SHA-256 of everything but [coordinator]: the run's identity
 
 The run's id binds the digest to the run's public key (`run_id`), so a peer that trusts its invite
-can tell whether the spec that it is given is the organiser's. What is wrong with a spec is told by
-`SpecError` (`atoll.coordinator.run.spec_problems`).
+can tell whether the spec it receives is the organiser's. `SpecError` reports what is wrong with a
+spec (`atoll.coordinator.run.spec_problems`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_SPEC_BYTES = 256 * 1024  # a RUN.toml is a few kB; a peer refuses more befor
 
 
 class RunSpec(Section):
-    """A run's signed description. Every section and every field has a default."""
+    """The full description of a run. Every section and every field has a default."""
 
     run: RunSection = Field(default_factory=RunSection)
     model: ModelSection = Field(default_factory=ModelSection)
@@ -68,23 +68,23 @@ class RunSpec(Section):
     def _whole(self) -> Self:
         try:
             method = self.method()
-        except ValueError as error:  # the sections have checked what is theirs
+        except ValueError as error:  # the sections have checked their own fields
             raise ValueError(f"outer.method: {error}") from None
         if not method.logged and method.reduction != "pairs":
             raise ValueError(
-                f"outer.method: expected one whose state a log can hold, or one by gossip, got "
-                f"{method.name!r}; `atoll simulate` runs it"
+                f"outer.method: a run needs a method whose state the log can hold, or a gossip "
+                f"method, got {method.name!r}; `atoll simulate` runs it"
             )
         self._expect_windows(method)
         if method.feedback and method.codec.mode == "unbiased":
             raise ValueError(
-                f"compression.feedback: expected 0 with the unbiased codec {method.codec.spec!r} "
+                f"compression.feedback: must be 0 with the unbiased codec {method.codec.spec!r} "
                 f"(feedback makes it diverge), got {method.feedback}"
             )
         if method.reduction != "mean" and self.round.reducer != "mean":
             raise ValueError(
-                f"round.reducer: expected 'mean' with {method.name!r}, whose contributions "
-                f"nobody reduces, got {self.round.reducer!r}"
+                f"round.reducer: must be 'mean' with {method.name!r}, whose contributions are not "
+                f"reduced by an owner, got {self.round.reducer!r}"
             )
         return self
 
@@ -92,56 +92,56 @@ class RunSpec(Section):
         outer, hidden = self.outer, method.hidden_steps(self.outer.inner_steps)
         if method.every_step and outer.inner_steps != 1:
             raise ValueError(
-                f"outer.inner_steps: expected 1 with {method.name!r}, which sends something of "
-                f"every step, got {outer.inner_steps}"
+                f"outer.inner_steps: must be 1 with {method.name!r}, which communicates at every "
+                f"step, got {outer.inner_steps}"
             )
         if method.every_step and outer.windows != "equal":
             raise ValueError(
-                f"outer.windows: expected 'equal' with {method.name!r}, whose windows are one "
+                f"outer.windows: must be 'equal' with {method.name!r}, whose windows are one "
                 f"step, got {outer.windows!r}"
             )
         if hidden > outer.inner_steps:
             raise ValueError(
-                f"outer.method: expected a round to be hidden behind at most the "
-                f"{outer.inner_steps} steps of a window (outer.inner_steps), got {hidden}"
+                f"outer.method: a round can be hidden behind at most one window, "
+                f"{outer.inner_steps} steps (outer.inner_steps), got {hidden}"
             )
         if outer.windows == "qsr":
             self._expect_growth()
         elif outer.growth or outer.max_inner_steps:
             raise ValueError(
-                "outer.growth and outer.max_inner_steps: expected none with windows = "
-                f'"{outer.windows}"; windows = "qsr" takes them'
+                'outer.growth and outer.max_inner_steps apply only to windows = "qsr", '
+                f'got windows = {outer.windows!r}; remove them or set "qsr"'
             )
 
     def _expect_growth(self) -> None:
-        """Refuse windows by QSR that would all be of one length."""
+        """Refuse QSR settings under which every window would have the same length."""
         outer, inner = self.outer, self.inner
         longest = outer.longest
         if self.run.rounds == 0 or inner.min_lr_ratio == 1:
             raise ValueError(
-                "outer.windows: expected a rate that falls with 'qsr': give run.rounds above 0 and "
+                "outer.windows: 'qsr' needs a learning rate that falls; set run.rounds above 0 and "
                 "inner.min_lr_ratio below 1"
             )
         if longest <= outer.inner_steps:
             raise ValueError(
-                f"outer.max_inner_steps: expected more than outer.inner_steps, "
+                f"outer.max_inner_steps: must be more than outer.inner_steps, "
                 f"{outer.inner_steps}, got {longest}"
             )
         last_lr = inner.lr * inner.min_lr_ratio
         low, high = last_lr * math.sqrt(outer.inner_steps + 1), inner.lr * math.sqrt(longest)
         if outer.growth == 0 or not low <= outer.growth < high:
             raise ValueError(
-                f"outer.growth: expected {low:.3g} to {high:.3g} for windows that grow from "
-                f"{outer.inner_steps} to at most {longest} steps as the rate falls from "
+                f"outer.growth: expected {low:.3g} to {high:.3g}, so that windows grow from "
+                f"{outer.inner_steps} to at most {longest} steps while the rate falls from "
                 f"{inner.lr:g} to {last_lr:g}, got {outer.growth:g}"
             )
 
     def timetable(self, num_fragments: int, *, rounds: int | None = None) -> Timetable:
-        """Steps and windows of the run by position.
+        """Return the run's inner steps and windows by position.
 
         Args:
-            num_fragments: into which its method cuts the model.
-            rounds: positions at which it ends, the run's own by default.
+            num_fragments: number of fragments into which the method cuts the model.
+            rounds: position at which the run ends; the spec's own by default.
         """
         outer, rounds = self.outer, rounds or self.run.rounds
         if outer.windows == "qsr":
@@ -152,14 +152,14 @@ class RunSpec(Section):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a peer's inner step."""
+        """Tokens of one peer's inner step."""
         return self.inner.batch_size * self.inner.grad_accumulation * self.data.seq_len
 
     def method(self) -> methods.Method:
-        """The outer method with all of its options.
+        """Return the outer method with all of its options.
 
         Raises:
-            ValueError: they do not go together.
+            ValueError: the options contradict each other.
         """
         outer, compression = self.outer, self.compression
         given = {
@@ -186,7 +186,7 @@ class RunSpec(Section):
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "RUN.toml") -> Self:
-        """Read the text of a RUN.toml; `source` names it in messages."""
+        """Parse the text of a RUN.toml; `source` names it in messages."""
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -195,7 +195,7 @@ class RunSpec(Section):
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
-        """Read canonical bytes received from elsewhere. Raises SpecError."""
+        """Parse canonical bytes received from elsewhere. Raises SpecError."""
         if len(raw) > MAX_SPEC_BYTES:
             message = f"expected at most {MAX_SPEC_BYTES} bytes, got {len(raw)}"
             raise SpecError([SpecProblem(line=None, path="", message=message)])
@@ -210,23 +210,23 @@ class RunSpec(Section):
     def from_dict(
         cls, data: object, *, source: str = "run spec", lines: Mapping[str, int] | None = None
     ) -> Self:
-        """Check plain data against the schema. Raises SpecError."""
+        """Validate plain data against the schema. Raises SpecError."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise SpecError(problems_of(error, cls, lines or {}), source=source) from None
 
     def canonical(self) -> bytes:
-        """Return sorted, compact JSON: the bytes that travel and are kept."""
+        """Return sorted, compact JSON: the bytes that are sent and stored."""
         return _canonical_json(self.model_dump(mode="json"))
 
     def digest(self) -> str:
-        """Return the SHA-256 in hex of everything but [coordinator], which may be moved."""
+        """Return the SHA-256, in hex, of everything but [coordinator], which may move."""
         identity = self.model_dump(mode="json", exclude={"coordinator"})
         return hashlib.sha256(_canonical_json(identity)).hexdigest()
 
     def differences(self, other: RunSpec) -> list[str]:
-        """Name the fields that make `other` another run, as 'section.field: mine != theirs'."""
+        """List the fields that make `other` another run, as 'section.field: mine != theirs'."""
         mine, theirs = (s.model_dump(mode="json", exclude={"coordinator"}) for s in (self, other))
         return [
             f"{section}.{key}: {value!r} != {theirs[section][key]!r}"
@@ -237,7 +237,7 @@ class RunSpec(Section):
 
 
 def run_id(spec: RunSpec, run_public_key: bytes) -> str:
-    """Return the id of the run of this spec under this key: SHA-256 in hex."""
+    """Return the run id, SHA-256 in hex, of a spec under the run's key."""
     material = b"atoll run v1\0" + run_public_key + bytes.fromhex(spec.digest())
     return hashlib.sha256(material).hexdigest()
 
@@ -245,7 +245,7 @@ def run_id(spec: RunSpec, run_public_key: bytes) -> str:
 def template(values: RunSpec | None = None) -> str:
     """Return a commented RUN.toml with every field, generated from the schema."""
     spec = values or RunSpec()
-    head = "# The description of an Atoll run. Every line may be left out: these are the defaults."
+    head = "# The description of an Atoll run. Any line may be omitted: these are the defaults."
     sections = [_render_section(name, getattr(spec, name)) for name in RunSpec.model_fields]
     return "\n\n".join([head, *sections]) + "\n"
 

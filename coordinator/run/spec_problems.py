@@ -1,9 +1,9 @@
-"""What is wrong with a RUN.toml, said with line, key and remedy.
+"""Problems of a RUN.toml, each reported with its line, key and remedy.
 
 Exceptions:
 
     ValueError
-      SpecError     .problems: one (line, path, message) for each thing wrong
+      SpecError     `problems` lists every problem found
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ _Known = Mapping[str, list[str]]  # the keys of each section
 
 @dataclass(frozen=True, kw_only=True)
 class SpecProblem:
-    """One thing wrong with a spec: where, and what was expected."""
+    """One problem of a spec: its place and what was expected."""
 
     line: int | None
     path: str
     message: str
 
     def __str__(self) -> str:
-        """Return 'line 3: section.key: message', as far as known."""
         where = f"line {self.line}: " if self.line else ""
         return where + (f"{self.path}: " if self.path else "") + self.message
 
 
 class SpecError(ValueError):
-    """A run spec that cannot be used; `problems` lists everything that is wrong with it."""
+    """The run spec cannot be used; `problems` lists everything that is wrong with it."""
 
     def __init__(self, problems: list[SpecProblem], *, source: str = "run spec") -> None:
-        """Keep the problems; the text has one line for each."""
         self.problems = problems
         self.source = source
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -46,14 +44,14 @@ class SpecError(ValueError):
 
 
 def toml_problem(error: tomllib.TOMLDecodeError) -> SpecProblem:
-    """Return where a text stops being TOML, and why."""
+    """Return the line at which a text stops being TOML, and why."""
     found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
     message = f"not valid TOML: {str(error).split(' (at ')[0]}"
     return SpecProblem(line=int(found[1]) if found else None, path="", message=message)
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Map 'section' and 'section.key' to line numbers, as far as a plain reading finds them."""
+    """Map 'section' and 'section.key' to line numbers, as far as a simple scan finds them."""
     lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), start=1):
@@ -68,7 +66,7 @@ def key_lines(text: str) -> dict[str, int]:
 def problems_of(
     error: ValidationError, schema: type[BaseModel], lines: Mapping[str, int]
 ) -> list[SpecProblem]:
-    """Say what pydantic found, in our words, with the line of each key as far as it is known."""
+    """Translate pydantic's findings, with the line of each key if it is known."""
     known = {name: _keys(info.annotation) for name, info in schema.model_fields.items()}
     found: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
@@ -97,7 +95,7 @@ def _message(item: Mapping[str, Any], known: _Known) -> str:
     if item["type"] == "extra_forbidden":
         return _unknown_key(loc, known)
     if item["type"] == "model_type":
-        return f"expected a section, as [{'.'.join(map(str, loc))}], got {value!r:.40}"
+        return f"expected a section such as [{'.'.join(map(str, loc))}], got {value!r:.40}"
     text = str(item["msg"]).removeprefix("Value error, ")
     text = text.replace("Input should be", "expected", 1)
     if len(loc) == 0 or "got " in text:

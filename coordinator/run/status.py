@@ -1,17 +1,17 @@
-"""What a run and its peers are doing: plain records that travel as JSON.
+"""The state of a run and its peers: plain records that travel as JSON.
 
 Peers send `PeerStatus`, `Event` and `RoundTrace` with their heartbeats; the coordinator answers
 anyone who asks with a `RunStatus`. The dashboard reads nothing else.
 
-Every record is a frozen, keyword-only dataclass of plain values. `to_json` gives compact UTF-8
-bytes; `from_json` checks them as a stranger's: length before parsing, then names, types, ranges,
-lengths of texts and lists, and NaN and infinity. Unknown keys are refused, so that a newer peer is
-noticed instead of half understood.
+Every record is a frozen, keyword-only dataclass of plain values. `to_json` returns compact UTF-8
+bytes; `from_json` validates untrusted bytes: their length before parsing, then names, types,
+ranges, lengths of texts and lists, and finite numbers. Unknown keys are refused, so that a newer
+peer is noticed instead of half understood.
 
 Exceptions:
 
     ValueError
-      StatusError     bytes that are no such record; says which field and what was expected
+      StatusError     the bytes are no valid record; names the field and what was expected
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atoll.coordinator.run.levels import Level
 
 MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is below 2 kB
 MAX_RUN_BYTES = 16 * 1024 * 1024  # 4,096 peers and 512 rounds are about 6 MB
-HISTORY = 512  # rounds in a RunStatus; the ledger has them all
+HISTORY = 512  # rounds in a RunStatus; the coordinator's database keeps them all
 EVENTS = 256  # newest events in a RunStatus
 MAX_GAPS = 64
 
@@ -40,7 +40,7 @@ Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0)]
 Seconds = Annotated[dict[Name, Amount], Field(max_length=32)]
 Reason = Annotated[str, Field(max_length=200)]
-NAMED_PEERS = 64  # peers that a round names one by one; 64 of 512 rounds are about 4 MB
+NAMED_PEERS = 64  # peers that a round names individually; 64 in 512 rounds are about 4 MB
 Reasons = Annotated[dict[Name, Reason], Field(max_length=NAMED_PEERS)]
 PeerBytes = Annotated[dict[Name, Count], Field(max_length=NAMED_PEERS)]
 
@@ -50,16 +50,16 @@ _CONFIG = ConfigDict(
 
 
 class StatusError(ValueError):
-    """Bytes that are not the record they should be."""
+    """The bytes are not a valid record."""
 
 
-class _Record:
-    """JSON to and from a dataclass, validated."""
+class StatusRecord:
+    """A dataclass with validated JSON in both directions."""
 
     _max_bytes = MAX_RECORD_BYTES
 
     def to_json(self) -> bytes:
-        """Return compact UTF-8 JSON. Raises StatusError when a value is out of range."""
+        """Return compact UTF-8 JSON. Raises StatusError if a value is out of range."""
         adapter = _adapter(type(self))
         try:
             return adapter.dump_json(adapter.validate_python(self))
@@ -68,7 +68,7 @@ class _Record:
 
     @classmethod
     def from_json(cls, raw: bytes | bytearray | memoryview) -> Self:
-        """Read and check a record. Raises StatusError."""
+        """Parse and validate a record. Raises StatusError."""
         if len(raw) > cls._max_bytes:
             expected = f"expected at most {cls._max_bytes} bytes"
             raise StatusError(f"{cls.__name__}: {expected}, got {len(raw)}")
@@ -97,8 +97,8 @@ def _explain(name: str, error: ValueError) -> StatusError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event(_Record):
-    """Something worth a line in the log."""
+class Event(StatusRecord):
+    """A notable event, shown as one line of the event log."""
 
     __pydantic_config__ = _CONFIG
 
@@ -106,53 +106,53 @@ class Event(_Record):
     """Seconds since 1970 by the coordinator's clock."""
     level: Level = "info"
     source: Name = ""
-    """Peer id, or 'coordinator'."""
+    """PeerID, or 'coordinator'."""
     text: Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundTrace(_Record):
-    """One peer's account of one round, sent once the round is settled."""
+class RoundTrace(StatusRecord):
+    """One peer's report on one round, sent once the round is settled."""
 
     __pydantic_config__ = _CONFIG
 
     epoch: Count = 0
     position: Count
     included: bool
-    """Whether all of the peer's contribution is in the entry."""
+    """True if the entry holds the peer's whole contribution."""
     loss: float | None = None
-    """Mean training loss of the peer's window, nats a token."""
+    """Mean training loss of the peer's window, in nats per token."""
     tokens: Count = 0
     seconds: Seconds = field(default_factory=dict)
-    """Time of each phase: wait, encode, send, reduce, vote, apply."""
+    """Duration of each phase: wait, encode, send, reduce, vote, apply."""
     wire_bytes_sent: Count = 0
     wire_bytes_received: Count = 0
     left_out: Annotated[list[Name], Field(max_length=4096)] = field(default_factory=list)
-    """Peers that this round went on without, as the sender saw it."""
+    """Peers that this round continued without, as the sender saw it."""
     rejected: Amount = 0.0
-    """L2 norm of what a robust reducer took out of the parts that this peer reduced."""
+    """L2 norm of what a robust reducer removed from the parts that this peer reduced."""
     reasons: Reasons = field(default_factory=dict)
-    """Why, by PeerID; not every one of a large number has a reason."""
+    """Why peers were left out, by PeerID; with many of them some have no reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerStatus(_Record):
-    """How one peer is, as it said itself with its last heartbeat."""
+class PeerStatus(StatusRecord):
+    """One peer's state, as reported by its last heartbeat."""
 
     __pydantic_config__ = _CONFIG
 
     peer_id: Name
     name: Name = ""
-    """What its owner calls it; the peer id's last letters otherwise."""
+    """The owner's name for it; by default the last letters of its PeerID."""
     role: Literal["trainer", "follower"] = "trainer"
     incarnation: Name = ""
     """New at each start of the process."""
     state: PeerState = "joining"
     phase: Name = ""
-    """Part of the round it is in: train, wait, reduce, late, idle."""
+    """Part of the round: train, wait, reduce, late, idle."""
     epoch: Count = 0
     position: Count = 0
-    """Entries it has applied."""
+    """Number of entries applied."""
     chain: Hex = ""
     state_digest: Hex = ""
     """Root of parameters and outer state at `state_position`, as last computed."""
@@ -160,7 +160,7 @@ class PeerStatus(_Record):
     tokens_per_s: Amount = 0.0
     tokens_total: Count = 0
     loss: float | None = None
-    """Training loss, nats a token."""
+    """Training loss, in nats per token."""
     valid_loss: float | None = None
     step: Count = 0
     """Inner steps done in the current window."""
@@ -169,38 +169,38 @@ class PeerStatus(_Record):
     wire_bytes_sent: Count = 0
     wire_bytes_received: Count = 0
     uplink_mbit_s: Amount = 0.0
-    """Measured capacity of the link; 0: not known yet."""
+    """Measured capacity of the link; 0 if unknown."""
     downlink_mbit_s: Amount = 0.0
     uplink_use: Share = 0.0
-    """Share of the capacity in use, 0 to 1."""
+    """Fraction of the capacity in use."""
     downlink_use: Share = 0.0
     utilisation: Share = 0.0
-    """Share of the time spent training, 0 to 1."""
+    """Fraction of the time spent training."""
     last_seen_s: Amount = 0.0
-    """Seconds since the coordinator heard from it."""
+    """Seconds since the coordinator last heard from it."""
     phases: Seconds = field(default_factory=dict)
-    """Seconds of the last round: wait, encode, send, reduce, vote, apply."""
+    """Durations in the last round: wait, encode, send, reduce, vote, apply."""
     recoveries: Count = 0
-    """How often this process fetched its state from others, its first join included."""
+    """Number of times this process fetched its state from others, its first join included."""
     partner: Name = ""
-    """By gossip, PeerID of whom it is meeting or met last."""
+    """In a gossip run, PeerID of the current or last partner."""
     device: Name = ""
     version: Name = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundSummary(_Record):
+class RoundSummary(StatusRecord):
     """One decided position."""
 
     __pydantic_config__ = _CONFIG
 
     epoch: Count = 0
     position: Count
-    """The state that the entry leads to: 1 after the first round."""
+    """The log position after the entry: 1 after the first round."""
     at: Amount
     """Seconds since 1970 when the coordinator learned of it."""
     late: bool = False
-    """Whether the run had gone on by then: `at` does not say when the round was."""
+    """True if the run had moved on by then: `at` is not the time of the round."""
     loss: float | None = None
     valid_loss: float | None = None
     tokens: Count = 0
@@ -209,26 +209,26 @@ class RoundSummary(_Record):
     seconds: Seconds = field(default_factory=dict)
     """Mean over the members' traces, by phase."""
     rejected: Amount = 0.0
-    """L2 norm of what a robust reducer took out of the update: it is in nobody's drift."""
+    """L2 norm of what a robust reducer removed from the update; no peer carries it on."""
     reasons: Reasons = field(default_factory=dict)
-    """Why peers were left out, wholly or from some cell on, as those who did so say."""
+    """Why peers were left out, wholly or from a cell on, by the peers that did so."""
     wire_bytes: Count = 0
-    """Sent by all members together, as counted on the wire."""
+    """Bytes that all members together sent, as counted on the wire."""
     peer_bytes: PeerBytes = field(default_factory=dict)
-    """Of these, by PeerID; those that sent most, if there are many."""
+    """The same by PeerID; if there are many, those that sent most."""
     chain: Hex = ""
 
 
 def seconds_between(before: RoundSummary, after: RoundSummary) -> float | None:
-    """From one round to the next; None where the coordinator was not there for both."""
+    """Return the seconds from one round to the next, or None if either was learned of late."""
     return None if before.late or after.late else max(0.0, after.at - before.at)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gap(_Record):
-    """Rounds that the coordinator was not there for, and whose updates no peer has kept.
+class Gap(StatusRecord):
+    """Rounds that the coordinator missed and whose updates no peer has kept.
 
-    Their entries are in its log, certified, but without bodies: they cannot be replayed.
+    Its log holds their certified entries without bodies, so they cannot be replayed.
     """
 
     __pydantic_config__ = _CONFIG
@@ -238,7 +238,7 @@ class Gap(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStatus(_Record):
+class RunStatus(StatusRecord):
     """A run at one moment, as its coordinator knows it."""
 
     __pydantic_config__ = _CONFIG
@@ -249,7 +249,7 @@ class RunStatus(_Record):
     state: RunState = "waiting"
     epoch: Count = 0
     position: Count = 0
-    """Entries the coordinator holds; peers may be ahead."""
+    """Entries that the coordinator holds; peers may be ahead."""
     rounds_total: Count = 0
     """0: until stopped."""
     min_peers: Count = 1
@@ -257,7 +257,7 @@ class RunStatus(_Record):
     started_at: Amount | None = None
     """Seconds since 1970 when the first epoch opened."""
     now: Amount = 0.0
-    """Seconds since 1970 by the coordinator's clock when this was made."""
+    """Seconds since 1970 by the coordinator's clock when this status was made."""
     tokens_total: Count = 0
     tokens_per_s: Amount = 0.0
     loss: float | None = None
@@ -267,7 +267,7 @@ class RunStatus(_Record):
     history: Annotated[list[RoundSummary], Field(max_length=HISTORY)] = field(default_factory=list)
     """The newest rounds, oldest first."""
     gaps: Annotated[list[Gap], Field(max_length=MAX_GAPS)] = field(default_factory=list)
-    """Rounds, as `RoundSummary` counts them, whose updates are not held; the newest gaps."""
+    """Rounds, numbered as in `RoundSummary`, without stored updates; the newest gaps."""
     events: Annotated[list[Event], Field(max_length=EVENTS)] = field(default_factory=list)
     """The newest events, oldest first."""
     codec: Name = ""

@@ -10,12 +10,12 @@ import pytest
 from atoll.coordinator.dashboard.app import LOWER_PANES, DashboardApp, save_screenshot
 from atoll.coordinator.dashboard.panes import (
     EventsPane,
-    Header,
     LossPane,
     Pane,
     PeersPane,
     PhasesPane,
     RoundsPane,
+    RunHeader,
 )
 from atoll.coordinator.dashboard.peers import COLUMNS, details
 from atoll.coordinator.report import feed as feeds
@@ -83,10 +83,10 @@ def shown(app):
 
 def test_the_header_says_what_run_this_is_and_how_far(sample):
     async def check(app, source, clock, pilot):
-        text = plain(app, Header)
+        text = plain(app, RunHeader)
         for piece in (
             "python-1m", " TRAINING ", "chain 9f3ac1d0", "● live", "round 37/120", "31%",
-            "25m 05s left", "18s a round", "loss 1.419", "valid 1.479", "tokens/s 52.5k",
+            "25m 05s left", "18s per round", "loss 1.419", "valid 1.479", "tokens/s 52.5k",
             "tokens 11.4M", "util 96.4%", "peers 4/5", "sent 196 MB", "method diloco H=30",
             "codec int8", "params 1.05M", "elapsed 11m 13s",
         ):  # fmt: skip
@@ -231,22 +231,22 @@ def test_a_lost_connection_keeps_the_last_state_and_shows_its_age(sample):
         await app.poll()
         await pilot.pause()
         text = screen(app)
-        assert "◌ connection lost · state is 12s old · attempt 3" in text
-        assert "cannot read the state of the run: no route to host" in text
+        assert "◌ connection lost · status is 12s old · attempt 3" in text
+        assert "cannot read the status of the run: no route to host" in text
         assert "round 37/120" in text and "basalt" in text
         clock.now_s += 8
         app.tick()
-        assert "state is 20s old" in plain(app, Header)
+        assert "status is 20s old" in plain(app, RunHeader)
         source.answer = sample(38)
         await app.poll()
-        assert "● live" in plain(app, Header) and "round 38/120" in plain(app, Header)
+        assert "● live" in plain(app, RunHeader) and "round 38/120" in plain(app, RunHeader)
 
     with_app(sample(37), check)
 
 
 def test_without_a_first_state_the_screen_says_so():
     async def check(app, source, clock, pilot):
-        assert "◌ no connection · attempt 2" in plain(app, Header)
+        assert "◌ no connection · attempt 2" in plain(app, RunHeader)
         assert "no peer has joined yet" in screen(app)
 
     with_app(ConnectionError("refused"), check)
@@ -270,7 +270,7 @@ def test_an_old_state_of_a_slow_feed_shows_its_age(sample):
     async def check(app, source, clock, pilot):
         clock.now_s += 4
         app.tick()
-        assert "● live · 4.0s old" in plain(app, Header)
+        assert "● live · 4.0s old" in plain(app, RunHeader)
 
     with_app(sample(37), check)
 
@@ -280,9 +280,9 @@ def test_pause_holds_the_screen_still_and_catches_up(sample):
         await pilot.press("p")
         source.answer = sample(50)
         await app.poll()
-        assert "round 37/120" in plain(app, Header) and "‖ paused" in plain(app, Header)
+        assert "round 37/120" in plain(app, RunHeader) and "‖ paused" in plain(app, RunHeader)
         await pilot.press("p")
-        assert "round 50/120" in plain(app, Header) and "● live" in plain(app, Header)
+        assert "round 50/120" in plain(app, RunHeader) and "● live" in plain(app, RunHeader)
 
     with_app(sample(37), check)
 
@@ -333,9 +333,9 @@ def test_the_chosen_round_says_who_was_left_out_and_why(sample):
         assert len(rows) == app.query_one(RoundsPane).size.height
         assert "fathom: sent nothing" in rows[1] and "fathom" not in rows[2]
         await pilot.press("4", "down")
-        assert "round 12 nobody was left out" in plain(app, RoundsPane)
+        assert "round 12 no peer was left out" in plain(app, RoundsPane)
         await pilot.press("down")
-        assert "round 11 update not held here" in plain(app, RoundsPane)
+        assert "round 11 update not stored" in plain(app, RoundsPane)
 
     gaps = [Gap(first=9, last=11)]
     with_app(replace(status, history=told, gaps=gaps), check, size=(200, 60))
@@ -361,13 +361,13 @@ def test_a_warning_is_news_on_every_size_of_screen_and_not_for_ever(sample):
     )
 
     async def check(app, source, clock, pilot):
-        assert "▲" not in plain(app, Header) and "long ago" not in plain(app, Header)
+        assert "▲" not in plain(app, RunHeader) and "long ago" not in plain(app, RunHeader)
         source.answer = replace(status, events=[old, first, second])
         await app.poll()
         await pilot.pause()
-        news = plain(app, Header).split("\n")[-1]
+        news = plain(app, RunHeader).split("\n")[-1]
         assert news.startswith(" ▲ ") and "coral: ·[2J[red]x" in news and "1 more" in news
-        assert app.query_one(Header).size.height == len(plain(app, Header).split("\n"))
+        assert app.query_one(RunHeader).size.height == len(plain(app, RunHeader).split("\n"))
 
     with_app(replace(status, events=[old]), check, size=(80, 24))
 
@@ -434,7 +434,7 @@ def test_markup_and_escapes_of_a_stranger_are_shown_and_not_obeyed(sample):
         text = screen(app)
         assert "[red]x[/red]" in text
         assert not set(text) & set("\x1b\x07\u202e")
-        for widget in app.query("Header, Pane"):
+        for widget in app.query("RunHeader, Pane"):
             content = widget.render()
             assert not set(content.plain) & set("\x1b\x07\u202e\r")
             assert not any(str(span.style) == "red" for span in content.spans)
@@ -467,12 +467,12 @@ def test_a_finished_run_lingers_and_closes_by_itself(sample):
     told = []
 
     async def check(app, source, clock, pilot):
-        assert " FINISHED " in plain(app, Header)
-        assert "closes in 5.0s" in plain(app, Header)
+        assert " FINISHED " in plain(app, RunHeader)
+        assert "closes in 5.0s" in plain(app, RunHeader)
         clock.now_s += 4
         await app.poll()
         app.tick()
-        assert "closes in 1.0s" in plain(app, Header)
+        assert "closes in 1.0s" in plain(app, RunHeader)
         assert app._exit is False
         clock.now_s += 1
         app.tick()
@@ -489,15 +489,15 @@ def test_any_key_keeps_a_finished_run_on_the_screen(sample):
         await app.poll()
         app.tick()
         assert app._exit is False
-        assert "closes" not in plain(app, Header)
+        assert "closes" not in plain(app, RunHeader)
 
     with_app(sample(9, state="finished"), check, linger_s=5.0)
 
 
 def test_a_waiting_run_says_for_whom(sample):
     async def check(app, source, clock, pilot):
-        assert " WAITING " in plain(app, Header)
-        assert "1 of 2 peers are here; the run starts with 1 more" in plain(app, Header)
+        assert " WAITING " in plain(app, RunHeader)
+        assert "1 of 2 peers online; the run starts with 1 more" in plain(app, RunHeader)
 
     with_app(sample(0, state="waiting", num_peers=2), check)
 
@@ -553,7 +553,7 @@ def test_polling_by_itself(sample):
         async with app.run_test(size=(80, 24)) as pilot:
             await asyncio.wait_for(polled.wait(), 5)
             await pilot.pause()
-            assert "round 5/120" in plain(app, Header)
+            assert "round 5/120" in plain(app, RunHeader)
 
     asyncio.run(main())
 

@@ -95,16 +95,16 @@ def test_a_run_that_everybody_left_is_not_said_to_be_slow(sample):
     status = sample(3, state="stalled")
     (slow,) = without_clock(lines(sample(3), status))
     (left,) = without_clock(lines(sample(3), replace(status, peers=[])))
-    assert slow == "stalled: no round has been committed for too long"
-    assert left == "stalled: no peer is in touch"
+    assert slow == "stalled: no round committed for too long"
+    assert left == "stalled: no peer is online; training resumes when peers return"
 
 
 def test_waiting_training_and_finished_are_said(sample):
     waiting = sample(0, state="waiting", num_peers=2, num_gone=1)
     started, done = sample(0), sample(1, state="finished")
-    assert without_clock(lines(None, waiting)) == ["waiting for peers: 1 of 2 here"]
+    assert without_clock(lines(None, waiting)) == ["waiting for peers: 1 of 2 online"]
     more = sample(0, state="waiting", num_peers=3, num_gone=1)
-    assert without_clock(lines(waiting, more)) == ["waiting for peers: 2 of 2 here"]
+    assert without_clock(lines(waiting, more)) == ["waiting for peers: 2 of 2 online"]
     assert lines(waiting, waiting) == []
     assert without_clock(lines(waiting, started)) == ["training"]
     assert without_clock(lines(started, done))[-1] == (
@@ -184,8 +184,8 @@ def test_follow_reports_a_lost_connection_once_and_ends_with_the_run(sample):
     assert last.position == 3
     assert steps == []
     told = without_clock(written)
-    assert told[1] == "cannot read the state of the run: refused ·[2J; trying again"
-    assert told[2] == "connected again"
+    assert told[1] == "cannot read the status of the run: refused ·[2J; retrying"
+    assert told[2] == "reconnected"
     assert [line.split()[1] for line in told if line.startswith("round")] == [
         "1/120",
         "2/120",
@@ -258,7 +258,7 @@ def test_an_end_that_two_peers_share_stays_as_it_is():
 
 
 def test_updates_that_are_not_held_are_told(sample):
-    assert "not held" not in render_status(sample(13))
+    assert "missing" not in render_status(sample(13))
     gaps = [Gap(first=4, last=4), Gap(first=7, last=9)]
     told = render_status(replace(sample(13), gaps=gaps))
-    assert "not held     updates of rounds 4, 7 to 9: missed here, kept by no peer" in told
+    assert "missing      updates of rounds 4, 7 to 9: no peer has kept them" in told

@@ -326,7 +326,7 @@ def test_an_invite_file_with_something_else_is_refused(atoll, spec_file, tmp_pat
 @pytest.mark.parametrize(
     ("invite", "expected"),
     [
-        ("hello", "starts with 'atoll1'; got 'hello'"),
+        ("hello", "starts with 'atoll1', got 'hello'"),
         ("no-such-file", "contains it (no such file exists)"),
         ("atoll2" + INVITE[6:], "version"),
         (INVITE[:-3], "damaged"),
@@ -357,7 +357,7 @@ def test_a_file_without_an_invite_is_refused(atoll, tmp_path):
 def test_nobody_at_the_address_is_a_failure_with_a_remedy(atoll, command):
     result = atoll(command, INVITE)
     assert (result.code, result.out) == (1, "")
-    assert "127.0.0.1:9: expected the coordinator, got connection refused" in result.err
+    assert "127.0.0.1:9: the coordinator cannot be reached (connection refused)" in result.err
     assert "ask the organiser" in result.err
 
 

@@ -149,7 +149,7 @@ def test_nobody_at_the_address_is_said_with_a_remedy_and_tried_again(peer, paths
     stop_once(is_waiting, number)
     result = peer(NOBODY)
     assert (result.code, result.out) == (code, "")
-    assert "127.0.0.1:9: expected the coordinator, got connection refused" in result.err
+    assert "127.0.0.1:9: the coordinator cannot be reached (connection refused)" in result.err
     assert "ask the organiser" in result.err
     assert "retrying in 0.5 s" in result.err
 

@@ -184,5 +184,5 @@ def test_a_pace_is_measured_over_windows_without_waits():
 
 
 def test_methods_of_one_step_have_no_windows_to_size():
-    with pytest.raises(SpecError, match=r"outer\.windows: expected 'equal' with 'ddp'"):
+    with pytest.raises(SpecError, match=r"outer\.windows: must be 'equal' with 'ddp'"):
         RunSpec.from_dict({"outer": {"method": "ddp", "inner_steps": 1, "windows": "deadline"}})

@@ -71,8 +71,8 @@ class StatusClient:
         if run_id != expected:
             raise WrongRunOrVersion(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{self._target}: expected run {expected[:12]}, got {run_id[:12]}; "
-                "ask the organiser for the current invite",
+                f"{self._target}: expected run {expected[:12]}, got {run_id[:12]}: the invite is "
+                "of another run; ask the organiser for the current invite",
             )
 
     async def _call(self, name: str, request: Any) -> Any:  # noqa: ANN401  # protobuf messages

@@ -300,7 +300,7 @@ def test_strangers_are_turned_away(kit: Any, tmp_path: Path) -> None:
                 await attempt(other_invite(invite, run_id=b"x" * 32))
             with pytest.raises(BadReply, match="spec of the invite's run"):
                 await attempt(other_invite(invite, run_key=b"k" * 32))
-            with pytest.raises(WrongCertificate, match="someone in between"):
+            with pytest.raises(WrongCertificate, match="another coordinator or an attacker"):
                 await attempt(other_invite(invite, tls_sha256=b"t" * 32))
             with pytest.raises(NotWelcome, match="token"):
                 await StatusClient(other_invite(invite, token=b"")).status()
@@ -344,7 +344,7 @@ def test_a_call_fails_when_another_call_closes_its_connection(
             waiting = asyncio.create_task(client.status())
             accepted, _ = await asyncio.to_thread(silent.accept)
             await client._give_up(client._channel)
-            with accepted, pytest.raises(CoordinatorUnreachable, match="given up"):
+            with accepted, pytest.raises(CoordinatorUnreachable, match="connection was closed"):
                 await waiting
 
     kit.run(main())

@@ -103,7 +103,7 @@ def train(reducer: NetworkReducer, told: Facts) -> None:
             "included": after.included - before.included,
             "overslept": (emulated.overslept_s - overslept_s) / seconds,
             "waited": (after.wait_s - before.wait_s) / seconds,
-            "encode_s": reducer.encode_s,
+            "encode_s": reducer.progress.encode_s,
             "params": worker.layout.numel,
             "method": reducer.method.spec,
         }

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from atoll.peer.cli.watching import read_invite
 from atoll.peer.daemon.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
-    from atoll.peer.daemon.process import DaemonEvent
+    from atoll.peer.daemon.process import PeerEvent
 
 _PEER_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")  # libp2p's errors contain it in full
 
@@ -96,13 +95,12 @@ def run(args: argparse.Namespace) -> int:
         stop_with_stdin()
     logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
     invite = read_invite(args.invite)  # before torch is imported, which takes seconds
-    from atoll.peer.daemon.process import DaemonOptions, PeerDaemon, stop_on_signals
-    from atoll.peer.daemon.reporting import LinkRates
-    from atoll.peer.daemon.session import LinkOptions
+    from atoll.peer.daemon.options import LinkRates, PeerOptions
+    from atoll.peer.daemon.process import RunOptions, run_peer
     from atoll.peer.paths import peer_state_dir
 
-    options = DaemonOptions(
-        link=LinkOptions(
+    options = RunOptions(
+        peer=PeerOptions(
             invite=invite,
             state_dir=args.state_dir or peer_state_dir(invite.run_id.hex()),
             name=args.name or "",
@@ -116,14 +114,11 @@ def run(args: argparse.Namespace) -> int:
     )
     _expect_device(args.device)
     _expect_data(args.data)
-    daemon = PeerDaemon(options, on_event=_as_json if args.json else _as_text)
-    with stop_on_signals(daemon.stop) as received:
-        daemon.run()
-    return 130 if signal.SIGINT in received else 0
+    return run_peer(options, on_event=_as_json if args.json else _as_text)
 
 
 def _name(text: str) -> str:
-    from atoll.peer.daemon.session import MAX_NAME_CHARS
+    from atoll.peer.daemon.options import MAX_NAME_CHARS
 
     if len(text) > MAX_NAME_CHARS:
         raise argparse.ArgumentTypeError(
@@ -184,7 +179,7 @@ def _expect_data(source: str | None) -> None:
         )
 
 
-def _as_text(event: "DaemonEvent") -> None:
+def _as_text(event: "PeerEvent") -> None:
     """Print an event; control characters from others never reach the terminal."""
     from atoll.coordinator.report import text
     from atoll.peer.rounds.context import short
@@ -197,7 +192,7 @@ def _as_text(event: "DaemonEvent") -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _as_json(event: "DaemonEvent") -> None:
+def _as_json(event: "PeerEvent") -> None:
     fields: dict[str, object] = {
         "kind": event.kind,
         "position": event.position,

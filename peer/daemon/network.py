@@ -1,4 +1,4 @@
-"""The networked reducer for a training loop of one's own.
+"""The networked reducer for a training loop of your own.
 
 reducer = connect(invite, state_dir="state")
 diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
@@ -6,7 +6,7 @@ while not reducer.finished:
     ...
 reducer.close()
 
-Where windows grow (outer.windows = "qsr"), each step begins with what the run's timetable says:
+If windows grow (outer.windows = "qsr"), begin each step with what the run's timetable gives:
 
 inner_steps = reducer.timetable.window(diloco.next_position)
 diloco.resize(inner_steps, delay=reducer.method.hidden_steps(inner_steps))
@@ -15,14 +15,20 @@ diloco.resize(inner_steps, delay=reducer.method.hidden_steps(inner_steps))
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import LOGGING, Level
-from atoll.peer.daemon.link import Link
+from atoll.coordinator.run.phases import OnPhase
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.daemon.gossip_run import GossipRun
+from atoll.peer.daemon.log_run import LogRun
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.peer import Peer, StartRun
 from atoll.peer.daemon.run_reducer import RunReducer
-from atoll.peer.daemon.session import LinkOptions
 from atoll.peer.paths import peer_state_dir
 
 _log = logging.getLogger(__name__)
@@ -35,16 +41,16 @@ def connect(
     name: str = "",
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
 ) -> RunReducer:
-    """Join a run from a loop of one's own.
+    """Join a run from a training loop of your own.
 
     Args:
-        invite: as ``atoll coordinator`` prints it.
-        state_dir: keeps identity and log over restarts; by default one by the run.
-        name: what the dashboard calls this peer.
+        invite: as `atoll coordinator` prints it.
+        state_dir: keeps identity and log over restarts; by default one for each run.
+        name: shown on the dashboard.
         listen: multiaddrs that others can dial.
 
     Returns:
-        A reducer that holds a verified state; ``close`` leaves the run.
+        A reducer that holds a verified state; `close` leaves the run.
 
     Raises:
         InviteError: the text is no invite.
@@ -53,9 +59,43 @@ def connect(
     """
     parsed = Invite.decode(invite)
     folder = Path(state_dir) if state_dir else peer_state_dir(parsed.run_id.hex())
-    options = LinkOptions(invite=parsed, state_dir=folder, name=name, listen=tuple(listen))
-    return Link.open(options, on_event=_tell).reducer
+    options = PeerOptions(invite=parsed, state_dir=folder, name=name, listen=tuple(listen))
+    return open_reducer(options, on_event=_log_event)
 
 
-def _tell(level: Level, text: str) -> None:
+def open_reducer(
+    options: PeerOptions,
+    *,
+    on_event: Callable[[Level, str], None],
+    on_phase: OnPhase = lambda phase, position, left=None: None,
+    stopping: threading.Event | None = None,
+) -> RunReducer:
+    """Join and recover; return once the peer holds a verified state.
+
+    Args:
+        options: what the peer's owner decides.
+        on_event: takes what a person may want to read, in several threads.
+        on_phase: takes the part of a round that this peer is in, and its position.
+        stopping: ends the wait, from another thread or a signal handler.
+
+    Raises:
+        LinkError: the state directory is not usable.
+        CoordinatorError: the coordinator refuses this peer.
+        PortInUse: the peer cannot listen where it should.
+        KeyboardInterrupt: `stopping` was set.
+    """
+    peer = Peer.open(options, _kind_of, on_event=on_event, on_phase=on_phase)
+    thread = LoopThread(peer, stopping)
+    try:
+        return thread.value.run.reducer(thread)
+    except BaseException:
+        thread.close()
+        raise
+
+
+def _kind_of(spec: RunSpec) -> StartRun:
+    return GossipRun.start if spec.method().reduction == "pairs" else LogRun.start
+
+
+def _log_event(level: Level, text: str) -> None:
     _log.log(LOGGING[level], text)

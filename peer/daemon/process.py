@@ -1,7 +1,7 @@
-"""The peer daemon: a link, a trainer, and the few things that tie them together.
+"""The peer as a process: its signals, its files, and the trainer's loop.
 
-It trains in the main thread, so that a signal ends it between two steps; it leaves the roster,
-saves its state, and goes on from there at the next start.
+The trainer runs in the main thread, so that a signal ends it between two steps. The peer then
+leaves the run, saves its state, and resumes from there at the next start.
 """
 
 from __future__ import annotations
@@ -10,24 +10,30 @@ import logging
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from types import FrameType
 
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
-from atoll.peer.daemon.link import Link
 from atoll.peer.daemon.membership import expect_run
-from atoll.peer.daemon.reporting import TrainerView
-from atoll.peer.daemon.session import LinkOptions
+from atoll.peer.daemon.network import open_reducer
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.peer import Peer
+from atoll.peer.daemon.progress import TrainerView
+from atoll.peer.daemon.run_reducer import RunReducer
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import short
 from atoll.peer.training.trainer import Trainer, TrainerOptions
 
+OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
+STORED_POLL_S = 0.1
+SAVE_EVERY_S = 60.0
 LOG_BYTES = 4 << 20
 LOG_FILES = 3
 
@@ -35,153 +41,203 @@ _log = logging.getLogger("atoll")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaemonOptions:
+class RunOptions:
     """What the owner of a peer decides."""
 
-    link: LinkOptions
+    peer: PeerOptions
     device: str = "auto"
     data: str | None = None
-    """path of the data on this machine, in place of the spec's"""
+    """path of the data on this machine, instead of the spec's"""
     share: float = 1.0
-    """of the time to train; the rest is left to other programs"""
+    """fraction of time to spend training; the rest is left to other programs"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaemonEvent:
+class PeerEvent:
     """Something that a program which runs a peer may want to know."""
 
     kind: str
-    """``event``, ``phase``, ``ready``, ``round`` (one that was decided) or ``stopped``"""
+    """`event`, `phase`, `ready`, `round` (one that was decided) or `stopped`"""
     position: int
     text: str
     level: Level = "info"
     left: int | None = None
-    """of a phase that fetches: entries or leaves still to come"""
+    """entries or leaves still to come, in a phase that fetches them"""
 
 
-class PeerDaemon:
-    """One peer in one run."""
+OnPeerEvent = Callable[[PeerEvent], None]
+"""Called in several threads."""
 
-    def __init__(self, options: DaemonOptions, *, on_event: Callable[[DaemonEvent], None]) -> None:
-        """``on_event`` is called from several threads."""
-        self._options = options
-        self._on_event = on_event
-        self._stopping = threading.Event()
-        self._trainer: Trainer | None = None
-        self._link: Link | None = None
-        self._told_round = 0
 
-    def stop(self) -> None:
-        """End after the step in progress; from a signal handler or any thread."""
-        self._stopping.set()
-        if self._link is not None:
-            self._link.reducer.stopping.set()
-        if self._trainer is not None:
-            self._trainer.stop()
+class Stop(threading.Event):
+    """An event that also stops a trainer; set it from a signal handler or any thread."""
 
-    def run(self) -> bool:
-        """Join, train, leave; True if the run is finished, False if it was told to stop.
+    def __init__(self) -> None:
+        """Begin unset."""
+        super().__init__()
+        self._callbacks: list[Callable[[], None]] = []
 
-        Raises:
-            LinkError, CoordinatorError, SetupError: this peer cannot start as it was told to.
-            TrainingFailed: it computes nothing but numbers that are not finite.
-        """
-        paths = PeerPaths(root=self._options.link.state_dir)
-        expect_run(paths, self._options.link.invite.run_id)  # before a line of ours is in there
-        with log_file(paths):
-            try:
-                self._link = Link.open(
-                    self._options.link,
-                    on_event=self._tell,
-                    on_phase=self._tell_phase,
-                    stopping=self._stopping,
-                )
-            except KeyboardInterrupt:
-                return False
-            try:
-                return self._train(self._link, paths)
-            finally:
-                self._link.close()
-                self._emit("stopped", "left the run")
+    def set(self) -> None:
+        """End after the step in progress."""
+        super().set()
+        for callback in self._callbacks:
+            callback()
 
-    def _train(self, link: Link, paths: PeerPaths) -> bool:
-        if self._stopping.is_set():  # the data of a run takes seconds to read
+    def call(self, callback: Callable[[], None]) -> None:
+        """Call something when this is set; at once if it is."""
+        self._callbacks.append(callback)
+        if self.is_set():
+            callback()
+
+
+def run_peer(options: RunOptions, *, on_event: OnPeerEvent) -> int:
+    """Run a peer until its run is complete or a signal stops it; return the exit code.
+
+    Raises:
+        Exception: as `join_and_train`.
+    """
+    stop = Stop()
+    with stop_on_signals(stop.set) as received:
+        join_and_train(options, on_event=on_event, stop=stop)
+    return INTERRUPTED if signal.SIGINT in received else OK
+
+
+def join_and_train(options: RunOptions, *, on_event: OnPeerEvent, stop: Stop) -> bool:
+    """Join, train, leave; return True if the run is complete, False if `stop` was set before.
+
+    Raises:
+        LinkError, CoordinatorError, SetupError: this peer cannot start with these options.
+        TrainingFailed: it computes nothing but numbers that are not finite.
+    """
+    paths = PeerPaths(root=options.peer.state_dir)
+    expect_run(paths, options.peer.invite.run_id)  # before a log file is written there
+    narrator = Narrator(on_event)
+    with log_file(paths):
+        try:
+            reducer = open_reducer(
+                options.peer, on_event=narrator.tell, on_phase=narrator.on_phase, stopping=stop
+            )
+        except KeyboardInterrupt:
             return False
-        spec = link.spec
-        if self._options.data is not None:
-            data = spec.data.model_copy(update={"source": self._options.data})
-            spec = spec.model_copy(update={"data": data})
-        self._trainer = trainer = Trainer(
-            spec,
-            link.reducer,
-            TrainerOptions(
-                peer_id=link.peer_id,
-                device=self._options.device,
-                position=link.position,
-                validate_every=1,
-                state_path=paths.trainer,
-                save_every_s=60.0,
-                share=self._options.share,
-                paces_s=link.paces_s,
-                is_over=lambda: 0 < spec.run.rounds <= link.position,
-            ),
-        )
-        link.watch(lambda: view_of(trainer))
-        self._resume(trainer, paths)
-        if self._stopping.is_set():
-            return False
-        self._told_round = link.position
-        self._emit("ready", self._introduction(link, trainer.statistics().device))
-        trainer.run()
-        if trainer.finished and not self._stopping.is_set():
-            self._tell("info", f"the run has all its rounds, {link.position}")
-            link.wait_until_stored(STORED_S, self._stopping)
-        return trainer.finished
+        narrator.follow(reducer.peer)
+        try:
+            with closing(reducer):
+                return _train(options, reducer, narrator, stop)
+        finally:
+            narrator.emit("stopped", "left the run")
 
-    def _resume(self, trainer: Trainer, paths: PeerPaths) -> None:
-        if not paths.trainer.exists():
-            return
+
+def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: Stop) -> bool:
+    if stop.is_set():  # the data of a run takes seconds to read
+        return False
+    peer, spec = reducer.peer, reducer.spec
+    paths = PeerPaths(root=options.peer.state_dir)
+    if options.data is not None:
+        data = spec.data.model_copy(update={"source": options.data})
+        spec = spec.model_copy(update={"data": data})
+    trainer = Trainer(
+        spec,
+        reducer,
+        TrainerOptions(
+            peer_id=peer.peer_id,
+            device=options.device,
+            position=peer.position,
+            validate_every=1,
+            state_path=paths.trainer,
+            save_every_s=SAVE_EVERY_S,
+            share=options.share,
+            paces_s=peer.paces_s,
+            is_over=lambda: reducer.progress.is_over(peer.position),
+        ),
+    )
+    stop.call(trainer.stop)
+    reducer.progress.watch(lambda: view_of(trainer))
+    if paths.trainer.exists():
         try:
             trainer.load(paths.trainer)
-            self._tell("info", "inner optimizer and data position resumed")
+            narrator.tell("info", "inner optimizer and data position resumed")
         except SavedStateError as error:
-            self._tell("warning", f"starting with a fresh inner optimizer: {error}")
+            narrator.tell("warning", f"starting with a fresh inner optimizer: {error}")
+    if stop.is_set():
+        return False
+    narrator.introduce(trainer, options.peer.name)
+    trainer.run()
+    if trainer.finished and not stop.is_set():
+        rounds = spec.run.rounds
+        narrator.tell("info", f"run complete: all {rounds} rounds committed")
+        wait_until_stored(peer, STORED_S, stop)
+    return trainer.finished
 
-    def _tell(self, level: Level, text: str) -> None:
+
+class Narrator:
+    """Turns what a peer and its trainer do into events; called in several threads."""
+
+    def __init__(self, on_event: OnPeerEvent) -> None:
+        """Pass events on; they are of position 0 until there is a peer to follow."""
+        self._on_event = on_event
+        self._peer: Peer | None = None
+        self._trainer: Trainer | None = None
+        self._told_round = 0
+
+    def follow(self, peer: Peer) -> None:
+        """Take the position of events from a peer."""
+        self._peer = peer
+
+    def introduce(self, trainer: Trainer, name: str) -> None:
+        """Report that training begins, and from now on each round."""
+        assert self._peer is not None
+        position, spec = self._peer.position, self._peer.spec
+        self._told_round, self._trainer = position, trainer
+        me = f"{name or 'this peer'} ({short(self._peer.peer_id)})"
+        device, peers = trainer.statistics().device, spec.round.min_peers
+        if position:
+            self.emit("ready", f"{me} trains on {device} after round {position}")
+        else:
+            start = f"{peers} peer{'' if peers == 1 else 's'}"
+            self.emit("ready", f"{me} trains on {device}; the run starts with {start}")
+
+    def tell(self, level: Level, text: str) -> None:
+        """Log an event and pass it on."""
         _log.log(LOGGING[level], text)
-        self._emit("event", text, level)
+        self.emit("event", text, level)
 
-    def _introduction(self, link: Link, device: str) -> str:
-        me = f"{self._options.link.name or 'this peer'} ({short(link.peer_id)})"
-        if link.position:
-            return f"{me} trains on {device} after round {link.position}"
-        peers = link.spec.round.min_peers
-        start = f"{peers} peer{'' if peers == 1 else 's'}"
-        return f"{me} trains on {device}; the run starts with {start}"
-
-    def _tell_phase(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
-        self._on_event(DaemonEvent(kind="phase", position=position, text=phase, left=left))
+    def on_phase(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
+        """Pass on a phase; the first one after a round was decided also reports the round."""
+        self._on_event(PeerEvent(kind="phase", position=position, text=phase, left=left))
+        if self._peer is None or self._trainer is None:
+            return
         if phase is RoundPhase.TRAIN and position > self._told_round:
             self._told_round = position
-            self._tell_round(position)
+            stats, rounds = self._trainer.statistics(), self._peer.spec.run.rounds
+            self.emit(
+                "round",
+                f"round {position}{f'/{rounds}' if rounds else ''}  loss {stats.loss:.3f}  "
+                f"{stats.tokens_per_s:,.0f} tok/s  util {stats.utilisation:.1%}",
+            )
 
-    def _tell_round(self, position: int) -> None:
-        if self._trainer is None or self._link is None:
-            return
-        stats, rounds = self._trainer.statistics(), self._link.spec.run.rounds
-        self._emit(
-            "round",
-            f"round {position}{f'/{rounds}' if rounds else ''}  loss {stats.loss:.3f}  "
-            f"{stats.tokens_per_s:,.0f} tok/s  util {stats.utilisation:.1%}",
-        )
+    def emit(self, kind: str, text: str, level: Level = "info") -> None:
+        """Pass on an event at the peer's position."""
+        position = self._peer.position if self._peer is not None else 0
+        self._on_event(PeerEvent(kind=kind, position=position, text=text, level=level))
 
-    def _emit(self, kind: str, text: str, level: Level = "info") -> None:
-        position = self._link.position if self._link is not None else 0
-        self._on_event(DaemonEvent(kind=kind, position=position, text=text, level=level))
+
+def wait_until_stored(peer: Peer, timeout_s: float, stopping: threading.Event) -> bool:
+    """Wait until the coordinator has all that a peer has to give it; return whether it has.
+
+    Args:
+        peer: in its own thread.
+        timeout_s: the longest wait; a coordinator that is away may not come back.
+        stopping: ends the wait, from another thread or a signal handler.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not peer.run.stored_all():
+        if time.monotonic() > deadline_s or stopping.wait(STORED_POLL_S):
+            return False
+    return True
 
 
 def view_of(trainer: Trainer) -> TrainerView:
-    """What the link tells the others about a trainer."""
+    """Return what a peer reports about its trainer."""
     stats = trainer.statistics()
     return TrainerView(
         ready_in_s=stats.ready_in_s,
@@ -199,7 +255,7 @@ def view_of(trainer: Trainer) -> TrainerView:
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM stop cleanly; a second one ends at once.  Yields the signals received."""
+    """Stop cleanly on SIGINT or SIGTERM, at once on a second one; yield the signals received."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -218,16 +274,16 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
 
 @contextmanager
 def log_file(paths: PeerPaths) -> Iterator[None]:
-    """Write what is logged to the peer's file, asyncio's words on callbacks that failed too.
+    """Write what is logged to the peer's file, with what asyncio logs about failed callbacks.
 
-    They would go to the terminal otherwise, where hivemind's forgotten tasks tell a person nothing.
+    Those would otherwise go to the terminal, where nobody can do anything about hivemind's tasks.
     """
     handler = RotatingFileHandler(
         paths.messages,
         maxBytes=LOG_BYTES,
         backupCount=LOG_FILES,
         encoding="utf-8",
-        delay=True,  # until there is something to say: the directory is made, and locked, by then
+        delay=True,  # until the first message: the directory exists, and is locked, by then
     )
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _log.setLevel(logging.INFO)

@@ -1,14 +1,13 @@
-"""The reducer of a networked peer: the trainer's thread on one side, the rounds' loop on the other.
+"""The reducer of a run with a log: the seam between the trainer's thread and the peer's loop.
 
-The trainer submits and waits; everything else happens in the loop.  Entries that the loop applies
+The trainer submits and waits; everything else happens in the loop. Entries that the loop applies
 come back through one queue, in the order of the log, and the trainer's thread moves its parameters
-by them.  A third thread encodes what is submitted and settles the residual, in the order in which
+by them. A third thread encodes what is submitted and settles the residual, in the order in which
 it is asked, so that parameters and residual are touched by one thread each.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import queue
 import time
@@ -18,15 +17,12 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from atoll.coordinator.run.levels import Level
-from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.entry import Elector, Entry
-from atoll.optim.log.replica import Replica
+from atoll.optim.log.entry import Entry
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.reduction.feedback import Offer
@@ -34,17 +30,24 @@ from atoll.optim.reduction.weights import DRIFT_CAP, drift_ratio, work_weight
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.optim.workers.timetable import Timetable
 from atoll.peer.daemon.background import background_threads
-from atoll.peer.daemon.trainer_side import POLL_S, TrainerSide
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.progress import TrainerProgress
+from atoll.peer.daemon.run_reducer import STOP_POLL_S, expect_layout
+from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.flight import OfferedWindow
 
-FAR_BEHIND = 4  # windows of each fragment; work that is older is dropped (docs/protocol.md, part 3)
+if TYPE_CHECKING:
+    from atoll.peer.daemon.peer import Peer
+
+FAR_BEHIND = 4  # windows of each fragment; older work is dropped (docs/protocol.md, part 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reset:
-    """The replica was put somewhere else: drop what belongs to where it was."""
+    """The replica leapt to another state: drop the work that belongs to the one before."""
 
     state: OuterState
     why: str
@@ -65,30 +68,68 @@ class Offered:
         return self.encoding.result().offer
 
 
-class NetworkReducer(TrainerSide):
-    """An ``atoll.optim.reducer.Reducer`` over the rounds of this peer."""
+class Decisions:
+    """What the loop has decided and the trainer has not taken yet, in the order of the log."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.failure: Exception | None = None
+        """why this peer can take part in nothing more, such as a full disk"""
+        self._queue: queue.SimpleQueue[Settled | Reset] = queue.SimpleQueue()
+
+    def put(self, decided: Settled | Reset) -> None:
+        """Hand something to the trainer; called in the loop."""
+        self._queue.put(decided)
+
+    def fail(self, error: Exception) -> None:
+        """End the trainer with an error; called in the loop."""
+        self.failure = error
+
+    def expect_none_failed(self) -> None:
+        """Raise the failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def next(self, timeout_s: float) -> Settled | Reset | None:
+        """Wait for the next decision; None if there is none in time."""
+        with suppress(queue.Empty):
+            return self._queue.get(timeout=timeout_s)
+        return None
+
+    def take_all(self) -> list[Settled | Reset]:
+        """Take what is there, without waiting."""
+        taken = []
+        while not self._queue.empty():
+            taken.append(self._queue.get())
+        return taken
+
+
+class NetworkReducer:
+    """A `Reducer` over the rounds of this peer; owns the thread in which the peer's loop runs."""
 
     def __init__(
         self,
-        *,
-        loop: asyncio.AbstractEventLoop,
+        thread: LoopThread[Peer],
+        ctx: Context,
         rounds: Rounds,
-        replica: Replica,
-        me: Elector,
-        spec: RunSpec,
+        progress: TrainerProgress,
+        decisions: Decisions,
+        *,
         patience_s: float,
-        on_event: Callable[[Level, str], None],
-        close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Made by ``session``; ``patience_s`` is the longest wait for one decision."""
-        super().__init__(loop=loop, spec=spec, peer_id=me.peer_id, close=close)
+        """Wait at most `patience_s` for one decision; past that the trainer continues."""
+        self.spec = progress.spec
+        self.peer_id = ctx.me.peer_id
+        self.stopping = thread.stopping
+        self.progress = progress
+        self._thread = thread
+        self._ctx = ctx
         self._rounds = rounds
-        self._replica = replica
-        self._me = me
+        self._decisions = decisions
         self._patience_s = patience_s
-        self._on_event = on_event
-        self._replay = replica.replay
-        self._decided: queue.SimpleQueue[Settled | Reset] = queue.SimpleQueue()
+        self._replica = ctx.replica
+        self._replay = ctx.replay
+        self._settle: Settle | None = None
         self._residuals = [self._replay.residual(f) for f in range(len(self._replay.fragments))]
         self._offers: dict[int, Offered] = {}
         """what is on offer, by fragment"""
@@ -101,33 +142,17 @@ class NetworkReducer(TrainerSide):
         self._in_step = False
         """whether the last contribution that was decided counted"""
 
-    # the loop's side
+    # the run, as a training loop sees it
 
-    def deliver(self, settled: Settled | Reset) -> None:
-        """Hand something to the trainer; called in the loop."""
-        self._decided.put(settled)
+    @property
+    def peer(self) -> Peer:
+        """The peer in the loop's thread; read single attributes only."""
+        return self._thread.value
 
-    def _offer_unless_over(self, window: OfferedWindow) -> None:
-        """Where the fragment has no turn any more in this run, nothing is to be decided of it."""
-        here, replay = self._replica.state.position, self._replay
-        turns_left = (window.fragment - replay.fragment_at(here)) % len(replay.fragments)
-        if not self._is_over(here + turns_left):
-            self._rounds.offer(window)
-        self._arrived(window.number)
-
-    # the trainer's side
-
-    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
-        """Join the run; the parameters come from the run, not from the caller.
-
-        Raises:
-            LayoutError: the model is not the run's.
-        """
-        self._begin(self._replica.layout, layout, settle)
-        state = self._in_loop(self._subscribe)
-        self._arrive(state)
-        self._start_clock()
-        return state.params_N
+    @property
+    def position(self) -> int:
+        """Entries of the log that the trainer has taken."""
+        return self.progress.position
 
     @property
     def method(self) -> Method:
@@ -136,16 +161,49 @@ class NetworkReducer(TrainerSide):
 
     @property
     def fragments(self) -> Sequence[Fragment]:
-        """See `Reducer`."""
+        """How the method cuts the run's model."""
         return self._replay.fragments
+
+    @property
+    def timetable(self) -> Timetable:
+        """Steps and windows of the run by position."""
+        return self.progress.timetable
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is complete: what is trained from here on reaches nobody."""
+        return self.progress.is_over(self.position)
+
+    def close(self) -> None:
+        """Leave the run: roster, connections, threads. Idempotent."""
+        self.stopping.set()
+        for offered in self._offers.values():
+            offered.encoding.cancel()
+        self._encoder.shutdown(wait=False)
+        self._thread.close()
+
+    # the seam to the trainer
+
+    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
+        """Join the run; the parameters come from the run, not from the caller.
+
+        Raises:
+            LayoutError: the model is not the run's.
+        """
+        expect_layout(self._replica.layout, layout)
+        self._settle = settle
+        state = self._thread.ask(self._subscribe)
+        self._arrive(state)
+        self.progress.start()
+        return state.params_N
 
     def submit(self, contribution: Contribution) -> None:
         """Offer a contribution at the next position of its fragment, once it is encoded.
 
-        Encoding is another thread's work, so that a trainer that does not wait goes on at once. One
-        whose rounds are hidden waits all the same when it is new or its last window was left out.
-        Nothing else would bring it in step with the others, who end their windows together and give
-        late members `round.grace_s`.
+        Another thread encodes, so that a trainer that does not wait continues at once. A trainer
+        whose rounds are hidden still waits when it is new or its last window was left out.
+        Nothing else would bring it in step with the others, which end their windows together and
+        give late members `round.grace_s`.
 
         Raises:
             WorkRefused: its tokens or steps are absurd.
@@ -155,14 +213,15 @@ class NetworkReducer(TrainerSide):
             raise RuntimeError("expected start() first")
         fragment, rule = contribution.fragment, self._replay.method.weights
         weight = work_weight(contribution.tokens, contribution.steps, rule)
-        self._count(contribution)
+        number = self.progress.count(contribution)
         if fragment in self._joining:
-            self._on_event("info", "joined: the first window counts with weight 0")
+            # docs/protocol.md: the first window of each fragment of a joiner weighs nothing.
+            self._ctx.on_event("info", "joined: the first window counts with weight 0")
             weight = 0.0
             self._joining.discard(fragment)
-        encoding = self._encoder.submit(self._encoded, contribution, weight, self._number)
+        encoding = self._encoder.submit(self._encode, contribution, weight, number)
         self._offers[fragment] = Offered(
-            number=self._number,
+            number=number,
             encoding=encoding,
             deadline_s=time.monotonic() + self._patience_s,
         )
@@ -170,10 +229,10 @@ class NetworkReducer(TrainerSide):
         if self._hides and not self._in_step:
             self.wait()
 
-    def _encoded(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
+    def _encode(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
         started = time.perf_counter()
         offer = self._residuals[contribution.fragment].offer(contribution.delta, weight)
-        self.encode_s = time.perf_counter() - started
+        self.progress.encode_s = time.perf_counter() - started
         return OfferedWindow(
             number=number,
             fragment=contribution.fragment,
@@ -187,56 +246,60 @@ class NetworkReducer(TrainerSide):
         if encoding.cancelled() or encoding.exception() is not None:
             return  # `wait` raises it
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._offer_unless_over, encoding.result())
+            self._thread.post(self._offer_unless_over, encoding.result())
+
+    def _offer_unless_over(self, window: OfferedWindow) -> None:
+        """Offer, in the loop, unless the run ends before the fragment's next turn."""
+        here, replay = self._replica.state.position, self._replay
+        turns_left = (window.fragment - replay.fragment_at(here)) % len(replay.fragments)
+        if not self.progress.is_over(here + turns_left):
+            self._rounds.offer(window)
+        self.progress.arrived(window.number)
 
     def wait(self) -> None:
-        """See `Reducer`; ends also when the peer stops or the run is over.
+        """Deliver what is decided, until the contribution that is due is; see `Reducer`.
+
+        Ends also when the peer stops or the run is complete.
 
         Raises:
             CodecError: what was submitted can't be encoded.
-            OSError, sqlite3.Error: the disk takes nothing more.
+            OSError, sqlite3.Error: the disk is full or failed.
         """
         on_offer = set(self._offers)
-        self._raise_failure()
-        self._drain()
-        with self._waiting():
+        self._decisions.expect_none_failed()
+        self._take_all()
+        with self.progress.waiting():
             self._await_decision_of(on_offer)
 
     def _await_decision_of(self, on_offer: set[int]) -> None:
-        while on_offer <= set(self._offers) and not self._is_at_end():
-            self._raise_failure()
-            offered = self._waited_for()
+        while on_offer <= set(self._offers) and not self.stopping.is_set() and not self.finished:
+            self._decisions.expect_none_failed()
+            offered = self._offers.get(self._replay.fragment_at(self.position))
             if offered is None:
-                break
+                return  # the fragment whose turn it is has nothing on offer here
             if offered.encoding.done():
                 offered.encoding.result()
             left_s = offered.deadline_s - time.monotonic()
             if left_s <= 0:
                 return
-            try:
-                decided = self._decided.get(timeout=min(left_s, POLL_S))
-            except queue.Empty:
-                continue
-            self._take(decided)
-
-    def _waited_for(self) -> Offered | None:
-        """What is on offer at the position that is decided next."""
-        return self._offers.get(self._replay.fragment_at(self._position))
+            decided = self._decisions.next(timeout_s=min(left_s, STOP_POLL_S))
+            if decided is not None:
+                self._take(decided)
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals, and where in the log they were taken."""
         self._await_residuals()
         return {
-            "position": self._position,
+            "position": self.position,
             "feedback": [residual.state_dict() for residual in self._residuals],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a restart, if the log tells what became of this peer's last contributions."""
-        saved, now = int(state["position"]), self._position
+        """Resume after a restart, if the log shows what became of this peer's contributions."""
+        saved, now = int(state["position"]), self.position
         if not 0 <= now - saved <= self._far_behind or self._included_since(saved):
             self._reset(
-                self._in_loop(lambda: self._replica.state),
+                self._thread.ask(lambda: self._replica.state),
                 f"saved at position {saved}, the run is at {now}: starting from the run's state",
             )
             return
@@ -244,8 +307,8 @@ class NetworkReducer(TrainerSide):
         self._await_residuals()
         for residual, saved_state in zip(self._residuals, state["feedback"], strict=True):
             residual.load_state_dict(saved_state)
-        current = self._in_loop(lambda: self._replica.state)
-        self._position = current.position
+        current = self._thread.ask(lambda: self._replica.state)
+        self.progress.position = current.position
         for fragment in range(len(self._residuals)):
             self._deliver(
                 Commit(
@@ -257,14 +320,7 @@ class NetworkReducer(TrainerSide):
                 )
             )
 
-    def close(self) -> None:
-        """Leave the run: roster, connections, threads."""
-        for offered in self._offers.values():
-            offered.encoding.cancel()
-        self._encoder.shutdown(wait=False)
-        super().close()
-
-    # inside
+    # decisions
 
     @property
     def _far_behind(self) -> int:
@@ -272,29 +328,26 @@ class NetworkReducer(TrainerSide):
         return FAR_BEHIND * len(self._residuals)
 
     def _arrive(self, state: OuterState) -> None:
-        """Stand at a state that this peer did not follow the log to, with nothing on offer."""
-        self._position = state.position
+        """Stand at a state that this peer did not reach by the log, with nothing on offer."""
+        self.progress.position = state.position
         self._offers.clear()
         self._in_step = False
         self._joining = set(range(len(self._residuals))) if state.position else set()
 
     def _subscribe(self) -> OuterState:
-        while not self._decided.empty():
-            self._decided.get()
+        self._decisions.take_all()
         return self._replica.state
 
     def _included_since(self, position: int) -> bool:
-        count = self._position - position
+        count = self.position - position
         records = self._replica.store.headers(position, count)
         if len(records) < count:
             return True  # unknown: the log here begins later
         entries = (Entry.decode(record.entry) for record in records)
-        return any(m.peer_id == self._me.peer_id for e in entries for m in e.members)
+        return any(m.peer_id == self._ctx.me.peer_id for e in entries for m in e.members)
 
-    def _drain(self) -> None:
-        behind: list[Settled | Reset] = []
-        while not self._decided.empty():
-            behind.append(self._decided.get())
+    def _take_all(self) -> None:
+        behind = self._decisions.take_all()
         if len(behind) > self._far_behind:
             last = behind[-1]
             state = last.state if isinstance(last, Reset) else last.applied.state
@@ -315,7 +368,7 @@ class NetworkReducer(TrainerSide):
             self._in_step = included is not None and bool(included.any())
             del self._offers[entry.fragment]
         self._settle_later(self._settle_residual, decided, offered, included)
-        self._position = state.position
+        self.progress.position = state.position
         self._deliver(
             Commit(
                 fragment=entry.fragment,
@@ -336,7 +389,7 @@ class NetworkReducer(TrainerSide):
         entry, update_F = decided.applied.entry, decided.applied.update_F
         residual = self._residuals[entry.fragment]
         if offered is not None and included is not None:
-            mine = next(m for m in entry.members if m.elector == self._me)
+            mine = next(m for m in entry.members if m.elector == self._ctx.me)
             share = mine.weight * mine.clip
             residual.settle(offered.offer, included, weight=share, update_F=update_F)
         for part, lost_N in decided.credits:
@@ -368,7 +421,7 @@ class NetworkReducer(TrainerSide):
             self._reset(state, f"{why}, more than {DRIFT_CAP:g} times")
 
     def _reset(self, state: OuterState, why: str) -> None:
-        self._on_event("warning", f"dropped this peer's open work: {why}")
+        self._ctx.on_event("warning", f"dropped this peer's open work: {why}")
         self._await_residuals()
         for residual in self._residuals:
             residual.reset()
@@ -382,3 +435,9 @@ class NetworkReducer(TrainerSide):
                 reset=True,
             )
         )
+
+    def _deliver(self, commit: Commit) -> None:
+        if self._settle is None:
+            raise RuntimeError("expected start() first")
+        self.progress.note(commit)
+        self._settle(commit)

@@ -1,69 +1,44 @@
-"""What a peer says about itself: to the coordinator, and through it to everyone who watches."""
+"""What a peer reports about itself: to the coordinator, and through it to everyone who watches."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Protocol
 
-from atoll.coordinator.run.levels import Level
-from atoll.coordinator.run.phases import AT_REST
-from atoll.coordinator.run.status import (
-    NAMED_PEERS,
-    Event,
-    PeerState,
-    PeerStatus,
-    RoundTrace,
-)
-from atoll.dht.node import Node
+from atoll.coordinator.run.phases import AT_REST, RoundPhase
+from atoll.coordinator.run.status import NAMED_PEERS, PeerState, PeerStatus, RoundTrace
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log.entry import Elector
 from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon.environment import Environment
 from atoll.peer.daemon.meter import Meter
+from atoll.peer.daemon.progress import TrainerProgress
 from atoll.peer.rounds import trace as rounds_trace
 from atoll.peer.rounds.engine import Settled
 
-MAX_KEPT = 128  # events and traces that wait for the coordinator to be back
-MAX_TEXT = 1000
 MAX_REASON = 200
 MAX_LEFT_OUT = 512  # PeerIDs; a trace with more would be refused for its length, again and again
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerView:
-    """What the trainer tells the link about itself."""
-
-    ready_in_s: float = 0.0
-    step_s: float = 0.0
-    step: int = 0
-    inner_steps: int = 0
-    tokens: int = 0
-    tokens_per_s: float = 0.0
-    loss: float | None = None
-    valid_loss: float | None = None
-    utilisation: float = 1.0
-    device: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkRates:
-    """A peer's internet link as its owner declared it; 0 where it is not known."""
-
-    uplink_mbit_s: float = 0.0
-    downlink_mbit_s: float = 0.0
-
-
 class Standing(Protocol):
-    """Where a peer stands: a replica of the log, or what takes its place by gossip."""
+    """Where a peer stands: its replica of the log, or its own run by gossip."""
 
     snapshot_every: int
-    epoch: int
-    chain: bytes
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this peer is in; 0 by gossip."""
+        ...
+
+    @property
+    def chain(self) -> bytes:
+        """The hash of the log up to here; empty by gossip."""
+        ...
 
     @property
     def ready(self) -> bool:
@@ -72,102 +47,67 @@ class Standing(Protocol):
 
     @property
     def opened(self) -> object | None:
-        """What says that the run has begun; None while nothing does."""
+        """The record that opened the run; None before the run has begun."""
         ...
 
     @property
     def electorate(self) -> Sequence[Elector]:
-        """Nobody while this peer has to recover."""
+        """The electors of the position; empty while this peer must recover."""
         ...
 
     @property
     def state(self) -> OuterState:
-        """The present one."""
+        """The present state."""
         ...
 
     @property
     def position(self) -> int:
-        """How far this peer is."""
+        """Entries applied; by gossip, the round."""
         ...
 
 
-class Going(Protocol):
-    """How rounds go."""
+@dataclass(frozen=True, kw_only=True)
+class RoundsView:
+    """How rounds go, by log or by gossip."""
 
-    @property
-    def phase(self) -> str:
-        """Part of the round that this peer is in."""
-        ...
-
-    @property
-    def last(self) -> rounds_trace.RoundTrace | None:
-        """Of the last round."""
-        ...
-
-
-class HasRounds(Protocol):
-    """Who holds rounds."""
-
-    def statistics(self) -> Going:
-        """How they go."""
-        ...
+    phase: RoundPhase
+    """part of the round that this peer is in"""
+    last: rounds_trace.RoundTrace | None
+    encode_s: float
+    """what encoding the last contribution took"""
+    partner: str = ""
+    """PeerID of the peer that this one meets or met last, by gossip"""
 
 
 class Reporter:
-    """Gathers status, events and traces; sends nothing itself."""
+    """Gathers status and accounts of rounds; sends nothing itself."""
 
     def __init__(
         self,
-        *,
-        me: Elector,
-        name: str,
-        rates: LinkRates,
-        node: Node,
-        replica: Standing,
-        rounds: HasRounds,
-        last_round: int,
-        view: Callable[[], TrainerView],
-        trains: Callable[[], bool],
-        encode_s: Callable[[], float],
-        compute: Callable[..., Awaitable[Any]],
-        partner: Callable[[], str] = str,
+        env: Environment,
+        standing: Standing,
+        progress: TrainerProgress,
+        rounds: Callable[[], RoundsView],
     ) -> None:
-        """``last_round`` is the position at which the run ends, 0 if it does not.
-
-        ``trains`` tells whether the trainer has started: before that no run begins with this peer;
-        ``partner`` whom this peer meets by gossip.
-        """
-        self._partner = partner
-        self._me = me
-        self._name = name
-        self._up = Meter(rates.uplink_mbit_s)
-        self._down = Meter(rates.downlink_mbit_s)
-        self._node = node
-        self._replica = replica
+        """Read everything anew at each `status`."""
+        self._env = env
+        self._standing = standing
+        self._progress = progress
         self._rounds = rounds
-        self._last_round = last_round
-        self._view = view
-        self._trains = trains
-        self._encode_s = encode_s
-        self._compute = compute
+        rates = env.options.rates
+        self._up, self._down = Meter(rates.uplink_mbit_s), Meter(rates.downlink_mbit_s)
         self._grpc_wire = WireCounter([os.getpid()])
         self._wire_before = (0, 0)
         self._digest: tuple[int, bytes] = (0, b"")
-        self.events: deque[Event] = deque(maxlen=MAX_KEPT)
-        self.traces: deque[RoundTrace] = deque(maxlen=MAX_KEPT)
         self.recoveries = 0
         self.leaving = False
 
-    def note(self, level: Level, text: str, at_s: float) -> None:
-        """Keep an event for the coordinator."""
-        self.events.append(Event(at=max(0.0, at_s), level=level, text=text[:MAX_TEXT]))
-
     def trace(self, settled: Settled) -> None:
-        """Keep this peer's account of a round."""
+        """Keep this peer's account of a round by log."""
         if settled.trace is None:
             return
         entry = settled.applied.entry
-        mine = next((m for m in entry.members if m.elector == self._me), None)
+        mine = next((m for m in entry.members if m.elector == self._env.me), None)
         self.keep(
             settled.trace,
             epoch=entry.epoch,
@@ -190,14 +130,14 @@ class Reporter:
         """Keep a round's account, with the bytes since the last one."""
         sent, received = self.wire_bytes()
         before, self._wire_before = self._wire_before, (sent, received)
-        self.traces.append(
+        self._env.outbox.traces.append(
             RoundTrace(
                 epoch=epoch,
                 position=position,
                 included=included,
                 loss=loss,
                 tokens=tokens,
-                seconds=self._phases(trace),
+                seconds=_phases(trace, self._rounds().encode_s),
                 wire_bytes_sent=sent - before[0],
                 wire_bytes_received=received - before[1],
                 rejected=trace.rejected,
@@ -207,29 +147,29 @@ class Reporter:
         )
 
     def wire_bytes(self) -> tuple[int, int]:
-        """Bytes on the wire so far, sent and received: libp2p's daemon and gRPC together."""
-        statistics = self._node.transport.statistics()
+        """Return bytes on the wire so far, sent and received: p2pd and gRPC together."""
+        statistics = self._env.node.transport.statistics()
         grpc = self._grpc_wire.totals()
         sent = statistics.wire_bytes_sent + (grpc.sent if grpc else 0)
         received = statistics.wire_bytes_received + (grpc.received if grpc else 0)
         return sent, received
 
     async def status(self) -> PeerStatus:
-        """How this peer is."""
-        view, replica, stats = self._view(), self._replica, self._rounds.statistics()
+        """Return how this peer is."""
+        view, standing, rounds = self._progress.view(), self._standing, self._rounds()
         sent, received = self.wire_bytes()
         now_s = time.monotonic()
         up, down = self._up.read(sent, now_s), self._down.read(received, now_s)
         position, root = await self._state_digest()
         return PeerStatus(
-            peer_id=self._me.peer_id,
-            name=self._name,
-            incarnation=self._me.incarnation,
+            peer_id=self._env.me.peer_id,
+            name=self._env.options.name,
+            incarnation=self._env.me.incarnation,
             state=self._state(),
-            phase=stats.phase,
-            epoch=replica.epoch,
-            position=replica.position,
-            chain=replica.chain.hex(),
+            phase=rounds.phase,
+            epoch=standing.epoch,
+            position=standing.position,
+            chain=standing.chain.hex(),
             state_digest=root.hex(),
             state_position=position,
             tokens_per_s=_amount(view.tokens_per_s),
@@ -245,9 +185,9 @@ class Reporter:
             uplink_use=up.use,
             downlink_use=down.use,
             utilisation=_amount(view.utilisation),
-            phases=self._phases(stats.last) if stats.last else {},
+            phases=_phases(rounds.last, rounds.encode_s) if rounds.last else {},
             recoveries=self.recoveries,
-            partner=self._partner(),
+            partner=rounds.partner,
             device=view.device,
             version=version("atoll"),
         )
@@ -255,39 +195,45 @@ class Reporter:
     def _state(self) -> PeerState:
         if self.leaving:
             return "leaving"
-        if not self._replica.ready:
+        if not self._standing.ready:
             return "joining"
-        if self._replica.opened is None:
-            return "ready" if self._trains() else "joining"
-        if not self._replica.electorate:
+        if self._standing.opened is None:
+            return "ready" if self._progress.started else "joining"
+        if not self._standing.electorate:
             return "recovering"
-        return "training" if self._rounds.statistics().phase in AT_REST else "syncing"
+        return "training" if self._rounds().phase in AT_REST else "syncing"
 
     async def _state_digest(self) -> tuple[int, bytes]:
-        """The root of the newest snapshot, or of the last state of the run."""
-        replica = self._replica
-        if not replica.ready:
+        """Return the root of the newest snapshot, or of the last state of the run.
+
+        Peers compare them to find a replica that went another way. Each takes seconds for a large
+        model, so other positions keep the digest before.
+        """
+        standing = self._standing
+        if not standing.ready:
             return self._digest
-        state = replica.state
-        if state.position % replica.snapshot_every and state.position != self._last_round:
+        state = standing.state
+        is_last = state.position == self._env.spec.run.rounds
+        if state.position % standing.snapshot_every and not is_last:
             return self._digest
         if self._digest[0] != state.position or not self._digest[1]:
-            self._digest = (state.position, await self._compute(state.root))
+            self._digest = (state.position, await self._env.compute(state.root))
         return self._digest
 
-    def _phases(self, trace: rounds_trace.RoundTrace) -> dict[str, float]:
-        return {
-            "wait": trace.wait_s,
-            "encode": self._encode_s(),
-            "send": trace.send_s,
-            "reduce": trace.reduce_s,
-            "vote": trace.vote_s,
-            "apply": trace.apply_s,
-        }
+
+def _phases(trace: rounds_trace.RoundTrace, encode_s: float) -> dict[str, float]:
+    return {
+        "wait": trace.wait_s,
+        "encode": encode_s,
+        "send": trace.send_s,
+        "reduce": trace.reduce_s,
+        "vote": trace.vote_s,
+        "apply": trace.apply_s,
+    }
 
 
 def reasons(left_out: Mapping[str, str]) -> dict[str, str]:
-    """As many and as long as a trace may hold."""
+    """Return as many reasons as a trace may hold, each no longer than it may be."""
     shown = sorted(left_out.items())[:NAMED_PEERS]
     return {peer: why[:MAX_REASON] for peer, why in shown}
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Reducer
+from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.workers.timetable import Timetable
-from atoll.peer.daemon.reporting import TrainerView
+from atoll.peer.daemon.progress import TrainerProgress
+
+if TYPE_CHECKING:
+    from atoll.peer.daemon.peer import Peer
+
+STOP_POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
 
 
 class RunReducer(Reducer, Protocol):
@@ -18,9 +24,13 @@ class RunReducer(Reducer, Protocol):
     spec: RunSpec
     peer_id: str
     stopping: threading.Event
-    """set where the peer is told to stop: nothing is waited for any more"""
-    encode_s: float
-    """what encoding the last contribution took"""
+    """set when the peer should stop: the trainer then waits for nothing more"""
+    progress: TrainerProgress
+
+    @property
+    def peer(self) -> Peer:
+        """The peer in the loop's thread; read single attributes only."""
+        ...
 
     @property
     def method(self) -> Method:
@@ -34,18 +44,22 @@ class RunReducer(Reducer, Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the run has all its rounds: what is trained from here on reaches nobody."""
-        ...
-
-    @property
-    def hands_in(self) -> bool:
-        """Whether a window has ended whose contribution is still on its way to the rounds."""
-        ...
-
-    def progress(self) -> TrainerView | None:
-        """What can be told of a trainer that does not tell itself; None before it has started."""
+        """Whether the run is complete: what is trained from here on reaches nobody."""
         ...
 
     def close(self) -> None:
-        """Leave the run: roster, connections, threads."""
+        """Leave the run: roster, connections, threads. Idempotent."""
         ...
+
+
+def expect_layout(expected: Layout, got: Layout) -> None:
+    """Check that a trainer has the run's model.
+
+    Raises:
+        LayoutError: it has another one.
+    """
+    if got != expected:
+        raise LayoutError(
+            f"expected the run's model of {expected.numel} parameters, got one of "
+            f"{got.numel}; build it from the run's spec"
+        )

@@ -1,9 +1,9 @@
-"""A networked reducer between two threads, and what it is given: for the tests beside this file."""
+"""A networked reducer between two threads, and what it is given."""
 
-import asyncio
 import math
 import threading
 import types
+from contextlib import nullcontext
 
 import torch
 
@@ -15,7 +15,9 @@ from atoll.optim.log.store import LogStore
 from atoll.optim.reducer import Contribution
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon.reducer import NetworkReducer
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.progress import TrainerProgress
+from atoll.peer.daemon.reducer import Decisions, NetworkReducer
 from atoll.peer.rounds.engine import Settled
 
 NUMEL = CELL + 100  # two cells
@@ -102,18 +104,26 @@ class Bench:
         )
         self.offers, self.commits, self.said = [], [], []
         self.offered = threading.Event()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
+        self.thread = LoopThread(nullcontext())
+        self.decisions = Decisions()
+        replay = self.replica.replay
         self.reducer = NetworkReducer(
-            loop=self.loop,
-            rounds=types.SimpleNamespace(offer=self.take),
-            replica=self.replica,
-            me=ME,
-            spec=spec,
+            self.thread,
+            types.SimpleNamespace(
+                me=ME,
+                replica=self.replica,
+                replay=replay,
+                on_event=lambda level, text, key=None: self.said.append(text),
+            ),
+            types.SimpleNamespace(offer=self.take),
+            TrainerProgress(spec, replay.method, len(replay.fragments)),
+            self.decisions,
             patience_s=patience_s,
-            on_event=lambda level, text, key=None: self.said.append(text),
         )
+
+    def deliver(self, settled):
+        """Decide something, as the loop does."""
+        self.decisions.put(settled)
 
     def take(self, window):
         self.offers.append(window)
@@ -135,13 +145,11 @@ class Bench:
 
     def let_loop_catch_up(self):
         self.reducer._encoder.submit(int).result(10)
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result(10)
+        self.thread.ask(int)
 
     def residual(self):
         return self.reducer.state_dict()["feedback"][0]["mass_N"]
 
     def close(self):
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
+        self.thread.close()
         self.store.close()

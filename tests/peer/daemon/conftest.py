@@ -1,4 +1,4 @@
-"""Coordinators, links and reducers for the tests here; all end with the test."""
+"""Coordinators, peers and reducers for the tests here; all end with the test."""
 
 import contextlib
 from dataclasses import dataclass
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.peer.daemon.link import Link
-from atoll.peer.daemon.session import LinkOptions
+from atoll.peer.daemon.network import open_reducer
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.peer import Peer
+from atoll.peer.daemon.run_reducer import RunReducer
 from support import organiser as helpers
 from support.organiser import LOOPBACK, Organiser
 from support.reducer_bench import Bench
@@ -49,10 +51,14 @@ def organise(tmp_path):
 
 @dataclass
 class Joined:
-    """A link, and what it said."""
+    """A peer without a trainer, and what it said."""
 
-    link: Link
+    reducer: RunReducer
     events: list
+
+    @property
+    def peer(self) -> Peer:
+        return self.reducer.peer
 
     def said(self, text: str) -> bool:
         return any(text in event for event in self.events)
@@ -60,18 +66,18 @@ class Joined:
 
 @pytest.fixture
 def join(tmp_path):
-    """Opens links by an invite; all are closed when the test ends."""
+    """Joins peers by an invite; all leave when the test ends."""
     with contextlib.ExitStack() as stack:
 
-        def open_link(invite, name="peer", **options) -> Joined:
+        def open_peer(invite, name="peer", **options) -> Joined:
             events = []
-            link = Link.open(
-                LinkOptions(
+            reducer = open_reducer(
+                PeerOptions(
                     invite=invite, state_dir=tmp_path / name, name=name, listen=LOOPBACK, **options
                 ),
                 on_event=lambda level, text, key=None: events.append(f"{level}: {text}"),
             )
-            stack.callback(link.close)
-            return Joined(link, events)
+            stack.callback(reducer.close)
+            return Joined(reducer, events)
 
-        yield open_link
+        yield open_peer

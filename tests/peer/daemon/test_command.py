@@ -15,7 +15,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.peer.cli import main as cli
 from atoll.peer.cli.peer import _as_text as as_text
 from atoll.peer.daemon.membership import StateDirectory
-from atoll.peer.daemon.process import DaemonEvent
+from atoll.peer.daemon.process import PeerEvent
 from atoll.peer.paths import PeerPaths
 
 NOBODY = Invite(
@@ -169,7 +169,7 @@ def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise
     assert "starting with a fresh inner optimizer" in again.err
     assert str(paths.trainer) in again.err
     assert "resumed at position 3" in again.err
-    assert "the run has all its rounds, 3" in again.err
+    assert "run complete: all 3 rounds committed" in again.err
 
 
 def test_a_peer_that_lost_its_log_says_from_whom_it_has_it_again(peer, paths, organise, kit):
@@ -184,7 +184,7 @@ def test_a_peer_that_lost_its_log_says_from_whom_it_has_it_again(peer, paths, or
 def test_peers_are_told_apart_by_the_ends_of_their_names(capsys):
     peer_id = "12D3KooWK8ZiEmjhRa8rHTvptvSWWLwjikhmF4g12q9VVMb73JqV"
     told = f"round 3: {peer_id} cannot be reached: failed to dial {peer_id}: all dials failed"
-    as_text(DaemonEvent(kind="event", position=3, text=told, level="warning"))
+    as_text(PeerEvent(kind="event", position=3, text=told, level="warning"))
     said = capsys.readouterr().err.partition("  ")[2]
     expected = "round 3: b73JqV cannot be reached: failed to dial b73JqV: all dials failed"
     assert said == f"warning  {expected}\n"

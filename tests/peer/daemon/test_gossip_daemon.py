@@ -4,41 +4,43 @@ import threading
 
 import torch
 
+from atoll.peer.daemon.process import wait_until_stored
 from atoll.peer.training.trainer import Trainer, TrainerOptions, build_model
 
 ROUNDS = 12
 
 
-def trainer_of(link, path):
+def trainer_of(reducer, path):
+    peer = reducer.peer
     options = TrainerOptions(
-        peer_id=link.peer_id,
+        peer_id=peer.peer_id,
         device="cpu",
-        position=link.position,
+        position=peer.position,
         validate_every=0,
         state_path=path,
     )
-    model = build_model(link.spec, 256)
-    return Trainer(link.spec, link.reducer, options, model=model)
+    model = build_model(peer.spec, 256)
+    return Trainer(peer.spec, reducer, options, model=model)
 
 
 class Training:
     """A trainer in a thread, as the daemon has it in its main thread."""
 
     def __init__(self, joined, path=None):
-        self.link = joined.link
-        self.trainer = trainer_of(joined.link, path)
-        self.link.watch(lambda: self.link.reducer.progress())
+        self.reducer = joined.reducer
+        self.trainer = trainer_of(joined.reducer, path)
+        self.reducer.progress.watch(self.reducer.progress.measured)
         self.thread = threading.Thread(target=self.trainer.run, daemon=True)
         self.thread.start()
 
     def stop(self):
         self.trainer.stop()
-        self.link.reducer.stopping.set()
+        self.reducer.stopping.set()
         self.thread.join(30)
 
 
 def gossip(joined):
-    return joined.link._session.taking_part.statistics()
+    return joined.peer.run.gossip.statistics()
 
 
 def test_peers_meet_and_a_joiner_takes_a_neighbours_state(kit, organise, join, tmp_path):
@@ -51,13 +53,13 @@ def test_peers_meet_and_a_joiner_takes_a_neighbours_state(kit, organise, join, t
     joined = [join(organiser.invite, name) for name in ("ann", "bob")]
     training = [Training(each, tmp_path / f"{i}.safetensors") for i, each in enumerate(joined)]
     try:
-        kit.until(lambda: all(each.link.position >= 3 for each in joined), "three rounds")
-        kit.until(lambda: gossip(joined[0]).partner == joined[1].link.peer_id, "a meeting")
+        kit.until(lambda: all(each.peer.position >= 3 for each in joined), "three rounds")
+        kit.until(lambda: gossip(joined[0]).partner == joined[1].peer.peer_id, "a meeting")
         assert [gossip(each).mass for each in joined] == [1.0, 1.0]
 
         eve = join(organiser.invite, "eve")
         assert eve.said("recovered the state of round")
-        assert eve.link.position >= 3
+        assert eve.peer.position >= 3
         assert gossip(eve).mass == 0.0
         training.append(Training(eve))
         kit.until(lambda: gossip(eve).mass > 0.0, "the joiner to have met somebody")
@@ -69,10 +71,10 @@ def test_peers_meet_and_a_joiner_takes_a_neighbours_state(kit, organise, join, t
         assert status.history[0].loss is not None
 
         training[1].stop()
-        joined[1].link.close()
-        others = [each.link.position for each in (joined[0], eve)]
+        joined[1].reducer.close()
+        others = [each.peer.position for each in (joined[0], eve)]
         again = join(organiser.invite, "bob")
-        assert again.link.position >= min(others)  # bob may have been ahead of both
+        assert again.peer.position >= min(others)  # bob may have been ahead of both
         training[1] = Training(again)
         kit.until(lambda: gossip(again).partner, "the one that came back to have met somebody")
     finally:
@@ -93,7 +95,7 @@ def test_a_lone_peer_goes_on_alone_and_the_coordinator_keeps_its_model(kit, orga
     training = Training(ann)
     training.thread.join(60)
     assert training.trainer.finished
-    assert ann.link.wait_until_stored(60.0)
+    assert wait_until_stored(ann.peer, 60.0, threading.Event())
     status = kit.until(lambda: (s := organiser.status()).state == "finished" and s, "the end")
     assert status.position == ROUNDS
     kept = organiser.up.coordinator.follower.state

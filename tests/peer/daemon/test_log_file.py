@@ -5,10 +5,10 @@ import logging
 import pytest
 
 from atoll.coordinator.run.invite import Invite
-from atoll.peer.daemon import process as daemon
+from atoll.peer.daemon import process
 from atoll.peer.daemon.membership import StateOfAnotherRun
-from atoll.peer.daemon.process import DaemonOptions, PeerDaemon
-from atoll.peer.daemon.session import LinkOptions
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.paths import PeerPaths
 
 INVITE = Invite(
@@ -24,11 +24,11 @@ def test_the_state_directory_of_another_run_gets_none(tmp_path, monkeypatch, sto
         logging.getLogger("atoll").warning("something else")
         raise StateOfAnotherRun("found out late")
 
-    monkeypatch.setattr(daemon.Link, "open", open_link)
+    monkeypatch.setattr(process, "open_reducer", open_link)
     paths = PeerPaths(root=tmp_path)
     if stored is not None:
         paths.run.write_text(stored)
-    link = LinkOptions(invite=INVITE, state_dir=tmp_path)
+    options = RunOptions(peer=PeerOptions(invite=INVITE, state_dir=tmp_path))
     with pytest.raises(StateOfAnotherRun):
-        PeerDaemon(DaemonOptions(link=link), on_event=lambda event: None).run()
+        join_and_train(options, on_event=lambda event: None, stop=Stop())
     assert paths.messages.exists() is logged

@@ -1,4 +1,4 @@
-"""A peer daemon against a real coordinator: finish, stop, resume, and what it makes of damage."""
+"""A peer and its trainer against a real coordinator: finish, stop, resume, and damaged files."""
 
 import dataclasses
 import logging
@@ -7,32 +7,31 @@ import threading
 import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
-from atoll.peer.daemon.link import Link
+from atoll.peer.daemon import process
 from atoll.peer.daemon.membership import StateDirectoryInUse
-from atoll.peer.daemon.process import DaemonOptions, PeerDaemon, log_file
-from atoll.peer.daemon.session import LinkOptions
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.process import RunOptions, Stop, join_and_train, log_file
 from atoll.peer.errors import DataError
 from atoll.peer.paths import PeerPaths
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 
-class Daemon:
-    """A daemon in a thread, with what it told."""
+class Running:
+    """A peer with its trainer in a thread, and what it said."""
 
     def __init__(self, invite, state_dir, **options):
         self.events = []
         self.result = self.error = None
-        link = LinkOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
-        self.daemon = PeerDaemon(
-            DaemonOptions(link=link, device="cpu", **options), on_event=self.events.append
-        )
+        self.stop = Stop()
+        peer = PeerOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
+        self._options = RunOptions(peer=peer, device="cpu", **options)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self):
         try:
-            self.result = self.daemon.run()
+            self.result = join_and_train(self._options, on_event=self.events.append, stop=self.stop)
         except Exception as error:
             self.error = error
 
@@ -49,17 +48,17 @@ class Daemon:
 
 @pytest.fixture
 def start(tmp_path):
-    daemons = []
+    running = []
 
     def start(invite, name="peer", **options):
-        daemons.append(Daemon(invite, tmp_path / name, **options))
-        return daemons[-1]
+        running.append(Running(invite, tmp_path / name, **options))
+        return running[-1]
 
     yield start
-    for daemon in daemons:
-        daemon.daemon.stop()
-    for daemon in daemons:
-        daemon.thread.join(60)
+    for peer in running:
+        peer.stop.set()
+    for peer in running:
+        peer.thread.join(60)
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def test_windows_grow_alike_at_peers_that_stay_and_one_that_starts_again(organis
     for name in ("one", "two", "leaves"):  # two are a quorum
         leaves = start(organiser.invite, name, share=0.4)
     kit.until(lambda: members(organiser, after=8) == 3, "rounds of three")
-    leaves.daemon.stop()
+    leaves.stop.set()
     assert leaves.join() is False
     start(organiser.invite, "leaves", share=0.4)
     there = organiser.status().position
@@ -145,7 +144,7 @@ def test_a_peer_of_a_finished_run_has_nothing_to_do(organise, kit, start):
 
 def test_a_stopped_peer_leaves_and_resumes_where_it_was(crew, kit, start, tmp_path):
     organiser, daemon = crew
-    daemon.daemon.stop()
+    daemon.stop.set()
     assert daemon.join() is False
     peer = next(p for p in organiser.status().peers if p.name == "peer")
     assert peer.state == "gone"
@@ -162,7 +161,7 @@ def test_a_stopped_peer_leaves_and_resumes_where_it_was(crew, kit, start, tmp_pa
 @pytest.mark.parametrize("damage", [b"", b"garbage", "one bit"])
 def test_a_damaged_trainer_file_costs_the_inner_optimizer_only(crew, kit, start, tmp_path, damage):
     organiser, daemon = crew
-    daemon.daemon.stop()
+    daemon.stop.set()
     daemon.join()
     path = tmp_path / "peer" / "trainer.safetensors"
     if damage == "one bit":
@@ -183,7 +182,7 @@ def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, star
     others = [start(organiser.invite, name) for name in ("one", "two")]
     daemon = start(organiser.invite)
     kit.until(lambda: members(organiser) == 3, "a round of three")
-    daemon.daemon.stop()
+    daemon.stop.set()
     daemon.join()
     assert [other.join() for other in others] == [True, True]
     assert start(organiser.invite).join() is True
@@ -202,7 +201,7 @@ def test_a_state_directory_serves_one_peer_at_a_time(organise, kit, start, tmp_p
     organiser = organise(kit.tiny_spec(run={"rounds": 0}))
     daemon = start(organiser.invite)
     kit.until(lambda: organiser.status().position >= 1, "a round")
-    other = Daemon(organiser.invite, tmp_path / "peer")
+    other = Running(organiser.invite, tmp_path / "peer")
     with pytest.raises(StateDirectoryInUse, match="another peer is running"):
         other.join()
     there = organiser.status().position
@@ -215,19 +214,19 @@ def test_a_stop_while_it_waits_for_the_coordinator_ends_it(organise, kit, start)
     organiser.stop()
     daemon = start(organiser.invite)
     kit.until(lambda: daemon.said("retrying"), "it to try")
-    daemon.daemon.stop()
+    daemon.stop.set()
     assert daemon.join() is False
 
 
 def test_a_stop_while_it_joins_reads_no_data(organise, kit, start, tmp_path, monkeypatch):
-    opening = Link.open
+    opening = process.open_reducer
 
     def open_and_stop(*args, stopping, **options):
-        link = opening(*args, stopping=stopping, **options)
+        reducer = opening(*args, stopping=stopping, **options)
         stopping.set()
-        return link
+        return reducer
 
-    monkeypatch.setattr(Link, "open", open_and_stop)
+    monkeypatch.setattr(process, "open_reducer", open_and_stop)
     daemon = start(organise(kit.tiny_spec()).invite, data=str(tmp_path / "nowhere"))
     assert daemon.join() is False
 
@@ -237,9 +236,9 @@ def test_a_stop_does_not_wait_for_a_coordinator_that_is_away(organise, kit, star
     daemon = start(organiser.invite)
     kit.until(lambda: organiser.status().position >= 1, "a round")
     organiser.stop()
-    kit.until(lambda: daemon.daemon._trainer.finished, "the last round")
+    kit.until(lambda: daemon.said("run complete"), "the last round")
     assert daemon.thread.is_alive()
-    daemon.daemon.stop()
+    daemon.stop.set()
     daemon.thread.join(15)
     assert not daemon.thread.is_alive()
 

@@ -16,7 +16,7 @@ from atoll.optim.reduction.weights import WorkRefused
 from atoll.optim.state import fragments
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon import trainer_side
+from atoll.peer.daemon import progress
 from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
 from support.reducer_bench import (
     LAYOUT,
@@ -62,11 +62,11 @@ def test_the_trainer_goes_on_while_its_contribution_is_encoded(bench, monkeypatc
 
     monkeypatch.setattr(Feedback, "offer", slow)
     each.start()
-    assert not each.reducer.hands_in
+    assert not each.reducer.progress.hands_in
     each.reducer.submit(contribution())
-    assert each.reducer.hands_in
+    assert each.reducer.progress.hands_in
     assert each.offers == []
-    each.reducer.deliver(decided(0, OTHER, credits=[(slice(0, 1), torch.tensor([3.0]))]))
+    each.deliver(decided(0, OTHER, credits=[(slice(0, 1), torch.tensor([3.0]))]))
     waiting = threading.Thread(target=each.reducer.wait)
     waiting.start()
     waiting.join(0.1)
@@ -75,8 +75,8 @@ def test_the_trainer_goes_on_while_its_contribution_is_encoded(bench, monkeypatc
     go_on.set()
     assert each.offered.wait(10)
     each.let_loop_catch_up()
-    assert not each.reducer.hands_in
-    each.reducer.deliver(decided(1, ME, settles=1, included=[True] * 2))
+    assert not each.reducer.progress.hands_in
+    each.deliver(decided(1, ME, settles=1, included=[True] * 2))
     waiting.join(10)
     assert [commit.position for commit in each.commits] == [1, 2]
     assert float(each.residual()[0]) == 3.0
@@ -94,7 +94,7 @@ def test_the_trainer_goes_on_while_its_residual_is_settled(bench, monkeypatch):
     each.start()
     number = each.submit().number
     credits = [(slice(0, 1), torch.tensor([3.0]))]
-    each.reducer.deliver(decided(0, ME, settles=number, included=[True] * 2, credits=credits))
+    each.deliver(decided(0, ME, settles=number, included=[True] * 2, credits=credits))
     each.reducer.wait()
     assert [commit.position for commit in each.commits] == [1]
     each.reducer.submit(contribution(1))
@@ -113,7 +113,7 @@ def test_a_settlement_that_fails_is_raised(bench, monkeypatch):
 
     monkeypatch.setattr(Feedback, "owner_credit", broken)
     credits = [(slice(0, 1), torch.tensor([3.0]))]
-    each.reducer.deliver(decided(0, OTHER, credits=credits))
+    each.deliver(decided(0, OTHER, credits=credits))
     each.reducer.wait()
     with pytest.raises(ValueError, match="no such part"):
         each.residual()
@@ -123,7 +123,7 @@ def test_entries_that_come_after_the_end_still_settle_the_residual(bench):
     each = bench()
     each.start()
     each.reducer.close()
-    each.reducer.deliver(decided(0, OTHER, credits=[(slice(0, 1), torch.tensor([3.0]))]))
+    each.deliver(decided(0, OTHER, credits=[(slice(0, 1), torch.tensor([3.0]))]))
     each.reducer.wait()
     assert float(each.residual()[0]) == 3.0
 
@@ -133,7 +133,7 @@ def test_a_trainer_that_waits_learns_that_the_disk_is_full(bench):
     each.start()
     each.submit()
     full = OSError(errno.ENOSPC, "No space left on device")
-    threading.Timer(0.1, each.reducer.fail, [full]).start()
+    threading.Timer(0.1, each.decisions.fail, [full]).start()
     with pytest.raises(OSError, match="No space left"):
         each.reducer.wait()
 
@@ -172,7 +172,7 @@ def test_an_entry_with_my_contribution_settles_it(bench):
     each = bench()
     each.start()
     window = each.submit()
-    each.reducer.deliver(decided(0, ME, OTHER, settles=window.number, included=[True, False]))
+    each.deliver(decided(0, ME, OTHER, settles=window.number, included=[True, False]))
     each.reducer.wait()
     (commit,) = each.commits
     assert (commit.position, commit.members, commit.settles) == (1, 2, True)
@@ -184,7 +184,7 @@ def test_an_entry_without_my_contribution_settles_it_too(bench):
     each = bench()
     each.start()
     window = each.submit()
-    each.reducer.deliver(decided(0, OTHER, settles=window.number))
+    each.deliver(decided(0, OTHER, settles=window.number))
     each.reducer.wait()
     assert each.commits[0].included is None
     assert each.commits[0].settles
@@ -194,10 +194,10 @@ def test_an_earlier_entry_settles_nothing(bench):
     each = bench(patience_s=0.3)
     each.start()
     each.submit()
-    each.reducer.deliver(decided(0, OTHER, settles=None))
+    each.deliver(decided(0, OTHER, settles=None))
     each.reducer.wait()  # returns for its deadline, not for this entry
     assert [(c.position, c.settles) for c in each.commits] == [(1, False)]
-    each.reducer.deliver(decided(1, ME, settles=1, included=[True, True]))
+    each.deliver(decided(1, ME, settles=1, included=[True, True]))
     each.reducer.wait()
     assert [(c.position, c.settles) for c in each.commits] == [(1, False), (2, True)]
 
@@ -208,7 +208,7 @@ def test_entries_are_settled_in_order_on_the_callers_thread(bench):
     each.reducer.start(LAYOUT, torch.zeros(NUMEL), lambda c: threads.append(threading.get_ident()))
     each.submit()
     for position, settles in enumerate([None, None, 1]):
-        each.loop.call_soon_threadsafe(each.reducer.deliver, decided(position, settles=settles))
+        each.thread.post(each.deliver, decided(position, settles=settles))
     each.reducer.wait()
     assert threads == [threading.get_ident()] * 3
 
@@ -228,7 +228,7 @@ def test_a_wait_ends_with_the_run(bench):
     each.start()
     each.submit()
     for position in range(2):
-        each.reducer.deliver(decided(position, OTHER))
+        each.deliver(decided(position, OTHER))
     each.reducer.wait()
     assert [(commit.position, commit.settles) for commit in each.commits] == [
         (1, False),
@@ -252,7 +252,7 @@ def test_what_the_codec_lost_stays_with_the_peer_once_it_counts(bench):
     lossy = 1.0 + 2.0**-10  # bf16 has 8 bits
     window = each.submit(value=lossy)
     assert each.residual().abs().max() == 0
-    each.reducer.deliver(decided(0, ME, settles=window.number, included=[True, False]))
+    each.deliver(decided(0, ME, settles=window.number, included=[True, False]))
     each.reducer.wait()
     mass_N = each.residual()
     assert mass_N[:CELL].unique().tolist() == [10.0 * 2.0**-10]
@@ -263,7 +263,7 @@ def test_an_owner_keeps_what_its_encoding_lost(bench):
     each = bench()
     each.start()
     credit = (slice(0, 3), torch.ones(3))
-    each.reducer.deliver(decided(0, OTHER, credits=[credit]))
+    each.deliver(decided(0, OTHER, credits=[credit]))
     each.reducer.wait()
     assert each.residual()[:4].tolist() == [1.0, 1.0, 1.0, 0.0]
 
@@ -272,7 +272,7 @@ def test_a_peer_far_behind_drops_its_work_once(bench):
     each = bench()
     each.start()
     for position in range(FAR_BEHIND + 1):
-        each.reducer.deliver(decided(position, OTHER))
+        each.deliver(decided(position, OTHER))
     each.reducer.wait()
     (commit,) = each.commits
     assert (commit.reset, commit.position) == (True, FAR_BEHIND + 1)
@@ -284,7 +284,7 @@ def test_as_many_as_that_are_settled_one_by_one(bench):
     each = bench()
     each.start()
     for position in range(FAR_BEHIND):
-        each.reducer.deliver(decided(position, OTHER))
+        each.deliver(decided(position, OTHER))
     each.reducer.wait()
     assert [commit.reset for commit in each.commits] == [False] * FAR_BEHIND
 
@@ -292,7 +292,7 @@ def test_as_many_as_that_are_settled_one_by_one(bench):
 def left_out_with(each, value, *members):
     """Hand in a contribution of a norm of so many times the others', and be left out."""
     offered = each.submit(value=value)
-    each.reducer.deliver(decided(0, *members, settles=offered.number))
+    each.deliver(decided(0, *members, settles=offered.number))
     each.reducer.wait()
 
 
@@ -327,7 +327,7 @@ def test_what_is_counted_is_not_dropped_however_long_it_is(bench):
     each = bench()
     each.start()
     offered = each.submit(value=100.0)
-    each.reducer.deliver(decided(0, OTHER, ME, settles=offered.number, included=[False, True]))
+    each.deliver(decided(0, OTHER, ME, settles=offered.number, included=[False, True]))
     each.reducer.wait()
     assert [commit.reset for commit in each.commits] == [False]
 
@@ -335,10 +335,10 @@ def test_what_is_counted_is_not_dropped_however_long_it_is(bench):
 def test_a_reset_frees_who_waits_and_forgets_the_residual(bench):
     each = bench()
     each.start()
-    each.reducer.deliver(decided(0, OTHER, credits=[(slice(0, 3), torch.ones(3))]))
+    each.deliver(decided(0, OTHER, credits=[(slice(0, 3), torch.ones(3))]))
     each.reducer.wait()
     each.submit()
-    each.reducer.deliver(Reset(state=state(9), why="recovered to position 9"))
+    each.deliver(Reset(state=state(9), why="recovered to position 9"))
     each.reducer.wait()
     assert (each.commits[-1].reset, each.commits[-1].position) == (True, 9)
     assert each.residual().abs().max() == 0
@@ -362,7 +362,7 @@ def keep_entries(store, entries):
 def test_a_restart_goes_on_if_the_log_says_that_nothing_of_it_counted(bench, members, goes_on):
     before = bench(position=1)
     before.start()
-    before.reducer.deliver(decided(1, OTHER, credits=[(slice(0, 3), torch.ones(3))]))
+    before.deliver(decided(1, OTHER, credits=[(slice(0, 3), torch.ones(3))]))
     before.reducer.wait()
     saved = before.reducer.state_dict()
     assert saved["position"] == 2
@@ -400,13 +400,13 @@ def test_a_log_that_does_not_reach_back_is_no_proof(bench):
 
 def test_progress_of_a_loop_of_ones_own(bench):
     each = bench()
-    assert each.reducer.progress() is None  # nobody waits for a peer that has not begun
+    assert each.reducer.progress.measured() is None  # nobody waits for a peer that has not begun
     each.start()
-    assert each.reducer.progress().ready_in_s == 0.0
+    assert each.reducer.progress.measured().ready_in_s == 0.0
     each.submit(tokens=100)
-    each.reducer.deliver(decided(0, OTHER, settles=1))
+    each.deliver(decided(0, OTHER, settles=1))
     each.reducer.wait()
-    told = each.reducer.progress()
+    told = each.reducer.progress.measured()
     assert told.tokens == 100
     assert told.inner_steps == SPEC.outer.inner_steps
 
@@ -414,19 +414,19 @@ def test_progress_of_a_loop_of_ones_own(bench):
 def test_waiting_is_no_part_of_a_window(bench, monkeypatch):
     """Whether a round is hidden or waited for, the next window ends a window's training later."""
     clock = types.SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr(trainer_side, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     each = bench()
     each.start()
     clock.now_s += 6.0
     each.submit(tokens=100)
-    assert each.reducer.progress().ready_in_s == 6.0
+    assert each.reducer.progress.measured().ready_in_s == 6.0
     clock.now_s += 1.0
-    with each.reducer._waiting():
+    with each.reducer.progress.waiting():
         clock.now_s += 20.0
-        assert each.reducer.progress().ready_in_s == 5.0
-    assert each.reducer.progress().ready_in_s == 5.0
+        assert each.reducer.progress.measured().ready_in_s == 5.0
+    assert each.reducer.progress.measured().ready_in_s == 5.0
     clock.now_s += 4.0
-    told = each.reducer.progress()
+    told = each.reducer.progress.measured()
     assert told.ready_in_s == 1.0
     assert told.utilisation == pytest.approx(11 / 31)
     assert told.tokens_per_s == pytest.approx(100 / 31)
@@ -440,7 +440,7 @@ def test_a_loop_of_ones_own_is_told_how_long_its_windows_are(bench):
         each.start()
         inner_steps = each.reducer.timetable.window(position)
         assert inner_steps == spec.timetable(1).window(position) == (13 if position else 7)
-        assert each.reducer.progress().inner_steps == inner_steps
+        assert each.reducer.progress.measured().inner_steps == inner_steps
 
 
 def test_it_must_be_started_first(bench):
@@ -470,11 +470,11 @@ def test_windows_that_entries_went_on_without_are_offered_together(bench, missed
     for position, members in enumerate([missed, missed, (OTHER, ME), (OTHER, ME)]):
         included = [True, True] if ME in members else None
         settled = decided(position, *members, settles=position + 1, included=included)
-        each.reducer.deliver(settled)
+        each.deliver(settled)
         for _ in range(2):
             model["w"].grad = torch.full((NUMEL,), 0.5)
             worker.step(tokens=10)
-        assert each.reducer.progress().tokens == worker.statistics().tokens
+        assert each.reducer.progress.measured().tokens == worker.statistics().tokens
     each.let_loop_catch_up()
     assert [w.tokens for w in each.offers] == [20, 40, 60, 20]
     assert [w.offer.weight for w in each.offers] == [10.0] * 4

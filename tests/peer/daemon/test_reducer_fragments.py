@@ -31,8 +31,8 @@ def test_only_the_fragment_whose_turn_it_is_is_waited_for(bench):
     each.reducer.wait()
     assert each.commits == []
     each.reducer.submit(of_fragment(1))
-    each.reducer.deliver(decided_fragment(0, 1, settles=2))
-    each.reducer.deliver(decided_fragment(1, 0, settles=1))
+    each.deliver(decided_fragment(0, 1, settles=2))
+    each.deliver(decided_fragment(1, 0, settles=1))
     each.reducer.wait()
     assert [(c.fragment, c.settles, c.position) for c in each.commits] == [
         (1, True, 1),
@@ -45,10 +45,10 @@ def test_a_token_that_each_fragment_trains_on_is_told_once(bench):
     each.start()
     for number, fragment in enumerate([1, 0, 1, 0]):
         each.reducer.submit(of_fragment(fragment))
-        each.reducer.deliver(decided_fragment(number, fragment, settles=number + 1))
+        each.deliver(decided_fragment(number, fragment, settles=number + 1))
         each.reducer.wait()
     # All were left out, so the later ones hold the work of the earlier ones.
-    assert each.reducer.progress().tokens == of_fragment(0).tokens
+    assert each.reducer.progress.measured().tokens == of_fragment(0).tokens
 
 
 def test_a_wait_does_not_go_on_for_a_younger_one(bench):
@@ -56,7 +56,7 @@ def test_a_wait_does_not_go_on_for_a_younger_one(bench):
     each.start()
     each.reducer.submit(of_fragment(1))
     each.reducer.submit(of_fragment(0))
-    threading.Timer(0.1, each.reducer.deliver, [decided_fragment(0, 1, settles=1)]).start()
+    threading.Timer(0.1, each.deliver, [decided_fragment(0, 1, settles=1)]).start()
     each.reducer.wait()  # the other one has 30 s left
     assert [c.fragment for c in each.commits] == [1]
 
@@ -111,7 +111,7 @@ def test_who_hides_its_rounds_waits_until_it_is_in_step(bench):
     def submit(window, *members):
         included = [True, True] if ME in members else None
         answer = decided(window, *members, settles=window + 1, included=included)
-        threading.Timer(0.1, each.reducer.deliver, [answer]).start()
+        threading.Timer(0.1, each.deliver, [answer]).start()
         before = len(each.commits)
         each.reducer.submit(contribution(window))
         waited = len(each.commits) > before

@@ -1,24 +1,20 @@
 """What a peer says about itself."""
 
-import types
-
 import pytest
 
 from atoll.coordinator.run.status import RoundTrace
 from atoll.dht.testing.memory import run_virtual
-from atoll.dht.testing.virtualtime import inline
-from atoll.peer.daemon.reporting import (
-    MAX_KEPT,
-    MAX_LEFT_OUT,
-    MAX_TEXT,
-    LinkRates,
-    Reporter,
-    TrainerView,
-)
+from atoll.peer.daemon.options import LinkRates
+from atoll.peer.daemon.outbox import MAX_KEPT, MAX_TEXT, Outbox
+from atoll.peer.daemon.progress import TrainerView
+from atoll.peer.daemon.reporting import MAX_LEFT_OUT, Reporter
+from support.environment import environment, rounds_view, started
 from support.swarm import Swarm
 
+VIEW = TrainerView(tokens_per_s=12.5, loss=2.5, device="cpu")
 
-def with_reporter(tmp_path, use, *, position=0, joined=True, **changes):
+
+def with_reporter(tmp_path, use, *, position=0, joined=True, view=VIEW, trains=True):
     """Run ``use(reporter, peer)`` with a peer of a swarm of two at that position, or a new one."""
 
     async def main():
@@ -30,23 +26,14 @@ def with_reporter(tmp_path, use, *, position=0, joined=True, **changes):
                 for task in peer.tasks:
                     task.cancel()
             peer = peers[0] if joined else swarm.add()
-            wire = types.SimpleNamespace(wire_bytes_sent=0, wire_bytes_received=0)
-            node = types.SimpleNamespace(transport=types.SimpleNamespace(statistics=lambda: wire))
-            values = {
-                "me": peer.ctx.me,
-                "name": "ann",
-                "rates": LinkRates(uplink_mbit_s=50.0),
-                "node": node,
-                "replica": peer.replica,
-                "rounds": peer.rounds,
-                "last_round": 0,
-                "view": lambda: TrainerView(tokens_per_s=12.5, loss=2.5, device="cpu"),
-                "trains": lambda: True,
-                "encode_s": lambda: 0.25,
-                "compute": inline,
-            }
-            reporter = Reporter(**(values | changes))
-            reporter.wire = wire
+            env = environment(peer.ctx.me, rates=LinkRates(uplink_mbit_s=50.0))
+            reporter = Reporter(
+                env,
+                peer.replica,
+                started(view, has_started=trains),
+                rounds_view(peer.rounds, encode_s=0.25),
+            )
+            reporter.wire, reporter.outbox = env.node.transport.wire, env.outbox
             await use(reporter, peer)
         finally:
             await swarm.stop()
@@ -79,17 +66,17 @@ def test_the_digest_is_that_of_the_newest_snapshot(tmp_path):
 def test_between_snapshots_the_digest_stays(tmp_path):
     async def use(reporter, peer):
         assert (await reporter.status()).state_digest == ""
-        last = Reporter(**(reporter_values(reporter) | {"last_round": peer.replica.position}))
+        last = Reporter(
+            environment(peer.ctx.me, rounds=peer.replica.position),
+            peer.replica,
+            started(),
+            rounds_view(peer.rounds),
+        )
         status = await last.status()
         assert status.state_position == peer.replica.position
         assert status.state_digest == peer.replica.state.root().hex()
 
     with_reporter(tmp_path, use, position=3)
-
-
-def reporter_values(reporter):
-    names = ("me", "name", "node", "replica", "rounds", "view", "trains", "encode_s", "compute")
-    return {name: getattr(reporter, f"_{name}") for name in names} | {"rates": LinkRates()}
 
 
 def test_a_rate_that_is_no_number_is_none(tmp_path):
@@ -98,7 +85,7 @@ def test_a_rate_that_is_no_number_is_none(tmp_path):
         assert (status.tokens_per_s, status.utilisation) == (0.0, 0.0)
 
     broken = TrainerView(tokens_per_s=float("nan"), utilisation=float("inf"))
-    with_reporter(tmp_path, use, view=lambda: broken)
+    with_reporter(tmp_path, use, view=broken)
 
 
 def test_its_state_says_what_a_peer_is_about(tmp_path):
@@ -118,7 +105,7 @@ def test_a_run_begins_with_peers_whose_trainer_has_started(tmp_path, trains, sta
         await peer.replica.install(await peer.genesis(), peer.swarm.chain, ())
         assert (await reporter.status()).state == state
 
-    with_reporter(tmp_path, use, joined=False, trains=lambda: trains)
+    with_reporter(tmp_path, use, joined=False, trains=trains)
 
 
 def test_a_peer_without_a_state_is_joining_and_has_no_digest(tmp_path):
@@ -136,7 +123,7 @@ def test_a_trace_tells_of_the_round_and_of_the_bytes_since_the_last(tmp_path):
         for number, each in enumerate(settled[:2]):
             reporter.wire.wire_bytes_sent += 1000 * (number + 1)
             reporter.trace(each)
-        first, second = reporter.traces
+        first, second = reporter.outbox.traces
         assert (first.position, second.position) == (0, 1)
         assert first.wire_bytes_sent - before >= 1000
         assert second.wire_bytes_sent >= 2000
@@ -152,7 +139,7 @@ def test_a_round_without_us_is_told_without_our_loss(tmp_path):
         settled.included = None
         settled.applied.entry.__dict__["members"] = ()
         reporter.trace(settled)
-        (trace,) = reporter.traces
+        (trace,) = reporter.outbox.traces
         assert (trace.loss, trace.tokens, trace.included) == (None, 0, False)
 
     with_reporter(tmp_path, use, position=1)
@@ -163,20 +150,18 @@ def test_a_trace_that_leaves_out_thousands_is_short_enough_to_be_taken(tmp_path)
         settled = next(s for s in peer.settled if s.trace is not None)
         settled.trace.left_out = {f"12D3KooW{n:044d}": "x" * 1000 for n in range(4000)}
         reporter.trace(settled)
-        (trace,) = reporter.traces
+        (trace,) = reporter.outbox.traces
         assert RoundTrace.from_json(trace.to_json()) == trace
         assert len(trace.left_out) == MAX_LEFT_OUT
 
     with_reporter(tmp_path, use, position=1)
 
 
-def test_what_waits_is_bounded(tmp_path):
-    async def use(reporter, peer):
-        for number in range(MAX_KEPT + 5):
-            reporter.note("warning", f"{number} " + "x" * (2 * MAX_TEXT), -1.0)
-        assert len(reporter.events) == MAX_KEPT
-        newest = reporter.events[-1]
-        assert newest.text.startswith(f"{MAX_KEPT + 4} ")
-        assert (len(newest.text), newest.at) == (MAX_TEXT, 0.0)
-
-    with_reporter(tmp_path, use)
+def test_what_waits_is_bounded():
+    outbox = Outbox()
+    for number in range(MAX_KEPT + 5):
+        outbox.note("warning", f"{number} " + "x" * (2 * MAX_TEXT), -1.0)
+    assert len(outbox.events) == MAX_KEPT
+    newest = outbox.events[-1]
+    assert newest.text.startswith(f"{MAX_KEPT + 4} ")
+    assert (len(newest.text), newest.at) == (MAX_TEXT, 0.0)

@@ -5,32 +5,32 @@ import types
 
 import pytest
 
-from atoll.peer.daemon.logged import LogParticipation
-from atoll.peer.daemon.patience import AGAIN_S, LASTS_S, Patience
+from atoll.peer.daemon.catching_up import AGAIN_S, LASTS_S, CatchingUp
+from atoll.peer.daemon.log_run import LogRun
+from atoll.peer.daemon.reducer import Decisions
 from atoll.peer.recovery.recovery import KEEP_WORK, NoDonor, Recovery
 
 
 class Peer:
-    """The parts of a participation that catching up touches."""
+    """The parts of a peer that catching up touches."""
 
     def __init__(self, recover):
-        self.now_s, self.said, self.withdrawn, self.resets = 0.0, [], 0, []
-        self.replica = types.SimpleNamespace(leaps=0, position=9, state="the state")
-        peer = self.participation = object.__new__(LogParticipation)
-        peer.replica, peer._patience, peer._started = self.replica, Patience(), True
-        peer._recovery = types.SimpleNamespace(run=lambda: recover(self.replica))
-        peer._session = types.SimpleNamespace(
-            say=lambda level, text: self.said.append((level, text))
+        self.now_s, self.said, self.leaps = 0.0, [], []
+        self.replica = types.SimpleNamespace(leaps=0, position=9)
+        self.recovery = types.SimpleNamespace(run=lambda: recover(self.replica))
+        self.catching_up = CatchingUp(
+            types.SimpleNamespace(
+                replica=self.replica,
+                now=lambda: self.now_s,
+                on_event=lambda level, text: self.said.append((level, text)),
+            ),
+            self.recovery,
+            on_recovered=lambda: None,
+            on_leap=lambda: self.leaps.append(self.replica.position),
         )
-        peer.ctx = types.SimpleNamespace(now=lambda: self.now_s)
-        peer.rounds = types.SimpleNamespace(withdraw=self._withdraw)
-        peer.reducer = types.SimpleNamespace(deliver=self.resets.append)
-
-    def _withdraw(self):
-        self.withdrawn += 1
 
     def catch_up(self):
-        asyncio.run(self.participation._catch_up())
+        asyncio.run(self.catching_up.run())
 
 
 async def fails(replica):
@@ -61,21 +61,32 @@ def test_a_wait_is_a_fact_first_and_a_warning_once_it_lasts():
 def test_the_next_wait_begins_anew():
     peer = Peer(fails)
     peer.catch_up()
-    peer.participation._recovery.run = lambda: finds_nothing(peer.replica)
+    peer.recovery.run = lambda: finds_nothing(peer.replica)
     peer.now_s = 2 * LASTS_S
     peer.catch_up()
-    peer.participation._recovery.run = lambda: fails(peer.replica)
+    peer.recovery.run = lambda: fails(peer.replica)
     peer.catch_up()
     assert [level for level, _ in peer.said] == ["info", "info"]
 
 
-@pytest.mark.parametrize(("recover", "resets"), [(leaps_and_fails, 1), (fails, 0)])
-def test_who_leapt_and_then_failed_drops_its_open_work(recover, resets):
-    """Its trainer would go on from parameters that the log has left."""
+@pytest.mark.parametrize(("recover", "leaps"), [(leaps_and_fails, [4]), (fails, [])])
+def test_who_leapt_and_then_failed_drops_its_open_work(recover, leaps):
+    """Its trainer would continue from parameters that the log has left."""
     peer = Peer(recover)
     peer.catch_up()
-    assert (peer.withdrawn, len(peer.resets)) == (resets, resets)
-    assert all(r.state == "the state" and "position 4" in r.why for r in peer.resets)
+    assert peer.leaps == leaps
+
+
+@pytest.mark.parametrize(("serves", "dropped"), [(True, 1), (False, 0)])
+def test_a_leap_drops_the_open_work_of_a_peer_that_has_some(serves, dropped):
+    run, withdrawn = object.__new__(LogRun), []
+    run.replica = types.SimpleNamespace(position=4, state="the state")
+    run.rounds = types.SimpleNamespace(withdraw=lambda: withdrawn.append(True))
+    run._decisions, run._serves = Decisions(), serves
+    run._on_leap()
+    resets = run._decisions.take_all()
+    assert (len(withdrawn), len(resets)) == (dropped, dropped)
+    assert all(r.state == "the state" and "position 4" in r.why for r in resets)
 
 
 @pytest.mark.parametrize("fragments", [1, 4])

@@ -8,7 +8,7 @@ import pytest
 
 from atoll.coordinator import members
 from atoll.dht.testing.memory import run_virtual
-from atoll.peer.daemon.logged import LAST_VOTE_S
+from atoll.peer.daemon.log_run import LAST_VOTE_S
 from atoll.peer.rounds.consensus.ballot import leader_of
 from atoll.peer.rounds.messages import Decided, Known
 from support.strikes import Strike, expect_no_work_lost, expect_sums, passed, settled_down
@@ -68,7 +68,7 @@ class Office:
         return [p for p in self.swarm.peers if p not in self.left]
 
     async def leave(self, peer):
-        """As ``atoll.peer.daemon.session`` does; the log stays, as the coordinator has it."""
+        """As `atoll.peer.daemon.peer` does; the log stays, as the coordinator has it."""
         self.left.append(peer)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_VOTE_S):

@@ -1,8 +1,8 @@
 """The trainer's seam to meetings: what is counted, what stays, and what a restart takes up."""
 
-import asyncio
-import threading
+import queue
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from atoll.optim.log.entry import Elector
 from atoll.optim.reducer import Contribution
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon.gossip_reducer import GossipReducer
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.progress import TrainerProgress
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import GossipSettled
-from atoll.peer.gossip.reducer import GossipReducer
 from atoll.peer.rounds.context import RoundSettings
 from atoll.peer.rounds.trace import RoundTrace
 
@@ -42,9 +44,7 @@ class Meetings:
 @pytest.fixture
 def seam():
     """Makes reducers on a running loop."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
+    thread = LoopThread(nullcontext())
 
     def make(position=0, *, is_borrowed=False, rounds=0, patience_s=10.0):
         events = []
@@ -63,25 +63,24 @@ def seam():
         spec = types.SimpleNamespace(
             run=types.SimpleNamespace(rounds=rounds), outer=types.SimpleNamespace(inner_steps=4)
         )
+        settled = queue.SimpleQueue()
         reducer = GossipReducer(
-            loop=loop,
-            ctx=ctx,
-            gossip=meetings,
-            spec=spec,
+            thread,
+            ctx,
+            meetings,
+            TrainerProgress(spec, ctx.method, 1),
+            settled,
             is_borrowed=is_borrowed,
             patience_s=patience_s,
-            close=lambda: None,
         )
         params_N = reducer.start(LAYOUT, torch.zeros(50), commits.append)
         assert torch.equal(params_N, meetings.state.params_N)
         return types.SimpleNamespace(
-            reducer=reducer, meetings=meetings, commits=commits, events=events
+            reducer=reducer, meetings=meetings, commits=commits, events=events, settled=settled
         )
 
     yield make
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(5)
-    loop.close()
+    thread.close()
 
 
 def window(number=0, tokens=40):
@@ -96,7 +95,7 @@ def settling(made, *, included=True, members=2, position=None):
     def settle(offered):
         at = made.meetings.state.position + 1 if position is None else position
         made.meetings.state = made.meetings.state.at(at)
-        made.reducer.deliver(
+        made.settled.put(
             GossipSettled(
                 state=made.meetings.state,
                 number=offered.number,

@@ -10,11 +10,13 @@ from atoll.coordinator.rpc.client import Beat, Published
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable, NotWelcome
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht.testing.memory import run_virtual
-from atoll.dht.testing.virtualtime import inline
 from atoll.optim.log.store import Head
-from atoll.peer.daemon.contact import MAX_PAUSE_S, MAX_SENT, Contact
-from atoll.peer.daemon.reporting import LinkRates, Reporter, TrainerView
+from atoll.peer.daemon.heartbeats import MAX_PAUSE_S, Heartbeats
+from atoll.peer.daemon.outbox import MAX_SENT
+from atoll.peer.daemon.publisher import Publisher
+from atoll.peer.daemon.reporting import Reporter
 from atoll.peer.recovery.sources import CoordinatorSource
+from support.environment import environment, rounds_view, started
 from support.swarm import Swarm, signed_epoch
 
 AWAY = CoordinatorUnreachable("127.0.0.1:9: connection refused")
@@ -60,40 +62,25 @@ class Peer:
         self.peer = swarm_peer
         self.client = Client()
         self.source = CoordinatorSource(self.client, b"", snapshot_every=2)
-        transport = types.SimpleNamespace(
-            admission=b"old",
-            statistics=lambda: types.SimpleNamespace(wire_bytes_sent=0, wire_bytes_received=0),
-        )
-        self.node = types.SimpleNamespace(transport=transport, bootstrap=())
         self.said, self.joined, self.tasks = [], [], []
         self.catch_ups = 0
+        self.env = environment(
+            swarm_peer.ctx.me,
+            client=self.client,
+            enrolment=types.SimpleNamespace(renew=self.joined.append),
+            tasks=types.SimpleNamespace(spawn=self.spawn),
+            say=lambda level, text, key=None: self.said.append(f"{level}: {text}"),
+        )
+        self.node, self.outbox = self.env.node, self.env.outbox
         rounds = swarm_peer.rounds
         rounds.kick_catch_up = self.note_catch_up
-        self.reporter = Reporter(
-            me=swarm_peer.ctx.me,
-            name="ann",
-            rates=LinkRates(),
-            node=self.node,
-            replica=swarm_peer.replica,
-            rounds=rounds,
-            last_round=0,
-            view=TrainerView,
-            trains=lambda: True,
-            encode_s=lambda: 0.0,
-            compute=inline,
-        )
-        self.contact = Contact(
-            client=self.client,
-            source=self.source,
-            node=self.node,
-            replica=swarm_peer.replica,
-            rounds=rounds,
-            reporter=self.reporter,
-            compute=inline,
-            spawn=lambda work: self.tasks.append(asyncio.create_task(work)),
-            on_joined=self.joined.append,
-            say=lambda level, text: self.said.append(f"{level}: {text}"),
-        )
+        replica = swarm_peer.replica
+        self.publisher = Publisher(self.env, self.source, replica, rounds)
+        reporter = Reporter(self.env, replica, started(), rounds_view(rounds))
+        self.heartbeats = Heartbeats(self.env, reporter, self.publisher, in_touch=True)
+
+    def spawn(self, work, *arguments):
+        self.tasks.append(asyncio.create_task(work(*arguments)))
 
     def note_catch_up(self):
         self.catch_ups += 1
@@ -120,9 +107,9 @@ def with_peer(tmp_path, use, *, position=0, body_budget_bytes=None):
 def test_a_heartbeat_tells_status_and_events_once(tmp_path):
     async def use(peer):
         for i in range(MAX_SENT + 3):
-            peer.reporter.note("info", f"event {i}", float(i))
-        await peer.contact.beat()
-        await peer.contact.beat(leaving=True)
+            peer.outbox.note("info", f"event {i}", float(i))
+        await peer.heartbeats.beat()
+        await peer.heartbeats.beat(leaving=True)
         first, second = peer.client.beats
         assert isinstance(first.status, PeerStatus)
         assert [len(first.events), len(second.events)] == [MAX_SENT, 3]
@@ -133,10 +120,10 @@ def test_a_heartbeat_tells_status_and_events_once(tmp_path):
 
 def test_who_leaves_says_whether_it_has_retired(tmp_path):
     async def use(peer):
-        await peer.contact.beat(leaving=True)
+        await peer.heartbeats.beat(leaving=True)
         await peer.peer.rounds.retire()
-        await peer.contact.beat()
-        await peer.contact.beat(leaving=True)
+        await peer.heartbeats.beat()
+        await peer.heartbeats.beat(leaving=True)
         assert [beat.retired for beat in peer.client.beats] == [False, False, True]
 
     with_peer(tmp_path, use, position=1)
@@ -146,11 +133,11 @@ def test_what_could_not_be_told_is_told_next_time_in_order(tmp_path):
     async def use(peer):
         peer.client.failures = [AWAY]
         for text in ("one", "two"):
-            peer.reporter.note("info", text, 1.0)
+            peer.outbox.note("info", text, 1.0)
         with pytest.raises(CoordinatorUnreachable):
-            await peer.contact.beat()
-        peer.reporter.note("info", "three", 2.0)
-        await peer.contact.beat()
+            await peer.heartbeats.beat()
+        peer.outbox.note("info", "three", 2.0)
+        await peer.heartbeats.beat()
         assert [event.text for event in peer.client.beats[0].events] == ["one", "two", "three"]
 
     with_peer(tmp_path, use)
@@ -159,15 +146,15 @@ def test_what_could_not_be_told_is_told_next_time_in_order(tmp_path):
 def test_a_coordinator_that_is_away_is_said_once_and_asked_ever_less(tmp_path):
     async def use(peer):
         peer.client.failures = [AWAY] * 12
-        keeping = asyncio.create_task(peer.contact.keep())
+        keeping = asyncio.create_task(peer.heartbeats.keep())
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while peer.client.failures:
             await asyncio.sleep(0.5)
-        assert not peer.contact.in_touch
+        assert not peer.heartbeats.in_touch
         assert loop.time() - began_s > 6 * MAX_PAUSE_S
         await asyncio.sleep(MAX_PAUSE_S + 5)
-        assert peer.contact.in_touch
+        assert peer.heartbeats.in_touch
         assert [line.split(",")[0] for line in peer.said] == [
             "warning: out of touch with the coordinator",
             "info: in touch with the coordinator again",
@@ -181,11 +168,11 @@ def test_a_coordinator_that_is_away_is_said_once_and_asked_ever_less(tmp_path):
 def test_a_coordinator_that_has_forgotten_us_is_joined_again(tmp_path):
     async def use(peer):
         peer.client.failures = [NotWelcome(grpc.StatusCode.UNAUTHENTICATED, "unknown session")]
-        keeping = asyncio.create_task(peer.contact.keep())
+        keeping = asyncio.create_task(peer.heartbeats.keep())
         await asyncio.sleep(0.5)
         assert (peer.client.joins, len(peer.joined), len(peer.client.beats)) == (1, 1, 1)
         assert peer.node.transport.admission == b"new"
-        assert peer.contact.in_touch
+        assert peer.heartbeats.in_touch
         keeping.cancel()
 
     with_peer(tmp_path, use)
@@ -194,11 +181,11 @@ def test_a_coordinator_that_has_forgotten_us_is_joined_again(tmp_path):
 def test_a_renewed_admission_and_new_addresses_are_used(tmp_path):
     async def use(peer):
         peer.client.answer = {"admission": b"renewed", "bootstrap": ("/new",)}
-        await peer.contact.beat()
+        await peer.heartbeats.beat()
         assert peer.node.transport.admission == b"renewed"
         assert peer.node.bootstrap == ("/new",)
         peer.client.answer = {}
-        await peer.contact.beat()
+        await peer.heartbeats.beat()
         assert peer.node.transport.admission == b"renewed"
 
     with_peer(tmp_path, use)
@@ -209,7 +196,7 @@ def test_a_coordinator_that_is_ahead_makes_us_catch_up(tmp_path):
         there = peer.peer.replica.position
         for ahead, kicks in ((1, 0), (2, 1)):  # one ahead is a commit on its way here
             peer.client.head = Head(epoch=1, position=there + ahead, chain=bytes(32))
-            await peer.contact.beat()
+            await peer.heartbeats.beat()
             assert peer.catch_ups == kicks
 
     with_peer(tmp_path, use, position=2)
@@ -221,10 +208,10 @@ def test_a_new_epoch_is_adopted_and_a_forged_one_is_not(tmp_path):
         record = signed_epoch(2, replica.position, replica.chain, [peer.peer.ctx.me])
         for forged in (record[:-1] + bytes([record[-1] ^ 1]), b"rubbish"):
             peer.client.answer = {"epoch": forged}
-            await peer.contact.beat()
+            await peer.heartbeats.beat()
             assert replica.epoch == 1
         peer.client.answer = {"epoch": record}
-        await peer.contact.beat()
+        await peer.heartbeats.beat()
         assert replica.epoch == 2
         assert tuple(replica.electorate) == (peer.peer.ctx.me,)
         assert peer.catch_ups == 0
@@ -236,14 +223,14 @@ def test_the_coordinator_gets_what_it_asks_for_in_order(tmp_path):
     async def use(peer):
         there = peer.peer.replica.position
         peer.client.answer = {"publish_from": 1}
-        await peer.contact.beat()
-        await peer.contact.beat()  # asks again while the first answer is under way
+        await peer.heartbeats.beat()
+        await peer.heartbeats.beat()  # asks again while the first answer is under way
         assert len(peer.tasks) == 1
         await asyncio.gather(*peer.tasks)
         assert [position for position, _ in peer.client.published] == list(range(1, there))
         assert all(size > 0 for _, size in peer.client.published)
-        assert peer.contact.stored_all()
-        assert not peer.contact.stored(there + 1)
+        assert peer.publisher.stored_all()
+        assert not peer.publisher.stored(there + 1)
 
     with_peer(tmp_path, use, position=4)
 
@@ -251,14 +238,14 @@ def test_the_coordinator_gets_what_it_asks_for_in_order(tmp_path):
 def test_sending_ends_at_the_first_entry_that_does_not_get_through(tmp_path):
     async def use(peer):
         peer.client.answer, peer.client.refuse_from = {"publish_from": 0}, 2
-        await peer.contact.beat()
+        await peer.heartbeats.beat()
         await asyncio.gather(*peer.tasks)
         assert [position for position, _ in peer.client.published] == [0, 1]
-        assert not peer.contact.stored_all()
+        assert not peer.publisher.stored_all()
         peer.client.answer, peer.client.refuse_from = {"publish_from": 2}, 1 << 40
-        await peer.contact.beat()
+        await peer.heartbeats.beat()
         await asyncio.gather(*peer.tasks)
-        assert peer.contact.stored_all()
+        assert peer.publisher.stored_all()
 
     with_peer(tmp_path, use, position=4)
 
@@ -267,7 +254,7 @@ def test_a_body_that_was_pruned_is_said_once(tmp_path):
     async def use(peer):
         peer.client.answer = {"publish_from": 0}
         for _ in range(2):
-            await peer.contact.beat()
+            await peer.heartbeats.beat()
             await asyncio.gather(*peer.tasks)
         assert peer.client.published == []
         (line,) = peer.said
@@ -282,7 +269,7 @@ def test_an_entry_that_we_led_is_sent_at_once(tmp_path):
         record = peer.peer.replica.store.get(0)
         entry = types.SimpleNamespace(epoch=1, position=0, encode=lambda: record.entry)
         certificate = types.SimpleNamespace(encode=lambda: record.certificate)
-        peer.contact.on_led(entry, certificate, b"body")
+        peer.publisher.on_led(entry, certificate, b"body")
         await asyncio.gather(*peer.tasks)
         assert peer.client.published == [(0, 4)]
         assert peer.source.position == 1

@@ -1,0 +1,285 @@
+"""Taking part in a run by gossip: a state of this peer's own, and meetings.
+
+There is no log, so nothing has to be replayed. A joiner takes the state of a neighbour; if nobody
+is there, the coordinator's newest, and the trainer then loads its own saved one. A state that a
+process begins with after the first round has no mass: it may be counted elsewhere already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from atoll.coordinator.rpc.client import Beat, Joined
+from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable
+from atoll.dht.roster import PeerRecord
+from atoll.dht.transport import TransportError
+from atoll.optim.log.entry import Elector, LogError
+from atoll.optim.log.store import Head
+from atoll.optim.methods.paired import PairedMethod
+from atoll.optim.state.outer_state import OuterState, StateError
+from atoll.peer.daemon.environment import Environment
+from atoll.peer.daemon.gossip_reducer import GossipReducer
+from atoll.peer.daemon.heartbeats import Heartbeats
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.peer import Peer
+from atoll.peer.daemon.progress import TrainerProgress, TrainerView
+from atoll.peer.daemon.reporting import Reporter, RoundsView
+from atoll.peer.gossip.context import GossipContext
+from atoll.peer.gossip.engine import Gossip, GossipSettled
+from atoll.peer.gossip.messages import Standing
+from atoll.peer.gossip.snapshots import fetch_state
+from atoll.peer.rounds.context import RoundSettings, short
+
+PATIENCE_STALLS = 40  # a meeting that breaks and leaves a doubt takes about thirty
+SETTLE_PAUSE_S = 1.0
+LOOKS = 3  # into the roster before a peer believes that it is alone
+MAX_LOOKS = 20  # if the roster holds somebody who cannot be reached
+FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError)
+
+
+class GossipRun:
+    """A peer's part in a run by gossip; a `RunKind`, a `Standing` and a `Listener`."""
+
+    epoch = 0
+    chain = b""
+    ready = True
+
+    def __init__(
+        self,
+        env: Environment,
+        ctx: GossipContext,
+        progress: TrainerProgress,
+        state: OuterState,
+        *,
+        has_begun: bool,
+        joined: Joined | None,
+    ) -> None:
+        """Stand at a state, without mass if the run has begun; use `start`."""
+        self.ctx = ctx
+        self.progress = progress
+        self.snapshot_every = env.spec.round.snapshot_every
+        self._env = env
+        self._settled: queue.SimpleQueue[GossipSettled] = queue.SimpleQueue()
+        self._is_borrowed = state.position > 0
+        self.gossip = Gossip(
+            ctx,
+            state,
+            mass=0.0 if has_begun else 1.0,
+            on_settled=self._on_settled,
+            on_phase=env.on_phase,
+            uplink_mbit_s=env.options.rates.uplink_mbit_s,
+        )
+        self.reporter = Reporter(env, self, progress, self._rounds_view)
+        self.heartbeats = Heartbeats(env, self.reporter, self, in_touch=joined is not None)
+        self._kept_round = joined.head.position if joined is not None else 0
+        """of the model that the coordinator has"""
+        if has_begun:
+            self.gossip.begin()
+
+    @classmethod
+    async def start(cls, env: Environment, joined: Joined | None) -> GossipRun:
+        """Return a run that has a state and answers the others."""
+        spec, method = env.spec, env.spec.method()
+        assert isinstance(method, PairedMethod)
+        progress = TrainerProgress(spec, method, len(method.fragments(env.layout)))
+        ctx = GossipContext(
+            me=env.me,
+            run_id=env.run_id,
+            transport=env.node.transport,
+            roster=env.neighbours.roster,
+            method=method,
+            layout=env.layout,
+            settings=RoundSettings(stall_s=spec.round.stall_s, grace_s=spec.round.grace_s),
+            compute=env.compute,
+            on_event=env.say,
+            last_round=spec.run.rounds,
+            ready_in_s=progress.ready_in_s,
+        )
+        # Without the coordinator nobody says that the run has begun; a peer that has joined before
+        # was in it.
+        has_begun = joined is None or bool(joined.epoch)
+        search = StateSearch(env, ctx, has_begun=has_begun)
+        state, joined = await search.run(joined)
+        run = cls(env, ctx, progress, state, has_begun=has_begun, joined=joined)
+        run.reporter.recoveries = search.recoveries
+        run.gossip.serve()
+        return run
+
+    def reducer(self, thread: LoopThread[Peer]) -> GossipReducer:
+        """Return the trainer's side."""
+        settings = self.ctx.settings
+        return GossipReducer(
+            thread,
+            self.ctx,
+            self.gossip,
+            self.progress,
+            self._settled,
+            is_borrowed=self._is_borrowed,
+            patience_s=PATIENCE_STALLS * settings.stall_s + 4 * settings.grace_s,
+        )
+
+    async def run(self) -> None:
+        """Meet others."""
+        await self.gossip.run()
+
+    async def roster_peers(self) -> dict[str, PeerRecord]:
+        """Return the peers in the run, as far as they were seen."""
+        return await self.ctx.roster_peers()
+
+    def look(self) -> None:
+        """Report nothing: no round waits for a quorum."""
+
+    def stored_all(self) -> bool:
+        """Return whether the coordinator has a model of this round."""
+        return self._kept_round >= self.position
+
+    async def hand_over(self) -> None:
+        """Hand over nothing: the coordinator fetches the model that it keeps."""
+
+    async def leave(self) -> None:
+        """Meet nobody any more."""
+        await self.gossip.close()
+
+    # where this peer stands
+
+    @property
+    def position(self) -> int:
+        """The round."""
+        return self.gossip.position
+
+    @property
+    def opened(self) -> object | None:
+        """True once the run has begun, else None."""
+        return self.gossip.begun or None
+
+    @property
+    def electorate(self) -> Sequence[Elector]:
+        """This peer alone: it needs nobody's vote."""
+        return (self.ctx.me,)
+
+    @property
+    def state(self) -> OuterState:
+        """This peer's own."""
+        return self.gossip.state
+
+    # the coordinator's answers
+
+    def note_head(self, head: Head) -> None:
+        """Take which model the coordinator has."""
+        self._kept_round = head.position
+
+    async def heed(self, beat: Beat) -> None:
+        """Begin when the coordinator opens the run."""
+        if beat.epoch and not self.gossip.begun:
+            self.gossip.begin()
+
+    def has_retired(self) -> bool:
+        """Return False: there are no votes to give up."""
+        return False
+
+    # in the loop
+
+    def _on_settled(self, settled: GossipSettled) -> None:
+        self._settled.put(settled)
+        self.reporter.keep(
+            settled.trace,
+            epoch=0,
+            position=settled.trace.position,
+            included=settled.included,
+            loss=settled.loss,
+            tokens=settled.tokens if settled.included else 0,
+        )
+
+    def _rounds_view(self) -> RoundsView:
+        stats = self.gossip.statistics()
+        return RoundsView(
+            phase=stats.phase, last=stats.last, encode_s=stats.encode_s, partner=stats.partner
+        )
+
+
+class StateSearch:
+    """Finds the state that a peer begins with."""
+
+    def __init__(self, env: Environment, ctx: GossipContext, *, has_begun: bool) -> None:
+        """Look for the first state only, unless the run has begun."""
+        self._env = env
+        self._ctx = ctx
+        self._has_begun = has_begun
+        self._memory_numel = ctx.method.memory_numel(ctx.layout)
+        self.recoveries = 0
+        """states that were fetched, other than the first"""
+
+    async def run(self, joined: Joined | None) -> tuple[OuterState, Joined | None]:
+        """Return a neighbour's state, or the coordinator's, and the newest answer to joining."""
+        while True:
+            await self._env.neighbours.publish(0, 0, TrainerView())
+            state = await self._from_neighbours()
+            if state is None and joined is not None:
+                state = await self._from_coordinator()
+            if state is not None:
+                return state, joined
+            await asyncio.sleep(SETTLE_PAUSE_S)
+            if joined is None:
+                with suppress(CoordinatorUnreachable):
+                    joined = await self._env.join_again()
+
+    async def _from_neighbours(self) -> OuterState | None:
+        """Return the furthest neighbour's state; None if the run has not begun or is empty."""
+        for look in range(MAX_LOOKS):
+            await self._env.neighbours.connect(self._ctx.roster_peers)
+            for peer in await self._furthest_first():
+                with suppress(*FETCH_ERRORS):
+                    return await self._fetch(peer)
+            some = any(record.position for record in self._ctx.seen.values())
+            if not self._has_begun or (look >= LOOKS and not some):
+                break
+            await asyncio.sleep(SETTLE_PAUSE_S)
+        return None
+
+    async def _furthest_first(self) -> list[str]:
+        """Return neighbours that are beyond the first state."""
+        peers = sorted(await self._ctx.trainers())
+        rounds = await asyncio.gather(*(self._round_of(peer) for peer in peers))
+        ahead = [(at, peer) for at, peer in zip(rounds, peers, strict=True) if at]
+        return [peer for _, peer in sorted(ahead, reverse=True)]
+
+    async def _round_of(self, peer: str) -> int:
+        timeout_s = 2 * self._ctx.settings.stall_s
+        with suppress(TransportError, LogError):
+            reply = await self._ctx.transport.call(peer, "gossip-head", b"", timeout_s=timeout_s)
+            return Standing.decode(reply).round
+        return 0
+
+    async def _fetch(self, peer: str) -> OuterState:
+        ctx, began_s = self._ctx, time.monotonic()
+        state = await fetch_state(
+            ctx.transport,
+            peer,
+            ctx.layout,
+            self._memory_numel,
+            patience_s=4 * ctx.settings.stall_s,
+        )
+        self.recoveries += 1
+        self._env.say(
+            "info",
+            f"recovered the state of round {state.position} from {short(peer)} "
+            f"in {time.monotonic() - began_s:.1f} s",
+        )
+        return state
+
+    async def _from_coordinator(self) -> OuterState | None:
+        """Return the newest state that the coordinator has: the first, or the model of a peer."""
+        try:
+            state = await self._env.fetch_state(self._memory_numel)
+        except (CoordinatorError, StateError) as error:
+            self._env.say("warning", f"no state from the coordinator yet: {error}")
+            return None
+        if state.position:
+            self.recoveries += 1
+            text = f"recovered the state of round {state.position} from the coordinator"
+            self._env.say("info", text)
+        return state

@@ -1,0 +1,283 @@
+"""Taking part in a run with a log: replica, rounds, recovery, and the coordinator as a follower."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from atoll.coordinator.rpc.client import Joined
+from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.phases import RoundPhase
+from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.identity import verify
+from atoll.dht.roster import PeerRecord
+from atoll.optim.log.entry import Elector, fp32, genesis_chain
+from atoll.optim.log.replay import Replay
+from atoll.optim.log.replica import Replica
+from atoll.optim.log.store import LogStore
+from atoll.optim.reduction.robust import rule_of
+from atoll.optim.state.outer_state import OuterState, StateError
+from atoll.peer.daemon.catching_up import CatchingUp
+from atoll.peer.daemon.electors import QuorumWatch
+from atoll.peer.daemon.environment import Environment
+from atoll.peer.daemon.heartbeats import Heartbeats
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.peer import Peer
+from atoll.peer.daemon.progress import TrainerProgress
+from atoll.peer.daemon.publisher import Publisher
+from atoll.peer.daemon.reducer import Decisions, NetworkReducer, Reset
+from atoll.peer.daemon.reporting import Reporter, RoundsView
+from atoll.peer.recovery.recovery import Recovery
+from atoll.peer.recovery.sources import CoordinatorSource
+from atoll.peer.rounds.context import Context, RoundSettings
+from atoll.peer.rounds.engine import Rounds, Settled
+
+PATIENCE_STALLS = 20  # a round with one repair and one change of proposer takes about ten
+KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
+LAST_VOTE_S = 10.0  # most of what a leaving elector has voted for is decided within a second
+HAND_OVER_S = 3.0  # one heartbeat learns what the coordinator lacks, another that it has it
+SETTLE_PAUSE_S = 1.0
+
+
+class LogRun:
+    """A peer's part in a run with a log; a `RunKind`."""
+
+    def __init__(self, env: Environment, joined: Joined | None) -> None:
+        """Build everything; `start` also gives it a state."""
+        self._env = env
+        spec, membership = env.spec, env.enrolment.membership
+        self._genesis_chain = genesis_chain(env.run_id, membership.genesis_root)
+        self._source = CoordinatorSource(
+            env.client,
+            joined.epoch if joined else b"",
+            snapshot_every=spec.round.snapshot_every,
+        )
+        self._replay = Replay(spec.method(), membership.layout)
+        self._decisions = Decisions()
+        self.progress = TrainerProgress(spec, spec.method(), len(self._replay.fragments))
+        self.replica = self._make_replica()
+        self.ctx = Context(
+            me=env.me,
+            sign=env.identity.sign,
+            verify=verify,
+            transport=env.node.transport,
+            roster=env.neighbours.roster,
+            replica=self.replica,
+            replay=self._replay,
+            scalars=outer_scalars(spec, self._replay),
+            settings=RoundSettings(stall_s=spec.round.stall_s, grace_s=spec.round.grace_s),
+            compute=env.compute,
+            on_event=env.say,
+            ready_in_s=self.progress.ready_in_s,
+            rule=rule_of(spec.round.reducer),
+        )
+        self._catching_up = CatchingUp(
+            self.ctx,
+            Recovery(
+                self.ctx,
+                run_id=env.run_id,
+                genesis=self._genesis,
+                on_progress=self._note_recovery,
+                fallback=self._source,
+            ),
+            on_recovered=self._on_recovered,
+            on_leap=self._on_leap,
+        )
+        self.rounds = Rounds(
+            self.ctx,
+            catch_up=self._catching_up.run,
+            on_settled=self._on_settled,
+            on_phase=env.on_phase,
+            on_led=lambda entry, certificate, body: self.publisher.on_led(entry, certificate, body),
+            uplink_mbit_s=env.options.rates.uplink_mbit_s,
+        )
+        self.publisher = Publisher(env, self._source, self.replica, self.rounds)
+        if joined is not None:
+            self.publisher.note_head(joined.head)
+        self.reporter = Reporter(env, self.replica, self.progress, self._rounds_view)
+        self.heartbeats = Heartbeats(
+            env, self.reporter, self.publisher, in_touch=joined is not None
+        )
+        self._quorum = QuorumWatch()
+        self._serves = False
+
+    @classmethod
+    async def start(cls, env: Environment, joined: Joined | None) -> LogRun:
+        """Return a run that holds a verified state and answers the others."""
+        run = cls(env, joined)
+        await run._settle(joined)
+        run._serves = True
+        run.rounds.serve()
+        return run
+
+    @property
+    def epoch(self) -> int:
+        """The replica's epoch."""
+        return self.replica.epoch
+
+    @property
+    def position(self) -> int:
+        """Entries applied."""
+        return self.replica.position
+
+    def reducer(self, thread: LoopThread[Peer]) -> NetworkReducer:
+        """Return the trainer's side."""
+        settings = self._env.spec.round
+        return NetworkReducer(
+            thread,
+            self.ctx,
+            self.rounds,
+            self.progress,
+            self._decisions,
+            patience_s=PATIENCE_STALLS * settings.stall_s + 4 * settings.grace_s,
+        )
+
+    async def run(self) -> None:
+        """Hold rounds."""
+        await self.rounds.run()
+
+    async def roster_peers(self) -> dict[str, PeerRecord]:
+        """Return the peers in the run, as far as they were seen."""
+        return await self.ctx.roster_peers()
+
+    def look(self) -> None:
+        """Report a round that cannot be decided because electors are missing."""
+        replica, rounds = self.replica, self._env.spec.run.rounds
+        if rounds and replica.position >= rounds:
+            return
+        known = self.ctx.seen.values()
+        here = [Elector(peer_id=r.peer_id, incarnation=r.incarnation) for r in known]
+        told = self._quorum.look(
+            replica.position,
+            replica.electorate,
+            [*here, self.ctx.me],
+            in_touch=self.heartbeats.in_touch,
+        )
+        if told is not None:
+            self._env.say("warning", told)
+
+    def stored_all(self) -> bool:
+        """Return whether the coordinator has every entry that this peer has."""
+        return self.publisher.stored_all()
+
+    async def hand_over(self) -> None:
+        """Resign as an elector, and let the coordinator have the entries up to here."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_VOTE_S):
+                await self.rounds.retire()
+        position = self.replica.position
+        with suppress(TimeoutError, CoordinatorError):
+            async with asyncio.timeout(HAND_OVER_S):
+                while self.heartbeats.in_touch and not self.publisher.stored(position):
+                    await self.heartbeats.beat()
+                    await asyncio.sleep(HAND_OVER_S / 10)
+
+    async def leave(self) -> None:
+        """Close the rounds."""
+        await self.rounds.close()
+
+    # the first state
+
+    def _make_replica(self) -> Replica:
+        env, spec = self._env, self._env.spec
+        store = LogStore(
+            env.paths.log,
+            run_id=env.run_id,
+            genesis_chain=self._genesis_chain,
+            body_budget_bytes=spec.round.log_mb * 1_000_000,
+            keep_snapshots=KEPT_SNAPSHOTS,
+        )
+        env.files.callback(store.close)
+        return Replica(
+            run_id=env.run_id,
+            replay=self._replay,
+            store=store,
+            verify=verify,
+            verify_run=run_key_verifier(env.options.invite.run_key),
+            snapshot_every=spec.round.snapshot_every,
+            compute=env.compute,
+            on_failure=self._decisions.fail,
+        )
+
+    async def _settle(self, joined: Joined | None) -> None:
+        """Resume from this machine, or fetch a state."""
+        env = self._env
+        if await self.replica.resume():
+            env.say("info", f"resumed at position {self.replica.position} from this machine")
+        while True:
+            if not self.replica.ready and (joined is None or joined.head.position == 0):
+                await self._begin()
+            if joined is not None and joined.epoch:
+                await self.replica.adopt(joined.epoch)
+            await env.neighbours.publish(self.epoch, self.position, self.progress.view())
+            await env.neighbours.connect(self.roster_peers)
+            await self._catching_up.run()
+            if self.replica.ready:
+                return
+            await asyncio.sleep(SETTLE_PAUSE_S)
+            joined = joined or await self.heartbeats.join_late()
+
+    async def _begin(self) -> None:
+        """Put the first state in place, if the coordinator gives it."""
+        try:
+            state = await self._genesis()
+        except (CoordinatorError, StateError) as error:
+            self._catching_up.say_waiting(f"no first state from the coordinator yet: {error}")
+            return
+        await self.replica.install(state, self._genesis_chain, ())
+
+    async def _genesis(self) -> OuterState:
+        return await self._env.fetch_state(self._replay.memory_numel, 0)
+
+    # in the loop
+
+    def _note_recovery(self, what: str, left: int) -> None:
+        self._env.on_phase(RoundPhase.RECOVER, self.replica.position, left=left)
+
+    def _on_settled(self, settled: Settled) -> None:
+        self._decisions.put(settled)
+        self.reporter.trace(settled)
+
+    def _on_recovered(self) -> None:
+        self.reporter.recoveries += 1
+
+    def _on_leap(self) -> None:
+        """Drop open work that belongs to the position before; at the start there is none."""
+        if self._serves:
+            self.rounds.withdraw()
+            why = f"recovered to position {self.replica.position}"
+            self._decisions.put(Reset(state=self.replica.state, why=why))
+
+    def _rounds_view(self) -> RoundsView:
+        stats = self.rounds.statistics()
+        return RoundsView(phase=stats.phase, last=stats.last, encode_s=self.progress.encode_s)
+
+
+def outer_scalars(spec: RunSpec, replay: Replay) -> Callable[[int], tuple[float, float]]:
+    """Return position -> learning rate and momentum of its entry; equal on every peer."""
+    timetable, rate = spec.timetable(len(replay.fragments)), spec.inner.rate
+
+    def scalars(position: int) -> tuple[float, float]:
+        inner_lr = rate.at(timetable.steps_until(position + 1) - 1, timetable.total_steps)
+        lr, momentum = replay.method.scalars(inner_lr)
+        return fp32(lr), fp32(momentum)
+
+    return scalars
+
+
+def run_key_verifier(run_key: bytes) -> Callable[[bytes, bytes], bool]:
+    """Return (data, signature) -> whether the run's key signed it."""
+    key = Ed25519PublicKey.from_public_bytes(run_key)
+
+    def check(data: bytes, signature: bytes) -> bool:
+        try:
+            key.verify(signature, data)
+        except InvalidSignature:
+            return False
+        return True
+
+    return check

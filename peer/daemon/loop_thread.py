@@ -1,0 +1,118 @@
+"""A thread with an event loop, in which one async context stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from typing import Generic, TypeVar
+
+CLOSE_S = 20.0  # a peer that leaves waits 10 s for a last vote, 3 s and twice 5 s for goodbyes
+POLL_S = 0.1
+ASK_S = 60.0  # for a question that the loop answers at once, unless the machine is suspended
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+
+class LoopThread(Generic[T]):
+    """The thread in which a peer's event loop runs; the trainer's reducer owns it.
+
+    `value` is what the context gave. It belongs to the loop: the methods below are the only ways
+    across, besides reads of single attributes.
+    """
+
+    def __init__(
+        self, context: AbstractAsyncContextManager[T], stopping: threading.Event | None = None
+    ) -> None:
+        """Start the thread, and return once the context is entered.
+
+        Args:
+            context: entered and left in the loop.
+            stopping: ends the wait, from another thread or a signal handler.
+
+        Raises:
+            KeyboardInterrupt: `stopping` was set while the context was being entered.
+            Exception: whatever entering raised.
+        """
+        self.stopping = stopping or threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._entered: Future[T] = Future()
+        self._failure: Exception | None = None
+        self._holding = self._loop.create_task(self._hold(context))
+        self._thread = threading.Thread(target=self._run, name="atoll-peer", daemon=True)
+        self._thread.start()
+        try:
+            while not self._entered.done():
+                if self.stopping.is_set():
+                    raise KeyboardInterrupt
+                futures.wait([self._entered], timeout=POLL_S)
+            self.value = self._entered.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, function: Callable[[], R]) -> R:
+        """Call a function in the loop and return its result."""
+
+        async def call() -> R:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=ASK_S)
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the loop, without waiting for it.
+
+        Raises:
+            RuntimeError: the loop has ended.
+        """
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def close(self) -> None:
+        """Leave the context and end the thread. Idempotent.
+
+        Raises:
+            Exception: whatever leaving raised.
+        """
+        if self._thread.is_alive():
+            self.post(self._end)
+            self._thread.join(timeout=CLOSE_S)
+        if self._thread.is_alive():
+            _log.warning("the peer did not leave within %.0f s; cancelling", CLOSE_S)
+            self.post(self._holding.cancel)
+            self._thread.join(timeout=CLOSE_S)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self) -> None:
+        async def wait() -> None:
+            await self._holding
+
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(wait())
+
+    def _end(self) -> None:
+        """Leave; if the context is still being entered, abandon that."""
+        if self._entered.done():
+            self._closing.set()
+        else:
+            self._holding.cancel()
+
+    async def _hold(self, context: AbstractAsyncContextManager[T]) -> None:
+        try:
+            async with context as value:
+                self._entered.set_result(value)
+                await self._closing.wait()
+        except BaseException as error:
+            if not self._entered.done():
+                self._entered.set_exception(error)
+            elif isinstance(error, Exception):
+                self._failure = error

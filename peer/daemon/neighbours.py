@@ -1,0 +1,119 @@
+"""The other peers of a run: who they are, where they are, and this peer's own record among them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from atoll.dht.node import Node
+from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.transport import TransportError
+from atoll.optim.log.entry import Elector
+from atoll.peer.daemon.options import LinkRates
+from atoll.peer.daemon.progress import TrainerView
+from atoll.peer.rounds.messages import PROTOCOL
+
+RECORD_TTL_S = 20.0  # rounds expect a dead peer for at most this long
+CONNECT_S = 10.0  # libp2p does not dial again for 5 s after a failure
+ADDRESSES_KEPT = 2  # of each peer: more would crowd other peers out of an invite's sixteen
+
+ROSTER_ERRORS = (RosterError, TransportError, TimeoutError, OSError)
+
+
+class WatchedRoster:
+    """A `Roster` that answers at once with what the last look at the DHT gave.
+
+    A look into the DHT takes as long as the slowest node that is asked: three seconds while one of
+    them is dead, as after a peer or the coordinator was killed. A round must not wait for that, and
+    need not: it asks the peers that it expects itself.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        """Watch the roster in the DHT; the owner calls `look` every few seconds."""
+        self._roster = roster
+        self._last: dict[str, PeerRecord] | None = None
+
+    async def publish(self, record: PeerRecord, ttl_s: float) -> None:
+        """Store our record."""
+        await self._roster.publish(record, ttl_s)
+
+    async def peers(self) -> dict[str, PeerRecord]:
+        """Return the peers of the last look; look if there was none."""
+        return self._last if self._last is not None else await self.look()
+
+    @property
+    def seen(self) -> list[PeerRecord]:
+        """The peers of the last look; none before the first."""
+        return list((self._last or {}).values())
+
+    async def look(self) -> dict[str, PeerRecord]:
+        """Return the peers that are in the run now.
+
+        Raises:
+            RosterError, TransportError, TimeoutError: the DHT did not answer.
+        """
+        self._last = await self._roster.peers()
+        return self._last
+
+    async def leave(self) -> None:
+        """Withdraw our record."""
+        await self._roster.leave()
+
+
+class Neighbours:
+    """Keeps connections to the other peers, and this peer's record where they look for it."""
+
+    def __init__(
+        self,
+        node: Node,
+        me: Elector,
+        rates: LinkRates,
+        *,
+        keep_addresses: Callable[[Sequence[str]], None],
+    ) -> None:
+        """Pass addresses of peers that are here to `keep_addresses`."""
+        self.roster = WatchedRoster(node.roster)
+        self._node = node
+        self._me = me
+        self._rates = rates
+        self._keep_addresses = keep_addresses
+
+    async def publish(self, epoch: int, position: int, view: TrainerView) -> None:
+        """Publish where this peer is; if the DHT does not take it, the next time will do."""
+        record = PeerRecord(
+            peer_id=self._me.peer_id,
+            addresses=tuple(self._node.addresses),
+            incarnation=self._me.incarnation,
+            role="trainer",
+            epoch=epoch,
+            position=position,
+            tokens_per_s=view.tokens_per_s,
+            uplink_mbit_s=self._rates.uplink_mbit_s,
+            downlink_mbit_s=self._rates.downlink_mbit_s,
+            ready_in_s=view.ready_in_s,
+            step_s=view.step_s,
+            protocol=PROTOCOL,
+        )
+        with suppress(*ROSTER_ERRORS):
+            await self.roster.publish(record, RECORD_TTL_S)
+
+    async def connect(self, roster_peers: Callable[[], Awaitable[dict[str, PeerRecord]]]) -> None:
+        """Look who is here, and connect to all of `roster_peers`."""
+        with suppress(*ROSTER_ERRORS):
+            await self.roster.look()
+        records = await roster_peers()
+        others = [r for peer, r in records.items() if peer != self._me.peer_id]
+        self._keep_addresses([a for r in others for a in r.addresses[:ADDRESSES_KEPT]])
+        await asyncio.gather(*(self._dial(record) for record in others))
+
+    async def _dial(self, record: PeerRecord) -> None:
+        with suppress(TransportError, TimeoutError, ValueError):
+            await self._node.transport.connect(
+                record.peer_id, record.addresses, timeout_s=CONNECT_S
+            )
+
+    def paces_s(self) -> list[float]:
+        """Return the seconds a step takes each other trainer that reports them; in any thread."""
+        others = (r for r in self.roster.seen if r.peer_id != self._me.peer_id)
+        return [r.step_s for r in others if r.role == "trainer" and r.step_s > 0]

@@ -1,0 +1,43 @@
+"""What the owner of a peer decides about its place in the network; none of it changes the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atoll.coordinator.run.invite import Invite
+
+MAX_NAME_CHARS = 64  # dashboards have narrow columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRates:
+    """A peer's internet link as its owner declared it; 0 if unknown."""
+
+    uplink_mbit_s: float = 0.0
+    downlink_mbit_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """How a peer joins a run."""
+
+    invite: Invite
+    state_dir: Path
+    name: str = ""
+    """shown on the dashboard"""
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    """addresses for others to dial, if they differ from `listen`"""
+    rates: LinkRates = field(default_factory=LinkRates)
+
+    def __post_init__(self) -> None:
+        """Refuse a name that the coordinator would refuse.
+
+        Raises:
+            ValueError: the name is too long.
+        """
+        if len(self.name) > MAX_NAME_CHARS:
+            raise ValueError(
+                f"expected a name of at most {MAX_NAME_CHARS} characters, got {len(self.name)}"
+            )

@@ -1,0 +1,248 @@
+"""A peer's network side: everything that runs in its event loop.
+
+    joins the coordinator by the invite, or resumes an earlier membership without it;
+    starts the DHT node; takes part in the run's rounds (`RunKind`: by log, or by gossip);
+    keeps its record in the roster, its connections and its heartbeats; leaves cleanly.
+
+A peer that is cut off from the coordinator trains on; one that is cut off from everybody keeps
+trying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from atoll.coordinator.rpc.client import CoordinatorClient, Joined
+from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.admission import AdmissionCheck
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.phases import OnPhase
+from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.identity import Identity
+from atoll.dht.node import Node
+from atoll.dht.roster import PeerRecord
+from atoll.optim.log.entry import Elector
+from atoll.peer.daemon.announcer import Announcer
+from atoll.peer.daemon.background import background_threads
+from atoll.peer.daemon.enrolment import Enrolment
+from atoll.peer.daemon.environment import Environment
+from atoll.peer.daemon.heartbeats import Heartbeats
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.membership import StateDirectory
+from atoll.peer.daemon.neighbours import Neighbours
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.outbox import Outbox
+from atoll.peer.daemon.peer_tasks import PeerTasks
+from atoll.peer.daemon.ports import expect_free
+from atoll.peer.daemon.progress import TrainerProgress
+from atoll.peer.daemon.run_reducer import RunReducer
+from atoll.peer.paths import PeerPaths
+
+RECORD_EVERY_S = 5.0  # three misses fit in the 20 s that a record lives
+CONNECT_EVERY_S = 2.0
+GOODBYE_S = 5.0  # for each step of leaving; what does not answer by then is left behind
+
+
+class RunKind(Protocol):
+    """What a peer does in its run, by the kind of the run's method: with a log, or by gossip."""
+
+    progress: TrainerProgress
+    heartbeats: Heartbeats
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this peer is in."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Entries applied; by gossip, the round."""
+        ...
+
+    def reducer(self, thread: LoopThread[Peer]) -> RunReducer:
+        """Return the trainer's side, which then owns the thread."""
+        ...
+
+    async def run(self) -> None:
+        """Take part in rounds, for ever."""
+        ...
+
+    async def roster_peers(self) -> dict[str, PeerRecord]:
+        """Return the peers in the run, as far as they were seen."""
+        ...
+
+    def look(self) -> None:
+        """Report what people should know of the swarm; called every few seconds."""
+        ...
+
+    def stored_all(self) -> bool:
+        """Return whether the coordinator has all that this peer has to give it."""
+        ...
+
+    async def hand_over(self) -> None:
+        """Let the coordinator have what it lacks, before the rounds end."""
+        ...
+
+    async def leave(self) -> None:
+        """Take part no longer."""
+        ...
+
+
+StartRun = Callable[[Environment, Joined | None], Awaitable[RunKind]]
+"""What returns a `RunKind` that holds a state."""
+
+
+class Peer:
+    """One peer of one run, from `open` until its block ends."""
+
+    def __init__(self, env: Environment, run: RunKind) -> None:
+        """Use `open`."""
+        self.run = run
+        self._env = env
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        options: PeerOptions,
+        start_run: Callable[[RunSpec], StartRun],
+        *,
+        on_event: Callable[[Level, str], None],
+        on_phase: OnPhase,
+    ) -> AsyncIterator[Peer]:
+        """Join and recover, hold rounds while the block runs, then leave.
+
+        Args:
+            options: what the peer's owner decides.
+            start_run: what starts the kind of run that a spec asks for.
+            on_event: takes what a person may want to read; called in the loop and the trainer.
+            on_phase: takes the part of a round that this peer is in, and its position; in the loop.
+
+        Raises:
+            LinkError: the state directory is not usable.
+            CoordinatorError: the coordinator refuses this peer.
+            PortInUse: the peer cannot listen where it should.
+        """
+        async with AsyncExitStack() as stack:
+            env, joined = await _environment(stack, options, on_event, on_phase)
+            peer = cls(env, await start_run(env.spec)(env, joined))
+            env.tasks.keep(peer.run.run)
+            env.tasks.keep(peer.run.heartbeats.keep)
+            env.tasks.keep(peer._keep_record)
+            env.tasks.keep(peer._keep_connected)
+            yield peer
+            await peer._leave()
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's PeerID."""
+        return self._env.me.peer_id
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run's spec."""
+        return self._env.spec
+
+    @property
+    def position(self) -> int:
+        """Entries applied; by gossip, the round."""
+        return self.run.position
+
+    def paces_s(self) -> list[float]:
+        """Return the seconds a step takes each other trainer that reports them; in any thread."""
+        return self._env.neighbours.paces_s()
+
+    async def _keep_record(self) -> None:
+        while True:
+            view = self.run.progress.view()
+            await self._env.neighbours.publish(self.run.epoch, self.run.position, view)
+            self.run.look()
+            await asyncio.sleep(RECORD_EVERY_S)
+
+    async def _keep_connected(self) -> None:
+        while True:
+            await self._env.neighbours.connect(self.run.roster_peers)
+            await asyncio.sleep(CONNECT_EVERY_S)
+
+    async def _leave(self) -> None:
+        """Leave the rounds and the coordinator; closing the node leaves roster and DHT."""
+        self.run.progress.leaving = True
+        await self.run.hand_over()
+        # The heartbeats end first: one after the goodbye would take this peer in again.
+        await self._env.tasks.end(GOODBYE_S)
+        with suppress(CoordinatorError, TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self.run.heartbeats.leave()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self.run.leave()
+
+
+async def _environment(
+    stack: AsyncExitStack,
+    options: PeerOptions,
+    on_event: Callable[[Level, str], None],
+    on_phase: OnPhase,
+) -> tuple[Environment, Joined | None]:
+    """Join and start the node; `stack` closes all of it, the last first."""
+    invite = options.invite
+    paths = PeerPaths(root=options.state_dir)
+    directory = stack.enter_context(closing(StateDirectory(paths, invite.run_id)))
+    identity = Identity.load_or_create(paths.identity)
+    me = Elector(
+        peer_id=identity.peer_id,
+        incarnation=f"{random.SystemRandom().getrandbits(128):032x}",
+    )
+    expect_free(options.listen, remedy="name another with --listen, or port 0 for any")
+    client = CoordinatorClient(invite, identity, version=version("atoll"))
+    outbox = Outbox()
+    announcer = Announcer(on_event, outbox, client.now_s)
+    threads = background_threads(2, "atoll-work")
+    stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+    # The group closes last, although its tasks end first: one that hangs keeps nothing else open.
+    tasks = await stack.enter_async_context(PeerTasks(lambda text: announcer.say("error", text)))
+    files = stack.enter_context(ExitStack())
+    stack.push_async_callback(client.close)
+    enrolment, joined = await Enrolment.open(client, directory, invite, announcer.show)
+    node = await Node.start(
+        paths.identity,
+        run_id=invite.run_id.hex(),
+        listen_maddrs=options.listen,
+        announce_maddrs=options.announce,
+        bootstrap=enrolment.membership.bootstrap,
+        admission=enrolment.membership.admission,
+        check=AdmissionCheck(invite.run_key, invite.run_id, clock=client.now_s),
+        clock_offset_s=client.clock_offset_s,
+    )
+    stack.push_async_callback(node.close)
+    stack.push_async_callback(tasks.end, GOODBYE_S)
+    env = Environment(
+        options=options,
+        me=me,
+        identity=identity,
+        paths=paths,
+        files=files,
+        client=client,
+        enrolment=enrolment,
+        node=node,
+        neighbours=Neighbours(node, me, options.rates, keep_addresses=enrolment.keep_addresses),
+        outbox=outbox,
+        tasks=tasks,
+        say=announcer.say,
+        on_phase=on_phase,
+        compute=_compute_in(threads),
+    )
+    return env, joined
+
+
+def _compute_in(threads: ThreadPoolExecutor) -> Callable[..., Any]:
+    async def compute(function: Callable[..., Any], /, *arguments: Any) -> Any:  # noqa: ANN401
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+
+    return compute

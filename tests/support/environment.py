@@ -1,0 +1,71 @@
+"""A peer's environment without a network: what reports and heartbeats are given."""
+
+import types
+from contextlib import ExitStack
+from pathlib import Path
+
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.testing.virtualtime import inline
+from atoll.peer.daemon.environment import Environment
+from atoll.peer.daemon.options import LinkRates, PeerOptions
+from atoll.peer.daemon.outbox import Outbox
+from atoll.peer.daemon.progress import TrainerProgress, TrainerView
+from atoll.peer.daemon.reporting import RoundsView
+from atoll.peer.paths import PeerPaths
+
+NOBODY = Invite(
+    addresses=("127.0.0.1:9",), run_id=b"\x01" * 32, run_key=bytes(32), tls_sha256=bytes(32)
+)
+
+
+def spec_of(rounds=0):
+    return RunSpec.from_dict({"run": {"rounds": rounds}})
+
+
+def environment(me, *, rates=None, rounds=0, **changes):
+    """An environment of a peer `ann`, with nothing on the wire."""
+    wire = types.SimpleNamespace(wire_bytes_sent=0, wire_bytes_received=0)
+    transport = types.SimpleNamespace(admission=b"old", statistics=lambda: wire, wire=wire)
+    enrolment = changes.pop("enrolment", types.SimpleNamespace())
+    enrolment.membership = types.SimpleNamespace(spec=spec_of(rounds))
+    options = PeerOptions(
+        invite=NOBODY, state_dir=Path("nowhere"), name="ann", rates=rates or LinkRates()
+    )
+    parts = {
+        "options": options,
+        "me": me,
+        "identity": None,
+        "paths": PeerPaths(root=options.state_dir),
+        "files": ExitStack(),
+        "client": None,
+        "enrolment": enrolment,
+        "node": types.SimpleNamespace(transport=transport, bootstrap=()),
+        "neighbours": None,
+        "outbox": Outbox(),
+        "tasks": None,
+        "say": lambda level, text, key=None: None,
+        "on_phase": lambda phase, position, left=None: None,
+        "compute": inline,
+    }
+    return Environment(**(parts | changes))
+
+
+def started(view=None, *, has_started=True):
+    """The progress of a trainer that reports a view."""
+    spec = spec_of()
+    progress = TrainerProgress(spec, spec.method(), 1)
+    progress.watch(lambda: view or TrainerView())
+    if has_started:
+        progress.start()
+    return progress
+
+
+def rounds_view(rounds, encode_s=0.0):
+    """How rounds go, as a run with a log reports it."""
+
+    def view():
+        stats = rounds.statistics()
+        return RoundsView(phase=stats.phase, last=stats.last, encode_s=encode_s)
+
+    return view

@@ -1,7 +1,7 @@
-"""What every codec is: a tensor in, a frame of bytes out, and back.
+"""Interface of codecs: a tensor to a frame of bytes, and back.
 
 A codec is a frozen dataclass; its fields are its parameters, and its spec string
-names it completely (``parse(codec.spec) == codec``).
+names it completely (`parse(codec.spec) == codec`).
 
 Errors::
 
@@ -11,22 +11,22 @@ Errors::
 Wire format (little endian), the same for all codecs::
 
     offset  size  field
-    0       1     codec number (``Codec.code``)
-    1       1     format version of the codec (``Codec.version``)
+    0       1     codec number (`Codec.code`)
+    1       1     format version of the codec (`Codec.version`)
     2       2     low half of CRC-32("spec|count"): which parameters, which shape
     4       4     checksum over bytes 0..3 and the payload
     8       ...   payload, laid out by the codec
 
 The checksum is the CRC-32 of bytes 0..3, then for each whole segment of 32 KiB of the payload,
 read as 64 rows of 64 signed 64-bit words, the 64 sums of its rows and the 64 sums of its columns
-(64 bits, carry dropped), then the rest of the payload as it is.  Sums are twice as fast as
+(64 bits, carry dropped), then the rest of the payload as it is. Sums are twice as fast as
 a CRC.  What changes one word changes a row and a column; only four words or more, in a
 rectangle and by equal amounts, could keep all sums.
 
 A receiver MUST check the length against `Codec.wire_bytes` before it allocates
 anything, and the checksum before it reads the payload.
 
-A tensor with NaN or infinity has no encoding.  An empty tensor has a frame with an
+A tensor with NaN or infinity has no encoding. An empty tensor has a frame with an
 empty payload.
 """
 
@@ -314,7 +314,7 @@ class Codec(ABC):
     def _write_sealed(
         self, x_N: Tensor, dims: Dims, payload: Tensor, seal: Checksum | None
     ) -> Tensor:
-        """As `_write`, on the CPU; `seal`, if any, may be told how far the payload is final."""
+        """Write a payload on the CPU; `seal`, if given, is called with the length that is final."""
         return self._write(x_N, dims, payload)
 
     @abstractmethod
@@ -322,13 +322,13 @@ class Codec(ABC):
         """Decode to `out_N`, same device; refuse what no encoder writes and would do harm."""
 
     def _write_rows(self, x_RN: Tensor, payload_RB: Tensor) -> Tensor:
-        """As `_write`, a payload a row; rows of `payload_RB` are aligned to 8."""
+        """Write one payload per row; rows of `payload_RB` are aligned to 8."""
         dims = (x_RN.shape[1],)
         pairs = zip(x_RN.unbind(0), payload_RB.unbind(0), strict=True)
         return peak(torch.stack([self._write(x_N, dims, payload) for x_N, payload in pairs]))
 
     def _read_rows(self, payload_RB: Tensor, out_RN: Tensor) -> None:
-        """As `_read`, a payload a row."""
+        """Read one payload per row."""
         for payload, out_N in zip(payload_RB.unbind(0), out_RN.unbind(0), strict=True):
             self._read(payload, tuple(out_N.shape), out_N)
 

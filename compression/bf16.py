@@ -1,6 +1,6 @@
 """`bf16`: the upper half of fp32, rounded to nearest even.
 
-Payload: one bfloat16 for each value.  Values beyond the largest bf16 become that.
+Payload: one bfloat16 for each value. Values beyond the largest bf16 become that.
 """
 
 from __future__ import annotations

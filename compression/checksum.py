@@ -22,7 +22,7 @@ def of_rows(payload_RB: Tensor, head: bytes) -> list[int]:
 
 
 class Checksum:
-    """Of a payload (uint8, CPU, aligned to 8), taken as the payload grows or at the end.
+    """Checksum of a payload (uint8, CPU, aligned to 8), updated as it grows or taken at the end.
 
     What was just written is still in cache: summing it then costs half.
     """

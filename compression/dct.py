@@ -2,8 +2,8 @@
 
 Blocks: a tensor of two or more dimensions is the matrix [dims[0], rest] in blocks of 64 x 64,
 padded with zeros; or, where that takes fewer blocks (and for vectors), its flattened values in
-runs of 4,096, each read as 64 x 64.  Each of the B blocks sends K = ceil(k N / (4096 B))
-coefficients, so padding costs no bytes.  Where bf16 values are no longer than that (a handful
+runs of 4,096, each read as 64 x 64. Each of the B blocks sends K = ceil(k N / (4096 B))
+coefficients, so padding costs no bytes. Where bf16 values are no longer than that (a handful
 of values), they are sent instead.
 
 Payload::
@@ -15,12 +15,12 @@ Payload::
 
 or one bf16 for each value.
 
-The transform is DCT-II, orthonormal.  Decoding must give the same bits everywhere, so the basis
+The transform is DCT-II, orthonormal. Decoding must give the same bits everywhere, so the basis
 is rounded to integers, C = round(cos-basis 2^20), and both passes add integers in float64: with
-codes of at most 128 every partial sum is below 2^53, and exact in any order.  The result is
+codes of at most 128 every partial sum is below 2^53, and exact in any order. The result is
 rounded to fp32 once, and multiplied by scale / 2^40.
 
-Source: DeMo, arXiv:2411.19870.  Departures: padding in place of divisors of the
+Source: DeMo, arXiv:2411.19870. Departures: padding in place of divisors of the
 dimensions (which fail for odd vocabularies), 12-bit indices and 8-bit values in place of 64 + 32
 bits, any number of dimensions.
 """
@@ -124,7 +124,6 @@ class Dct(CoordinateCodec):
         )
 
     def encode_pieces(self, x_N: Tensor, shapes: Sequence[Dims]) -> list[bytes]:
-        """As `Codec.encode_pieces`; blocks that send equally many coefficients go together."""
         if x_N.device.type != "cpu":
             return super().encode_pieces(x_N, shapes)
         frames = [bytearray(self.wire_bytes(dims)) for dims in shapes]
@@ -136,7 +135,6 @@ class Dct(CoordinateCodec):
         return [bytes(frame) for frame in frames]
 
     def decode_pieces(self, frames: Sequence[Frame], shapes: Sequence[Dims], out_N: Tensor) -> None:
-        """As `Codec.decode_pieces`; blocks that have equally many coefficients go together."""
         if out_N.device.type != "cpu":
             super().decode_pieces(frames, shapes, out_N)
             return
@@ -148,7 +146,6 @@ class Dct(CoordinateCodec):
         return math.prod(dims) if self._plain(dims) else self._sizes(dims)[0] * CHUNK
 
     def sparse_pieces(self, frames: Sequence[Frame], shapes: Sequence[Dims]) -> Sparse:
-        """As `CoordinateCodec.sparse_pieces`; coefficients, or of what is sent plain its values."""
         sizes = [self.num_coordinates(dims) for dims in shapes]
         places = torch.split(torch.arange(sum(sizes)), sizes)
         groups = self._groups(places, shapes, self._opened(frames, shapes))
@@ -426,7 +423,7 @@ def rows_of_few(at_BK: Tensor, code_BK: Tensor) -> Tensor:
 
 
 def rows_of_all(code_BSS: Tensor) -> Tensor:
-    """As `rows_of_few`, of blocks with all their coefficients."""
+    """Return the rows of blocks that keep all coefficients."""
     basis = integer_basis(code_BSS.device)
     return torch.matmul(code_BSS, basis, out=_room("half", tuple(code_BSS.shape), code_BSS))
 

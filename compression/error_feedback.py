@@ -1,11 +1,11 @@
 """`feedback`: a codec that sends next time what it lost this time.
 
-Payload: that of the inner codec.  The residual stays with the encoder.
+Payload: that of the inner codec. The residual stays with the encoder.
 
-For use alone, in a training loop of one's own.  A run of Atoll keeps its residuals by peer and
-weight (``[compression] feedback``), because there they must survive repairs and changes of weight.
+For use alone, in a training loop of one's own. A run of Atoll keeps its residuals by peer and
+weight (`[compression] feedback`), because there they must survive repairs and changes of weight.
 
-Source: EF-SGD, arXiv:1901.09847.  Only contractive codecs may carry feedback: an unbiased one
+Source: EF-SGD, arXiv:1901.09847. Only contractive codecs may carry feedback: an unbiased one
 adds more variance than the input has energy, and the residual grows without bound.
 """
 

@@ -1,4 +1,4 @@
-"""What codecs with one 4-bit code for each value share."""
+"""Base of codecs with one 4-bit code per value."""
 
 from __future__ import annotations
 

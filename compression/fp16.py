@@ -7,8 +7,8 @@ Payload::
     codes    fp16, one each; value = code * scale
 
 Pseudo-gradients of 1e-7 would be denormal in plain fp16 and 70,000 infinite; scaling by a
-power of two costs no precision.  An encoder brings the norm of a block, which is at most 256 times
-its largest value, to [2^14, 2^15).  A decoder refuses values that are NaN or infinite.
+power of two costs no precision. An encoder brings the norm of a block, which is at most 256 times
+its largest value, to [2^14, 2^15). A decoder refuses values that are NaN or infinite.
 """
 
 from __future__ import annotations

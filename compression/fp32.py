@@ -1,6 +1,6 @@
 """`fp32`: the values as they are.
 
-Payload: one fp32 (little endian) for each value.  For tests, baselines and small layers.
+Payload: one fp32 (little endian) for each value. For tests, baselines and small layers.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ Payload::
     codes    4 bits each: sign, then the exponent e; in runs of a tile (the last is shorter)
 
 A run of m codes is cut into four planes of L = 4 ceil(m / 16) codes, the last filled with zeros.
-It is L uint16, each with code i of every plane, that of plane 0 in the highest bits.  Shifted up
+It is L uint16, each with code i of every plane, that of plane 0 in the highest bits. Shifted up
 and two down again a code is the sign and the exponent of an fp16.
 
 value = 0 for e = 0, else +-2^(e - 15) * scale: the levels are 0 and amax times 2^-6 ... 1.
-Rounding is to the nearest level, but to 0 below 3/4 of the least.  Magnitudes beyond 1.3e36
+Rounding is to the nearest level, but to 0 below 3/4 of the least. Magnitudes beyond 1.3e36
 become that.
 
 Source: Streaming DiLoCo, arXiv:2501.18512 (E3M0 for outer gradients).
@@ -70,7 +70,7 @@ class Fp4(FourBitCodec):
     ) -> None:
         """Encode what `_measure` left of the same values: bits of floats rise by octaves.
 
-        32 times as high above the least, the three bits of the exponent lie below the sign.  As no
+        32 times as high above the least, the three bits of the exponent lie below the sign. As no
         magnitude is above 86 times the least, none of these is a NaN.
         """
         size_BK = scratch("size", x_BK, torch.int16)

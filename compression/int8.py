@@ -5,8 +5,8 @@ Payload::
     scales   bf16, amax / 127 of each block of `block` values
     codes    int8, one for each value; value = code * scale
 
-A decoder multiplies once in fp32, so it has the same bits everywhere.  Encoders write
-codes in -127..127; a decoder also takes -128.  An all-zero block has scale 0.
+A decoder multiplies once in fp32, so it has the same bits everywhere. Encoders write
+codes in -127..127; a decoder also takes -128. An all-zero block has scale 0.
 
 Source: 8-Bit Approximations for Parallelism in Deep Learning, arXiv:1511.04561.
 Departures: linear codes in blocks instead of a code of the whole tensor, so that one

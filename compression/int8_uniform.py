@@ -7,8 +7,8 @@ Payload, for each tile of 65,536 values (the last may be short)::
 
 the means of all tiles first, then the codes of all.
 
-Source: INTELLECT-1, arXiv:2412.01152 (the `prime` ring all-reduce).  Departures: a codebook
-for each tile, values decoded once instead of once for each hop.  Kept for comparison:
+Source: INTELLECT-1, arXiv:2412.01152 (the `prime` ring all-reduce). Departures: a codebook
+for each tile, values decoded once instead of once for each hop. Kept for comparison:
 beyond 6 sigma it is as coarse as it sounds, so heavy tails cost it 20 times the error of `int8`.
 """
 

@@ -12,7 +12,7 @@ The budget for the N values of a tile is floor(N bits / 8) bytes, within what th
 the dearest candidate take; frames always have the whole length, so `wire_bytes` is exact.
 A decoder MUST refuse choices without a candidate, and segments beyond the budget.
 
-Source: L-GreCo, arXiv:2210.17357.  Departures: the search is exact (states that are worse in both
+Source: L-GreCo, arXiv:2210.17357. Departures: the search is exact (states that are worse in both
 bytes and error are dropped, nothing is rounded) unless a front outgrows `max_states`.
 """
 
@@ -45,7 +45,7 @@ CANDIDATES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What one codec would cost for one layer."""
+    """The cost of one codec for one layer."""
 
     size: int
     """Bytes."""

@@ -3,11 +3,11 @@
 Payload: that of the codec of the layer; for a bound set of layers, the payloads of all in order,
 each padded to a multiple of 8.
 
-A run cuts its model by tensors and encodes each by `for_layer` of its name.  `bind` gives the
-codec of a flat vector of named layers.  A tensor without a name is coded as the layer "", which
+A run cuts its model by tensors and encodes each by `for_layer` of its name. `bind` gives the
+codec of a flat vector of named layers. A tensor without a name is coded as the layer "", which
 only the pattern "*" matches.
 
-Spec: ``mixed(*norm*=fp32, *.bias=fp16, *=int4)``; patterns as in `fnmatch`, case matters.
+Spec: `mixed(*norm*=fp32, *.bias=fp16, *=int4)`; patterns as in `fnmatch`, case matters.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Payload::
     scales   bf16, the largest magnitude of each block of `block` values
     codes    4 bits each, index into `LEVELS`; packed as `atoll.compression.kernels.planes`
 
-Source: QLoRA, arXiv:2305.14314 (NF4; its table).  Departures: 16-bit scales, which is a quarter
+Source: QLoRA, arXiv:2305.14314 (NF4; its table). Departures: 16-bit scales, which is a quarter
 of a bit less a value; the nearest level is looked up (see `atoll.compression.kernels.lookup`).
 """
 

@@ -8,15 +8,15 @@ Payload::
 
     factors   payload of the codec `values` for P [rows, rank] then Q [columns, rank], row-major
 
-or one fp32 for each value.  M = P Q^T is summed as `rank` outer products in order, each an
+or one fp32 for each value. M = P Q^T is summed as `rank` outer products in order, each an
 fp32 multiplication and an fp32 addition, so it has the same bits everywhere.
 
-The codec alone starts from a fixed Q and takes `iterations` steps of the power method.  In
+The codec alone starts from a fixed Q and takes `iterations` steps of the power method. In
 rounds the two phases are exchanged one after the other and Q stays warm
 (`atoll.optim.reduction.lowrank`):
 P and Q are linear in the matrix, so they are averaged as dense tensors are.
 
-Source: PowerSGD, arXiv:1905.13727.  Departures: the factors may travel in any elementwise codec;
+Source: PowerSGD, arXiv:1905.13727. Departures: the factors may travel in any elementwise codec;
 vectors are folded into matrices.
 """
 

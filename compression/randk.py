@@ -6,8 +6,8 @@ Payload::
     values   payload of the codec `values` for all entries
 
 Entry j of chunk c is the value at (a j + b) mod size of the chunk, with a (coprime to the size)
-and b from splitmix64(seed + c).  So the indices are distinct and each value is drawn with
-probability k / size over seeds.  Peers that encode with the same seed send the same
+and b from splitmix64(seed + c). So the indices are distinct and each value is drawn with
+probability k / size over seeds. Peers that encode with the same seed send the same
 indices, and a reducer adds values.
 
 Variants::
@@ -17,7 +17,7 @@ Variants::
 
 Scaled values beyond the largest fp32 become that.
 
-Source: MASHA, arXiv:2110.03313 (random-k with shared randomness).  Departure: chunks, and an
+Source: MASHA, arXiv:2110.03313 (random-k with shared randomness). Departure: chunks, and an
 affine sequence in place of a generator's permutation, which differs between devices.
 """
 

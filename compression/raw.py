@@ -1,6 +1,6 @@
 """Codecs that store each value as a float: the base of `fp32` and `bf16`.
 
-Payload: one float for each value.  Values beyond the largest of the stored type become that.
+Payload: one float for each value. Values beyond the largest of the stored type become that.
 
 A decoder refuses NaN and infinity.
 """

@@ -7,7 +7,7 @@ Payload::
 
 value = +-64 * scale; zero counts as positive.
 
-Source: Distributed Lion, arXiv:2404.00438 (signs both ways).  Departure: the scale, which
+Source: Distributed Lion, arXiv:2404.00438 (signs both ways). Departure: the scale, which
 makes the codec contractive for gradients as well as for Lion's updates.
 """
 

@@ -1,4 +1,4 @@
-"""What sparse codecs share: chunks of 4,096, 12-bit indices, and merging.
+"""Base of sparse codecs: chunks of 4,096 values, 12-bit indices, and merging.
 
 A sparse codec sends values at indices; a reducer can add without ever being dense: it merges
 index sets (`merge`), and sends the union on with `TopK(k=members * k)`, which keeps every
@@ -109,7 +109,6 @@ class SparseCodec(CoordinateCodec):
         return math.prod(dims)
 
     def sparse_pieces(self, frames: Sequence[Frame], shapes: Sequence[Dims]) -> Sparse:
-        """As `CoordinateCodec.sparse_pieces`, of pieces of one length."""
         return self.sparse_rows(frames, math.prod(shapes[0]))
 
     def restore_pieces(self, all_D: Tensor, shapes: Sequence[Dims], out_N: Tensor) -> None:

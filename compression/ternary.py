@@ -8,7 +8,7 @@ Payload::
 Digits are cut into planes as in `atoll.compression.kernels.planes` (plane 0 the lowest digit).
 They
 come out from the highest on: d4 is the integer nearest to byte / 81, d3 that to the rest / 27
-and so on.  Encoders write -121..121; a decoder takes every byte (at the ends of the range d4
+and so on. Encoders write -121..121; a decoder takes every byte (at the ends of the range d4
 is then 2 or -2).
 
 Variants::
@@ -19,7 +19,7 @@ Variants::
     ternary(stochastic=False)  contractive: |x| above 0.7 mean |x| becomes its block's mean
 
 Source: TernGrad, arXiv:1705.07878; the deterministic rule is that of Ternary Weight Networks,
-arXiv:1605.04711.  Departure: blocks of a tile, the layer in a reduction by cells.
+arXiv:1605.04711. Departure: blocks of a tile, the layer in a reduction by cells.
 """
 
 from __future__ import annotations

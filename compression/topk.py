@@ -7,7 +7,7 @@ Payload::
 
 Of equal magnitudes any may be taken.
 
-Source: SparseLoCo (top-k in chunks, 2-bit values).  Departure: chunks are consecutive values
+Source: SparseLoCo (top-k in chunks, 2-bit values). Departure: chunks are consecutive values
 of the flattened tensor, also of matrices; so a chunk never straddles two cells of a reduction.
 """
 
@@ -104,13 +104,11 @@ class TopK(SparseCodec):
         return torch.cat(indices), torch.cat(values)
 
     def encode_rows(self, x_RN: Tensor) -> list[bytes]:
-        """As `Codec.encode_rows`; what was selected of all rows is encoded at once."""
         if not self._is_regular(x_RN):
             return super().encode_rows(x_RN)
         return self._seal_rows(self._write_frames(self.choose_rows(x_RN)), (x_RN.shape[1],))
 
     def encode_sparse_rows(self, x_RN: Tensor) -> tuple[list[bytes], Sparse]:
-        """As `SparseCodec.encode_sparse_rows`; indices need not be read back."""
         if not self._is_regular(x_RN):
             return super().encode_sparse_rows(x_RN)
         return self.encode_chosen(self.choose_rows(x_RN))
@@ -138,7 +136,6 @@ class TopK(SparseCodec):
         return self._seal_rows(frames_RB, (chosen.shape[1],)), sent
 
     def decode_rows(self, frames: Sequence[Frame], out_RN: Tensor) -> None:
-        """As `Codec.decode_rows`; all rows are read at once."""
         if not self._is_regular(out_RN):
             super().decode_rows(frames, out_RN)
             return
@@ -146,7 +143,6 @@ class TopK(SparseCodec):
         out_RN.zero_().view(-1).scatter_(0, sent.indices, sent.values)
 
     def sparse_rows(self, frames: Sequence[Frame], numel: int) -> Sparse:
-        """As `SparseCodec.sparse_rows`; all rows are read at once."""
         if not self.go_together(numel):
             return super().sparse_rows(frames, numel)
         values_RB, _, indices_RB = self._sections(self._open_rows(frames, (numel,)), numel)
@@ -185,11 +181,11 @@ class TopK(SparseCodec):
         return indices.view(-1, num_entries(min(numel, CHUNK), self.k))
 
     def _is_regular(self, x_RN: Tensor) -> bool:
-        """Whether rows can be worked on together."""
+        """Return whether rows can be processed together."""
         return x_RN.device.type == "cpu" and self.go_together(x_RN.shape[1])
 
     def go_together(self, numel: int) -> bool:
-        """Whether rows of so many values can: of whole chunks, or of a part of one."""
+        """Return whether rows of `size` values can: whole chunks, or a part of one."""
         if not numel or (numel > CHUNK and numel % CHUNK):
             return False
         return self.wire_bytes(numel) % 8 == 0
@@ -253,7 +249,7 @@ def select(x_M: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def select_short(x_RN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `select`, of rows that are shorter than a chunk."""
+    """Select from rows that are shorter than a chunk."""
     indices_RK = x_RN.abs().topk(k, dim=1, sorted=False).indices.sort(1).values
     return indices_RK.view(-1), x_RN.gather(1, indices_RK).view(-1)
 
@@ -278,9 +274,9 @@ def largest_of_chunks(x_CM: Tensor, k: int) -> Tensor:
 
 
 def _largest_on_cpu(x_CM: Tensor, k: int) -> Tensor:
-    """As `largest_of_chunks`, of equal magnitudes the first: a quarter of the time of topk.
+    """Return the largest of each chunk, first among equals; takes a quarter of torch.topk's time.
 
-    The k-th largest of the maxima of groups is a bound below which nothing is chosen.  What is
+    The k-th largest of the maxima of groups is a bound below which nothing is chosen. What is
     left, about 70 of 4,096 for k = 64, lies in the groups whose maxima reach it, and is sorted as
     integers.  numpy does both many at once.
     """
@@ -302,7 +298,7 @@ def _candidates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what reaches the bounds, and where that of each chunk begins.
 
-    Of each value a key: its chunk, how far it is below the largest magnitude, its index.  They
+    Of each value a key: its chunk, how far it is below the largest magnitude, its index. They
     rise.
     """
     groups = most_CG.shape[1]

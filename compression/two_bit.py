@@ -8,7 +8,7 @@ Payload::
 The bins are `width` sigma wide; the outer two reach to infinity.
 
 Source: SparseLoCo (four bins over 6 sigma) and MuLoCo, arXiv:2505.23725 (2 bits need a
-statistical codebook).  Departure: blocks, with 16-bit means; the paper takes a whole tensor.
+statistical codebook). Departure: blocks, with 16-bit means; the paper takes a whole tensor.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class TwoBit(BlockCodec):
         look_up(code_M, scales_RS, size, out_RN.view(-1))
 
     def _is_block(self, size: int) -> bool:
-        """Whether rows of `size` values are one block each."""
+        """Return whether rows of `size` values are one block each."""
         return size <= self.block
 
     def _bins(self, x_BK: Tensor, factors_BF: Tensor) -> Tensor:

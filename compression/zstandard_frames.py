@@ -5,7 +5,7 @@ Payload::
     0      1   0: as it is; 1: one zstd frame that states its content size
     1      ... the inner codec's payload, or the zstd frame
 
-The length varies; `wire_bytes` is an upper bound.  A decoder MUST refuse a zstd frame whose stated
+The length varies; `wire_bytes` is an upper bound. A decoder MUST refuse a zstd frame whose stated
 content size is not the inner payload's, before it inflates it.
 """
 

@@ -17,7 +17,7 @@ from atoll.optim.state.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What a peer learned in one window. Frozen until a commit settles it."""
+    """The result of one window of a peer; frozen until a commit settles it."""
 
     fragment: int = 0
     """Which fragment of the model; 0 where the whole model syncs together."""
@@ -45,13 +45,13 @@ class Contribution:
 
     @property
     def delta_N(self) -> Tensor:  # noqa: N802
-        """See `delta`; computed at each call, if it is not there."""
+        """Return `delta`, computing it at each call if it is not stored."""
         return self.delta if isinstance(self.delta, Tensor) else self.delta()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """One decided entry of the log, as a method needs it."""
+    """A decided entry of the log, as a method needs it."""
 
     fragment: int = 0
     """The fragment that it moved."""
@@ -93,7 +93,7 @@ class Reducer(Protocol):
 
     @property
     def fragments(self) -> Sequence[Fragment]:
-        """How the group's method cuts the layout; known after `start`."""
+        """Return the fragments of the group's method; known after `start`."""
         ...
 
     def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:

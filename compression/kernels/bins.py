@@ -46,7 +46,7 @@ def store_counts(bins_BK: Tensor, sums_6B: Sequence[Tensor]) -> None:
 def bin_means(shares_6B: Tensor) -> Tensor:
     """Return the mean of t in each bin (-inf, 1), [1, 2), [2, 3), [3, inf), [B, 4].
 
-    Takes the sums divided by the length of a row; the mean of t is 2.  An empty bin has an edge.
+    Takes the sums divided by the length of a row; the mean of t is 2. An empty bin has an edge.
     """
     low_B, high_B, both_B = shares_6B[3:]
     zero_B = torch.zeros_like(low_B)

@@ -97,7 +97,6 @@ class BlockCodec(Codec):
         """Decode to `out_M`; its last block may be short."""
 
     def encode_rows(self, x_RN: Tensor) -> list[bytes]:
-        """As `Codec.encode_rows`; rows of a tile each are encoded as the tiles of one tensor."""
         if not self._is_tiles(x_RN):
             return super().encode_rows(x_RN)
         numel = x_RN.numel()
@@ -109,7 +108,6 @@ class BlockCodec(Codec):
         return self._seal_rows(frames_RB, (TILE,))
 
     def decode_rows(self, frames: Sequence[Frame], out_RN: Tensor) -> None:
-        """As `Codec.decode_rows`; rows of a tile each are decoded as the tiles of one tensor."""
         if not self._is_tiles(out_RN):
             super().decode_rows(frames, out_RN)
             return
@@ -243,8 +241,8 @@ def scale_blocks_(out_M: Tensor, scales_B1: Tensor, block: int) -> None:
 def steps_of(x_BK: Tensor, factors_B1: Tensor, zero: int = 0) -> Tensor:
     """Return zero + round(x * factor), at most 2^21 in magnitude, in the low bits of int32.
 
-    1.5 * 2^23 is added in the same pass; the fraction falls off.  `zero` is even, so that ties
-    fall the same way.  Reused scratch.
+    1.5 * 2^23 is added in the same pass; the fraction falls off. `zero` is even, so that ties
+    fall the same way. Reused scratch.
     """
     row_K = part(_rounder(zero, x_BK.device), 0, x_BK.shape[1])
     return torch.addcmul(row_K, x_BK, factors_B1, out=scratch("work", x_BK)).view(torch.int32)
@@ -295,8 +293,8 @@ def absmax_scales(
     """Store peak / steps of each block as bf16; return the factor from values to steps, [B, 1].
 
     With the default headroom scales lie up to 2^-7 above peak / steps, so that no code exceeds
-    `steps` although bf16 rounds to nearest, or a bound clamps the scale.  They are never below
-    `TINY`, so that the factor is finite.  Without headroom codes may exceed `steps`.  Reused
+    `steps` although bf16 rounds to nearest, or a bound clamps the scale. They are never below
+    `TINY`, so that the factor is finite. Without headroom codes may exceed `steps`. Reused
     scratch.
     """
     inverse_B1 = scratch("inverse", peaks_B1)

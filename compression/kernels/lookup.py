@@ -1,7 +1,7 @@
 """Codes that stand for the levels of a table: the nearest level by look-up, and back.
 
 The nearest level of every fp16 is kept in 65,536 bytes, so that encoding is a rounding to fp16
-and a look-up.  A value within 2^-11 of the middle of two levels may thus get the farther one.
+and a look-up. A value within 2^-11 of the middle of two levels may thus get the farther one.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def add_noise_(x: Tensor, seed: int) -> Tensor:
     """Add noise in [-1/2, 1/2] to each value, in place; return `x`.
 
     A fixed table R of random integers becomes (R xor a) b, with a and odd b drawn from the
-    seed.  Over seeds each number is exactly uniform on its 2^32 steps, and two are nearly
-    independent; it costs four passes where a generator costs twenty.  Rounded to fp32, the
+    seed. Over seeds each number is exactly uniform on its 2^32 steps, and two are nearly
+    independent; it costs four passes where a generator costs twenty. Rounded to fp32, the
     sum is right on average to 2^-23.
     """
     word = mix(seed)

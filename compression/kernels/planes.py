@@ -1,7 +1,7 @@
 """Packing of small codes, eight bytes at a time.
 
 A run of m codes is cut into planes, as many as codes go into a byte: plane j holds the codes
-[j L, (j + 1) L), where L is m / planes, rounded up to a multiple of 8.  Byte i of the packed
+[j L, (j + 1) L), where L is m / planes, rounded up to a multiple of 8. Byte i of the packed
 run holds code i of every plane; plane 0 is in the lowest bits (or is the lowest digit).
 Neighbours thus stay neighbours in all planes, and one 64-bit operation works on eight codes.
 Codes beyond m are zero.
@@ -41,7 +41,7 @@ def planes_of(codes_M: Tensor, numel: int, planes: int, zero: int = 0, run: int 
     """Store the first `numel` codes as bytes, in words of two [runs, planes, L / 2].
 
     `codes_M` has any shape and any type whose values fit int8 (fractions are cut off); bytes
-    that fill the planes are used where they are.  `zero` fills what they don't.
+    that fill the planes are used where they are. `zero` fills what they don't.
     """
     length = run or run_length(numel)
     width = planes * plane_bytes(length, planes)
@@ -59,7 +59,7 @@ def planes_of(codes_M: Tensor, numel: int, planes: int, zero: int = 0, run: int 
 def pack_(codes_M: Tensor, bits: int, out: Tensor, numel: int, zero: int = 0, run: int = 0) -> None:
     """Pack the first `numel` codes, of `bits` (1, 2 or 4) bits each, into the bytes `out`.
 
-    Codes beyond become `zero`.  Byte codes may be overwritten.  Runs are of `run` codes each, by
+    Codes beyond become `zero`. Byte codes may be overwritten. Runs are of `run` codes each, by
     default as `run_length` says.
     """
     first, *others, last = planes_of(codes_M, numel, 8 // bits, zero, run).unbind(1)
@@ -75,7 +75,7 @@ def pack_(codes_M: Tensor, bits: int, out: Tensor, numel: int, zero: int = 0, ru
 def rows_of(digits_M: Tensor, numel: int, planes: int, plane: int = 0) -> Tensor:
     """Return the first `numel` digits as [runs, planes, L], filled with zeros.
 
-    L is `plane`, or that of byte planes.  Digits that fill the planes are used where they are.
+    L is `plane`, or that of byte planes. Digits that fill the planes are used where they are.
     """
     length = run_length(numel)
     runs, width = numel // length, planes * (plane or plane_bytes(length, planes))
@@ -125,7 +125,7 @@ def unpack(packed: Tensor, bits: int, numel: int, *, high: bool, run: int = 0) -
 def pack_wide_(codes_M: Tensor, out: Tensor, numel: int) -> None:
     """Pack the first `numel` codes, int16 of -8..7, into int16: four planes, 0 in the highest bits.
 
-    Packed are their two's complements.  The codes may be overwritten.
+    Packed are their two's complements. The codes may be overwritten.
     """
     lanes = 4 * -(-run_length(numel) // 16)  # as many bytes as with two planes of bytes
     first, second, third, fourth = rows_of(codes_M, numel, 4, lanes).unbind(1)

@@ -1,4 +1,4 @@
-"""What optimizers that move one parameter at a time share."""
+"""Base of optimizers that update one parameter at a time."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What two peers that meet make of each other: pairs, masses, means and the step after them.
+"""Arithmetic of pairwise exchanges: pairing, masses, means, and the step after them.
 
 By gossip each peer has weights x and a momentum m of its own, and a **mass** w, the push-sum
 weight (Kempe et al., FOCS 2003; for learning, SGP, arXiv:1811.10792). Peers that begin a run have
@@ -49,7 +49,7 @@ T = TypeVar("T", int, str)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Side:
-    """What one of a pair shows the other, as the other decodes it."""
+    """One side of an exchange, as the other side decodes it."""
 
     delta_N: Tensor  # noqa: N815
     """Pseudo-gradient of its window."""
@@ -72,7 +72,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Met:
-    """What a meeting leaves one of the two with."""
+    """The state of one side after an exchange."""
 
     state: OuterState
     mass: float
@@ -81,7 +81,7 @@ class Met:
 
 
 def pairs(members: Sequence[T], seed: object, position: int) -> list[tuple[T, ...]]:
-    """Who meets whom in a round; with an odd number the last one is alone.
+    """Return the pairs of a round; with an odd number of peers the last one is alone.
 
     Members are ordered by SHA-256 of `seed/position/member`, and each two neighbours meet, so
     everyone who knows the same members draws the same pairs.
@@ -114,7 +114,7 @@ def meet(
     *,
     inner_lr: float,
 ) -> Met:
-    """One of the two after a meeting; alone, it takes the step on its own pseudo-gradient.
+    """Return one side's state after an exchange; alone, it steps on its own pseudo-gradient.
 
     Args:
         method: of the run.
@@ -141,7 +141,7 @@ def meet(
 
 
 def decoded(cells: Cells, frames: Sequence[bytes]) -> Tensor:
-    """What the other side makes of frames that `cells` encoded."""
+    """Return what the other side decodes from frames that `cells` encoded."""
     values_N = torch.empty(cells.numel)
     for index, frame in enumerate(frames):
         values_N[cells.values(index, index + 1)] = cells.decode_sent(index, frame)
@@ -175,7 +175,7 @@ def _evened(side: Side, other: Side) -> Side:
 
 
 def _masses(sides: Sequence[Side]) -> list[float]:
-    """Those of the sides; alike where nobody has any."""
+    """Return the weights of both sides, equal if neither has any."""
     masses = [side.mass for side in sides]
     return masses if any(masses) else [1.0] * len(masses)
 
@@ -282,7 +282,7 @@ class GossipGroup(Group):
     def _meet(
         self, pair: Sequence[int], contributions: Mapping[int, Contribution]
     ) -> tuple[list[Met], int]:
-        """What each member is left with, and the bytes that they exchanged."""
+        """Return the state of each member, and the bytes that they exchanged."""
         shown = [self._shown(i, pair, contributions[i]) for i in pair]
         sides = [side for side, _ in shown]
         met = [
@@ -301,7 +301,7 @@ class GossipGroup(Group):
     def _shown(
         self, index: int, pair: Sequence[int], contribution: Contribution
     ) -> tuple[Side, int]:
-        """What a member shows of itself, and in how many bytes."""
+        """Return what a member sends, and its bytes."""
         state, used = self.state_of(index), 0
 
         def sent(vector_N: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class GroupError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStatistics:
-    """What a group has done so far."""
+    """Counters of a group."""
 
     rounds: int = 0
     """Reductions, those without an update included."""
@@ -111,11 +111,11 @@ class Group(ABC):
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Who has started and not left, in order."""
+        """Return the members that have started and not left, in order."""
         return tuple(sorted(self._present))
 
     def statistics(self) -> GroupStatistics:
-        """What the group has done so far."""
+        """Return the counters of the group."""
         return self._statistics
 
     @abstractmethod
@@ -219,12 +219,10 @@ class InProcessMember:
 
     @property
     def fragments(self) -> Sequence[Fragment]:
-        """See `Reducer`."""
         return self._group._fragments
 
     @property
     def position(self) -> int:
-        """See `Reducer`."""
         return self._group.state_of(self.index).position
 
     def leave(self) -> None:

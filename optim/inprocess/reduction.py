@@ -1,4 +1,4 @@
-"""How the contributions of a group become one update: the arithmetic of a round in one process.
+"""Reduce the contributions of a group to one update: the arithmetic of a round in one process.
 
     MeanReduction      owners of parts encode the weighted mean once; all decode the same frames
     GatherReduction    everyone gets everyone's frames and takes the mean of what they decode to
@@ -30,7 +30,7 @@ from atoll.optim.state.outer_state import OuterState
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """What one reduction came to."""
+    """The result of one reduction."""
 
     update_F: Tensor  # noqa: N815
     """The decoded update that everyone applies."""
@@ -70,11 +70,11 @@ class Reduction(ABC):
     def reduce(
         self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
     ) -> Reduced:
-        """One update of all contributions to a state; their weights add up to more than 0."""
+        """Reduce all contributions to one update of a state; their weights must not all be 0."""
 
     @abstractmethod
     def member_state(self, index: int) -> dict[str, Any]:
-        """What one member has to keep."""
+        """State of one member between rounds."""
 
     @abstractmethod
     def load_member_state(self, index: int, state: Mapping[str, Any]) -> None:
@@ -85,7 +85,6 @@ class WithFeedback(Reduction):
     """A reduction whose members keep residuals by `Feedback`."""
 
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
-        """As `Reduction`."""
         super().__init__(method, layout, fragment, size)
         self.feedback = [residual_of(method, fragment) for _ in range(size)]
 
@@ -148,7 +147,6 @@ class MeanReduction(WithFeedback):
     def reduce(
         self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
     ) -> Reduced:
-        """As `Reduction.reduce`."""
         offers, shares = self._offers(contributions, weights)
         mean_F = self._mean(offers, shares, sum(weights))
         pieces = self.fragment.pieces
@@ -200,7 +198,6 @@ class GatherReduction(WithFeedback):
     def reduce(
         self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
     ) -> Reduced:
-        """As `Reduction.reduce`."""
         offers, shares = self._offers(contributions, weights)
         frames = [
             self.cells.encode_terms(
@@ -245,7 +242,6 @@ class LowRankReduction(WithFeedback):
     def reduce(
         self, contributions: Sequence[Contribution], weights: Sequence[float], state: OuterState
     ) -> Reduced:
-        """As `Reduction.reduce`."""
         offers, shares = self._offers(contributions, weights)
         senders = [
             (Factors(self.cells, state, offer.frames), share)

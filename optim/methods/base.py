@@ -1,4 +1,4 @@
-"""What every method is: what it sends, over which fragments, when, and how an update is applied.
+"""Interface of methods: what is sent, over which fragments, when, and how an update is applied.
 
 A method is a frozen dataclass. Its fields are what a run agrees upon, and its spec string names it
 completely (`parse(method.spec) == method`). It has two sides:
@@ -94,7 +94,7 @@ class Method(ABC):
 
     @property
     def reduction(self) -> Shape:
-        """How contributions become an update.
+        """Return the rule by which contributions become an update.
 
         "mean": each part's owner encodes the mean once. "gather": everyone decodes everyone's
         contribution. "low-rank": factors of matrices, in two exchanges. "pairs": by gossip, on
@@ -109,32 +109,32 @@ class Method(ABC):
 
     @property
     def rank(self) -> int:
-        """Of the factors; 0 where nothing is reduced by factors."""
+        """Return the rank of the factors; 0 if nothing is reduced by factors."""
         codec = self.codec
         return codec.rank if isinstance(codec, PowerSGD) and self.reduction == "low-rank" else 0
 
     @property
     def logged(self) -> bool:
-        """Whether the common state is all that a joiner needs, so that a log can hold the run."""
+        """Return whether a joiner needs the common state only, so that a log can hold it."""
         return self.reduction in ("mean", "gather", "low-rank")
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
-        """Whose weights the mean of gathered contributions divides by, value by value."""
+        """Return whose weights the mean of gathered contributions is divided by, value by value."""
         return "all"
 
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
-        """What syncs together; by default one fragment, in tensors if the codec looks at shapes."""
+        """Return the fragments: by default one, cut by tensor if the codec depends on shapes."""
         if self.rank:
             return (lowrank.tensors(layout),)
         return (whole(layout) if self.codec.elementwise else by_tensor(layout),)
 
     def memory_numel(self, layout: Layout) -> int:
-        """Values that the outer step keeps beside the parameters (`OuterState.memory_M`)."""
+        """Return the number of values in `OuterState.memory_M`, the memory of the outer step."""
         return self.moments * layout.numel + lowrank.warm_numel(layout, self.rank)
 
     def genesis(self, layout: Layout, params_N: Tensor) -> OuterState:
-        """The state at position 0.
+        """Return the state at position 0.
 
         Raises:
             StateError: when the parameters are of another length.
@@ -148,7 +148,7 @@ class Method(ABC):
 
     @classmethod
     def defaults_for(cls, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:
-        """Options whose best values follow from the run; none by default.
+        """Return options whose best values follow from the run; none by default.
 
         Args:
             rounds: of the run, 0 for one without an end.
@@ -158,16 +158,16 @@ class Method(ABC):
         return {}
 
     def hidden_steps(self, inner_steps: int) -> int:
-        """Inner steps that a reduction may travel before it is waited for, of windows of H."""
+        """Return the inner steps during which a reduction may be in flight, for windows of H."""
         return 0
 
     @property
     def window_vectors(self) -> int:
-        """Vectors as long as the model that a worker keeps of a window beyond what it handed in."""
+        """Return the model-sized vectors kept per window besides the contribution."""
         return 0
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:
-        """Learning rate and momentum of an outer step, as its entry carries them.
+        """Return learning rate and momentum of an outer step, as its entry carries them.
 
         Args:
             inner_lr: inner learning rate at the end of the window, which is the default.
@@ -184,7 +184,7 @@ class Method(ABC):
         lr: float,
         momentum: float,
     ) -> OuterState:
-        """The next state; the same bits on every device (`atoll.optim.state.outer_step`).
+        """Return the next state, bit-identical on every device (`atoll.optim.state.outer_step`).
 
         Args:
             state: left as it is.
@@ -197,14 +197,14 @@ class Method(ABC):
     def apply_sparse(
         self, state: OuterState, update: Sparse, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
-        """As `apply`, for an update of which most is 0; a hook for methods that gain by that."""
+        """Apply an update that is mostly 0; a hook for methods that can exploit that."""
         return self.apply(state, dense(update), fragment=fragment, lr=lr, momentum=momentum)
 
     @abstractmethod
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """Join the reducer; the object that takes the place of `inner` in the training loop.
+        """Join the reducer and return the object that replaces `inner` in the training loop.
 
         Args:
             model: any module; its trainable parameters sync.
@@ -215,7 +215,7 @@ class Method(ABC):
 
     @cached_property
     def spec(self) -> str:
-        """The string that `parse` turns back into this method."""
+        """Return the string that `parse` turns back into this method."""
         changed = [
             f"{f.name}={_text(getattr(self, f.name))}"
             for f in fields(self)

@@ -63,7 +63,6 @@ class CO2Method(Method):
         require(self.clip > 0, "a clip above 0", self.clip)
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:
-        """Those of the run."""
         return self.lr, self.momentum
 
     def apply(
@@ -86,18 +85,17 @@ class CO2Method(Method):
         )
 
     def hidden_steps(self, inner_steps: int) -> int:
-        """A whole window, or nothing."""
+        """Return H if reductions are stale, else 0."""
         return inner_steps if self.stale else 0
 
     @property
     def window_vectors(self) -> int:
-        """Where it began, what was sent and what is owed."""
+        """Return the vectors kept: the start of the window, what was sent and what is owed."""
         return 3 if self.stale else 0
 
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`."""
         kind = CO2 if self.stale else DiLoCo
         return kind(model, inner, reducer, inner_steps=inner_steps)
 

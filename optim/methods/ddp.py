@@ -97,7 +97,6 @@ class DDPMethod(Method):
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`; a window is one step."""
         return DDP(model, inner, reducer)
 
 

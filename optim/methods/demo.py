@@ -69,7 +69,6 @@ class DeMoMethod(Method):
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
-        """As `average` says."""
         return self.average
 
     @property
@@ -94,13 +93,11 @@ class DeMoMethod(Method):
         return descend(state, update_F, lr=lr, decay=self.decay, signed=True)
 
     def hidden_steps(self, inner_steps: int) -> int:
-        """As `delay` says."""
         return self.delay
 
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`; a window is one step."""
         return DeMo(model, inner, reducer, delay=self.delay)
 
 

@@ -27,7 +27,7 @@ from atoll.optim.workers.worker import Worker
 @register
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoMethod(Method):
-    """What `atoll.optim.DiLoCo` syncs by; `outer_defaults` knows good settings for short runs."""
+    """DiLoCo; `outer_defaults` gives good settings for short runs."""
 
     name: ClassVar[str] = "diloco"
 
@@ -61,7 +61,7 @@ class DiLoCoMethod(Method):
         )
 
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
-        """All at once, or blocks of the model by the pattern; in tensors if the codec wants it."""
+        """Return one fragment, or blocks by `pattern`; cut by tensor if the codec needs it."""
         if self.count == 1:
             return super().fragments(layout)
         cut = cuts.strided if self.pattern == "strided" else cuts.sequential
@@ -69,16 +69,14 @@ class DiLoCoMethod(Method):
 
     @classmethod
     def defaults_for(cls, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:
-        """Learning rate and momentum that follow the length of the run."""
+        """Return outer learning rate and momentum for the length of the run."""
         lr, momentum = outer_defaults(rounds, inner_steps, peers)
         return {"lr": lr, "momentum": momentum}
 
     def hidden_steps(self, inner_steps: int) -> int:
-        """As `tau` says."""
         return self.tau
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:
-        """Those of the run."""
         return self.lr, self.momentum
 
     def apply(
@@ -96,5 +94,4 @@ class DiLoCoMethod(Method):
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`."""
         return DiLoCo(model, inner, reducer, inner_steps=inner_steps, delay=self.tau)

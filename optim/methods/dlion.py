@@ -91,7 +91,6 @@ class DLionMethod(Method):
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`; a window is one step."""
         return DLion(model, inner, reducer, method=self)
 
 

@@ -53,7 +53,7 @@ class EagerMethod(DiLoCoMethod):
 
     @classmethod
     def defaults_for(cls, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:
-        """As DiLoCo's, and the peers that are expected."""
+        """Return DiLoCo's defaults and the number of expected peers."""
         found = super().defaults_for(rounds=rounds, inner_steps=inner_steps, peers=peers)
         return found | {"peers": peers}
 
@@ -63,13 +63,12 @@ class EagerMethod(DiLoCoMethod):
 
     @property
     def window_vectors(self) -> int:
-        """Where it began, what was sent and what is owed; and as many of what is fresh."""
+        """Return the vectors kept: start, sent and owed, and the same of what is fresh."""
         return 6
 
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`."""
         return Eager(model, inner, reducer, inner_steps=inner_steps, method=self)
 
 

@@ -59,7 +59,6 @@ class NoLoCoMethod(PairedMethod):
         require(0 < self.pull <= 1, "a pull above 0 and at most 1", self.pull)
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:
-        """Those of the run."""
         return self.lr, self.momentum
 
     def apply(
@@ -77,5 +76,4 @@ class NoLoCoMethod(PairedMethod):
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`; DiLoCo, whose synced parameters are this peer's own."""
         return DiLoCo(model, inner, reducer, inner_steps=inner_steps)

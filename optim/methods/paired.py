@@ -1,4 +1,4 @@
-"""What methods by gossip have in common: two peers meet, and there is no common state.
+"""Base of methods by gossip: two peers exchange models, and there is no common state.
 
 # N parameters
 """
@@ -31,7 +31,7 @@ class PairedMethod(Method):
         return "pairs"
 
     def centre(self, centre_N: Tensor, params: Sequence[Tensor], layout: Layout) -> Tensor:
-        """Where the weights of a pair are pulled to.
+        """The point to which the parameters of a pair are pulled.
 
         Args:
             centre_N: their mean.

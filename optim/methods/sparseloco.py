@@ -71,7 +71,6 @@ class SparseLoCoMethod(Method):
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
-        """As `average` says, unless the mean is selected again."""
         return self.average if self.merge == "union" else "all"
 
     @property
@@ -84,7 +83,6 @@ class SparseLoCoMethod(Method):
         return (tiled(layout),)
 
     def scalars(self, inner_lr: float) -> tuple[float, float]:
-        """Those of the run."""
         return self.lr, 0.0
 
     def apply(
@@ -106,11 +104,9 @@ class SparseLoCoMethod(Method):
         return descend(state, update, lr=lr, fragment=fragment)
 
     def hidden_steps(self, inner_steps: int) -> int:
-        """As `tau` says."""
         return self.tau
 
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`; DiLoCo, whose one fragment is in tiles."""
         return DiLoCo(model, inner, reducer, inner_steps=inner_steps, delay=self.tau)

@@ -56,7 +56,6 @@ class StreamingMethod(DiLoCoMethod):
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        """As `Method.worker`."""
         return Streaming(model, inner, reducer, inner_steps=inner_steps, method=self)
 
 

@@ -1,4 +1,4 @@
-"""How a fragment's values travel: frames up to the owners of parts, reduced frames back.
+"""Transport of a fragment's values: frames to the owners of parts, reduced frames back.
 
 The cells of a round are the fragment's pieces. On the way up a member sends one codec frame a
 cell. What comes back depends on the method's reduction:
@@ -68,7 +68,7 @@ class UpdateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One member's frame of a cell, and how it enters the mean."""
+    """A member's frame of a cell, and its weight in the mean."""
 
     share: float
     """weight x clip factor"""
@@ -136,7 +136,7 @@ class Cells:
 
     @cached_property
     def scatters(self) -> bool:
-        """Whether an update is decoded to what was sent alone, and not to all values."""
+        """Return whether an update is decoded to the sent values only."""
         return self.together and not self.gathers and isinstance(self.codec, SparseCodec)
 
     def max_sent_bytes(self, index: int) -> int:
@@ -175,7 +175,7 @@ class Cells:
         return sums
 
     def encode(self, values_F: Tensor) -> list[bytes]:
-        """One member's frames, or those of a mean.
+        """Frames of a member, or of a mean.
 
         Raises:
             CodecError: when the values hold NaN or infinity.
@@ -247,7 +247,7 @@ class Cells:
 
     @cached_property
     def _alike_until(self) -> list[int]:
-        """Of each cell, the first one after it that can't be worked on together with it."""
+        """Return, for each cell, the next one that cannot be processed together with it."""
         until = [len(self)] * len(self)
         for index in reversed(range(len(self) - 1)):
             pair = self.fragment.pieces[index : index + 2]
@@ -256,7 +256,7 @@ class Cells:
         return until
 
     def decode_runs(self, first: int, frames: Sequence[Bytes]) -> Iterator[tuple[range, Sent]]:
-        """What a member sent of the cells from `first` on, one a frame: cells, and their values.
+        """Decode a member's frames of the cells from `first` on: cells, and their values.
 
         Values are good until the next ones are taken.
 
@@ -320,7 +320,7 @@ class Cells:
             require_finite(out)
 
     def decode_scattered(self, first: int, frames: Sequence[Bytes]) -> Sparse:
-        """As `decode_reduced_all`, of cells whose update `scatters`.
+        """Decode reduced frames of cells whose update `scatters`.
 
         Raises:
             CodecError: when one is none of its cell.
@@ -394,7 +394,7 @@ class Cells:
             raise self._refusal(frames) from error
 
     def decode_update(self, first: int, frames: Sequence[Bytes]) -> Update:
-        """What the reduced frames of the cells from `first` on say.
+        """Decode the reduced frames of the cells from `first` on.
 
         Raises:
             CodecError: when one is none of its cell.

@@ -46,7 +46,7 @@ BATCHES_AT_ONCE = 64  # of what was chosen: up to a million values, which stay i
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One encoded contribution, frozen until it is settled; repairs resend the same frames."""
+    """An encoded contribution, frozen until it is settled; repairs resend the same frames."""
 
     weight: float
     """w of x = delta + beta g / w; 0 sends delta alone and leaves g."""
@@ -248,7 +248,7 @@ class Feedback:
         self.mass_N = state["mass_N"].clone()
 
     def _keeps(self, weight: float) -> bool:
-        """Whether an inclusion at this weight changes the residual."""
+        """Return whether an inclusion at this weight changes the residual."""
         return self.beta > 0 and weight != 0
 
     def _values(self, batch: slice) -> slice:

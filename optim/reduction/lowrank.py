@@ -111,7 +111,7 @@ class LowRankCells(Cells):
 
     @cached_property
     def first(self) -> FirstCells:
-        """What travels in the first exchange."""
+        """Return the frames of the first exchange."""
         pieces = [
             (matrix_shape(dims)[0], rank) if rank else (0,)
             for dims, rank in zip(self.fragment.pieces, self.ranks, strict=True)
@@ -120,7 +120,7 @@ class LowRankCells(Cells):
 
     @cached_property
     def second(self) -> Cells:
-        """What travels in the second exchange."""
+        """Return the frames of the second exchange."""
         pieces = [
             (matrix_shape(dims)[1], rank) if rank else dims
             for dims, rank in zip(self.fragment.pieces, self.ranks, strict=True)
@@ -142,7 +142,7 @@ class LowRankCells(Cells):
         return [first + second for first, second in zip(firsts, seconds, strict=True)]
 
     def encode(self, values_F: Tensor) -> list[bytes]:
-        """One member's values as the rounds keep them: fp32, of which they make factors.
+        """A member's values during a round: fp32, from which factors are made.
 
         Raises:
             CodecError: when the values hold NaN or infinity.
@@ -222,7 +222,7 @@ class LowRankCells(Cells):
 
 
 class Factors:
-    """One member's contribution to a round: what it sends of each cell, first and then."""
+    """A member's contribution to a round: its frames of each cell in both exchanges."""
 
     def __init__(self, cells: LowRankCells, state: OuterState, inputs: Sequence[Bytes]) -> None:
         """Take the inputs, one frame a cell (`LowRankCells.encode`), and the Qs of a state."""

@@ -1,7 +1,7 @@
 """Means that a minority of liars cannot move far, cell by cell.
 
 Rows are what the members sent for one cell, already clipped; all count alike, because a weight is
-a member's own claim.  The owner of a part computes the result once, so it need not be the same
+a member's own claim. The owner of a part computes the result once, so it need not be the same
 bits elsewhere.
 
     mean            the weighted mean; one liar moves it anywhere within the clip factor
@@ -15,7 +15,7 @@ bits elsewhere.
 Departures: BTARD's tau is a constant that somebody has to choose for a model; here it is the median
 distance from x, so the rule has no unit.  x starts at the coordinate median, as in BTARD's code.
 The Flag Aggregator gives a direction and leaves the length to the learning rate; here the length is
-the median of what the rows go that way, because an outer step needs one.  It starts from equal
+the median of what the rows go that way, because an outer step needs one. It starts from equal
 weights, not from a random subspace, and has no pairwise terms (the paper's lambda is 0, as in its
 own runs without augmented data).
 
@@ -83,7 +83,7 @@ def centered_clip(rows_MN: Tensor) -> Tensor:
 
 
 def flag_aggregator(rows_MN: Tensor) -> Tensor:
-    """What most rows agree on as a direction, as far as the middle one of them goes that way.
+    """Return the direction that most rows agree on, with the length of the middle row along it.
 
     A row counts by its line, not by its sign: one of the opposite sign shares the subspace and
     subtracts its unit from the sum. Of fewer than three rows it is the plain mean: the subspace
@@ -103,7 +103,7 @@ def flag_aggregator(rows_MN: Tensor) -> Tensor:
 
 
 def flag_shares(gram_MM: Tensor) -> Tensor:
-    """How much of each unit row is in the sum of all rows' projections on their flag median.
+    """Return each unit row's weight in the sum of all projections on the flag median.
 
     The flag median is the subspace of ceil((M + 1) / 2) dimensions with the least sum of sines of
     the angles between it and the rows: iteratively reweighted least squares, with 1 / sine as the

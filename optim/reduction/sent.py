@@ -1,4 +1,4 @@
-"""What the frames of consecutive pieces say: all values, or, of a sparse codec, those that it sent.
+"""Decoded frames of consecutive pieces: all values or, for a sparse codec, only those sent.
 
 Of a sparse codec's 1.56% nothing is made dense where they are added up, taken away or counted: a
 pass over 30 million values takes 3 to 8 ms, one over what was sent of them 0.3.
@@ -93,14 +93,13 @@ class Mean:
 
 
 class MeanOfSenders(Mean):
-    """The same, each coordinate over the weights of those that sent it; 0 where nobody did."""
+    """Return the mean, each coordinate over the weights of its senders; 0 without senders."""
 
     _codec: CoordinateCodec
 
     def __init__(
         self, codec: CoordinateCodec, pieces: Sequence[Dims], out_N: Tensor, total: float
     ) -> None:
-        """As `Mean`."""
         super().__init__(codec, pieces, out_N, total)
         numel = sum(codec.num_coordinates(dims) for dims in pieces)
         self._sum_D = out_N if codec.elementwise else torch.zeros(numel)
@@ -108,7 +107,6 @@ class MeanOfSenders(Mean):
         self._indices: list[Tensor] = []
 
     def add(self, frames: Sequence[Frame], *, share: float, weight: float) -> None:
-        """As `Mean.add`."""
         found = self._codec.sparse_pieces(frames, self._pieces)
         sent = Sent(values=found.values, indices=found.indices)
         sent.scale_(_scalar(share)).add_to_(self._sum_D)

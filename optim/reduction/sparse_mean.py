@@ -25,7 +25,7 @@ Weights = Sequence[tuple[range, float]]
 
 
 class SparseMean:
-    """Of the cells `[start, stop)` of a fragment; cells and indices count from the part's first."""
+    """Mean of sparse frames over cells `[start, stop)`; indices count from the part's first."""
 
     def __init__(self, cells: Cells, start: int, stop: int) -> None:
         """Nothing was sent yet."""
@@ -68,7 +68,7 @@ class SparseMean:
 
     @property
     def decoded(self) -> Sparse:
-        """What the frames decode to, once all cells are encoded."""
+        """Return what the frames decode to, once all cells are encoded."""
         return self._joined(self._decoded)
 
     @property
@@ -90,7 +90,7 @@ class SparseMean:
         return self._part(indices, torch.cat([torch.empty(0), *(p.values for p in parts)]))
 
     def _take(self, member: int, values: slice) -> Sparse:
-        """What a member sent of the next values; what comes after them waits on."""
+        """Return what a member sent of the next values; later ones stay queued."""
         waits = self._joined(self._waiting.pop(member))
         stop = int(torch.searchsorted(waits.indices, values.stop))
         if stop < len(waits.indices):
@@ -168,7 +168,7 @@ class _Run:
 
 
 def _alike(runs: Sequence[_Run]) -> Iterable[Sequence[_Run]]:
-    """What was chosen and is not encoded yet, by codec and length."""
+    """Values that were selected and are not encoded yet, by codec and length."""
     groups: dict[tuple[Codec, int], list[_Run]] = {}
     for run in runs:
         if not run.frames:

@@ -1,4 +1,4 @@
-"""How much each contribution counts: weights, caps and clip factors, as pure functions.
+"""Weights, caps and clip factors of contributions, as pure functions.
 
 The in-process group and the network round call the same ones, so a simulated run weighs as a
 real one does. Medians are the lower of the two middle values when their number is even: with two
@@ -103,7 +103,7 @@ def clip_factors(
 
 
 def drift_ratio(norm: float, others: Sequence[float]) -> float:
-    """How many times the others' median norm a contribution that was left out has; 0 if unknown.
+    """Return a left-out contribution's norm as a multiple of the others' median; 0 if unknown.
 
     A norm a step says nothing here: what was left out grows by windows, and their steps with it.
 

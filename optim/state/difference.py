@@ -16,7 +16,7 @@ class Difference:
     """a - b, of a fragment's values in its order; both must stay as they are while it is used."""
 
     def __init__(self, fragment: Fragment, a_F: Tensor, b_F: Tensor) -> None:
-        """Of vectors that `Fragment.cut` gave."""
+        """Return the difference of two vectors returned by `Fragment.cut`."""
         self._fragment = fragment
         self._a_F, self._b_F = a_F, b_F
 

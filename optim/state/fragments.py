@@ -118,7 +118,7 @@ class Fragment:
         return values_F
 
     def unordered(self, values_F: Tensor) -> Tensor:
-        """What `ordered` was given."""
+        """Return the pieces in the order that `ordered` was given."""
         if not self.tensors:
             return values_F
         cut_F = torch.empty_like(values_F)
@@ -127,7 +127,7 @@ class Fragment:
         return cut_F
 
     def places(self, run: slice, *cuts_F: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Where consecutive values of the fragment lie in vectors that `cut` gave; views.
+        """Return views of consecutive values of the fragment in vectors returned by `cut`.
 
         One after another; a run begins and ends where a piece does.
         """
@@ -159,7 +159,7 @@ class Fragment:
 
     @property
     def gaps(self) -> Iterator[slice]:
-        """What of the vector lies before and between the spans, and after them."""
+        """Return the parts of the vector before, between and after the spans."""
         start = 0
         for first, stop in self.spans:
             yield slice(start, first)
@@ -182,7 +182,7 @@ class Fragment:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where each tensor begins, and where the last one ends."""
+        """Return the start of each tensor and the end of the last one."""
         return [0, *itertools.accumulate(map(math.prod, self.tensors))]
 
     def _of_spans(self, values_F: Tensor) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""Where each parameter of a model lies in the one flat vector that peers reduce.
+"""Layout of a model's parameters in the flat vector that peers reduce.
 
 The vector holds the trainable parameters in registration order, fp32, each in row-major order,
 tied parameters once, without gaps. It is cut into cells of 65,536 values on a grid that starts

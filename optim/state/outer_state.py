@@ -131,11 +131,11 @@ class OuterState:
         return self._next(vectors.empty(self.memory_M.numel()))
 
     def next_with_memory(self) -> "OuterState":
-        """As `next_blank`, but of the parameters only: the memory is this state's own."""
+        """Return the next state with uninitialised parameters and this state's own memory."""
         return self._next(self.memory_M)
 
     def at(self, position: int) -> "OuterState":
-        """The same bits at another position: what an entry without an update leaves."""
+        """Return the same state at another position, as after an entry without an update."""
         return OuterState(
             layout=self.layout,
             position=position,
@@ -302,7 +302,7 @@ def merkle_root(leaf_digests: Sequence[bytes]) -> bytes:
 
 
 def is_finite(vector_N: Tensor) -> bool:
-    """Whether a vector holds neither NaN nor infinity."""
+    """Return whether a vector has neither NaN nor infinity."""
     flat_N = vector_N.reshape(-1)
     if math.isfinite(float(torch.dot(flat_N, flat_N))):  # 25 times as fast as isfinite().all()
         return True

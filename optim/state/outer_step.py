@@ -35,7 +35,7 @@ def nesterov(
     momentum: float,
     fragment: Fragment | None = None,
 ) -> OuterState:
-    """One outer step of DiLoCo (arXiv:2311.08105): Nesterov on the averaged pseudo-gradient.
+    """Take one outer step of DiLoCo (arXiv:2311.08105): Nesterov on the averaged pseudo-gradient.
 
         m' = mu m + u        theta' = theta - lr (u + mu m')
 
@@ -70,7 +70,7 @@ def nesterov(
 def heavy_ball(
     state: OuterState, update_F: Tensor, *, lr: float, momentum: float, scale: float, clip: float
 ) -> OuterState:
-    """One outer step of CO2 (arXiv:2401.16265): momentum that is clipped value by value.
+    """Take one outer step of CO2 (arXiv:2401.16265): momentum, clipped value by value.
 
         m' = clamp(mu m + scale u, -clip, clip)        theta' = theta - lr m'
 
@@ -147,7 +147,7 @@ def adamw(
     eps: float,
     decay: float,
 ) -> OuterState:
-    """One step of AdamW (arXiv:1711.05101) on the mean gradient; vectors do not decay.
+    """Take one step of AdamW (arXiv:1711.05101) on the mean gradient; vectors do not decay.
 
         m' = beta1 m + (1 - beta1) u            a' = beta1 a + (1 - beta1)
         v' = beta2 v + (1 - beta2) u u          b' = beta2 b + (1 - beta2)
@@ -234,7 +234,7 @@ def exact_norm(update_F: Tensor) -> float:
 def gossip(
     state: OuterState, update_2N: Tensor, *, lr: float, momentum: float, pull: float
 ) -> OuterState:
-    """One outer step of NoLoCo (arXiv:2506.10911), on a state of one's own.
+    """Take one outer step of NoLoCo (arXiv:2506.10911) on a peer's own state.
 
         m' = mu m - lr u + pull v        theta' = theta + m'
 

@@ -44,7 +44,7 @@ def joined(parts: Sequence[Update]) -> Update:
 
 
 def aligned(update: Update, fragment: Fragment, *vectors_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """As `Fragment.aligned`; values that were sent lie between their zeros in scratch."""
+    """Align an update like `Fragment.aligned`, with sent values between zeros in scratch."""
     if isinstance(update, Sparse) and len(fragment.spans) == 1:
         yield from _aligned_sparse(update, fragment, *map(fragment.cut, vectors_N))
     else:

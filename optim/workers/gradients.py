@@ -38,7 +38,7 @@ class GradientWorker(Worker):
 
     @abstractmethod
     def _message(self, grad_N: Tensor) -> Tensor:
-        """What is sent for a gradient."""
+        """Return what is sent for a gradient."""
 
     def _delta(self, index: int, local_F: Tensor) -> Tensor:
         return self._message(self.layout.gradient(self.model))

@@ -18,7 +18,7 @@ from atoll.optim.workers.worker import Worker
 
 
 class Overlapped(Worker):
-    """One window of delay; a subclass says where the next window begins."""
+    """Worker whose reductions arrive one window late; subclasses define where windows begin."""
 
     def __init__(
         self, model: nn.Module, inner: torch.optim.Optimizer, reducer: Reducer, *, inner_steps: int
@@ -34,7 +34,7 @@ class Overlapped(Worker):
 
     @abstractmethod
     def _next_start(self) -> Tensor:
-        """Where the next window begins, right after the last one was handed in."""
+        """Return where the next window begins, right after the last one was handed in."""
 
     def _delta(self, index: int, local_F: Tensor) -> Tensor:
         self._sent_N = self._start_N - local_F + self._owed_N

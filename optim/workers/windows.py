@@ -1,4 +1,4 @@
-"""What a worker knows of the open window of one fragment, and of the one that it handed in."""
+"""A worker's records of the open window of a fragment, and of the one that it handed in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

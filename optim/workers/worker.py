@@ -1,4 +1,4 @@
-"""One peer's side of a method: the object that takes the place of the inner optimizer in a loop.
+"""A peer's side of a method: the object that replaces the inner optimizer in a training loop.
 
     synced   parameters that every replica holds in the same bits (by gossip: this peer's own)
     local    what this peer trains: the model's own tensors
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatistics:
-    """How a peer's training is going."""
+    """Statistics of a peer's training."""
 
     position: int = 0
     """Position of the log that synced stands at."""
@@ -177,7 +177,7 @@ class Worker(ABC):
         self.inner_steps, self.delay = inner_steps, delay
 
     def statistics(self) -> WorkerStatistics:
-        """How training is going."""
+        """Return the statistics of training."""
         return self._statistics
 
     def step(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
@@ -191,7 +191,7 @@ class Worker(ABC):
         self.advance(tokens=tokens, loss=loss)
 
     def advance(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
-        """What `step` does after `inner.step()`, for loops that call that one themselves.
+        """Do the rest of `step`, for loops that call `inner.step()` themselves.
 
         A step that was skipped, as by a gradient scaler, is passed with 0 tokens. Not for methods
         that send gradients, whose inner optimizer never steps: unscale the gradients, then `step`.
@@ -262,7 +262,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _delta(self, index: int, local_F: Tensor) -> Tensor | Difference:
-        """What is sent at the end of a window, of a fragment whose parameters stand at local.
+        """Return what is sent at the end of a window for a fragment with parameters `local`.
 
         Or what computes it later: then it is finite if local is.
         """
@@ -289,14 +289,14 @@ class Worker(ABC):
         return 0.0
 
     def _own_state(self) -> dict[str, Any]:
-        """What a method keeps beyond the windows."""
+        """Return the state that a method keeps beyond the windows."""
         return {}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a hook
         """Take over what `_own_state` gave."""
 
     def _held(self, index: int) -> Tensor:
-        """Where a fragment's local begins: synced, rounded to the dtypes of the parameters.
+        """Return a fragment's first local parameters: synced, rounded to their dtypes.
 
         Drift is measured from here: what rounding took was not trained, and is not sent.
         """

@@ -1,6 +1,6 @@
-"""When a run's checkpoints are written and removed, and where: beside its log, a file a position.
+"""When checkpoints are written and removed; they are files beside the log, one a position.
 
-Nobody but people needs them: joiners fetch snapshots, and the log replays to any position.
+Only people need them: joiners fetch snapshots, and the log replays to any position.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from atoll.coordinator.checkpoints import (
     delete_checkpoint,
     save_checkpoint,
 )
-from atoll.coordinator.follower import Follower
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.log.replica import ReplicaView
 
-LANDMARK_EVERY = 10  # checkpoints, of which one stays for good
+LANDMARK_EVERY = 10  # checkpoints; one of them stays for good
 
 
 class Checkpointing:
     """Writes checkpoints one after another, off the loop."""
 
     def __init__(
-        self, spec: RunSpec, follower: Follower, folder: Path, say: Callable[[Level, str], None]
+        self, spec: RunSpec, replica: ReplicaView, folder: Path, say: Callable[[Level, str], None]
     ) -> None:
-        """`say` is told what was written, and what could not be."""
+        """`say` reports what was written, and what could not be."""
         self._spec = spec
-        self._follower = follower
+        self._replica = replica
         self._folder = folder
         self._say = say
         self._newest = self._newest_on_disk()
         self._writing: asyncio.Task[None] | None = None
 
     def path(self, position: int) -> Path:
-        """Where the checkpoint of a position is."""
+        """Return the file of the checkpoint at a position."""
         return self._folder / f"{self._spec.run.name}-{position:08d}.safetensors"
 
     def last(self) -> Path | None:
-        """The newest checkpoint on disk."""
+        """Return the newest checkpoint on disk."""
         position = self._newest_on_disk()
         return self.path(position) if position >= 0 else None
 
     def look(self, *, last: bool = False) -> None:
-        """Begin to write where the position asks for it, or as it is the `last` one."""
-        position, every = self._follower.head.position, self._spec.coordinator.checkpoint_every
+        """Begin to write if the position asks for it, or because it is the `last` one."""
+        position, every = self._replica.head.position, self._spec.coordinator.checkpoint_every
         due = last or (every and position % every == 0)
-        if not due or not self._follower.is_current or position in (0, self._newest):
+        if not due or not self._replica.is_current or position in (0, self._newest):
             return
         self._newest = position
         self._writing = asyncio.create_task(self._write(self._writing))
@@ -78,16 +78,18 @@ class Checkpointing:
             self._say("error", str(error))
 
     def _write_state(self) -> Path:
-        head, state = self._follower.head_and_state()
+        at = self._replica.standing  # one read: the log moves on meanwhile
+        if at.state is None:
+            raise CheckpointError("no state to write yet")
         checkpoint = Checkpoint(
             spec=self._spec,
-            run_id=self._follower.run_id,
-            epoch=head.epoch,
-            position=head.position,
-            chain=head.chain,
-            state=state,
+            run_id=self._replica.run_id,
+            epoch=at.head.epoch,
+            position=at.head.position,
+            chain=at.head.chain,
+            state=at.state,
         )
-        path = self.path(head.position)
+        path = self.path(at.head.position)
         save_checkpoint(path, checkpoint)
         return path
 
@@ -98,4 +100,4 @@ class Checkpointing:
         landmarks = LANDMARK_EVERY * max(1, settings.checkpoint_every)
         for position in self._on_disk()[: -settings.keep_checkpoints]:
             if position % landmarks:
-                delete_checkpoint(self.path(position), self._follower.run_id)
+                delete_checkpoint(self.path(position), self._replica.run_id)

@@ -1,8 +1,8 @@
-"""The coordinator's decisions: what it takes of the log, when an epoch opens, how the run is.
+"""The coordinator's decisions: which entries it accepts, when an epoch opens, how the run is.
 
-Who may enter is decided in `entrance`; who is there is known to `presence`. It knows neither gRPC
+`entrance` decides on admission; `presence` knows the peers in touch. It knows neither gRPC
 nor TLS: `service` calls it. All methods run in one event loop and return soon; what blocks (the
-follower) runs in a thread.
+replica) runs in threads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from atoll.coordinator.catching_up import CatchUp, FetchMissed
+from atoll.coordinator.catching_up import CatchUp, Recover, Taken
 from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.entrance import Entrance, Refusal, RefusalStatus
 from atoll.coordinator.epochs import Epochs
-from atoll.coordinator.follower import DISK_ERRORS, Claim, Followed, Follower, NotNext
 from atoll.coordinator.gossip import FetchModel, KeptModels, ToldRounds
 from atoll.coordinator.history import History
 from atoll.coordinator.journal import Journal
@@ -29,7 +28,10 @@ from atoll.coordinator.rpc.messages import HEARTBEAT_S
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundTrace, RunStatus
+from atoll.optim.log.claims import Claim
 from atoll.optim.log.entry import Elector, Entry, LogError, Verify
+from atoll.optim.log.live import LiveReplica
+from atoll.optim.log.replica import DISK_ERRORS, NotNext
 from atoll.optim.log.store import Head
 
 TICK_S = 0.5
@@ -54,7 +56,7 @@ class Coordinator:
         *,
         spec: RunSpec,
         keys: RunKeys,
-        follower: Follower,
+        replica: LiveReplica,
         history: History,
         checkpoints: Path,
         verify: Verify,
@@ -62,14 +64,14 @@ class Coordinator:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`follower` has resumed; `clock` tells the time, `steady` measures it."""
+        """`replica` has resumed; `clock` tells the time, `steady` measures it."""
         self.spec = spec
         self._codec = spec.method().codec.spec
         self.keys = keys
-        self.follower = follower
-        self.run_id = follower.run_id
+        self.replica = replica
+        self.run_id = replica.run_id
         self._logged = spec.method().reduction != "pairs"
-        fragments = self.follower.replay.fragments if self._logged else ()
+        fragments = self.replica.replay.fragments if self._logged else ()
         self._timetable = spec.timetable(len(fragments) or 1)
         self.rounds = self._open_rounds(history)
         self.finished = asyncio.Event()
@@ -87,12 +89,14 @@ class Coordinator:
             clock=self.now_s,
             steady=lambda: self._steady(),
         )
-        self._epochs = Epochs(follower, min_peers=spec.round.min_peers, say=journal.tell)
+        self._epochs = Epochs(
+            replica, sign=keys.sign, min_peers=spec.round.min_peers, say=journal.tell
+        )
         self._publisher = Publisher()
-        self._checkpoints = Checkpointing(spec, follower, checkpoints, journal.tell)
+        self._checkpoints = Checkpointing(spec, replica, checkpoints, journal.tell)
         self._catching_up: CatchUp | None = None
         self._models: KeptModels | None = None
-        self._gaps = follower.store.gaps()
+        self._gaps = replica.store.gaps()
         self._diverged_told = False
         self._ask_from_s = 0.0
         self._started_s = self._stored_start()
@@ -149,10 +153,10 @@ class Coordinator:
 
     async def precheck(self, entry: bytes, certificate: bytes) -> Claim | None:
         """Check an offered entry; None if it is not the next one. Raises Refusal."""
-        if self._catching_up is not None and self._catching_up.is_installing:
-            return None  # threads that wait for the follower would keep all others from working
+        if self.replica.is_installing:
+            return None  # its body would come, and wait in memory until the state is in place
         try:
-            return await asyncio.to_thread(self.follower.precheck, entry, certificate)
+            return await self.replica.claim(entry, certificate)
         except NotNext:
             return None
         except LogError as error:
@@ -160,11 +164,10 @@ class Coordinator:
 
     async def accept(self, claim: Claim, body: bytearray, source: str) -> bool:
         """Take an entry with its body; False if another peer was quicker. Raises Refusal."""
-        electorate = self.follower.electorate
+        electorate = self.replica.electorate
         try:
-            await asyncio.to_thread(self.follower.accept, claim, body)
-        except NotNext:
-            return False
+            if not await self.replica.accept_claim(claim, body):
+                return False
         except LogError as error:
             self._journal.say("warning", source, f"sent a wrong body: {error}")
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
@@ -182,18 +185,17 @@ class Coordinator:
         self._moved_on()
         return True
 
-    def fetch_missed_with(self, fetch: FetchMissed) -> CatchUp:
-        """Say how entries are fetched that no peer can publish; the caller closes what it gets."""
-        catching_up = CatchUp(
-            self.follower, fetch, on_taken=self._on_missed, say=self._journal.tell
+    def recover_with(self, recover: Recover) -> CatchUp:
+        """Let the replica recover what no peer publishes; the caller closes the result."""
+        self._catching_up = CatchUp(
+            self.replica, recover, on_taken=self._on_recovered, say=self._journal.tell
         )
-        self._catching_up = catching_up
-        return catching_up
+        return self._catching_up
 
     def fetch_models_with(self, fetch: FetchModel) -> KeptModels:
-        """Say how peers' models are fetched; the caller closes what it gets."""
+        """Fetch peers' models in this way; the caller closes the result."""
         self._models = KeptModels(
-            self.follower,
+            self.replica,
             fetch,
             every=self.spec.coordinator.checkpoint_every,
             last=self.spec.run.rounds,
@@ -210,18 +212,18 @@ class Coordinator:
         if not self._logged:
             return ToldRounds(history, self._mean_valid_loss)
         num_fragments = self._timetable.num_fragments
-        return Rounds(history, self.follower.store, num_fragments=num_fragments)
+        return Rounds(history, self.replica.store, num_fragments=num_fragments)
 
     def _mean_valid_loss(self) -> float | None:
         return self.presence.mean_valid_loss(self._steady())
 
-    def _on_missed(self, taken: Sequence[Followed]) -> None:
+    def _on_recovered(self, taken: Sequence[Taken]) -> None:
         for each in taken:
             left_out = _left_out(each.electorate, each.entry)
             self.rounds.add(
                 each.entry, self._clock(), left_out=left_out, valid_loss=None, late=True
             )
-        self._gaps = self.follower.store.gaps()
+        self._gaps = self.replica.store.gaps()
         self._publisher = Publisher()
         self._moved_on()
 
@@ -231,9 +233,9 @@ class Coordinator:
         self._checkpoints.look(last=self.finished.is_set())
 
     def _note_started(self) -> None:
-        if self._started_s is None and self.follower.is_open:
+        if self._started_s is None and self.replica.opened is not None:
             self._started_s = self._clock()
-            self.follower.store.put_note("started", repr(self._started_s).encode())
+            self.replica.store.put_note("started", repr(self._started_s).encode())
 
     async def tick(self) -> None:
         """What time alone brings about; to be called every TICK_S."""
@@ -241,7 +243,7 @@ class Coordinator:
         self.presence.look(now_s)
         alive = self.presence.alive(now_s)
         self._epochs.note(alive, now_s)
-        if not self.finished.is_set() and (self._logged or not self.follower.is_open):
+        if not self.finished.is_set() and (self._logged or not self.replica.opened is not None):
             await self._epochs.look(alive, now_s, self._round_s(now_s))
             self._note_started()
         if self._catching_up is not None:
@@ -259,7 +261,7 @@ class Coordinator:
 
     def status(self) -> RunStatus:
         """The run as it is now."""
-        now_s, head = self._steady(), self.follower.head
+        now_s, head = self._steady(), self.replica.head
         alive = [m.status for m in self.presence.alive(now_s)]
         trainers = [s for s in alive if s.role == "trainer"]
         history = self.rounds.newest()
@@ -286,12 +288,12 @@ class Coordinator:
             codec=self._codec,
             method=self.spec.outer.method,
             inner_steps=self._window(now_s),
-            params=self.follower.state.layout.numel,
+            params=self.replica.state.layout.numel,
         )
 
     def head(self) -> Head:
         """The end of the log here."""
-        return self.follower.head
+        return self.replica.head
 
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint on disk."""
@@ -300,18 +302,18 @@ class Coordinator:
     # Inside
 
     def tell_disk(self, error: Exception) -> None:
-        """Tell that the disk took something not; for a while no peer is asked for entries."""
+        """Report a failed write, and ask no peer for entries for `DISK_PAUSE_S`."""
         self._ask_from_s = self._steady() + DISK_PAUSE_S
         self._journal.tell_once(
             "error",
             f"the coordinator cannot write its state ({error}): make room on its disk. Training "
-            "goes on, and what it misses is fetched then",
+            "continues, and it fetches then what it misses",
         )
 
     def _publish_from(self, peer_id: str, now_s: float) -> int | None:
         if not self._logged or now_s < self._ask_from_s:
             return None
-        head = self.follower.head
+        head = self.replica.head
         asked = self._publisher.asked(
             peer_id,
             self.presence.alive(now_s),
@@ -332,7 +334,7 @@ class Coordinator:
 
     def _position(self, now_s: float) -> int:
         """How far the run is: the end of the log; by gossip where half of the trainers are."""
-        head = self.follower.head
+        head = self.replica.head
         if self._logged:
             return head.position
         return max(head.position, common_position(self.presence.alive(now_s), epoch=head.epoch))
@@ -344,7 +346,7 @@ class Coordinator:
 
     def _claimed(self, now_s: float) -> int:
         """The highest position that anyone in touch claims to have."""
-        epoch = self.follower.head.epoch
+        epoch = self.replica.head.epoch
         alive = (m.status for m in self.presence.alive(now_s))
         return max((s.position for s in alive if s.epoch == epoch), default=0)
 
@@ -353,14 +355,14 @@ class Coordinator:
     ) -> Literal["waiting", "training", "stalled", "finished"]:
         if self.finished.is_set():
             return "finished"
-        if not self.follower.is_open:
+        if not self.replica.opened is not None:
             return "waiting"
         stalled = self._epochs.is_stalled(now_s, self._round_s(now_s))
         return "stalled" if stalled or not alive else "training"
 
     def _is_finished(self) -> bool:
         rounds = self.spec.run.rounds
-        return bool(rounds) and self.follower.head.position >= rounds
+        return bool(rounds) and self.replica.head.position >= rounds
 
     def _note_finished(self) -> None:
         if self._is_finished() and not self.finished.is_set():
@@ -368,12 +370,12 @@ class Coordinator:
             self._journal.tell("info", f"finished: all {self.spec.run.rounds} rounds are done")
 
     def _tell_divergence(self) -> None:
-        if self.follower.diverged and not self._diverged_told:
+        if self.replica.diverged and not self._diverged_told:
             self._diverged_told = True
-            self._journal.tell("error", self.follower.diverged)
+            self._journal.tell("error", self.replica.diverged)
 
     def _stored_start(self) -> float | None:
-        note = self.follower.store.note("started")
+        note = self.replica.store.note("started")
         return float(note) if note else None
 
 

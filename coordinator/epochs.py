@@ -1,11 +1,9 @@
-"""When a run's epochs open: the first with enough peers, later ones when the run stands still."""
+"""When a run's epochs open: the first with enough peers, later ones when the run is stalled."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
-from atoll.coordinator.follower import Follower
 from atoll.coordinator.members import (
     MAX_MEMBERS,
     Member,
@@ -18,44 +16,62 @@ from atoll.coordinator.members import (
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import PeerStatus
 from atoll.optim.log.entry import Elector, choose_electors
+from atoll.optim.log.live import LiveReplica
 
 
 class Epochs:
-    """Opens epochs at the follower's head. Times are of any steady clock."""
+    """Opens epochs at the head of the coordinator's replica. Times are of any steady clock."""
 
     def __init__(
-        self, follower: Follower, *, min_peers: int, say: Callable[[Level, str], None]
+        self,
+        replica: LiveReplica,
+        *,
+        sign: Callable[[bytes], bytes],
+        min_peers: int,
+        say: Callable[[Level, str], None],
     ) -> None:
-        """`min_peers` hold the first state before the first epoch; `say` tells people."""
-        self._follower = follower
+        """Open epochs of a replica.
+
+        Args:
+            replica: the coordinator's.
+            sign: signs with the run's key.
+            min_peers: how many peers hold the first state before the first epoch opens.
+            say: reports to people.
+        """
+        self._replica = replica
+        self._sign = sign
         self._min_peers = min_peers
         self._say = say
         self._progress = Progress()
         self._retired: Retired = {}
         self._behind_told = False
 
+    @property
+    def _is_open(self) -> bool:
+        return self._replica.opened is not None
+
     def retire(self, status: PeerStatus) -> None:
-        """Take the word of a peer that leaves: from where it stands on it has voted for nothing."""
-        if len(self._retired) >= MAX_MEMBERS:
+        """Note that a peer leaves: it has not voted from its position on, and never will."""
+        if len(self._retired) >= MAX_MEMBERS:  # incarnations are free to invent
             del self._retired[next(iter(self._retired))]
         self._retired[status.peer_id, status.incarnation] = status.epoch, status.position
 
     def note(self, alive: Sequence[Member], now_s: float) -> None:
-        """Take how far the run is, by those who are in touch."""
-        head = self._follower.head
-        furthest = common_position(alive, epoch=head.epoch) if self._follower.is_open else 0
+        """Note how far the run is, by the peers that are in touch."""
+        head = self._replica.head
+        furthest = common_position(alive, epoch=head.epoch) if self._is_open else 0
         self._progress.note(max(head.position, furthest), now_s)
 
     def is_stalled(self, now_s: float, round_s: float) -> bool:
-        """Whether the run stands still, or did until an epoch was opened for it."""
+        """Return whether the run is stalled, or was until an epoch was opened for it."""
         return self._progress.reopened > 0 or self._progress.is_stalled(now_s, round_s)
 
     async def look(self, alive: Sequence[Member], now_s: float, round_s: float) -> None:
-        """Open an epoch where one is due; `round_s` is what a round takes."""
-        if not self._follower.is_open:
+        """Open an epoch if one is due; `round_s` is what a round takes."""
+        if not self._is_open:
             if len(electable(alive, epoch=None)) >= self._min_peers:
                 await self.open(alive, now_s)
-        elif not electable(alive, epoch=self._follower.head.epoch):
+        elif not electable(alive, epoch=self._replica.head.epoch):
             self._progress.pause(now_s)
         elif not self._can_decide():
             await self.open(alive, now_s, because=": electors left")
@@ -63,25 +79,25 @@ class Epochs:
             await self._open_if_whole(alive, now_s)
 
     def _can_decide(self) -> bool:
-        """Whether those who have not left can be a quorum, as far as leaving peers said.
+        """Return whether the electors that have not resigned can still be a quorum.
 
-        If not, nothing is decided at our head, and nobody stands beyond it: an epoch that opens
+        If not, nothing will be decided at our head, and nobody is beyond it. An epoch that opens
         there voids nothing, so it need not wait.
         """
-        electorate, head = self._follower.electorate, self._follower.head
+        electorate, head = self._replica.electorate, self._replica.head
         return can_decide(electorate, self._retired, (head.epoch, head.position))
 
     async def open(self, alive: Sequence[Member], now_s: float, because: str = "") -> bool:
         """Open an epoch with those who can vote; False if nobody can."""
-        again = self._follower.is_open
-        peers = electable(alive, epoch=self._follower.head.epoch if again else None)
+        again = self._is_open
+        peers = electable(alive, epoch=self._replica.head.epoch if again else None)
         if not peers:
             return False
         electors = choose_electors(
             [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in peers]
         )
-        self._retired.clear()  # who left can't become an elector of the new one
-        opened = await asyncio.to_thread(self._follower.open_epoch, electors)
+        self._retired.clear()  # they are no candidates any more
+        opened = await self._replica.open_epoch(electors, self._sign)
         self._progress.restart(now_s, again=again and not because)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
         plural = "" if len(electors) == 1 else "s"
@@ -89,11 +105,12 @@ class Epochs:
         return True
 
     async def _open_if_whole(self, alive: Sequence[Member], now_s: float) -> None:
-        """An epoch at our head voids what lies beyond it: not while half of the trainers hold more.
+        """Open an epoch unless half of the trainers hold entries that are missing here.
 
-        Nobody could come back from that: peers do not keep what they had so long ago.
+        An epoch at our head would void those entries, and nobody could come back from that: peers
+        do not keep states of so long ago.
         """
-        head = self._follower.head
+        head = self._replica.head
         ahead = common_position(alive, epoch=head.epoch) - head.position
         if ahead <= 0:
             await self.open(alive, now_s)

@@ -1,10 +1,10 @@
-"""A coordinator's part in a run by gossip, which has no log: who begins, how it goes, one model.
+"""A coordinator's part in a run by gossip, which has no log: it opens the run and keeps a model.
 
-    ModelKeeper    the model of one peer, named, in place of the state at the end of a log
+    ModelKeeper    holds the model of one peer instead of the state at the end of a log
     KeptModels     fetches it now and then, and at the end of the run
-    ToldRounds     rounds as the peers tell of them
+    ToldRounds     summaries of rounds from what peers report
 
-Nobody certifies a model: the coordinator believes the peer that gives it, which it admitted.
+Nobody certifies a model: the coordinator trusts the peer that gives it, which it admitted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from atoll.coordinator.follower import Claim, Follower, NotNext
 from atoll.coordinator.history import History
 from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, Rounds
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import HISTORY, RoundSummary, RoundTrace
+from atoll.optim.log.claims import Claim
+from atoll.optim.log.entry import Certificate, Entry
+from atoll.optim.log.live import LiveReplica
+from atoll.optim.log.replica import NotNext, Replica
 from atoll.optim.log.store import Head
 from atoll.optim.state.outer_state import OuterState
 
@@ -29,33 +33,34 @@ RETRY_S = 5.0  # between two tries to fetch a model
 log = logging.getLogger(__name__)
 
 
-class ModelKeeper(Follower):
+class ModelKeeper(Replica):
     """Holds the first state, or the newest model that a peer gave."""
 
-    def resume(self) -> int:
+    def resume(self) -> bool:
         """Hold the newest stored model."""
-        with self._lock:
-            self._resume_epoch()
-            self._stand_at(self._newest_snapshot())
-        return 0
+        self._resume_epoch()
+        state = self._newest_snapshot()
+        if state is not None:
+            self._stand_at(state)
+        return state is not None
 
-    def precheck(self, entry_bytes: bytes, certificate_bytes: bytes) -> Claim:
-        """There are no entries.
+    def check(self, entry: Entry, certificate: Certificate) -> Claim:
+        """Refuse: there are no entries.
 
         Raises:
             NotNext: always.
         """
-        raise NotNext("expected no entry in a run by gossip")
+        raise NotNext("a run by gossip has no entries")
 
     def keep(self, state: OuterState) -> None:
-        """Take a peer's model in place of the one held; blocks."""
-        with self._lock:
-            self.store.save_snapshot(state, state.root())
-            self._stand_at(state)
+        """Replace the model that is held by a peer's."""
+        self.store.save_snapshot(state, state.root())
+        self._stand_at(state)
 
     def _stand_at(self, state: OuterState) -> None:
-        self._state = state
-        self._head = Head(epoch=0, position=state.position, chain=state.root())
+        # Nothing is chained: the root stands in for the chain, so that an epoch names the model.
+        head = Head(epoch=self.epoch, position=state.position, chain=state.root())
+        self.standing = replace(self.standing, head=head, state=state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +72,15 @@ class Model:
 
 
 FetchModel = Callable[[int], Awaitable[Model | None]]
-"""Asks the peers for a model of at least this round; None where nobody gives one."""
+"""Asks the peers for a model of at least this round; None if nobody gives one."""
 
 
 class KeptModels:
-    """Brings a keeper up to the run."""
+    """Brings a `ModelKeeper` up to the run."""
 
     def __init__(
         self,
-        keeper: Follower,
+        replica: LiveReplica,
         fetch: FetchModel,
         *,
         every: int,
@@ -84,7 +89,7 @@ class KeptModels:
         say: Callable[[Level, str], None],
     ) -> None:
         """Fetch a model each `every` rounds (0: not before the end), and one of round `last`."""
-        self._keeper = keeper
+        self._replica = replica
         self._fetch = fetch
         self._every = every
         self._last = last
@@ -94,8 +99,8 @@ class KeptModels:
         self._not_before_s = 0.0
 
     def look(self, position: int, now_s: float) -> None:
-        """Begin to fetch where it is due; `position` is how far the run is."""
-        due = due_round(position, self._keeper.head.position, every=self._every, last=self._last)
+        """Begin to fetch if it is due; `position` is how far the run is."""
+        due = due_round(position, self._replica.head.position, every=self._every, last=self._last)
         running = self._task is not None and not self._task.done()
         if due is not None and not running and now_s >= self._not_before_s:
             self._not_before_s = now_s + RETRY_S
@@ -111,9 +116,10 @@ class KeptModels:
     async def _run(self, due: int) -> None:
         try:
             model = await self._fetch(due)
-            if model is None or not isinstance(self._keeper, ModelKeeper):
+            keeper = self._replica.core
+            if model is None or not isinstance(keeper, ModelKeeper):
                 return
-            await asyncio.to_thread(self._keeper.keep, model.state)
+            await self._replica.change(partial(keeper.keep, model.state))
         except Exception:
             log.exception("no model could be kept; it is tried again")
             return
@@ -122,7 +128,7 @@ class KeptModels:
 
 
 def due_round(position: int, kept: int, *, every: int, last: int) -> int | None:
-    """The round of which a model is to be fetched at least; None for none.
+    """Return the earliest round of which a model is due; None if none is.
 
     Args:
         position: how far the run is.
@@ -137,10 +143,10 @@ def due_round(position: int, kept: int, *, every: int, last: int) -> int | None:
 
 
 class ToldRounds(Rounds):
-    """Summaries from what the members of each round tell; they come in over some rounds."""
+    """Summaries from what the members of each round report, which comes in over some rounds."""
 
     def __init__(self, history: History, valid_loss: Callable[[], float | None]) -> None:
-        """`valid_loss` is the mean of what the peers measured last."""
+        """`valid_loss` returns the mean of what the peers measured last."""
         self._history = history
         self._num_fragments = 1
         self._open: dict[int, OpenRound] = {}
@@ -155,7 +161,7 @@ class ToldRounds(Rounds):
             return
         known = any(row.position == trace.position + 1 for row in self._newest)
         if known and trace.position not in self._open:
-            return  # told before this process began
+            return  # reported before this process began
         current = self._open.setdefault(trace.position, OpenRound())
         current.traces[peer_id] = trace
         before = current.summary

@@ -126,6 +126,8 @@ class RoundsHost:
     async def meet(self, everyone: Sequence[Facts], told: Facts) -> None:
         from atoll.dht.identity import verify
         from atoll.optim.log.entry import genesis_chain
+        from atoll.optim.log.live import LiveReplica
+        from atoll.optim.log.module import Module
         from atoll.optim.log.replica import Replica
         from atoll.optim.log.store import LogStore
         from atoll.optim.state.outer_state import OuterState
@@ -133,23 +135,25 @@ class RoundsHost:
         run_id = bytes.fromhex(told["run_id"])
         genesis = OuterState.genesis(self.layout, torch.zeros(self.place.params))
         chain = genesis_chain(run_id, bytes.fromhex(told["root"]))
-        self.replica = Replica(
+        module = Module(
+            run_id=run_id, method=self.replay.method, layout=self.layout, snapshot_every=10**6
+        )
+        store = LogStore(
+            Path(self.folder.name),
             run_id=run_id,
-            replay=self.replay,
-            store=LogStore(
-                Path(self.folder.name),
-                run_id=run_id,
-                genesis_chain=chain,
-                body_budget_bytes=10**9,
-                keep_snapshots=3,
-            ),
+            genesis_chain=chain,
+            body_budget_bytes=10**9,
+            keep_snapshots=3,
+        )
+        core = Replica(
+            module,
+            store,
             verify=verify,
             verify_run=lambda data, signature: verify(told["organiser"], data, signature),
-            snapshot_every=10**6,
-            compute=self.compute,
         )
+        self.replica = LiveReplica(core, compute=self.compute)
         self._build(everyone)
-        await self.replica.install(genesis, chain, ())
+        await self.replica.install(genesis)
         await self.replica.adopt(bytes.fromhex(told["epoch"]))
         others = [peer for peer in everyone if peer["peer_id"] != self.node.peer_id]
         for peer in others:

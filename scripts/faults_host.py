@@ -57,12 +57,12 @@ class SteadyHost(RoundsHost):
         self.die_at = ""
 
     async def meet(self, everyone: Sequence[Facts], told: Facts) -> None:
-        self.run_id = bytes.fromhex(told["run_id"])
         await super().meet(everyone, told)
         self.node.on_restart = lambda: self._connect(everyone)
 
     def _build(self, everyone: Sequence[Facts]) -> None:
         from atoll.peer.recovery.recovery import Recovery
+        from atoll.peer.recovery.sources import RosterSources
 
         super()._build(everyone)
         self.ctx.on_event = lambda level, text, key=None: self.tell(
@@ -70,7 +70,12 @@ class SteadyHost(RoundsHost):
         )
         self.rounds._catch_up = self._catch_up
         self.recovery = Recovery(
-            self.ctx, run_id=self.run_id, genesis=self._genesis, on_progress=lambda what, left: None
+            self.replica,
+            RosterSources(self.ctx),
+            genesis=self._genesis,
+            stall_s=self.ctx.settings.stall_s,
+            on_event=self.ctx.on_event,
+            on_progress=lambda what, left: None,
         )
         self.call, self.node.transport.call = self.node.transport.call, self._watched_call
 
@@ -80,7 +85,7 @@ class SteadyHost(RoundsHost):
         return OuterState.genesis(self.layout, torch.zeros(self.place.params))
 
     async def _catch_up(self) -> None:
-        from atoll.peer.recovery.recovery import RecoveryError
+        from atoll.optim.log.live import RecoveryError
 
         with suppress(RecoveryError):
             await self.recovery.run()

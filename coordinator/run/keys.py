@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Self
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import NameOID
 
 KEYS_FILE = "keys.json"  # in the directory of every coordinator, and of nothing else
@@ -86,6 +87,10 @@ class RunKeys:
         """The run's public key, 32 bytes; every invite contains it."""
         return self.signer.public_key().public_bytes_raw()
 
+    def sign(self, data: bytes) -> bytes:
+        """Sign with the run's key."""
+        return self.signer.sign(data)
+
     @cached_property
     def tls_sha256(self) -> bytes:
         """SHA-256 of the certificate's DER; the invite pins it."""
@@ -117,6 +122,15 @@ class RunKeys:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, json.dumps({"version": 1, **values}, indent=1).encode())
         return keys
+
+
+def verify_run_key(run_key: bytes, data: bytes, signature: bytes) -> bool:
+    """Return whether the run's key (32 public bytes) signed `data`; False if malformed too."""
+    try:
+        Ed25519PublicKey.from_public_bytes(run_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -12,7 +12,6 @@ is the same one, with the same invite:
     port            the port chosen when `listen` leaves it open
     log/            the log and its snapshots (atoll.optim.log.store)
     history.db      rounds, events and peers, for people
-    catching-up/    only while entries are fetched that were missed (catching_up.py)
     checkpoints/    NAME-POSITION.safetensors
 
 Exceptions:
@@ -32,27 +31,30 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
-from atoll.coordinator.catching_up import CatchUp, FetchMissed
+from atoll.coordinator.catching_up import CatchUp, Recover
 from atoll.coordinator.coordinator import TICK_S, Coordinator
-from atoll.coordinator.follower import DISK_ERRORS, Follower, RunKey
 from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.history import History
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import split_address
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, write_private
+from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key, write_private
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.service.metrics import Metrics
 from atoll.coordinator.service.service import Service
 from atoll.dht import verify
 from atoll.optim.log.entry import genesis_chain
+from atoll.optim.log.live import LiveReplica
+from atoll.optim.log.module import WHOLE, Module
+from atoll.optim.log.replica import DISK_ERRORS, Replica, ReplicaView
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
@@ -84,11 +86,11 @@ class BootstrapNode(Protocol):
         ...
 
     @property
-    def fetch_missed(self) -> FetchMissed:
-        """Fetches entries from peers that do not publish them."""
+    def recover(self) -> Recover:
+        """Brings the coordinator's replica up to the peers'."""
         ...
 
-    def fetch_model(self, keeper: ModelKeeper) -> FetchModel:
+    def fetch_model(self, keeper: ReplicaView) -> FetchModel:
         """What fetches a peer's model, in a run by gossip."""
         ...
 
@@ -164,15 +166,16 @@ async def running(
         stack.enter_context(_locked(state_dir))
         keys = RunKeys.load_or_create(state_dir / KEYS_FILE)
         identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
-        follower = await asyncio.to_thread(_follow, spec, keys, identifier, genesis, state_dir)
-        stack.callback(follower.store.close)
+        core = await asyncio.to_thread(_resume, spec, keys, identifier, genesis, state_dir)
+        replica = LiveReplica(core, compute=asyncio.to_thread)
+        stack.push_async_callback(replica.close)
         history = History(state_dir / "history.db")
         stack.callback(history.close)
         nodes: list[BootstrapNode] = []
         coordinator = Coordinator(
             spec=spec,
             keys=keys,
-            follower=follower,
+            replica=replica,
             history=history,
             checkpoints=state_dir / "checkpoints",
             verify=verify,
@@ -197,9 +200,9 @@ async def running(
 
 def _fetching(coordinator: Coordinator, node: BootstrapNode) -> CatchUp | KeptModels:
     """What keeps the coordinator's copy up to the run."""
-    if isinstance(coordinator.follower, ModelKeeper):
-        return coordinator.fetch_models_with(node.fetch_model(coordinator.follower))
-    return coordinator.fetch_missed_with(node.fetch_missed)
+    if isinstance(coordinator.replica.core, ModelKeeper):
+        return coordinator.fetch_models_with(node.fetch_model(coordinator.replica))
+    return coordinator.recover_with(node.recover)
 
 
 @contextlib.contextmanager
@@ -235,34 +238,40 @@ def _expect_directory(state_dir: Path) -> None:
         )
 
 
-def _follow(
+def _resume(
     spec: RunSpec,
     keys: RunKeys,
     identifier: bytes,
     genesis: Callable[[], OuterState],
     state_dir: Path,
-) -> Follower:
+) -> Replica:
     _expect_spec(spec, state_dir / "spec.json")
     first, root = _genesis_root(genesis, state_dir / "genesis.root")
     chain = genesis_chain(identifier, root)
-    store = LogStore(state_dir / "log", run_id=identifier, genesis_chain=chain, fsync=True)
+    store = LogStore(state_dir / WHOLE, run_id=identifier, genesis_chain=chain, fsync=True)
     try:
-        kind = ModelKeeper if spec.method().reduction == "pairs" else Follower
-        follower = kind(
-            run_id=identifier,
-            run_key=RunKey(signer=keys.signer),
-            method=spec.method(),
-            store=store,
-            snapshot_every=spec.round.snapshot_every,
-            verify=verify,
-        )
         if 0 not in store.snapshot_positions():
-            follower.begin(first if first is not None else _same_genesis(genesis, root))
-        follower.resume()
+            first = first if first is not None else _same_genesis(genesis, root)
+            store.save_snapshot(first, chain)
+        module = Module(
+            run_id=identifier,
+            method=spec.method(),
+            layout=store.snapshot(0).layout,
+            snapshot_every=spec.round.snapshot_every,
+        )
+        kind = ModelKeeper if module.method.reduction == "pairs" else Replica
+        replica = kind(
+            module,
+            store,
+            verify=verify,
+            verify_run=partial(verify_run_key, keys.run_public_key),
+            is_ledger=True,
+        )
+        replica.resume()
     except BaseException:
         store.close()
         raise
-    return follower
+    return replica
 
 
 def _expect_spec(spec: RunSpec, path: Path) -> None:
@@ -404,7 +413,7 @@ async def _tick(coordinator: Coordinator, metrics: Metrics | None) -> None:
         except DISK_ERRORS as error:
             coordinator.tell_disk(error)
         except Exception:
-            log.exception("the coordinator goes on, but something failed")
+            log.exception("the coordinator continues, but something failed")
         await asyncio.sleep(TICK_S)
 
 

@@ -19,7 +19,6 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.entrance import JoinRequest, Refusal, RefusalStatus
-from atoll.coordinator.follower import Claim
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.messages import (
     MAX_ENTRIES,
@@ -30,6 +29,7 @@ from atoll.coordinator.rpc.messages import (
     SERVICE,
 )
 from atoll.coordinator.run.status import Event, PeerStatus, RoundTrace, StatusError
+from atoll.optim.log.claims import Claim
 from atoll.optim.log.store import Head, LogStore, NotStored, SnapshotInfo
 from atoll.optim.state.outer_state import LEAF_BYTES
 
@@ -95,7 +95,7 @@ class Service:
             session=welcome.session,
             layout=genesis.layout.to_json(),
             genesis_root=genesis.root,
-            epoch=self._run.follower.epoch_record,
+            epoch=self._run.replica.epoch_record,
             head=_head(self._run.head()),
             bootstrap=self._run.bootstrap(),
             server_time_s=self._run.now_s(),
@@ -119,7 +119,7 @@ class Service:
             leaving=request.leaving,
             retired=request.retired,
         )
-        record = self._run.follower.epoch_record
+        record = self._run.replica.epoch_record
         known = request.epoch_sha256 == hashlib.sha256(record).digest()
         return pb.HeartbeatReply(
             epoch=b"" if known else record,
@@ -241,7 +241,7 @@ class Service:
 
     @property
     def _store(self) -> LogStore:
-        return self._run.follower.store
+        return self._run.replica.store
 
     def _authenticate(self, auth: pb.Auth) -> None:
         _expect_size("peer_id", auth.peer_id, 128)

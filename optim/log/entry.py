@@ -1,10 +1,10 @@
 """The log of a run: entries, certificates, epochs, and the hash chain that names the history.
 
-A run is a log of compressed outer updates, state(p+1) = apply(state(p), entry(p)).  This module
+A run is a log of compressed outer updates, state(p+1) = apply(state(p), entry(p)). This module
 holds what is written in the log and the rules that make an entry valid; who proposes and who votes
-is in ``atoll.peer.rounds``.  The rules are stated in ``docs/protocol.md``.
+is in `atoll.peer.rounds`. The rules are stated in `docs/protocol.md`.
 
-Every record is a msgpack map with the fields of its class in declaration order.  The encoding is
+Every record is a msgpack map with the fields of its class in declaration order. The encoding is
 canonical: bytes that decode to a record but do not equal that record's own encoding are refused,
 so a record has one digest.
 
@@ -12,7 +12,7 @@ so a record has one digest.
     chain(p+1) = SHA-256("atoll chain 1" | chain(p) | SHA-256(entry(p)))
     a vote     = sign("atoll vote 1" | run_id | epoch | position | attempt | SHA-256(entry(p)))
 
-Errors::
+Errors:
 
     LogError (ValueError)
      +-- MalformedRecord     bytes that are no record of the claimed kind
@@ -71,12 +71,16 @@ class Record(BaseModel):
     max_bytes: ClassVar[int] = 1 << 20
 
     def encode(self) -> bytes:
-        """The canonical bytes."""
+        """Return the canonical bytes."""
         return cast(bytes, msgpack.packb(self.model_dump(), use_bin_type=True))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """The record in ``data``; MalformedRecord on anything but its canonical bytes."""
+        """Return the record in `data`.
+
+        Raises:
+            MalformedRecord: `data` is anything but the canonical bytes of such a record.
+        """
         name = cls.__name__
         if len(data) > cls.max_bytes:
             raise MalformedRecord(
@@ -102,7 +106,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Elector(Record):
-    """A voter.  A restarted peer has a new incarnation and so is another elector."""
+    """A voter. A restarted peer is another one: it has a new incarnation and no memory of votes."""
 
     peer_id: PeerId
     incarnation: Incarnation
@@ -120,7 +124,7 @@ class Member(Record):
     tokens: Count
     steps: Count
     loss: FiniteFloat | None
-    """nats a token over its window; None where it did not measure one"""
+    """nats a token over its window; None if it did not measure one"""
 
     @property
     def elector(self) -> Elector:
@@ -129,14 +133,14 @@ class Member(Record):
 
 
 class Partial(Record):
-    """A member of which only the first ``cells`` cells of a part were included."""
+    """A member of which only the first `cells` cells of a part were included."""
 
     member: Count
     cells: Count
 
 
 class Part(Record):
-    """The reduced bytes of the cells ``[start_cell, stop_cell)``, encoded once by their owner."""
+    """The reduced bytes of the cells `[start_cell, stop_cell)`, encoded once by their owner."""
 
     start_cell: Count
     stop_cell: Count
@@ -160,7 +164,7 @@ class Part(Record):
 
 
 class StateRoot(Record):
-    """The Merkle root of the state before entry ``position``."""
+    """The Merkle root of the state before entry `position`."""
 
     position: Count
     root: Digest
@@ -230,13 +234,13 @@ class Entry(Record):
 
     @property
     def loss(self) -> float | None:
-        """Mean training loss by tokens, of the members that measured one; None if nobody did."""
+        """Mean training loss, weighted by tokens, of the members that measured it; else None."""
         known = [(m.loss, m.tokens) for m in self.members if m.loss is not None]
         tokens = sum(count for _, count in known)
         return sum(loss * count for loss, count in known) / tokens if tokens else None
 
     def included_cells(self, peer_id: str, incarnation: str) -> list[bool] | None:
-        """Which cells hold that peer's contribution; None where the peer is not a member."""
+        """Return which cells hold a peer's contribution; None if the peer is not a member."""
         for index, member in enumerate(self.members):
             if (member.peer_id, member.incarnation) == (peer_id, incarnation):
                 return self._included(index)
@@ -251,13 +255,13 @@ class Entry(Record):
         return mask
 
     def complete_members(self) -> tuple[Member, ...]:
-        """The members whose contributions are in every part to the last cell."""
+        """Return the members whose contributions are in every part to the last cell."""
         partial = {p.member for part in self.parts for p in part.partial}
         return tuple(m for i, m in enumerate(self.members) if i not in partial)
 
 
 class Vote(Record):
-    """The signature of the elector at ``elector`` in the electorate's order."""
+    """The signature of the elector at index `elector` of the electorate."""
 
     elector: Count
     signature: Signature
@@ -271,7 +275,7 @@ class Certificate(Record):
 
 
 class Epoch(Record):
-    """A new beginning named by the run's key: who votes at ``base_position``, and after what."""
+    """A new start that the run's key names: a position, the chain there, and those who vote."""
 
     run_id: Digest
     epoch: Count
@@ -287,40 +291,44 @@ class SignedEpoch(Record):
     signature: Signature
 
     def open(self, verify: Callable[[bytes, bytes], bool]) -> Epoch:
-        """The epoch, once ``verify(data, signature)`` with the run's public key holds."""
+        """Return the epoch if `verify(data, signature)` with the run's public key holds.
+
+        Raises:
+            EpochInvalid: it does not.
+        """
         if not verify(epoch_payload(self.epoch), self.signature):
             raise EpochInvalid("epoch record: expected a signature of the run's key; got another")
         return Epoch.decode(self.epoch)
 
 
 def sha256(data: bytes | bytearray | memoryview) -> bytes:
-    """SHA-256."""
+    """Return the SHA-256 digest."""
     return hashlib.sha256(data).digest()
 
 
 def genesis_chain(run_id: bytes, root: bytes) -> bytes:
-    """The chain before the first entry."""
+    """Return the chain before the first entry."""
     return sha256(b"atoll genesis 1" + run_id + root)
 
 
 def extend_chain(chain: bytes, entry_digest: bytes) -> bytes:
-    """The chain after an entry."""
+    """Return the chain after an entry."""
     return sha256(b"atoll chain 1" + chain + entry_digest)
 
 
 def epoch_payload(epoch: bytes) -> bytes:
-    """What the run's key signs to open an epoch."""
+    """Return what the run's key signs to open an epoch."""
     return b"atoll epoch 1" + epoch
 
 
 def vote_payload(entry: Entry, attempt: int) -> bytes:
-    """What an elector signs to vote for ``entry`` at ``attempt``."""
+    """Return what an elector signs to vote for `entry` at `attempt`."""
     place = struct.pack(">QQQ", entry.epoch, entry.position, attempt)
     return b"atoll vote 1" + entry.run_id + place + entry.digest
 
 
 def fp32(value: float) -> float:
-    """``value`` rounded to the nearest fp32."""
+    """Round to the nearest fp32 value."""
     return _fp32(value)
 
 
@@ -330,7 +338,7 @@ def _fp32(value: float) -> float:
 
 
 def is_quorum(voters: Sequence[int], electors: int) -> bool:
-    """More than half of the electors, or exactly half including the first."""
+    """Return whether they are more than half of the electors, or half including the first."""
     distinct = set(voters)
     return 2 * len(distinct) > electors or (2 * len(distinct) == electors and 0 in distinct)
 
@@ -338,16 +346,16 @@ def is_quorum(voters: Sequence[int], electors: int) -> bool:
 def next_electorate(
     members: Sequence[Member], parts: Sequence[Part], current: Sequence[Elector]
 ) -> tuple[Elector, ...]:
-    """Who votes next: of the members that are complete in every part; else who votes now."""
+    """Return the next electorate: of the members complete in every part, else the current one."""
     partial = {p.member for part in parts for p in part.partial}
     complete = [m.elector for i, m in enumerate(members) if i not in partial]
     return choose_electors(complete) or tuple(current)
 
 
 def choose_electors(candidates: Sequence[Elector]) -> tuple[Elector, ...]:
-    """All of them, or the 64 whose hashes are the lowest, in the order in which they are given.
+    """Return all candidates, or the 64 with the lowest hashes, in the order given.
 
-    By a hash of the elector alone, so that the electorate stays while the members do.
+    The hash is of the elector alone, so that the electorate stays while the members do.
     """
     lowest = sorted(candidates, key=lambda elector: _rank("elector", elector))[:MAX_ELECTORS]
     chosen = set(lowest)
@@ -355,7 +363,7 @@ def choose_electors(candidates: Sequence[Elector]) -> tuple[Elector, ...]:
 
 
 def leader_order(electorate: Sequence[Elector], position: int) -> list[int]:
-    """Indices of the electors in the order in which they lead attempts 0, 1, 2, ..."""
+    """Return the indices of the electors in the order in which they lead attempts 0, 1, 2, ..."""
     return sorted(range(len(electorate)), key=lambda index: _rank(position, electorate[index]))
 
 
@@ -366,7 +374,7 @@ def _rank(what: str | int, elector: Elector) -> bytes:
 def check_certificate(
     entry: Entry, certificate: Certificate, electorate: Sequence[Elector], verify: Verify
 ) -> None:
-    """CertificateInvalid unless a quorum of ``electorate`` signed ``entry``."""
+    """Raise CertificateInvalid unless a quorum of `electorate` signed `entry`."""
     voters = [vote.elector for vote in certificate.votes]
     if len(set(voters)) != len(voters) or any(v >= len(electorate) for v in voters):
         raise CertificateInvalid(
@@ -386,7 +394,7 @@ def check_certificate(
 
 
 def check_follows(entry: Entry, *, run_id: bytes, epoch: int, position: int, chain: bytes) -> None:
-    """ChainMismatch unless ``entry`` is the one that comes next."""
+    """Raise ChainMismatch unless `entry` is the one that comes next."""
     for what, expected, got in (
         ("run", run_id.hex()[:12], entry.run_id.hex()[:12]),
         ("epoch", epoch, entry.epoch),
@@ -398,7 +406,11 @@ def check_follows(entry: Entry, *, run_id: bytes, epoch: int, position: int, cha
 
 
 def split_body(entry: Entry, body: bytes | memoryview) -> list[memoryview]:
-    """The parts of a body, each checked against its digest; MalformedRecord on any difference."""
+    """Return the parts of a body, each checked against its digest.
+
+    Raises:
+        MalformedRecord: the length or a digest differs.
+    """
     view = memoryview(body)
     if len(view) != entry.body_bytes:
         raise MalformedRecord(

@@ -1,4 +1,4 @@
-"""How the log of a run is read: its method over its layout, as every follower of it takes it.
+"""How a log is read: by a method over a layout, equally by every replica that follows it.
 
 Fragments take turns: with n of them, position p moves fragment (p + 1) mod n. That is the order in
 which their first windows end (`atoll.optim.workers.worker`).
@@ -19,10 +19,10 @@ from atoll.optim.state.updates import Update
 
 
 class Replay:
-    """The rules of one run's log."""
+    """The rules of one log."""
 
     def __init__(self, method: Method, layout: Layout) -> None:
-        """Cut the layout as the method does.
+        """Cut the layout into fragments as the method does.
 
         Raises:
             MethodError: the method keeps no common state that a log could hold.
@@ -42,19 +42,19 @@ class Replay:
 
     @property
     def by_factors(self) -> bool:
-        """Whether matrices travel as factors, and residuals are taken against the update."""
+        """Whether matrices travel as factors and residuals are taken against the update."""
         return self.method.reduction == "low-rank"
 
     def fragment_at(self, position: int) -> int:
-        """The fragment that a position moves."""
+        """Return the fragment that a position moves."""
         return (position + 1) % len(self.fragments)
 
     def cells_at(self, position: int) -> Cells:
-        """The cells of the fragment that a position moves."""
+        """Return the cells of the fragment that a position moves."""
         return self._cells[self.fragment_at(position)]
 
     def max_body_bytes(self, entry: Entry) -> int:
-        """The longest body that an entry can have."""
+        """Return the bytes of the longest body that an entry can have."""
         if entry.kind == "null":
             return 0
         return self.cells_at(entry.position).max_body_bytes(len(entry.members))
@@ -85,7 +85,7 @@ class Replay:
                 )
 
     def decode(self, entry: Entry, body: Bytes) -> Update:
-        """The update of an entry.
+        """Return the update of an entry.
 
         Raises:
             MalformedRecord: the body is not the one that the entry names.
@@ -97,13 +97,13 @@ class Replay:
     def next_state(
         self, state: OuterState, entry: Entry, body: Bytes, update_F: Update | None = None
     ) -> OuterState:
-        """state(p+1) = apply(state(p), entry(p)).
+        """Return state(p+1) = apply(state(p), entry(p)).
 
         Args:
             state: the state before the entry; left as it is.
-            entry: the entry; that it follows and is certified is the caller's to check.
+            entry: the entry; the caller has checked that it follows and is certified.
             body: the bytes of its parts, checked here against their digests.
-            update_F: the decoded body, where the caller has verified and decoded it already.
+            update_F: the decoded body, if the caller has verified and decoded it already.
 
         Raises:
             MalformedRecord: the entry or the body is none of this run's.
@@ -126,15 +126,15 @@ class Replay:
         return new
 
     def residual(self, fragment: int) -> Feedback:
-        """A peer's error feedback of one fragment, empty."""
+        """Return a peer's error feedback of one fragment, empty."""
         return residual_of(self.method, self.fragments[fragment])
 
 
 def cells_of(method: Method, fragment: Fragment) -> Cells:
-    """How a fragment travels in the method's rounds.
+    """Return how a fragment travels in the method's rounds.
 
     Raises:
-        CodecError: the codec is of no use in a round.
+        CodecError: the codec cannot be used in a round.
     """
     if method.reduction == "low-rank":
         return LowRankCells(codec=method.codec, fragment=fragment)
@@ -147,7 +147,7 @@ def cells_of(method: Method, fragment: Fragment) -> Cells:
 
 
 def residual_of(method: Method, fragment: Fragment) -> Feedback:
-    """A member's error feedback of a fragment, empty.
+    """Return a member's error feedback of a fragment, empty.
 
     Raises:
         ValueError: feedback does not go with the codec.

@@ -1,7 +1,7 @@
 """Snapshots of the outer state on disk: a file each, their digests in the log's database.
 
 A file is written under another name, synced and renamed, and only then put in the table; a file
-that no row names is removed when the log is opened.  Reading verifies every leaf.
+that no row names is removed when the log is opened. Reading verifies every leaf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SnapshotInfo:
     """A stored snapshot."""
 
     position: int
-    """Entries applied: the state before entry `position`."""
+    """Of the entry that comes next: so many are applied."""
     chain: bytes
     root: bytes
     leaf_digests: tuple[bytes, ...]

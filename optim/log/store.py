@@ -1,9 +1,8 @@
 """The log on disk: entries, their bodies, epochs and snapshots, in one SQLite file.
 
 Peers keep a bounded log, the coordinator all of it. The store checks order and size, not meaning:
-whoever appends has verified the entry (`atoll.optim.log.entry`). What is in the file is one
-history: a
-new epoch first rewinds to its base.
+whoever appends has verified the entry (`atoll.optim.log.replica`). What is in the file is one
+history: a new epoch first rewinds to its base.
 
     store.append(epoch=0, position=7, entry=..., certificate=..., body=..., chain=...)
     store.head                  epoch, next position, and the chain there
@@ -65,7 +64,7 @@ class Head:
     position: int
     """Of the next entry."""
     chain: bytes
-    """What the next entry names as its previous chain."""
+    """The one that the next entry names as its previous chain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStatistics:
-    """How a store is."""
+    """Counts and sizes of a store."""
 
     entries: int
     bodies: int
@@ -137,6 +136,11 @@ class LogStore:
     # Entries
 
     @property
+    def genesis_chain(self) -> bytes:
+        """The chain before entry 0."""
+        return self._genesis_chain
+
+    @property
     def head(self) -> Head:
         """The epoch, position and chain that the next entry must have."""
         with self._lock:
@@ -157,14 +161,14 @@ class LogStore:
         chain: bytes,
         before_base: bool = False,
     ) -> bool:
-        """Add a verified entry. False when it is here already.
+        """Add a verified entry; False if it is here already.
 
         Args:
             epoch: of the entry; not older than the newest epoch that is known here.
             position: of the entry; the next one.
             entry: as signed.
             certificate: of its electorate.
-            body: the update, empty where there is none.
+            body: the update, empty if there is none.
             chain: after the entry.
             before_base: it lies before the base of the newest epoch, and may be of an older one.
 
@@ -207,11 +211,11 @@ class LogStore:
                 self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
     def get(self, position: int) -> Record | None:
-        """The entry at a position, if it is here."""
+        """Return the entry at a position, if it is here."""
         return next(iter(self.headers(position, 1)), None)
 
     def headers(self, start: int, count: int) -> list[Record]:
-        """At most `count` entries from `start` on, without bodies."""
+        """Return at most `count` entries from `start` on, without bodies."""
         columns = "epoch, position, entry, certificate, chain, body_bytes, has_body"
         query = f"SELECT {columns} FROM entries WHERE position >= ? AND position < ? ORDER BY 2"
         with self._lock:
@@ -219,11 +223,11 @@ class LogStore:
         return [_record(row) for row in rows]
 
     def body(self, position: int) -> bytes:
-        """The body of an entry. Raises NotStored."""
+        """Return the body of an entry. Raises NotStored."""
         return b"".join(self.body_chunks(position))
 
     def body_chunks(self, position: int) -> Iterator[bytes]:
-        """The body in pieces of at most 1 MiB; take a lease to keep it. Raises NotStored."""
+        """Yield the body in pieces of at most 1 MiB; take a lease to keep it. Raises NotStored."""
         record = self.get(position)
         if record is None or not record.has_body:
             raise NotStored(f"the body of entry {position} is not here: ask another peer")
@@ -246,11 +250,11 @@ class LogStore:
                 self._db.execute("UPDATE entries SET has_body = 1 WHERE position = ?", (position,))
 
     def first_with_bodies(self) -> int:
-        """The position from which on all bodies up to the head are here; waits for no writer."""
+        """Return the position from which on all bodies are here; waits for no writer."""
         return self._first_with_bodies
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Runs `(start, stop)` of entries whose bodies are not here, oldest first."""
+        """Return runs `(start, stop)` of entries whose bodies are not here, oldest first."""
         query = """
             SELECT min(position), max(position) + 1 FROM (
                 SELECT position, position - row_number() OVER (ORDER BY position) AS run
@@ -281,7 +285,7 @@ class LogStore:
         return gone
 
     def begin_at(self, *, position: int, chain: bytes) -> None:
-        """Let the log start after a recovered snapshot: what was stored before is dropped."""
+        """Begin the log anew after a recovered snapshot; drops what was stored before."""
         with self._lock:
             with self._changing():
                 self._db.execute("DELETE FROM bodies")
@@ -299,13 +303,13 @@ class LogStore:
             self._db.execute("INSERT OR REPLACE INTO epochs VALUES (?, ?)", (epoch, record))
 
     def epochs(self) -> list[tuple[int, bytes]]:
-        """All epoch records, oldest first."""
+        """Return all epoch records, oldest first."""
         with self._lock:
             rows = self._db.execute("SELECT epoch, record FROM epochs ORDER BY 1").fetchall()
         return [(row[0], row[1]) for row in rows]
 
     def latest_epoch(self) -> bytes | None:
-        """The signed record of the highest epoch."""
+        """Return the signed record of the highest epoch."""
         epochs = self.epochs()
         return epochs[-1][1] if epochs else None
 
@@ -315,7 +319,7 @@ class LogStore:
             self._put_meta(f"note:{key}", value)
 
     def note(self, key: str) -> bytes | None:
-        """A value kept by `put_note`."""
+        """Return a value kept by `put_note`."""
         return self._meta(f"note:{key}")
 
     # Snapshots
@@ -330,11 +334,11 @@ class LogStore:
         return self.snapshot(state.position)
 
     def snapshot_positions(self) -> list[int]:
-        """Positions of the stored snapshots, oldest first."""
+        """Return the positions of the stored snapshots, oldest first."""
         return self._snapshots.positions()
 
     def snapshot(self, position: int) -> SnapshotInfo:
-        """Digests and file of a snapshot. Raises NotStored."""
+        """Return digests and file of a snapshot. Raises NotStored."""
         return self._snapshots.info(position)
 
     def load_snapshot(self, position: int) -> OuterState:
@@ -373,7 +377,7 @@ class LogStore:
             return len(positions)
 
     def statistics(self) -> StoreStatistics:
-        """Counts and sizes."""
+        """Return counts and sizes."""
         query = (
             "SELECT count(*), coalesce(sum(has_body), 0), coalesce(sum(body_bytes * has_body), 0)"
         )

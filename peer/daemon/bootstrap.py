@@ -15,17 +15,18 @@ import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.coordinator.catching_up import FetchMissed
-from atoll.coordinator.gossip import FetchModel, ModelKeeper
+from atoll.coordinator.catching_up import Recover
+from atoll.coordinator.gossip import FetchModel
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
+from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
 from atoll.peer.daemon.ports import free_port
 from atoll.peer.gossip.models import ModelFetcher
-from atoll.peer.recovery.missed import MissedLog
+from atoll.peer.recovery.ledger import LedgerRecovery
 
 REMEDY = "set coordinator.dht_listen to another address, or to port 0 for any that is free"
 LOOK_S = 10.0  # between two looks at who is where
@@ -74,16 +75,13 @@ class BootstrapNode:
         return self._node.addresses
 
     @property
-    def fetch_missed(self) -> FetchMissed:
-        """Fetches entries from peers that do not publish them."""
-        return MissedLog(
-            identity=self._node.identity,
-            transport=self._node.transport,
-            roster=self._node.roster,
-            folder=self._request.identity_path.with_name("catching-up"),
+    def recover(self) -> Recover:
+        """Brings the coordinator's replica up to the peers'."""
+        return LedgerRecovery(
+            me=self._node.peer_id, transport=self._node.transport, roster=self._node.roster
         )
 
-    def fetch_model(self, keeper: ModelKeeper) -> FetchModel:
+    def fetch_model(self, keeper: ReplicaView) -> FetchModel:
         """What fetches a peer's model, in a run by gossip."""
         state = keeper.state
         return ModelFetcher(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.levels import Level
 from atoll.optim.log.entry import LogError
-from atoll.peer.recovery.recovery import Recovered, Recovery, RecoveryError
+from atoll.optim.log.live import Recovered, RecoveryError
+from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import CoordinatorSource
 from atoll.peer.rounds.context import Context, short
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from functools import partial
 
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.keys import verify_run_key
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import verify
 from atoll.dht.roster import PeerRecord
 from atoll.optim.log.entry import Elector, fp32, genesis_chain
+from atoll.optim.log.live import LiveReplica
+from atoll.optim.log.module import Module
 from atoll.optim.log.replay import Replay
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
@@ -32,7 +33,7 @@ from atoll.peer.daemon.publisher import Publisher
 from atoll.peer.daemon.reducer import Decisions, NetworkReducer, Reset
 from atoll.peer.daemon.reporting import Reporter, RoundsView
 from atoll.peer.recovery.recovery import Recovery
-from atoll.peer.recovery.sources import CoordinatorSource
+from atoll.peer.recovery.sources import CoordinatorSource, RosterSources
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
 
@@ -56,10 +57,16 @@ class LogRun:
             joined.epoch if joined else b"",
             snapshot_every=spec.round.snapshot_every,
         )
-        self._replay = Replay(spec.method(), membership.layout)
+        module = Module(
+            run_id=env.run_id,
+            method=spec.method(),
+            layout=membership.layout,
+            snapshot_every=spec.round.snapshot_every,
+        )
+        self._replay = module.replay
         self._decisions = Decisions()
-        self.progress = TrainerProgress(spec, spec.method(), len(self._replay.fragments))
-        self.replica = self._make_replica()
+        self.progress = TrainerProgress(spec, module.method, len(self._replay.fragments))
+        self.replica = self._make_replica(module)
         self.ctx = Context(
             me=env.me,
             sign=env.identity.sign,
@@ -78,9 +85,11 @@ class LogRun:
         self._catching_up = CatchingUp(
             self.ctx,
             Recovery(
-                self.ctx,
-                run_id=env.run_id,
+                self.replica,
+                RosterSources(self.ctx),
                 genesis=self._genesis,
+                stall_s=spec.round.stall_s,
+                on_event=env.say,
                 on_progress=self._note_recovery,
                 fallback=self._source,
             ),
@@ -182,7 +191,7 @@ class LogRun:
 
     # the first state
 
-    def _make_replica(self) -> Replica:
+    def _make_replica(self, module: Module) -> LiveReplica:
         env, spec = self._env, self._env.spec
         store = LogStore(
             env.paths.log,
@@ -192,16 +201,9 @@ class LogRun:
             keep_snapshots=KEPT_SNAPSHOTS,
         )
         env.files.callback(store.close)
-        return Replica(
-            run_id=env.run_id,
-            replay=self._replay,
-            store=store,
-            verify=verify,
-            verify_run=run_key_verifier(env.options.invite.run_key),
-            snapshot_every=spec.round.snapshot_every,
-            compute=env.compute,
-            on_failure=self._decisions.fail,
-        )
+        verify_run = partial(verify_run_key, env.options.invite.run_key)
+        core = Replica(module, store, verify=verify, verify_run=verify_run)
+        return LiveReplica(core, compute=env.compute, on_failure=self._decisions.fail)
 
     async def _settle(self, joined: Joined | None) -> None:
         """Resume from this machine, or fetch a state."""
@@ -228,7 +230,7 @@ class LogRun:
         except (CoordinatorError, StateError) as error:
             self._catching_up.say_waiting(f"no first state from the coordinator yet: {error}")
             return
-        await self.replica.install(state, self._genesis_chain, ())
+        await self.replica.install(state)
 
     async def _genesis(self) -> OuterState:
         return await self._env.fetch_state(self._replay.memory_numel, 0)
@@ -267,17 +269,3 @@ def outer_scalars(spec: RunSpec, replay: Replay) -> Callable[[int], tuple[float,
         return fp32(lr), fp32(momentum)
 
     return scalars
-
-
-def run_key_verifier(run_key: bytes) -> Callable[[bytes, bytes], bool]:
-    """Return (data, signature) -> whether the run's key signed it."""
-    key = Ed25519PublicKey.from_public_bytes(run_key)
-
-    def check(data: bytes, signature: bytes) -> bool:
-        try:
-            key.verify(signature, data)
-        except InvalidSignature:
-            return False
-        return True
-
-    return check

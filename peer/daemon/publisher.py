@@ -12,7 +12,7 @@ from contextlib import suppress
 from atoll.coordinator.rpc.client import Beat
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.optim.log.entry import Certificate, Entry, LogError
-from atoll.optim.log.replica import Replica
+from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.store import Head, NotStored
 from atoll.peer.daemon.environment import Environment
 from atoll.peer.recovery.sources import CoordinatorSource
@@ -25,7 +25,7 @@ class Publisher:
     """One peer's relation to the coordinator; a `Listener` of its heartbeats."""
 
     def __init__(
-        self, env: Environment, source: CoordinatorSource, replica: Replica, rounds: Rounds
+        self, env: Environment, source: CoordinatorSource, replica: LiveReplica, rounds: Rounds
     ) -> None:
         """Keep in `source` where the coordinator stands."""
         self._env = env

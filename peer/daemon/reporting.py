@@ -28,7 +28,10 @@ MAX_LEFT_OUT = 512  # PeerIDs; a trace with more would be refused for its length
 class Standing(Protocol):
     """Where a peer stands: its replica of the log, or its own run by gossip."""
 
-    snapshot_every: int
+    @property
+    def snapshot_every(self) -> int:
+        """Positions between two snapshots."""
+        ...
 
     @property
     def epoch(self) -> int:

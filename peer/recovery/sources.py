@@ -1,11 +1,11 @@
 """Where missing entries and snapshots come from: a peer over libp2p, or the coordinator over gRPC.
 
-Nothing that a source gives is trusted: ``atoll.peer.recovery.recovery`` verifies all of it.
+Nothing that a source gives is trusted: the replica that recovers verifies all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ from atoll.optim.state.outer_state import StateError
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import (
     MAX_SPAN,
+    Asking,
     fetch_body,
     fetch_headers,
     fetch_leaves,
@@ -30,7 +31,7 @@ from atoll.peer.rounds.messages import PROTOCOL, Decided, Head, Known
 FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateError)
 """What a source that fails or lies can cause; another one may do better."""
 
-ASKED_AT_ONCE = 32  # who looks for what it misses asks no more, however many peers there are
+ASKED_AT_ONCE = 32  # peers that a recovery asks at once, however many there are
 
 
 class Source(Protocol):
@@ -46,7 +47,7 @@ class Source(Protocol):
         ...
 
     async def headers(self, start: int, stop: int) -> list[Decided]:
-        """Entries with certificates from ``start`` on; perhaps fewer than asked for."""
+        """Entries with certificates from `start` on; perhaps fewer than asked for."""
         ...
 
     async def body(self, position: int, body_bytes: int) -> bytes:
@@ -78,10 +79,10 @@ class Donor:
 def whom_to_ask(
     records: Mapping[str, PeerRecord], *, me: str, turn: int
 ) -> Iterator[tuple[str, ...]]:
-    """The peers of the roster in the order in which they are asked, some at a time.
+    """Yield the peers of the roster in the order in which they are asked, some at a time.
 
-    First those that are furthest by their records, which may be old, and as many drawn by a hash:
-    each peer draws others, and at each turn others again.
+    First come those that are furthest by their records, which may be old, and as many drawn by a
+    hash: each peer draws others, and at each turn others again.
     """
 
     def lot(peer: str) -> bytes:
@@ -94,11 +95,33 @@ def whom_to_ask(
         yield tuple(order[start : start + ASKED_AT_ONCE])
 
 
+Sources = Callable[[], Awaitable[Iterator[Sequence[Source]]]]
+"""Lists those who may have what is missing, some at a time."""
+
+
+class RosterSources:
+    """The peers of the run's roster, in another order at each turn."""
+
+    def __init__(self, ctx: Context) -> None:
+        """Ask as the peer of `ctx`."""
+        self._ctx = ctx
+        self._turn = 0
+
+    async def __call__(self) -> Iterator[Sequence[Source]]:
+        """Read the roster."""
+        records = await self._ctx.roster_peers()
+        self._turn += 1
+        return (
+            [PeerSource(self._ctx, peer) for peer in some]
+            for some in whom_to_ask(records, me=self._ctx.me.peer_id, turn=self._turn)
+        )
+
+
 class PeerSource:
     """A peer of the roster."""
 
-    def __init__(self, ctx: Context, peer: str) -> None:
-        """``peer`` is its PeerID."""
+    def __init__(self, ctx: Asking, peer: str) -> None:
+        """Take its PeerID."""
         self._ctx = ctx
         self._peer = peer
 
@@ -140,7 +163,7 @@ class CoordinatorSource:
     def __init__(
         self, client: CoordinatorClient, epoch_record: bytes, *, snapshot_every: int
     ) -> None:
-        """``epoch_record`` is what the coordinator gave when this peer joined or was in touch."""
+        """`epoch_record` is what the coordinator gave when this peer joined or was in touch."""
         self._client = client
         self._snapshot_every = snapshot_every
         self.epoch_record = epoch_record

@@ -11,8 +11,8 @@ from atoll.coordinator.run.levels import Level
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.entry import Elector, Entry, Verify
+from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.replay import Replay
-from atoll.optim.log.replica import Replica
 from atoll.optim.reduction.robust import Rule
 from atoll.peer.rounds.conduct import Conduct, Fault
 from atoll.peer.rounds.holdings import Holdings
@@ -132,7 +132,7 @@ class Context(PeerContext):
 
     sign: Callable[[bytes], bytes]
     verify: Verify
-    replica: Replica
+    replica: LiveReplica
     replay: Replay
     scalars: Scalars
     parts: Holdings = field(default_factory=Holdings)

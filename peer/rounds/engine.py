@@ -23,7 +23,7 @@ from atoll.optim.log.entry import (
     MalformedRecord,
     check_certificate,
 )
-from atoll.optim.log.replica import Applied
+from atoll.optim.log.live import Applied
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.allreduce.exchange import Exchange
 from atoll.peer.rounds.allreduce.upfront import HeldStream, check_upfront, not_upfront
@@ -273,7 +273,7 @@ class Rounds:
     async def _commit(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
         since = self._ctx.now()
         update_N = await self.voter.update(entry)
-        await self._ctx.replica.append(entry, certificate, body, update_N, since=since)
+        await self._ctx.replica.accept(entry, certificate, body, update_N, since=since)
 
     def _certified(self, entry: Entry, certificate: Certificate) -> None:
         """The votes that others told this peer made a certificate; the leader tells the rest."""

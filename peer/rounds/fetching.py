@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import end
-from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
+from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport, TransportError
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.messages import (
     PIECE_BYTES,
     Decided,
@@ -28,6 +29,25 @@ from atoll.peer.rounds.messages import (
 
 MAX_SPAN = 4096  # headers of one request
 QUIET_STALLS = 0.5  # after which another peer is asked too
+
+
+class Asking(Protocol):
+    """What it takes to ask a peer for what is in the log."""
+
+    @property
+    def transport(self) -> Transport:
+        """Reaches the peer."""
+        ...
+
+    @property
+    def settings(self) -> RoundSettings:
+        """Patience with it."""
+        ...
+
+    @property
+    def known_epoch(self) -> int | None:
+        """The epoch whose record is here, so need not be sent."""
+        ...
 
 
 async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_bytes: int) -> bytes:
@@ -81,7 +101,7 @@ async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _
     return bytes(body)
 
 
-async def fetch_headers(ctx: Context, peer: str, start: int, stop: int) -> list[Decided]:
+async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[Decided]:
     """Entries with certificates, unverified, from ``start``; a donor may send fewer than asked."""
     headers: list[Decided] = []
     request = Span(start=start, stop=min(stop, start + MAX_SPAN))
@@ -94,13 +114,13 @@ async def fetch_headers(ctx: Context, peer: str, start: int, stop: int) -> list[
     return headers
 
 
-async def fetch_body(ctx: Context, peer: str, position: int, body_bytes: int) -> bytes:
+async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytes:
     """The body of one entry, unverified but of the right length."""
     async with await _open(ctx, peer, "body", Span(start=position, stop=position + 1)) as stream:
         return await _exactly(ctx, stream, body_bytes)
 
 
-async def fetch_snapshot_meta(ctx: Context, peer: str, position: int) -> SnapshotMeta:
+async def fetch_snapshot_meta(ctx: Asking, peer: str, position: int) -> SnapshotMeta:
     """The digests of the leaves of a snapshot, unverified."""
     request = LeafRequest(position=position, start=0, stop=0)
     async with await _open(ctx, peer, "leaves", request) as stream:
@@ -108,7 +128,7 @@ async def fetch_snapshot_meta(ctx: Context, peer: str, position: int) -> Snapsho
 
 
 async def fetch_leaves(
-    ctx: Context, peer: str, position: int, indices: Sequence[int]
+    ctx: Asking, peer: str, position: int, indices: Sequence[int]
 ) -> AsyncIterator[tuple[int, bytes]]:
     """Consecutive leaves of a snapshot, unverified."""
     request = LeafRequest(position=position, start=indices[0], stop=indices[-1] + 1)
@@ -118,7 +138,7 @@ async def fetch_leaves(
             yield index, await _message(ctx, stream)
 
 
-async def send_pieces(ctx: Context, stream: Stream, data: bytes | memoryview) -> None:
+async def send_pieces(ctx: Asking, stream: Stream, data: bytes | memoryview) -> None:
     """Send bytes as messages of at most ``PIECE_BYTES``."""
     view = memoryview(data)
     for start in range(0, len(view), PIECE_BYTES):
@@ -126,24 +146,24 @@ async def send_pieces(ctx: Context, stream: Stream, data: bytes | memoryview) ->
         await asyncio.sleep(0)
 
 
-def _patience_s(ctx: Context) -> float:
+def _patience_s(ctx: Asking) -> float:
     return 4 * ctx.settings.stall_s  # a donor shares its uplink with its own round
 
 
-async def _open(ctx: Context, peer: str, method: str, request: Record) -> Stream:
+async def _open(ctx: Asking, peer: str, method: str, request: Record) -> Stream:
     stream = await ctx.transport.open(peer, method, timeout_s=_patience_s(ctx))
     await stream.send(request.encode(), timeout_s=_patience_s(ctx))
     return stream
 
 
-async def _message(ctx: Context, stream: Stream) -> bytes:
+async def _message(ctx: Asking, stream: Stream) -> bytes:
     message = await stream.recv(timeout_s=_patience_s(ctx))
     if message is None:
         raise PeerUnreachable("the stream ended before everything was sent")
     return message
 
 
-async def _exactly(ctx: Context, stream: Stream, wire_bytes: int) -> bytes:
+async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytes:
     body = bytearray()
     while len(body) < wire_bytes:
         body += await _message(ctx, stream)

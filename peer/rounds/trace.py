@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from atoll.optim.log.replica import Applied
+from atoll.optim.log.live import Applied
 from atoll.peer.rounds.allreduce.exchange import Exchange
 
 

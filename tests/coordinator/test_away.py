@@ -80,7 +80,7 @@ def test_it_catches_up_over_the_network(links: Any, tmp_path: Path, monkeypatch:
         assert gap.first <= away + 2 and gap.last > gap.first
         before = organiser.status().position
         links.until(lambda: organiser.status().position >= before + 2, "rounds go on")
-        assert organiser.up.coordinator.follower.is_current
+        assert organiser.up.coordinator.replica.is_current
         organiser.stop()
     finally:
         loop.stopping.set()

@@ -138,7 +138,7 @@ def test_tensors_of_another_model(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "b")
 
 
-class Follower:
+class Replica:
     """Stands where it is told to."""
 
     run_id = b"r" * 32
@@ -151,20 +151,21 @@ class Follower:
     def head(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(position=self.position, epoch=1, chain=b"c" * 32)
 
-    def head_and_state(self) -> tuple[types.SimpleNamespace, OuterState]:
-        return self.head, make(self.position).state
+    @property
+    def standing(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(head=self.head, state=make(self.position).state)
 
 
 def positions_kept(folder: Path, *, last: int, **coordinator: int) -> list[int]:
     """Of a run that wrote its checkpoints up to a position."""
     spec = RunSpec.from_dict({"run": {"name": "test"}, "coordinator": coordinator})
-    follower, said = Follower(), []
+    replica, said = Replica(), []
 
     async def run() -> None:
         checkpoints = Checkpointing(
-            spec, follower, folder, lambda level, text: said.append((level, text))
+            spec, replica, folder, lambda level, text: said.append((level, text))
         )
-        for follower.position in range(1, last + 1):
+        for replica.position in range(1, last + 1):
             checkpoints.look()
             if checkpoints._writing is not None:
                 await checkpoints._writing

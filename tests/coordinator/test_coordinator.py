@@ -8,18 +8,10 @@ from typing import Any
 
 import pytest
 
-from atoll.coordinator.follower import Follower, NotNext, RunKey
 from atoll.coordinator.members import FORGET_S, STALL_S
-from atoll.coordinator.run.keys import RunKeys
-from atoll.dht import verify
 from atoll.optim.log.entry import (
-    CertificateInvalid,
-    MalformedRecord,
     Partial,
-    SignedEpoch,
-    genesis_chain,
 )
-from atoll.optim.log.store import LogStore
 
 RUN = b"r" * 32
 
@@ -29,116 +21,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-def make_follower(kit: Any, path: Path, keys: RunKeys) -> Follower:
-    state = kit.genesis()
-    store = LogStore(path, run_id=RUN, genesis_chain=genesis_chain(RUN, state.root()))
-    follower = Follower(
-        run_id=RUN,
-        run_key=RunKey(signer=keys.signer),
-        method=kit.SPEC.method(),
-        store=store,
-        snapshot_every=2,
-        verify=verify,
-    )
-    follower.begin(state)
-    follower.resume()
-    return follower
-
-
-def take(kit: Any, follower: Follower, swarm: Any, **changes: Any) -> None:
-    entry, body = swarm.entry(RUN, follower.head, **changes)
-    body = b"" if entry.kind == "null" else body
-    claim = follower.precheck(entry.encode(), swarm.certify(entry).encode())
-    follower.accept(claim, body)
-
-
-def test_nothing_is_taken_before_an_epoch_is_open(kit: Any, tmp_path: Path) -> None:
-    follower, swarm = make_follower(kit, tmp_path, RunKeys.generate()), kit.Swarm()
-    with pytest.raises(NotNext):
-        take(kit, follower, swarm)
-    follower.store.close()
-
-
-def test_null_entries_move_on_without_changing_the_state(kit: Any, tmp_path: Path) -> None:
-    follower, swarm = make_follower(kit, tmp_path, RunKeys.generate()), kit.Swarm()
-    follower.open_epoch(swarm.electors())
-    take(kit, follower, swarm, kind="null", members=(), parts=())
-    assert follower.head.position == follower.state.position == 1
-    assert follower.state.root() == kit.genesis().root()
-    take(kit, follower, swarm)
-    assert follower.state.root() != kit.genesis().root()
-    follower.store.close()
-
-
-def test_a_new_epoch_begins_at_the_head_with_other_electors(kit: Any, tmp_path: Path) -> None:
-    keys = RunKeys.generate()
-    follower, swarm = make_follower(kit, tmp_path, keys), kit.Swarm()
-    follower.open_epoch(swarm.electors())
-    take(kit, follower, swarm)
-    old_entry, _ = swarm.entry(RUN, follower.head)
-    others = kit.Swarm()
-    epoch = follower.open_epoch(others.electors())
-    assert (epoch.epoch, epoch.base_position) == (1, 1)
-    assert epoch.base_chain == follower.head.chain
-    record = SignedEpoch.decode(follower.epoch_record)
-    assert record.open(RunKey(signer=keys.signer).verify) == epoch
-    with pytest.raises(NotNext):
-        follower.precheck(old_entry.encode(), swarm.certify(old_entry).encode())
-    with pytest.raises(CertificateInvalid):
-        take(kit, follower, swarm)
-    take(kit, follower, others)
-    follower.store.close()
-    again = make_follower(kit, tmp_path, keys)
-    assert again.head == follower.head and again.electorate == follower.electorate
-    again.store.close()
-
-
-def test_an_electorate_of_an_epoch_survives_a_restart(kit: Any, tmp_path: Path) -> None:
-    keys = RunKeys.generate()
-    follower, swarm = make_follower(kit, tmp_path, keys), kit.Swarm()
-    follower.open_epoch(swarm.electors())
-    follower.store.close()
-    again = make_follower(kit, tmp_path, keys)
-    assert again.electorate == swarm.electors() and again.is_open
-    take(kit, again, swarm)
-    again.store.close()
-
-
-def test_a_certified_root_that_is_not_ours_is_told(kit: Any, tmp_path: Path) -> None:
-    follower, swarm = make_follower(kit, tmp_path, RunKeys.generate()), kit.Swarm()
-    follower.open_epoch(swarm.electors())
-    take(kit, follower, swarm)
-    take(kit, follower, swarm)
-    good = kit.root_at(2, follower.state)
-    take(kit, follower, swarm, state_root=good)
-    assert not follower.diverged
-    bad = good.model_copy(update={"root": b"x" * 32})
-    take(kit, follower, swarm, state_root=bad)
-    assert "this machine computes wrongly" in follower.diverged
-    position = follower.state.position
-    take(kit, follower, swarm)
-    assert follower.head.position == 5 and follower.state.position == position
-    follower.store.close()
-
-
-@pytest.mark.parametrize("kind", ["update", "null", "update where nothing is applied any more"])
-def test_a_body_that_is_not_the_entrys_is_not_stored(kit: Any, tmp_path: Path, kind: str) -> None:
-    follower, swarm = make_follower(kit, tmp_path, RunKeys.generate()), kit.Swarm()
-    follower.open_epoch(swarm.electors())
-    entry, body = swarm.entry(RUN, follower.head)
-    if kind == "null":
-        entry, body = swarm.null(RUN, follower.head), b"x"
-    elif kind != "update":
-        follower.diverged = "by a fault"
-    claim = follower.precheck(entry.encode(), swarm.certify(entry).encode())
-    wrong = bytearray(body)
-    wrong[-1] ^= 1
-    with pytest.raises(MalformedRecord, match="body of entry 0"):
-        follower.accept(claim, wrong)
-    assert follower.head.position == follower.store.head.position == 0
-    follower.store.close()
 
 
 def test_a_member_of_whom_no_cell_came_counts_as_left_out(kit: Any, tmp_path: Path) -> None:
@@ -181,7 +63,7 @@ def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> N
             await pass_time(5, [0])
             assert (coordinator.head().epoch, coordinator.head().position) == (1, 1)
             assert coordinator.status().state == "stalled"
-            (elector,) = coordinator.follower.electorate
+            (elector,) = coordinator.replica.electorate
             assert elector.peer_id == net.swarm.identities[0].peer_id
             await pass_time(100, [])
             assert coordinator.head().epoch == 1
@@ -201,7 +83,7 @@ def test_electors_that_leave_without_a_quorum_bring_a_new_epoch(
             clients = await net.started()
             entry, body = swarm.entry(net.run_id, coordinator.head())
             assert await net.publish(clients[0], entry, body)
-            assert coordinator.follower.electorate == swarm.electors()
+            assert coordinator.replica.electorate == swarm.electors()
             for index in (0, 1):
                 await coordinator.tick()
                 assert coordinator.head().epoch == 0  # two of three may go on
@@ -211,7 +93,7 @@ def test_electors_that_leave_without_a_quorum_bring_a_new_epoch(
             head = coordinator.head()
             assert (head.epoch, head.position) == (int(retired), 1)
             if retired:
-                assert coordinator.follower.electorate == swarm.electors()[2:]
+                assert coordinator.replica.electorate == swarm.electors()[2:]
                 assert coordinator.status().state == "training"
                 texts = [event.text for event in coordinator.status().events]
                 assert "epoch 1 opened at position 1 with 1 peer: electors left" in texts
@@ -256,7 +138,7 @@ def test_a_run_that_all_have_left_goes_on_with_who_comes_back(kit: Any, tmp_path
             await clients[1].heartbeat(back)
             await coordinator.tick()
             assert coordinator.head().epoch == 1
-            (elector,) = coordinator.follower.electorate
+            (elector,) = coordinator.replica.electorate
             assert (elector.peer_id, elector.incarnation) == (back.peer_id, "2")
 
     kit.run(main())
@@ -321,7 +203,7 @@ def test_a_restarted_peer_is_told_and_votes_in_the_next_epoch(kit: Any, tmp_path
                 clock.now_s += 1.0
                 await one.heartbeat(net.swarm.status(0, incarnation="2"))
                 await coordinator.tick()
-            electors = coordinator.follower.electorate
+            electors = coordinator.replica.electorate
             assert "2" in {elector.incarnation for elector in electors}
             texts = [event.text for event in (await one.status()).events]
             assert "was started again" in texts

@@ -20,6 +20,8 @@ from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim import methods
 from atoll.optim.log.entry import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain, sha256
+from atoll.optim.log.live import LiveReplica, Recovered, RecoveryError
+from atoll.optim.log.module import Module
 from atoll.optim.log.replay import Replay
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
@@ -28,7 +30,8 @@ from atoll.optim.reduction.robust import Rule
 from atoll.optim.reduction.weights import work_weight
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.recovery.recovery import Recovered, Recovery, RecoveryError
+from atoll.peer.recovery.recovery import Recovery
+from atoll.peer.recovery.sources import RosterSources
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.flight import OfferedWindow
@@ -134,15 +137,14 @@ class SwarmPeer:
             self.identity.peer_id, uplink_bytes_s=rate, downlink_bytes_s=rate
         )
         self.roster = self.swarm.board.roster(self.identity.peer_id)
-        self.replica = Replica(
-            run_id=RUN_ID,
-            replay=self.swarm.replay,
-            store=store,
+        core = Replica(
+            self.swarm.module,
+            store,
             verify=verify,
             verify_run=verify_run,
-            snapshot_every=2,
-            compute=inline,
+            clock=asyncio.get_running_loop().time,
         )
+        self.replica = LiveReplica(core, compute=inline)
         self.ctx = Context(
             me=Elector(peer_id=self.identity.peer_id, incarnation=self.incarnation),
             sign=self.identity.sign,
@@ -172,7 +174,12 @@ class SwarmPeer:
             uplink_mbit_s=self.declared_mbit_s,
         )
         self.recovery = Recovery(
-            self.ctx, run_id=RUN_ID, genesis=self.genesis, on_progress=lambda what, at: None
+            self.replica,
+            RosterSources(self.ctx),
+            genesis=self.genesis,
+            stall_s=SETTINGS.stall_s,
+            on_event=self.ctx.on_event,
+            on_progress=lambda what, at: None,
         )
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -222,7 +229,7 @@ class SwarmPeer:
             ttl_s=3600.0,
         )
         if record is not None:
-            await self.replica.install(await self.genesis(), self.swarm.chain, ())
+            await self.replica.install(await self.genesis())
             await self.replica.adopt(record)
         else:
             await self.catch_up()
@@ -351,7 +358,9 @@ class Swarm:
         self.folder = folder
         options = {} if codec is None else {"codec": codec, "feedback": feedback_with(codec)}
         self.layout, self.rule = layout, rule
-        self.replay = Replay(methods.parse(method, **options), layout)
+        parsed = methods.parse(method, **options)
+        self.module = Module(run_id=RUN_ID, method=parsed, layout=layout, snapshot_every=2)
+        self.replay = self.module.replay
         self.body_budget_bytes = body_budget_bytes
         self.network = MemoryNetwork(random.Random(7), latency_s=0.025)
         self.board = MemoryBoard()

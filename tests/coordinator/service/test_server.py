@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import resource
 import signal
@@ -13,13 +12,11 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll.coordinator.follower import Follower
 from atoll.coordinator.history import History
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.invite import Invite
@@ -34,6 +31,7 @@ from atoll.coordinator.service.server import (
     running,
     serve,
 )
+from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 
 
@@ -53,15 +51,15 @@ def test_started_again_it_knows_all_it_knew(kit: Any, tmp_path: Path) -> None:
             trace = RoundTrace(position=2, included=True, seconds={"send": 1.0})
             await one.heartbeat(swarm.status(0, position=3), traces=[trace])
             before, invite = await one.status(), str(net.up.invite)
-            record = net.up.coordinator.follower.epoch_record
-            root = net.up.coordinator.follower.state.root()
+            record = net.up.coordinator.replica.epoch_record
+            root = net.up.coordinator.replica.state.root()
         snapshot = tmp_path / "run" / "log" / "snapshot-000000000002.bin"
         snapshot.write_bytes(b"damaged")  # the log has everything since the genesis
         async with kit.net(tmp_path / "run", swarm) as net:
             assert str(net.up.invite) == invite
             coordinator = net.up.coordinator
-            assert coordinator.follower.state.root() == root
-            assert coordinator.follower.epoch_record == record
+            assert coordinator.replica.state.root() == root
+            assert coordinator.replica.epoch_record == record
             after = await net.client(0).status()
             assert after.history == before.history
             assert (after.position, after.chain) == (before.position, before.chain)
@@ -221,8 +219,8 @@ class FakeNode:
     addresses = ("/ip4/127.0.0.1/tcp/7701/p2p/12D3KooW",)
     closed = False
 
-    def fetch_missed(self, follower: Follower) -> AbstractAsyncContextManager[None]:
-        return contextlib.nullcontext()
+    async def recover(self, replica: LiveReplica, on_taken: Callable[[int], None]) -> None:
+        """Nobody is there to recover from."""
 
     async def close(self) -> None:
         self.closed = True

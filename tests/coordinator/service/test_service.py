@@ -99,7 +99,7 @@ def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:
                 state = kit.REPLAY.next_state(state, entry, body)
                 sent.append((entry, body))
                 assert net.up.coordinator.head().position == position + 1
-            assert net.up.coordinator.follower.state.root() == state.root()
+            assert net.up.coordinator.replica.state.root() == state.root()
             got = [fetched async for fetched in two.fetch_entries(1, 100)]
             assert [(f.entry, f.body) for f in got] == [(e.encode(), b) for e, b in sent[1:]]
             heads = [f async for f in two.fetch_entries(0, 2, bodies=False)]
@@ -120,7 +120,7 @@ def test_a_joiner_fetches_the_genesis_and_newer_snapshots(kit: Any, tmp_path: Pa
                 await net.publish(one, entry, body)
             for position, expected in (
                 (0, kit.genesis()),
-                (None, net.up.coordinator.follower.state),
+                (None, net.up.coordinator.replica.state),
             ):
                 info = await two.fetch_snapshot(position)
                 assembly = Assembly(
@@ -212,7 +212,7 @@ def test_a_disk_that_is_full_is_told_once_and_the_run_goes_on(kit: Any, tmp_path
     """It was a traceback every half second, and peers thought that they were out of touch."""
 
     def limit_disk(coordinator: Coordinator, pages: int) -> None:
-        for database in (coordinator.follower.store, coordinator.rounds._history):
+        for database in (coordinator.replica.store, coordinator.rounds._history):
             database._db.execute(f"PRAGMA max_page_count = {pages}")  # no file gets below its size
 
     async def main() -> None:
@@ -270,7 +270,7 @@ def test_the_run_finishes_with_a_checkpoint(kit: Any, tmp_path: Path) -> None:
         checkpoint = kit.load_checkpoint(coordinator.last_checkpoint())
         assert checkpoint.position == 6 and checkpoint.spec == kit.SPEC
         assert checkpoint.chain == coordinator.head().chain
-        assert checkpoint.state.root() == coordinator.follower.state.root()
+        assert checkpoint.state.root() == coordinator.replica.state.root()
 
     kit.run(main())
 

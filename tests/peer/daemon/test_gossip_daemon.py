@@ -98,5 +98,5 @@ def test_a_lone_peer_goes_on_alone_and_the_coordinator_keeps_its_model(kit, orga
     assert wait_until_stored(ann.peer, 60.0, threading.Event())
     status = kit.until(lambda: (s := organiser.status()).state == "finished" and s, "the end")
     assert status.position == ROUNDS
-    kept = organiser.up.coordinator.follower.state
+    kept = organiser.up.coordinator.replica.state
     assert torch.equal(kept.params_N, training.trainer.worker.synced_N)

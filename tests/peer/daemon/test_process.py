@@ -86,7 +86,7 @@ def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, 
     (peer,) = status.peers
     assert (peer.position, peer.chain, peer.state) == (3, status.chain, "gone")
     assert peer.state_position == 3
-    state = organiser.up.coordinator.follower.head_and_state()[1]
+    state = organiser.up.coordinator.replica.state
     assert peer.state_digest == state.root().hex()
     assert [e.kind for e in daemon.events][-1] == "stopped"
 

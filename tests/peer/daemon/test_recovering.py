@@ -5,8 +5,9 @@ import pytest
 from atoll.dht.roster import MemoryBoard
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.recovery.recovery import Recovery
+from atoll.peer.recovery.sources import RosterSources
 from atoll.peer.rounds.messages import Decided, Known
-from support.swarm import RUN_ID, Swarm, signed_epoch
+from support.swarm import Swarm, signed_epoch
 
 
 class Follower:
@@ -54,13 +55,15 @@ def recover(tmp_path, snapshots, *, second_epoch=False):
                     await peer.catch_up()
                 await swarm.until(lambda: all(p.replica.position > place + 1 for p in peers))
             new = swarm.add()
-            new.ctx.roster = MemoryBoard().roster(new.identity.peer_id)
+            new.ctx.roster = MemoryBoard().roster(new.identity.peer_id)  # of a run without peers
             donor = peers[0]
             offered = [p for p in snapshots(donor.replica) if p in donor.replica.snapshots]
             recovery = Recovery(
-                new.ctx,
-                run_id=RUN_ID,
+                new.replica,
+                RosterSources(new.ctx),
                 genesis=new.genesis,
+                stall_s=new.ctx.settings.stall_s,
+                on_event=new.ctx.on_event,
                 on_progress=lambda what, left: None,
                 fallback=Follower(donor, offered),
             )

@@ -1,5 +1,7 @@
 """What a peer says about itself."""
 
+from dataclasses import replace
+
 import pytest
 
 from atoll.coordinator.run.status import RoundTrace
@@ -91,7 +93,7 @@ def test_a_rate_that_is_no_number_is_none(tmp_path):
 def test_its_state_says_what_a_peer_is_about(tmp_path):
     async def use(reporter, peer):
         assert (await reporter.status()).state in ("training", "syncing")
-        peer.replica.electorate = ()
+        peer.replica.standing = replace(peer.replica.standing, electorate=())
         assert (await reporter.status()).state == "recovering"
         reporter.leaving = True
         assert (await reporter.status()).state == "leaving"
@@ -102,7 +104,7 @@ def test_its_state_says_what_a_peer_is_about(tmp_path):
 @pytest.mark.parametrize(("trains", "state"), [(True, "ready"), (False, "joining")])
 def test_a_run_begins_with_peers_whose_trainer_has_started(tmp_path, trains, state):
     async def use(reporter, peer):
-        await peer.replica.install(await peer.genesis(), peer.swarm.chain, ())
+        await peer.replica.install(await peer.genesis())
         assert (await reporter.status()).state == state
 
     with_reporter(tmp_path, use, joined=False, trains=trains)

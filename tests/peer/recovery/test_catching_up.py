@@ -99,9 +99,11 @@ def test_as_many_entries_are_replayed_as_keep_open_work(fragments):
         store=types.SimpleNamespace(get=lambda position: types.SimpleNamespace(body_bytes=1000)),
     )
     recovery = Recovery(
-        types.SimpleNamespace(replica=replica),
-        run_id=bytes(32),
+        replica,
+        sources=None,
         genesis=asyncio.sleep,
+        stall_s=1.0,
+        on_event=print,
         on_progress=print,
     )
 

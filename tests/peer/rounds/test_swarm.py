@@ -7,10 +7,9 @@ import pytest
 
 from atoll.dht.identity import verify
 from atoll.dht.roster import RosterError
+from atoll.optim.log.claims import verify_claims
 from atoll.optim.log.entry import ChainMismatch, Entry, Epoch
-from atoll.peer.recovery.recovery import verify_headers
 from atoll.peer.rounds.consensus.ballot import leader_of
-from atoll.peer.rounds.messages import Decided
 from support.swarm import RUN_ID, SETTINGS, run_swarm, signed_epoch
 
 run = partial(run_swarm, codec="int8")
@@ -350,7 +349,7 @@ def test_headers_before_a_base_must_end_in_its_chain(tmp_path):
         peers = await swarm.start(3)
         await swarm.until(lambda: all(p.replica.position >= 6 for p in peers))
         records = peers[0].replica.store.headers(0, 6)
-        headers = [Decided(entry=r.entry, certificate=r.certificate) for r in records]
+        headers = [(r.entry, r.certificate) for r in records]
         opened = Epoch(
             run_id=RUN_ID,
             epoch=1,
@@ -359,10 +358,10 @@ def test_headers_before_a_base_must_end_in_its_chain(tmp_path):
             electorate=Entry.decode(records[2].entry).electorate,
         )
         known = {"run_id": RUN_ID, "here": None, "opened": opened, "verify": verify}
-        assert len(verify_headers(headers, **known)) == 6
+        assert len(verify_claims(headers, **known)) == 6
         forged = Entry.decode(records[2].entry).model_copy(update={"lr": 0.25})
-        headers[2] = Decided(entry=forged.encode(), certificate=records[2].certificate)
+        headers[2] = forged.encode(), records[2].certificate
         with pytest.raises(ChainMismatch):
-            verify_headers(headers, **known)
+            verify_claims(headers, **known)
 
     run(tmp_path, scenario)

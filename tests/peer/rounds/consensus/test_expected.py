@@ -22,13 +22,13 @@ def rosters_of_before(peers):
 
 def decisions_arrive_late(peers):
     """What is decided reaches the last peer when the others have trained a window more."""
-    append = peers[-1].replica.append
+    accept = peers[-1].replica.accept
 
-    async def late(*arguments):
+    async def late(*arguments, **options):
         await asyncio.sleep(2 * peers[-1].window_s)
-        return await append(*arguments)
+        return await accept(*arguments, **options)
 
-    peers[-1].replica.append = late
+    peers[-1].replica.accept = late
 
 
 @pytest.mark.parametrize("lag", [rosters_of_before, decisions_arrive_late])

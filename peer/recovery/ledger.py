@@ -1,0 +1,111 @@
+"""The coordinator's recovery: its ledger catches up with the peers of the run's DHT.
+
+The coordinator is seldom behind, because peers publish to it what they decide. It recovers when no
+peer has kept the bodies that it lacks, or when its own snapshots cannot be read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from atoll.coordinator.run.levels import LOGGING, Level
+from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.transport import PeerUnreachable, Transport, TransportError
+from atoll.optim.log.live import LiveReplica, OnTaken, Recovered
+from atoll.optim.state.outer_state import OuterState
+from atoll.peer.recovery.recovery import Recovery
+from atoll.peer.recovery.sources import PeerSource, Source, whom_to_ask
+from atoll.peer.rounds.context import RoundSettings
+from atoll.peer.rounds.messages import Head
+
+CONNECT_S = 10.0  # a peer of the roster may be gone
+STALL_S = 5.0  # patience with a donor; nobody waits for the coordinator
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerRecovery:
+    """Recovers a coordinator's replica; see `atoll.coordinator.catching_up.Recover`."""
+
+    me: str
+    """The PeerID of the coordinator's node."""
+    transport: Transport
+    roster: Roster
+
+    async def __call__(self, replica: LiveReplica, on_taken: OnTaken) -> Recovered | None:
+        """Catch up if peers do not publish what is missing.
+
+        Raises:
+            RecoveryError: nobody has it now.
+        """
+        recovery = Recovery(
+            replica,
+            _Known(me=self.me, transport=self.transport, roster=self.roster, replica=replica),
+            genesis=partial(_genesis, replica),
+            stall_s=STALL_S,
+            on_event=_note,
+            on_progress=lambda what, left: _log.info("%s, %d to go", what, left),
+            on_taken=on_taken,
+        )
+        return await recovery.run()
+
+
+@dataclass(kw_only=True)
+class _Known:
+    """The peers of the roster, to which nothing need be connected yet."""
+
+    me: str
+    transport: Transport
+    roster: Roster
+    replica: LiveReplica
+    turn: int = 0
+
+    @property
+    def settings(self) -> RoundSettings:
+        return RoundSettings(stall_s=STALL_S, grace_s=STALL_S)
+
+    @property
+    def known_epoch(self) -> int | None:
+        return self.replica.epoch
+
+    async def __call__(self) -> Iterator[Sequence[Source]]:
+        try:
+            records = await self.roster.peers()
+        except (RosterError, TransportError, TimeoutError, OSError) as error:
+            _log.info("the roster cannot be read: %s", error)
+            records = {}
+        self.turn += 1
+        return (
+            [_Distant(self, records[peer]) for peer in some]
+            for some in whom_to_ask(records, me=self.me, turn=self.turn)
+        )
+
+
+class _Distant(PeerSource):
+    """A peer to which the coordinator connects before it asks."""
+
+    def __init__(self, known: _Known, record: PeerRecord) -> None:
+        super().__init__(known, record.peer_id)
+        self._transport = known.transport
+        self._record = record
+
+    async def head(self) -> Head:
+        record = self._record
+        try:
+            await self._transport.connect(record.peer_id, record.addresses, timeout_s=CONNECT_S)
+        except (TimeoutError, ValueError) as error:  # the record may name anything
+            raise PeerUnreachable(f"{record.peer_id}: {error}") from error
+        return await super().head()
+
+
+async def _genesis(replica: LiveReplica) -> OuterState:
+    state: OuterState = await replica.compute(replica.store.load_snapshot, 0)
+    return state
+
+
+def _note(level: Level, text: str) -> None:
+    _log.log(LOGGING[level], text)

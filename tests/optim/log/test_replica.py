@@ -1,0 +1,422 @@
+"""One replica: what it accepts, applies, keeps and takes up again, as a ledger and as a peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atoll.coordinator.run.keys import RunKeys
+from atoll.optim.log.claims import Place
+from atoll.optim.log.entry import (
+    CertificateInvalid,
+    ChainMismatch,
+    Epoch,
+    EpochInvalid,
+    MalformedRecord,
+    SignedEpoch,
+    epoch_payload,
+)
+from atoll.optim.log.replica import NotNext, Replica
+from support import kit
+from support.logs import RUN, Log, encoded, open_replica, take
+
+KEYS = RunKeys.generate()
+Open = Callable[[], Replica]
+
+
+@pytest.fixture(params=[True, False], ids=["ledger", "peer"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens the replica of this test, again if it was open."""
+    opened: list[Replica] = []
+
+    def open_again() -> Replica:
+        for replica in opened:
+            replica.store.close()
+        opened.append(open_replica(tmp_path / "log", KEYS, is_ledger=request.param))
+        return opened[-1]
+
+    yield open_again
+    for replica in opened:
+        replica.store.close()
+
+
+@pytest.fixture
+def swarm() -> kit.Swarm:
+    return kit.Swarm()
+
+
+# The log
+
+
+def test_nothing_is_taken_before_an_epoch_is_open(reopen: Open, swarm: kit.Swarm) -> None:
+    with pytest.raises(NotNext):
+        take(reopen(), swarm)
+
+
+def test_null_entries_move_on_without_changing_the_state(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    take(replica, swarm, kind="null", members=(), parts=())
+    assert replica.position == replica.state.position == 1
+    assert replica.state.root() == kit.genesis().root()
+    take(replica, swarm)
+    assert replica.state.root() != kit.genesis().root()
+
+
+def test_another_entry_was_quicker(reopen: Open, swarm: kit.Swarm) -> None:
+    """Two bodies of one position may be on their way; the second to come changes nothing."""
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    entry, body = swarm.entry(RUN, replica.head)
+    late = replica.check(entry, swarm.certify(entry))
+    take(replica, swarm, kind="null", members=(), parts=())
+    before = replica.standing
+    with pytest.raises(NotNext):
+        replica.accept(late, body)
+    assert replica.standing is before and replica.store.head.position == 1
+
+
+def test_an_epoch_that_begins_while_a_body_comes_voids_the_entry(
+    reopen: Open, swarm: kit.Swarm
+) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    entry, body = swarm.entry(RUN, replica.head)
+    late = replica.check(entry, swarm.certify(entry))
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    with pytest.raises(NotNext):
+        replica.accept(late, body)
+    assert replica.position == replica.store.head.position == 0
+
+
+def test_an_entry_without_a_quorum_is_refused(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    entry, _ = swarm.entry(RUN, replica.head)
+    for certificate in (swarm.certify(entry, voters=(0,)), kit.Swarm().certify(entry)):
+        with pytest.raises(CertificateInvalid):
+            replica.check(entry, certificate)
+
+
+@pytest.mark.parametrize("kind", ["update", "null"])
+def test_a_body_that_is_not_the_entrys_is_not_stored(
+    reopen: Open, swarm: kit.Swarm, kind: str
+) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    entry, body = swarm.entry(RUN, replica.head)
+    if kind == "null":
+        entry, body = swarm.null(RUN, replica.head), b"x"
+    expect_body_refused(replica, swarm, entry, body)
+
+
+def test_a_diverged_ledger_still_checks_bodies(tmp_path: Path, swarm: kit.Swarm) -> None:
+    replica = open_replica(tmp_path, KEYS)
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    replica.standing = replace(replica.standing, diverged="by a fault")
+    expect_body_refused(replica, swarm, *swarm.entry(RUN, replica.head))
+    replica.store.close()
+
+
+def expect_body_refused(replica, swarm, entry, body) -> None:
+    claim = replica.check(entry, swarm.certify(entry))
+    wrong = bytearray(body)
+    wrong[-1] ^= 1
+    with pytest.raises(MalformedRecord, match="body of entry 0"):
+        replica.accept(claim, wrong)
+    assert replica.position == replica.store.head.position == 0
+
+
+def test_a_certified_root_that_is_not_ours_is_reported(tmp_path: Path, swarm: kit.Swarm) -> None:
+    replica = open_replica(tmp_path, KEYS)
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    take(replica, swarm)
+    take(replica, swarm)
+    good = kit.root_at(2, replica.state)
+    take(replica, swarm, state_root=good)
+    assert not replica.diverged
+    bad = good.model_copy(update={"root": b"x" * 32})
+    take(replica, swarm, state_root=bad)
+    assert "this machine computes wrongly" in replica.diverged
+    assert 4 not in replica.store.snapshot_positions()
+    position = replica.state.position
+    take(replica, swarm)
+    assert replica.head.position == 5 and replica.state.position == position
+    replica.store.close()
+
+
+# Epochs and restarts
+
+
+def test_a_new_epoch_begins_at_the_head_with_other_electors(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    take(replica, swarm)
+    old_entry, _ = swarm.entry(RUN, replica.head)
+    others = kit.Swarm()
+    epoch = replica.open_epoch(others.electors(), KEYS.sign)
+    assert (epoch.epoch, epoch.base_position) == (1, 1)
+    assert epoch.base_chain == replica.chain
+    assert replica.read_epoch(replica.epoch_record) == epoch
+    with pytest.raises(NotNext):
+        replica.check(old_entry, swarm.certify(old_entry))
+    with pytest.raises(CertificateInvalid):
+        take(replica, swarm)
+    take(replica, others)
+    again = reopen()
+    assert again.head == replica.head and again.electorate == replica.electorate
+
+
+def test_an_electorate_of_an_epoch_survives_a_restart(reopen: Open, swarm: kit.Swarm) -> None:
+    reopen().open_epoch(swarm.electors(), KEYS.sign)
+    again = reopen()
+    assert again.electorate == swarm.electors() and again.opened is not None
+    take(again, swarm)
+
+
+def test_a_stored_epoch_of_another_key_is_refused_at_a_restart(
+    reopen: Open, swarm: kit.Swarm
+) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    raw = SignedEpoch.decode(replica.epoch_record).epoch
+    signature = RunKeys.generate().sign(epoch_payload(raw))
+    replica.store.put_epoch(0, SignedEpoch(epoch=raw, signature=signature).encode())
+    with pytest.raises(EpochInvalid, match="the run's key"):
+        reopen()
+
+
+def test_an_epoch_of_another_run_is_refused(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    epoch = Epoch(
+        run_id=b"o" * 32,
+        epoch=0,
+        base_position=0,
+        base_chain=replica.chain,
+        electorate=swarm.electors(),
+    ).encode()
+    record = SignedEpoch(epoch=epoch, signature=KEYS.sign(epoch_payload(epoch))).encode()
+    with pytest.raises(EpochInvalid, match="this run"):
+        replica.adopt(record)
+
+
+def test_a_peer_that_ends_before_it_goes_back_has_no_electorate(
+    tmp_path: Path, swarm: kit.Swarm
+) -> None:
+    """It would vote after entries that the epoch has voided, and never go back to its base."""
+    replica, other = open_replica(tmp_path / "a", KEYS, is_ledger=False), None
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    other = open_replica(tmp_path / "b", KEYS)
+    other.adopt(replica.epoch_record)
+    take(other, swarm)
+    for _ in range(3):
+        take(replica, swarm)
+    other.open_epoch(swarm.electors(), KEYS.sign)
+    assert not replica.adopt(other.epoch_record)
+    replica.store.close()
+    again = open_replica(tmp_path / "a", KEYS, is_ledger=False)
+    assert (again.position, again.epoch, again.electorate) == (3, 1, ())
+    assert again.rewind()
+    assert again.head == other.head and again.electorate == swarm.electors()
+    for each in (again, other):
+        each.store.close()
+
+
+def test_a_log_that_begins_after_the_base_cannot_go_back(tmp_path: Path) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    log.grow(2)
+    early = log.open("early")
+    early.adopt(log.whole.epoch_record)
+    early.accept(*log.entries[0])
+    log.grow(5)
+    peer = log.open("peer", is_ledger=False)
+    peer.adopt(log.whole.epoch_record)
+    peer.install(log.states[4], log.claims(2))
+    early.open_epoch(log.swarm.electors(), KEYS.sign)
+    assert not peer.adopt(early.epoch_record)
+    assert not peer.rewind() and peer.electorate == ()
+    for each in (log.whole, early, peer):
+        each.store.close()
+
+
+# Recovery: a ledger keeps what it had
+
+
+class LongLog(Log):
+    """One of nine entries, of which the replica `away` has three."""
+
+    def __init__(self, folder: Path, *, is_ledger: bool = True) -> None:
+        super().__init__(folder, swarm=kit.Swarm(), keys=KEYS)
+        self.is_ledger = is_ledger
+        self.away = self.open("away", is_ledger=is_ledger)
+        self.away.adopt(self.whole.epoch_record)
+        self.grow(3)
+        for claim, body in self.entries:
+            self.away.accept(claim, body)
+        self.grow(6)
+
+    def restart(self) -> Replica:
+        self.away.store.close()
+        self.away = self.open("away", is_ledger=self.is_ledger)
+        return self.away
+
+    def recover(self) -> None:
+        """As `atoll.peer.recovery` does: the newest certified snapshot, then entries."""
+        self.away.install(self.states[6], self.claims())
+        for claim, body in self.entries[6:]:
+            self.away.accept(claim, body)
+
+    def close(self) -> None:
+        self.whole.store.close()
+        self.away.store.close()
+
+
+@pytest.fixture
+def long_log(tmp_path: Path) -> Iterator[LongLog]:
+    log = LongLog(tmp_path)
+    yield log
+    log.close()
+
+
+@pytest.fixture(params=[True, False], ids=["ledger", "peer"])
+def any_log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LongLog]:
+    log = LongLog(tmp_path, is_ledger=request.param)
+    yield log
+    log.close()
+
+
+def test_it_continues_from_a_certified_snapshot_past_a_gap(long_log: LongLog) -> None:
+    away, whole = long_log.away, long_log.whole
+    new = away.install(long_log.states[6], long_log.claims())
+    assert [claim.entry.position for claim in new] == [3, 4, 5]
+    assert all(away.electorate_at(p) == long_log.swarm.electors() for p in range(7))
+    for claim, body in long_log.entries[6:]:
+        away.accept(claim, body)
+    assert away.is_current and away.head == whole.head
+    assert away.state.root() == whole.state.root()
+    assert away.store.gaps() == [(3, 6)] and away.store.first_with_bodies() == 6
+    long_log.grow(1)
+    away.accept(*long_log.entries[-1])
+    assert away.state.root() == whole.state.root()
+
+
+def test_a_peers_log_begins_anew_at_a_snapshot(tmp_path: Path) -> None:
+    log = LongLog(tmp_path, is_ledger=False)
+    leaps = log.away.leaps
+    log.away.install(log.states[6], log.claims(start=4))
+    assert [r.position for r in log.away.store.headers(0, 99)] == [4, 5]
+    assert log.away.leaps == leaps + 1 and set(log.away.snapshots) == {6}
+    log.recover()
+    assert log.away.head == log.whole.head
+    assert log.away.state.root() == log.whole.state.root()
+    log.close()
+
+
+def test_bodies_that_somebody_has_kept_leave_no_gap(long_log: LongLog) -> None:
+    long_log.recover()
+    for position in (5, 4, 3):
+        long_log.away.add_body(position, long_log.entries[position][1])
+    away = long_log.restart()
+    assert away.is_current and away.store.gaps() == []
+    assert away.state.root() == long_log.whole.state.root()
+
+
+def test_a_gap_is_known_after_a_restart(any_log: LongLog) -> None:
+    any_log.recover()
+    again = any_log.restart()
+    assert again.is_current and again.head == any_log.whole.head
+    assert again.electorate == any_log.whole.electorate
+    assert again.state.root() == any_log.whole.state.root()
+
+
+def test_a_snapshot_behind_a_gap_that_cannot_be_read_is_fetched_again(long_log: LongLog) -> None:
+    long_log.recover()
+    for path in (long_log.folder / "away").glob("snapshot-*[1-9].bin"):
+        path.write_bytes(b"damaged")
+    again = long_log.restart()
+    assert again.head == long_log.whole.head
+    assert (again.is_current, again.state.position) == (False, 3)
+    long_log.grow(1)
+    again.accept(*long_log.entries[-1])  # is stored, and waits for the state
+    assert (again.head.position, again.state.position) == (10, 3)
+    assert again.install(long_log.states[6]) == []  # what certifies it is in its own log
+    assert again.is_current and again.state.root() == long_log.whole.state.root()
+
+
+def test_a_full_disk_in_the_middle_of_a_recovery(
+    long_log: LongLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, stored = long_log.away.store, []
+    append = store.append_header
+
+    def full(**record: object) -> None:
+        if len(stored) == 2:
+            raise OSError("no space left on device")
+        stored.append(record)
+        append(**record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "append_header", full)
+        with pytest.raises(OSError, match="no space"):
+            long_log.away.install(long_log.states[6], long_log.claims())
+    assert long_log.away.head == store.head and long_log.away.position == 5
+    assert not long_log.away.is_current
+    long_log.recover()
+    assert long_log.away.is_current and long_log.away.head == long_log.whole.head
+
+
+def test_a_state_that_no_entry_certifies_changes_nothing(any_log: LongLog) -> None:
+    away = any_log.away
+    for state in (any_log.states[4].at(6), any_log.states[8], any_log.states[4].at(0)):
+        with pytest.raises(ChainMismatch, match=r"the root that entry|the first state"):
+            away.install(state, any_log.claims())
+    assert (away.head.position, away.state.position) == (3, 3)
+
+
+def test_a_ledger_takes_no_entries_with_a_hole(long_log: LongLog) -> None:
+    away, claims = long_log.away, long_log.claims()
+    for wrong in ([*claims[:5], *claims[6:]], claims[4:], claims[6:]):
+        with pytest.raises(NotNext):
+            away.install(long_log.states[6], wrong)
+        assert away.head.position == 3 and away.is_current
+
+
+def test_recovered_entries_need_their_certificates(any_log: LongLog) -> None:
+    """A donor can send anything: entries of its own, or those of the log in another order."""
+    away, claims = any_log.away, any_log.claims(start=3)
+    here = Place(chain=away.chain, electorate=away.electorate)
+    assert away.verify(encoded(claims), here) == claims
+    forged = replace(claims[2], entry=claims[2].entry.model_copy(update={"lr": 0.0}))
+    few = replace(claims[2], certificate=any_log.swarm.certify(claims[2].entry, voters=(1,)))
+    for wrong, error in (
+        ([*claims[:2], forged, *claims[3:]], CertificateInvalid),
+        ([*claims[:2], few, *claims[3:]], CertificateInvalid),
+        ([*claims[:2], *claims[3:]], ChainMismatch),
+        (claims[1:], ChainMismatch),
+    ):
+        with pytest.raises(error):
+            away.verify(encoded(wrong), here)
+
+
+def test_a_body_that_its_entry_does_not_name_fills_no_gap(long_log: LongLog) -> None:
+    long_log.recover()
+    wrong = b"x" * len(long_log.entries[4][1])
+    with pytest.raises(MalformedRecord, match="another digest"):
+        long_log.away.add_body(4, wrong)
+    assert long_log.away.store.gaps() == [(3, 6)]
+
+
+def test_a_snapshot_whose_root_is_certified_is_the_oldest_in_memory(tmp_path: Path) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    peer = log.open("peer", is_ledger=False)
+    peer.adopt(log.whole.epoch_record)
+    for _ in range(9):
+        log.grow(1)
+        peer.accept(*log.entries[-1])
+    assert set(peer.snapshots) == {6, 8} and log.whole.snapshots == {}
+    assert peer.root_due(10) == (8, log.states[8].root())
+    for each in (peer, log.whole):
+        each.store.close()

@@ -1,0 +1,92 @@
+"""A log that grows, and replicas that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from atoll.coordinator.run.keys import RunKeys, verify_run_key
+from atoll.dht import verify
+from atoll.optim.log.claims import Claim
+from atoll.optim.log.entry import Entry, genesis_chain
+from atoll.optim.log.module import Module
+from atoll.optim.log.replica import Replica
+from atoll.optim.log.store import LogStore
+from atoll.optim.state.outer_state import OuterState
+from support import kit
+
+RUN = b"r" * 32
+EVERY = 2
+
+
+def module(run_id: bytes = RUN) -> Module:
+    method = kit.SPEC.method()
+    return Module(run_id=run_id, method=method, layout=kit.LAYOUT, snapshot_every=EVERY)
+
+
+def open_replica(
+    folder: Path, keys: RunKeys, *, is_ledger: bool = True, run_id: bytes = RUN, **store: Any
+) -> Replica:
+    """A replica that holds the first state, or what is stored in the folder."""
+    genesis = kit.genesis()
+    chain = genesis_chain(run_id, genesis.root())
+    replica = Replica(
+        module(run_id),
+        LogStore(folder, run_id=run_id, genesis_chain=chain, **store),
+        verify=verify,
+        verify_run=partial(verify_run_key, keys.run_public_key),
+        is_ledger=is_ledger,
+    )
+    if not replica.store.snapshot_positions():
+        replica.store.save_snapshot(genesis, chain)
+    assert replica.resume()
+    return replica
+
+
+def take(replica: Replica, swarm: kit.Swarm, **changes: Any) -> Entry:
+    """Let the swarm decide the next entry."""
+    entry, body = swarm.entry(replica.run_id, replica.head, **changes)
+    body = b"" if entry.kind == "null" else body
+    replica.accept(replica.check(entry, swarm.certify(entry)), body)
+    return entry
+
+
+class Log:
+    """A log that grows; `whole` follows all of it."""
+
+    def __init__(
+        self, folder: Path, *, swarm: kit.Swarm, keys: RunKeys, run_id: bytes = RUN
+    ) -> None:
+        self.folder, self.swarm, self.keys, self.run_id = folder, swarm, keys, run_id
+        self.whole = self.open("whole")
+        self.whole.open_epoch(swarm.electors(), keys.sign)
+        self.states: dict[int, OuterState] = {0: self.whole.state}
+        self.entries: list[tuple[Claim, bytes]] = []
+
+    def open(self, name: str, *, is_ledger: bool = True) -> Replica:
+        return open_replica(self.folder / name, self.keys, is_ledger=is_ledger, run_id=self.run_id)
+
+    def grow(self, count: int) -> None:
+        for _ in range(count):
+            head = self.whole.head
+            certified = self.states.get(head.position - EVERY)
+            root = None
+            if head.position % EVERY == 0 and certified is not None:
+                root = kit.root_at(certified.position, certified)
+            entry, body = self.swarm.entry(self.run_id, head, state_root=root)
+            claim = self.whole.check(entry, self.swarm.certify(entry))
+            self.whole.accept(claim, body)
+            self.states[self.whole.position] = self.whole.state
+            self.entries.append((claim, body))
+
+    def claims(self, start: int = 0) -> list[Claim]:
+        return [claim for claim, _ in self.entries[start:]]
+
+    def records(self, start: int = 0) -> list[tuple[bytes, bytes]]:
+        return encoded(self.claims(start))
+
+
+def encoded(claims: Sequence[Claim]) -> list[tuple[bytes, bytes]]:
+    return [(claim.entry.encode(), claim.certificate.encode()) for claim in claims]

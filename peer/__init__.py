@@ -1,1 +1,1 @@
-"""The peer: trainer, data, models, rounds, recovery and the commands."""
+"""The peer: training, rounds, recovery, gossip, the daemon, the lab and the command line."""

@@ -1,6 +1,4 @@
-"""What a person must put right before training can start or go on.
-
-The tree::
+"""Errors that a person must fix before training can start or continue.
 
     SetupError (ValueError)
       ModelError          an unknown preset, a bad override, a custom model that breaks the contract
@@ -9,29 +7,29 @@ The tree::
       DeviceError         a device or precision that this machine does not have
       SavedStateError     a saved state that is damaged, or of another run, peer or model
 
-Every message states what was expected, what was found and what to do.
+Every message states what was expected, what was found and what to do about it.
 """
 
 
 class SetupError(ValueError):
-    """The base of all errors that a person, not the program, has to resolve."""
+    """Base of the errors that only a person can fix."""
 
 
 class ModelError(SetupError):
-    """The model of the run cannot be built as the spec describes it."""
+    """The run's model cannot be built as the spec describes it."""
 
 
 class DataError(SetupError):
-    """The data of the run cannot be read as the spec describes it."""
+    """The run's data cannot be read as the spec describes it."""
 
 
 class ExtraMissing(SetupError):  # noqa: N818
-    """A command, a format or a tokenizer needs a package that comes with an extra."""
+    """A command, format or tokenizer needs a package from an extra that is not installed."""
 
 
 class DeviceError(SetupError):
-    """This machine lacks the device or the number format that was asked for."""
+    """This machine lacks the requested device or number format."""
 
 
 class SavedStateError(SetupError):
-    """A saved state cannot be used."""
+    """A saved state is damaged, or belongs to another run, peer or model."""

@@ -1,11 +1,11 @@
-"""Packages that come with an extra: imported where they are needed, missed with a remedy."""
+"""Import optional packages when they are needed; name the extra to install if they are missing."""
 
 import importlib
 from types import ModuleType
 
 from atoll.peer.errors import ExtraMissing
 
-# The package that shows whether an extra is there, and the extra that pyproject.toml lists it in.
+# Optional packages and the extra in pyproject.toml that brings each.
 EXTRA_OF = {
     "datasets": "data",
     "matplotlib": "lab",
@@ -16,7 +16,11 @@ EXTRA_OF = {
 
 
 def extra(name: str, purpose: str) -> ModuleType:
-    """Import module `name` of an optional package; `purpose` names what needs it.
+    """Import module `name` of an optional package.
+
+    Args:
+        name: dotted name of the module.
+        purpose: subject of the error message: the feature that needs the package.
 
     Raises:
         ExtraMissing: the package is not installed.

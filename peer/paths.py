@@ -1,16 +1,16 @@
-"""Where Atoll keeps what outlives a process: every path in one file.
+"""Paths of all state that outlives a process.
 
-    $XDG_STATE_HOME/atoll/                  (~/.local/state/atoll where the variable is not set)
-      peers/RUN_ID/                         one peer in one run: `PeerPaths`
+    $XDG_STATE_HOME/atoll/                  (~/.local/state/atoll if the variable is not set)
+      peers/RUN_ID/                         state of one peer in one run: `PeerPaths`
         identity.key                          key pair; the PeerID follows from it
-        run.json                              the run that this directory belongs to, as joined
+        run.json                              the run that this directory belongs to
         log/                                  the last updates and snapshots
         trainer.safetensors                   parameters, inner optimizer, data position, feedback
         lock                                  held while a peer runs here
-        atoll.log                             what the daemon said
-      coordinators/RUN_NAME/                one coordinator: `coordinator_state_dir`
+        atoll.log                             the daemon's messages
+      coordinators/RUN_NAME/                state of one coordinator: `coordinator_state_dir`
 
-What lies inside a coordinator's directory is the business of `atoll.coordinator`.
+`atoll.coordinator` defines the files in a coordinator's directory.
 """
 
 import os
@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of all state; a relative XDG_STATE_HOME is ignored, as XDG asks."""
+    """Return the folder of all state; ignore a relative XDG_STATE_HOME, as XDG requires."""
     base = Path(environ.get("XDG_STATE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "atoll"
 
@@ -31,43 +31,43 @@ def peer_state_dir(run_id: str, *, home: Path | None = None) -> Path:
 
 
 def coordinator_state_dir(run_name: str, *, home: Path | None = None) -> Path:
-    """Return the default state directory of the coordinator of a run of this name."""
+    """Return the default state directory of the coordinator of a run with this name."""
     return (home or state_home()) / "coordinators" / run_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerPaths:
-    """The files of one peer in one run, all under `root`."""
+    """Paths of the files of one peer in one run, all under `root`."""
 
     root: Path
-    """The peer's state directory; no two peers share one."""
+    """The peer's state directory; peers never share one."""
 
     @property
     def identity(self) -> Path:
-        """The key pair that the PeerID follows from."""
+        """Key pair that determines the PeerID."""
         return self.root / "identity.key"
 
     @property
     def run(self) -> Path:
-        """Which run this directory belongs to."""
+        """Record of the run that this directory belongs to."""
         return self.root / "run.json"
 
     @property
     def log(self) -> Path:
-        """The directory of the bounded log of updates and snapshots."""
+        """Directory of the bounded log of updates and snapshots."""
         return self.root / "log"
 
     @property
     def trainer(self) -> Path:
-        """The trainer's state: parameters, inner optimizer, data position, feedback."""
+        """Trainer's state: parameters, inner optimizer, data position, feedback."""
         return self.root / "trainer.safetensors"
 
     @property
     def lock(self) -> Path:
-        """Held while a peer runs on this directory."""
+        """Lock that a peer holds while it runs on this directory."""
         return self.root / "lock"
 
     @property
     def messages(self) -> Path:
-        """What the daemon said."""
+        """File of the daemon's messages."""
         return self.root / "atoll.log"

@@ -8,7 +8,7 @@ A round ends in one of four ways, and none of them takes longer than its deadlin
     doubt    it broke when this peer was prepared: it asks until it knows, then met or kept
 
 A peer in doubt whose partner can't tell any more goes on without its mass, so that what it may
-have handed over is not counted twice (``atoll.optim.inprocess.gossip``).
+have handed over is not counted twice (`atoll.optim.inprocess.gossip`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GossipSettled:
 
 
 class Gossip:
-    """Single-loop: what blocks runs in the context's ``compute``."""
+    """Single-loop: what blocks runs in the context's `compute`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Gossip:
         on_phase: OnPhase,
         uplink_mbit_s: float = 0.0,
     ) -> None:
-        """Stand at ``state`` with ``mass``; ``begin`` lets rounds start."""
+        """Stand at `state` with `mass`; `begin` lets rounds start."""
         self._ctx = ctx
         self._place = Place(ctx, state, mass=mass, on_phase=on_phase)
         self._asking = Asking(self._place)

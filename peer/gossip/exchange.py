@@ -8,7 +8,7 @@
 
 Who asked decides, and decides to commit only once both hold and have checked everything; what it
 has not committed never was.  An invited peer that is prepared and hears no more is in doubt and
-asks (``atoll.peer.gossip.asked``).  Until the commit nobody's state has moved.
+asks (`atoll.peer.gossip.asked`).  Until the commit nobody's state has moved.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Exchange:
     """One side of a meeting on an open stream."""
 
     def __init__(self, ctx: GossipContext, stream: Stream, mine: Mine, exchange: bytes) -> None:
-        """``exchange`` names the meeting."""
+        """`exchange` names the meeting."""
         self._ctx = ctx
         self._stream = stream
         self._mine = mine

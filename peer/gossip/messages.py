@@ -1,4 +1,4 @@
-"""What two peers that meet say to each other.  Rules: ``docs/protocol.md``, part "Gossip".
+"""What two peers that meet say to each other.  Rules: `docs/protocol.md`, part "Gossip".
 
 Calls (one message, one reply)::
 
@@ -12,8 +12,8 @@ Streams (duplex; an empty message is a sign of life)::
                      COMMIT -> ; <- end
     gossip-leaves    LeafRequest -> ; <- leaves of a state that was lent
 
-A message of the stream ``gossip`` is one byte naming the kind, then the record; for cells the kind
-``CELL`` and whole frames, each with its length before it (``atoll.optim.reduction.cells``).
+A message of the stream `gossip` is one byte naming the kind, then the record; for cells the kind
+`CELL` and whole frames, each with its length before it (`atoll.optim.reduction.cells`).
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ class Others:
         return {p: max(r.position, self._heard.get(p, 0)) for p, r in records.items()}
 
     async def level(self, own: int, *, by: int) -> int:
-        """The round that a peer at ``own`` goes on with (``policies.brought_level``)."""
+        """The round that a peer at `own` goes on with (`policies.brought_level`)."""
         level = brought_level(own, (await self.rounds()).values(), by=by)
         last = self._ctx.last_round
         return max(own, min(level, last)) if last else level
 
     async def ask_around(self, own: int) -> None:
-        """Ask some of them for their rounds, others in each round ``own``."""
+        """Ask some of them for their rounds, others in each round `own`."""
         others = sorted(await self._ctx.trainers())
         choice = random.Random(f"{self._ctx.me.peer_id}/{own}")
         asked = choice.sample(others, min(ASKED_AROUND, len(others)))

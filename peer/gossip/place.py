@@ -63,7 +63,7 @@ class Place:
     def __init__(
         self, ctx: GossipContext, state: OuterState, *, mass: float, on_phase: OnPhase
     ) -> None:
-        """Stand at ``state`` with ``mass``, before the run has begun."""
+        """Stand at `state` with `mass`, before the run has begun."""
         self.ctx = ctx
         self.state = state
         self.mass = mass

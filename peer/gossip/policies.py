@@ -77,7 +77,7 @@ def brought_level(own: int, others: Iterable[int], *, by: int = LATE_BY) -> int:
     """The round that a peer goes on with.
 
     It is the furthest that two others have reached (the only other one, where there is one), if
-    that is at least ``by`` beyond its own: so one liar moves nobody who knows two.
+    that is at least `by` beyond its own: so one liar moves nobody who knows two.
     """
     reached = sorted(others, reverse=True)
     level = reached[min(1, len(reached) - 1)] if reached else own

@@ -39,7 +39,7 @@ class Lender:
     """The donor's side."""
 
     def __init__(self, ctx: GossipContext, holder: Holder) -> None:
-        """Lend what ``holder`` has."""
+        """Lend what `holder` has."""
         self._ctx = ctx
         self._holder = holder
         self._lent: OrderedDict[int, tuple[OuterState, float]] = OrderedDict()

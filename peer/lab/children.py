@@ -49,7 +49,7 @@ class Child:
         process: asyncio.subprocess.Process,
         on_line: Callable[[bytes], None],
     ) -> None:
-        """Use ``start``."""
+        """Use `start`."""
         self.name = name
         self.log = log
         self._process = process

@@ -1,14 +1,14 @@
 """The demo: a coordinator and peers as processes of their own on this machine.
 
-Nothing here is special to the demo but the supervision: the children are ``atoll coordinator`` and
-``atoll peer`` as anyone starts them.  With ``chaos`` one peer is killed (SIGKILL to its process
+Nothing here is special to the demo but the supervision: the children are `atoll coordinator` and
+`atoll peer` as anyone starts them.  With `chaos` one peer is killed (SIGKILL to its process
 group, which is what a power cut does to it and its libp2p daemon) while it reduces, loses its log,
 and is started again once the others have committed that round.
 
 A child that ends before its time ends the demo within a second or two, and however the demo ends,
 its children end with it.
 
-Errors, besides those of ``atoll.peer.lab.children``::
+Errors, besides those of `atoll.peer.lab.children`::
 
     DemoError (RuntimeError)
      +-- DemoStuck       nothing moved for too long; says what
@@ -113,7 +113,7 @@ def make_out(folder: Path) -> None:
 
 
 def strike_at(rounds: int) -> int:
-    """The position at which ``chaos`` kills: early enough to come back and take part."""
+    """The position at which `chaos` kills: early enough to come back and take part."""
     return max(1, rounds // 3)
 
 
@@ -135,7 +135,7 @@ def expect_room_for_chaos(peers: int, rounds: int) -> None:
 
 @dataclass(kw_only=True)
 class Kill:
-    """What ``chaos`` did."""
+    """What `chaos` did."""
 
     peer: str
     position: int
@@ -183,7 +183,7 @@ class Demo:
     """Starts the children, watches them, and stops them."""
 
     def __init__(self, options: DemoOptions, *, say: Callable[[str], None]) -> None:
-        """``say`` takes lines for a person.  Makes the folder, or raises OutError."""
+        """`say` takes lines for a person.  Makes the folder, or raises OutError."""
         make_out(options.out)
         self.options = options
         self._say = say
@@ -232,7 +232,7 @@ class Demo:
         )
 
     def kill(self) -> None:
-        """End all children at once; ``run`` then ends by itself."""
+        """End all children at once; `run` then ends by itself."""
         for child in self._children():
             child.kill()
 
@@ -427,7 +427,7 @@ class Watch:
     """
 
     def __init__(self, now_s: float, *, window_tokens: int) -> None:
-        """Begin at a time of any steady clock; ``window_tokens`` are those of all peers."""
+        """Begin at a time of any steady clock; `window_tokens` are those of all peers."""
         self._answered_s = self._moved_s = now_s
         self._patience_tokens = LONE_WINDOWS * window_tokens
         self._trained_before = 0

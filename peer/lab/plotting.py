@@ -162,7 +162,7 @@ def _label(axes: Axes, ends: Sequence[_End]) -> None:
 
 
 def spread(heights: Sequence[float], *, gap: float) -> list[float]:
-    """Move sorted heights apart until neighbours are ``gap`` apart, each as little as needed.
+    """Move sorted heights apart until neighbours are `gap` apart, each as little as needed.
 
     Neighbours that touch form a block around their mean, and blocks that touch join.
     """

@@ -1,7 +1,7 @@
-"""Which device trains, and in which number format.
+"""Choice of the device and the number format for training.
 
-Parameters and optimizer state are float32 everywhere; a lower precision means autocast of the
-forward and backward pass. The outer state stays on the CPU whatever the device.
+Parameters and optimizer state are float32 on every device; `bfloat16` means autocast in the
+forward and backward pass. The outer state always stays on the CPU.
 """
 
 from contextlib import AbstractContextManager
@@ -16,23 +16,24 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device that is there, and the precision to use on it."""
+    """An available device and the precision to use on it."""
 
     device: torch.device
-    """Where parameters and batches live."""
+    """Device of the parameters and batches."""
     precision: str
-    """``"float32"`` or ``"bfloat16"``."""
+    """`"float32"` or `"bfloat16"`."""
 
     @classmethod
     def choose(cls, name: str = "auto", precision: str = "auto") -> "Device":
-        """Find the device of this machine that fits a request.
+        """Choose a device of this machine.
 
         Args:
-            name: ``auto`` (the first of cuda, mps and cpu that is there) or a torch device name.
-            precision: one of `PRECISIONS`; ``auto`` is bfloat16 on CUDA devices that have it.
+            name: `auto` (the first available of cuda, mps and cpu) or a torch device name.
+            precision: one of `PRECISIONS`; `auto` is bfloat16 on CUDA devices that support it,
+                float32 elsewhere.
 
         Raises:
-            DeviceError: the device or its precision is not there, or not known.
+            DeviceError: the device or precision is unknown or not available.
         """
         device = _device(_best_name() if name == "auto" else name)
         if precision not in PRECISIONS:
@@ -48,13 +49,13 @@ class Device:
 
     @property
     def label(self) -> str:
-        """A short name for people: ``cpu``, ``NVIDIA H200``."""
+        """Short name for display, such as `cpu` or `NVIDIA H200`."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return self.device.type
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass."""
+        """Return the context manager for a forward pass."""
         lower = self.precision == "bfloat16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lower)
 

@@ -1,7 +1,7 @@
-"""The inner half of training: gradients, learning rate and optimizer, and held-out loss.
+"""Inner steps of one model: gradient, learning rate, optimizer; and its loss on held-out text.
 
-Nothing here knows of other peers: the trainer puts a method around a `Learner`, the baseline does
-not.
+This module knows no other peers. The trainer combines a `Learner` with a method; the baseline of
+the lab uses it alone.
 
 # B sequences, T positions, N parameters
 """
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """What a backward pass came to; the gradient itself lies in the parameters."""
+    """Loss and norm of one step; the gradient itself is in the parameters."""
 
     loss: float
     """Mean loss in nats."""
@@ -37,12 +37,12 @@ class Gradient:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step may be taken."""
+        """Whether loss and norm are finite, so that the step may be taken."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
 class Learner:
-    """A model on a device with its inner optimizer, its schedule and its clipping."""
+    """A model on its device, with its inner optimizer, schedule and gradient clipping."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Learner:
         total_steps: int,
         optimizer: InnerName = "adamw",
     ) -> None:
-        """Move the model to the device and make its optimizer.
+        """Move the model to the device and create its optimizer.
 
         Args:
-            model: as in `atoll.peer.training.models`.
+            model: a module that meets the contract of `atoll.peer.training.models`.
             inner: the inner section of the spec.
-            device: where to train.
-            total_steps: of the run, 0 for one without an end.
-            optimizer: which one trains.
+            device: device to train on.
+            total_steps: inner steps of the run; 0 for a run without an end.
+            optimizer: name of the inner optimizer.
         """
         self.model = model.to(device.device)
         self.device = device
@@ -78,11 +78,11 @@ class Learner:
             self._forward = cast(nn.Module, torch.compile(self.model))
 
     def gradient(self, batches: Sequence[Tensor], *, step: int) -> Gradient:
-        """Compute the mean gradient over micro-batches, clipped, and set the step's rate.
+        """Compute the clipped mean gradient of micro-batches and set the learning rate.
 
         Args:
-            batches: int64 tokens ``(B, T + 1)`` each.
-            step: of the run, for the schedule.
+            batches: int64 tokens `(B, T + 1)` each.
+            step: step of the run that the schedule follows.
         """
         rate = self._inner.rate.at(step, self._total_steps)
         for group in self.optimizer.param_groups:
@@ -98,7 +98,7 @@ class Learner:
         return Gradient(loss=loss_value, norm=norm_value)
 
     def clear(self) -> None:
-        """Forget the gradient."""
+        """Drop the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _backward(self, batch: Tensor, parts: int) -> Tensor:
@@ -106,9 +106,9 @@ class Learner:
         try:
             return self._accumulate(tokens_BT, parts)
         except Exception as error:
-            if not _is_of_compiler(error):
+            if not _is_compiler_error(error):
                 raise
-            _log.warning("torch.compile failed here, training goes on without it: %s", error)
+            _log.warning("torch.compile failed; training continues without it: %s", error)
             self._forward = self.model
             return self._accumulate(tokens_BT, parts)
 
@@ -120,15 +120,15 @@ class Learner:
 
 
 class Evaluator:
-    """The loss on fixed batches, with a copy of the model that training does not touch."""
+    """Measures the loss on fixed batches with its own copy of the model."""
 
     def __init__(self, model: nn.Module, batches: Iterable[Tensor], device: Device) -> None:
-        """Copy the model.
+        """Copy the model to the device.
 
         Args:
-            model: not compiled.
-            batches: int64 tokens ``(B, T + 1)``.
-            device: where to compute.
+            model: a module that is not compiled.
+            batches: int64 tokens `(B, T + 1)` each.
+            device: device to compute on.
         """
         self._model = copy.deepcopy(model).to(device.device).eval()
         self._layout = Layout.of(self._model)
@@ -136,15 +136,15 @@ class Evaluator:
 
     @property
     def num_batches(self) -> int:
-        """How many batches each measurement takes."""
+        """Number of batches that each measurement takes."""
         return len(self._batches)
 
     def loss(self, params_N: Tensor, *, between: Callable[[], object] = lambda: None) -> float:
-        """Return the mean loss in nats a token.
+        """Return the mean loss in nats per token.
 
         Args:
             params_N: parameters in the order of the model's layout.
-            between: called before each batch; what it raises ends the measurement.
+            between: called before each batch; an exception from it ends the measurement.
         """
         self._layout.load_(self._model, params_N)
         total = torch.zeros((), dtype=torch.float64)
@@ -157,6 +157,6 @@ class Evaluator:
         return float(total) / len(self._batches)
 
 
-def _is_of_compiler(error: Exception) -> bool:
-    """Whether torch.compile failed; told by its module's name, which takes 2 s to import."""
+def _is_compiler_error(error: Exception) -> bool:
+    # Compares names of modules because importing torch._dynamo takes 2 s.
     return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)

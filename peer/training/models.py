@@ -1,23 +1,23 @@
-"""Decoder-only transformers in the style of Llama, and the door for a user's own model.
+"""Decoder-only transformers in the style of Llama, and the contract for custom models.
 
 The built-in model has RMSNorm (arXiv:1910.07467) before each block, rotary positions
 (RoPE, arXiv:2104.09864), SwiGLU (arXiv:2002.05202) and optional grouped
-key/value heads (arXiv:2305.13245). Departures: query, key and value are one matrix, as are gate
-and up, so that a layer makes two large products instead of five small ones; residual outputs start
-smaller by ``sqrt(2 * layers)``.
+key/value heads (arXiv:2305.13245). Departures: query, key and value are one matrix, and so are gate
+and up, so that a layer computes two large products instead of five small ones; the output
+matrices of residual branches are initialised smaller by `sqrt(2 * layers)`.
 
-A user's own model is named ``"module:function"``. The function is called with keywords::
+A custom model is named `"module:function"`. The function is called with keywords::
 
     def build(*, vocab_size: int, seq_len: int, **overrides) -> torch.nn.Module: ...
 
-and the module it returns has one of two faces:
+and returns a module with one of two signatures:
 
-- ``forward(tokens_BT) -> logits_BTV``: Atoll computes the cross-entropy;
-- ``forward(tokens_BT, targets_BT) -> loss``: a scalar, the mean over all positions. When the second
-  parameter has a default, a call without it must return logits, which sampling needs.
+- `forward(tokens_BT) -> logits_BTV`: Atoll computes the cross-entropy;
+- `forward(tokens_BT, targets_BT) -> loss`: a scalar, the mean over all positions. If the second
+  parameter has a default, a call without it must return logits; sampling needs them.
 
-Only floating-point parameters with ``requires_grad`` are shared between peers. Buffers are not:
-a model must not learn through them.
+Peers share only floating-point parameters with `requires_grad`, not buffers, so a model must not
+keep anything it learns in a buffer.
 
 # B sequences, T positions, V vocabulary, D width, H heads, K key/value heads, E width of a head
 """
@@ -42,18 +42,18 @@ INIT_STD = 0.02  # GPT-2's; larger values make the first steps of wide models un
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder."""
+    """Shape of a decoder."""
 
     dim: int
     """Width of the residual stream."""
     num_layers: int
     """Number of blocks."""
     num_heads: int
-    """Query heads; ``dim / num_heads`` is the width of a head and must be even."""
+    """Query heads; `dim / num_heads` is the width of a head and must be even."""
     ffn_dim: int
     """Width of the gated feed-forward layer."""
     num_kv_heads: int = 0
-    """Key/value heads, a divisor of ``num_heads``; 0 means as many."""
+    """Key/value heads, a divisor of `num_heads`; 0 means `num_heads`."""
     vocab_size: int = 256
     """Number of different tokens; set from the tokenizer of the run."""
     max_seq_len: int = 128
@@ -66,11 +66,6 @@ class ModelConfig:
     """Added to the mean square before the root."""
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit together.
-
-        Raises:
-            ModelError: a size below one, or heads that do not divide the width.
-        """
         for name in ("dim", "num_layers", "num_heads", "ffn_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ModelError(f"model {name} must be at least 1, got {getattr(self, name)}")
@@ -81,8 +76,8 @@ class ModelConfig:
             )
         if self.num_kv_heads < 0 or self.num_heads % self.kv_heads:
             raise ModelError(
-                f"model num_kv_heads must divide num_heads={self.num_heads} (or be 0 for as "
-                f"many), got {self.num_kv_heads}"
+                f"model num_kv_heads must divide num_heads={self.num_heads} (or be 0 for "
+                f"num_heads), got {self.num_kv_heads}"
             )
 
     @property
@@ -96,7 +91,7 @@ class ModelConfig:
         return self.num_kv_heads or self.num_heads
 
 
-# Sizes without the embedding (the tokenizer's): 0.88M, 3.2M, 10.6M, 31M, 154M, 346M, 973M.
+# Parameters without the tokenizer's embedding: 0.88M, 3.2M, 10.6M, 31M, 154M, 346M, 973M.
 PRESETS: dict[str, ModelConfig] = {
     "nano": ModelConfig(dim=192, num_layers=2, num_heads=3, ffn_dim=512),
     "micro": ModelConfig(dim=256, num_layers=4, num_heads=4, ffn_dim=704),
@@ -113,15 +108,14 @@ PRESETS: dict[str, ModelConfig] = {
 class Rope(nn.Module):
     """Rotates query and key heads by their position.
 
-    The table is computed once, in float64, and is not part of the state: it follows from the
-    configuration.
+    The table is computed once, in float64. It follows from the configuration, so it is not part of
+    the state.
     """
 
     turn: Tensor
-    """``(T, 1, E/2, 2)``: cosine and sine of each position's angle for each pair of values."""
+    """`(T, 1, E/2, 2)`: cosine and sine of each position's angle for each pair of values."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Compute the table for ``config.max_seq_len`` positions."""
         super().__init__()
         half = config.head_dim // 2
         frequency_E = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -131,11 +125,11 @@ class Rope(nn.Module):
         self.register_buffer("turn", turn.float(), persistent=False)
 
     def forward(self, x_BTHE: Tensor) -> Tensor:
-        """Rotate neighbouring pairs of values in every head of ``x_BTHE``; the shape stays."""
+        """Rotate neighbouring pairs of values in every head; return the shape of `x_BTHE`."""
         turn = self.turn[: x_BTHE.shape[1]]
         pairs = x_BTHE.view(*x_BTHE.shape[:-1], -1, 2)
         eager = x_BTHE.device.type == "cpu" and not torch.compiler.is_compiling()
-        if eager and x_BTHE.dtype == torch.float32:  # half the time; torch.compile has no complex
+        if eager and x_BTHE.dtype == torch.float32:  # half the time; torch.compile lacks complex
             return _rotate_complex(pairs, turn).flatten(-2)
         return rotate(pairs, turn).flatten(-2).to(x_BTHE.dtype)
 
@@ -154,7 +148,6 @@ class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Create the two matrices of the layer."""
         super().__init__()
         self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
         self.head_dim = config.head_dim
@@ -163,7 +156,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, False)
 
     def forward(self, x_BTD: Tensor, rope: Rope) -> Tensor:
-        """Mix the positions of ``x_BTD``, each with itself and earlier ones."""
+        """Mix each position of `x_BTD` with itself and the earlier ones."""
         batch, length, _ = x_BTD.shape
         qkv_BTHE = self.qkv(x_BTD).view(batch, length, -1, self.head_dim)
         rotated, value = qkv_BTHE.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
@@ -179,25 +172,23 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Create the two matrices of the layer."""
         super().__init__()
         self.gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, False)
         self.out = nn.Linear(config.ffn_dim, config.dim, False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Transform every position of ``x_BTD`` by itself."""
+        """Transform each position of `x_BTD` independently."""
         gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
         return cast(Tensor, self.out(F.silu(gate) * up))
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each behind a norm and beside a residual."""
+    """Attention, then feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Create the sublayers."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
@@ -211,10 +202,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; see the module docstring for its sources."""
+    """A decoder-only transformer; the module docstring lists its sources."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Create the model with fresh weights from torch's current random state."""
+        """Draw fresh weights from torch's current random state."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
@@ -235,14 +226,14 @@ class Decoder(nn.Module):
                 nn.init.normal_(param, std=std)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return the logits of the next tokens, or the loss when these are given.
+        """Return the logits of the next tokens, or the loss if targets are given.
 
         Args:
-            tokens_BT: int64 tokens, at most ``config.max_seq_len`` positions.
+            tokens_BT: int64 tokens, at most `config.max_seq_len` positions.
             targets_BT: int64, the token after each position.
 
         Returns:
-            Logits ``(B, T, V)``, or the mean cross-entropy in nats as a float32 scalar.
+            Logits `(B, T, V)`, or the mean cross-entropy in nats as a float32 scalar.
         """
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
@@ -263,16 +254,16 @@ def preset(
     vocab_size: int,
     seq_len: int,
 ) -> ModelConfig:
-    """Return the configuration of a named preset with some fields changed.
+    """Return the configuration of a preset with some fields changed.
 
     Args:
         name: a key of `PRESETS`.
-        overrides: fields of `ModelConfig`; ``vocab_size`` and ``max_seq_len`` win over the data's.
-        vocab_size: of the run's tokenizer.
-        seq_len: of the run's sequences.
+        overrides: fields of `ModelConfig`; `vocab_size` and `max_seq_len` override the data's.
+        vocab_size: number of tokens of the run's tokenizer.
+        seq_len: positions per sequence of the run.
 
     Raises:
-        ModelError: an unknown preset or field, a value of the wrong kind or an impossible shape.
+        ModelError: an unknown preset or field, a value of the wrong type or an impossible shape.
     """
     if name not in PRESETS:
         raise ModelError(f"unknown model preset {name!r}; the presets are {', '.join(PRESETS)}")
@@ -307,15 +298,17 @@ def build(
     seq_len: int,
     seed: int,
 ) -> nn.Module:
-    """Build the model of a run on the CPU, with weights that follow from ``seed`` alone.
+    """Build the model of a run on the CPU, with weights that depend on `seed` alone.
+
+    Leave the caller's random state unchanged.
 
     Args:
-        preset_name: a key of `PRESETS`; ignored when ``custom`` is given.
-        custom: ``"module:function"``, see the module docstring.
-        overrides: fields of `ModelConfig`, or further keywords of the custom function.
-        vocab_size: of the run's tokenizer.
-        seq_len: of the run's sequences.
-        seed: of the weights. The caller's random state is left as it was.
+        preset_name: a key of `PRESETS`; ignored when `custom` is given.
+        custom: `"module:function"`, as the module docstring describes.
+        overrides: fields of `ModelConfig`, or additional keywords of the custom function.
+        vocab_size: number of tokens of the run's tokenizer.
+        seq_len: positions per sequence of the run.
+        seed: seed of the weights.
 
     Raises:
         ModelError: the preset, the overrides or the custom model are not usable.
@@ -352,13 +345,13 @@ def _find_custom(custom: str) -> Callable[..., object]:
         raise ModelError(f'a custom model is named "module:function", got {custom!r}')
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # last, so that no file here hides an installed module
+        sys.path.append(here)  # last, so that a file here cannot shadow an installed module
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ModelError(
             f"model {custom!r}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
-            f"install it, or start from the folder that holds it (now {here})"
+            f"install it, or start from the folder that contains it (now {here})"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -367,7 +360,7 @@ def _find_custom(custom: str) -> Callable[..., object]:
 
 
 def _check_custom(custom: str, model: nn.Module, vocab_size: int, seq_len: int) -> None:
-    """Run one tiny forward and backward pass and say how it breaks the contract, if it does."""
+    """Run one tiny forward and backward pass; raise ModelError if it breaks the contract."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained or not all(p.is_floating_point() for p in trained):
         raise ModelError(f"model {custom!r} must have trainable parameters, all floating-point")
@@ -386,7 +379,7 @@ def _check_custom(custom: str, model: nn.Module, vocab_size: int, seq_len: int) 
 
 
 def takes_targets(model: nn.Module) -> bool:
-    """Whether ``model.forward`` has a second positional parameter, the targets."""
+    """Return whether `model.forward` takes targets as its second positional parameter."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     uncompiled = getattr(model, "_orig_mod", model)
     parameters = inspect.signature(uncompiled.forward).parameters.values()
@@ -394,10 +387,10 @@ def takes_targets(model: nn.Module) -> bool:
 
 
 def loss_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean loss of ``model`` on a batch, whichever of the two faces it has.
+    """Return the mean loss of `model` on a batch, for either signature of the contract.
 
     Raises:
-        ModelError: the result has not the shape that the contract asks for.
+        ModelError: the result does not have the shape that the contract requires.
     """
     if takes_targets(model):
         loss = cast(Tensor, model(tokens_BT, targets_BT))
@@ -408,7 +401,7 @@ def loss_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def logits_of(model: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """Return ``logits_BTV`` of a model.
+    """Return the logits `(B, T, V)` of a model.
 
     Raises:
         ModelError: the model returns something else.

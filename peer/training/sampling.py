@@ -1,6 +1,6 @@
-"""Text from a trained model, one token at a time.
+"""Sample text from a trained model, one token at a time.
 
-The model sees at most as many tokens as it was trained on; longer texts slide out of its view.
+The model sees at most the last `seq_len` tokens, the length that it was trained on.
 
 # T positions, V vocabulary
 """
@@ -23,23 +23,18 @@ from atoll.peer.training.trainer import build_model
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are drawn."""
+    """Options for drawing tokens."""
 
     max_tokens: int = 200
-    """How many to draw at most; a token that ends the document ends the text."""
+    """Maximum number of tokens; an end-of-document token ends the text earlier."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the most likely token."""
+    """Divisor of the logits; 0 always takes the most likely token."""
     top_k: int = 0
-    """Draw among so many of the most likely tokens; 0 for all."""
+    """Number of most likely tokens to draw from; 0 for all."""
     seed: int = 0
-    """Of the draws: the same seed gives the same text."""
+    """Seed of the draws; the same seed gives the same text."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            SetupError: a number below zero or not finite.
-        """
         for name in ("max_tokens", "temperature", "top_k"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -55,21 +50,22 @@ def sample(
 ) -> Iterator[str]:
     """Continue a text with the model of a checkpoint.
 
-    Everything is loaded and checked before this returns; the text comes as it is drawn.
+    Load and check everything before returning; the text is drawn as the iterator advances.
 
     Args:
-        checkpoint: a checkpoint, its file, or a folder whose newest one is meant.
-        prompt: the text to continue; not repeated.
-        options: how to draw.
-        device: as `Device.choose`.
+        checkpoint: a checkpoint, its file, or a folder (the newest file in it is used).
+        prompt: the text to continue; not repeated in the output.
+        options: options for drawing.
+        device: device name, see `Device.choose`.
 
     Returns:
         Pieces of text, often single characters.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
-        LayoutError: its parameters are not those of its model.
-        SetupError: its model, tokenizer or the device is not usable here.
+        LayoutError: its parameters do not fit its model.
+        SetupError: its model, its tokenizer or the device is not usable here, or an option is
+            negative or not finite.
     """
     if isinstance(checkpoint, Path):
         checkpoint = load_checkpoint(_newest(checkpoint))
@@ -105,15 +101,16 @@ def generate(
     """Continue a text with a model.
 
     Args:
-        model: as in `atoll.peer.training.models`; moved to the device and put in evaluation mode.
-        tokenizer: the model's.
+        model: a module that meets the contract of `atoll.peer.training.models`; moved to the
+            device and put in evaluation mode.
+        tokenizer: the model's tokenizer.
         prompt: the text to continue; an empty one begins a document.
-        options: how to draw.
-        context: tokens that the model sees at most.
-        device: where to compute.
+        options: options for drawing.
+        context: maximum number of tokens that the model sees.
+        device: device to compute on.
 
     Yields:
-        Pieces of text; a character of several tokens comes whole.
+        Pieces of text; a character of several tokens is never split.
     """
     model.to(device.device).eval()
     start = tokenizer.end_token or 0
@@ -141,9 +138,9 @@ def pick(logits_V: Tensor, options: SamplingOptions, generator: torch.Generator)
     """Draw one token.
 
     Args:
-        logits_V: float32 on the CPU.
-        options: how to draw.
-        generator: on the CPU.
+        logits_V: float32 logits on the CPU.
+        options: options for drawing.
+        generator: random generator on the CPU.
     """
     if options.temperature == 0:
         return int(logits_V.argmax())

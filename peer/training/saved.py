@@ -1,15 +1,15 @@
-"""A tree of numbers and tensors in one file, written whole or not at all, read without pickle.
+"""Save a tree of numbers and tensors in one file, atomically and without pickle.
 
-The file is a safetensors file. Its tensors are ``0``, ``1``, ... in the order in which a walk of
-the tree meets them; its metadata holds
+The file is a safetensors file. Its tensors are named `0`, `1`, ... in depth-first order of the
+tree. Its metadata holds:
 
     format      "atoll-saved-1"
-    kind        what the tree is, "trainer" for example
-    run         the run it belongs to
+    kind        kind of the tree, for example "trainer"
+    run         digest of the run that it belongs to
     tree        JSON; {"tensor": i} stands for a tensor, {"bytes": hex} for bytes, {"tuple": list}
-                for a tuple, {"map": [[key, value], ...]} for a dict; lists and scalars for
+                for a tuple, {"map": [[key, value], ...]} for a dict; lists and scalars stand for
                 themselves
-    sha256      of kind, run, tree and, for each tensor, its dtype, shape and bytes
+    sha256      digest of kind, run, tree and, for each tensor, its dtype, shape and bytes
 
 A reader MUST compare the digest before it uses a value, and MUST refuse another kind or run.
 Errors are `SavedStateError`.
@@ -37,17 +37,17 @@ FORMAT = "atoll-saved-1"
 def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
     """Write a tree of dicts, lists, numbers, strings, bytes and tensors.
 
-    The old file stays until the new one is on disk.
+    The old file stays in place until the new one is on disk.
 
     Args:
-        path: of the file; its folder must exist.
-        tree: what to save; tensors on any device.
-        kind: what the tree is.
-        run: the run it belongs to.
+        path: file to write; its folder must exist.
+        tree: tree to save; tensors may be on any device.
+        kind: kind of the tree.
+        run: digest of the run that it belongs to.
 
     Raises:
-        TypeError: the tree holds something else.
-        OSError: the disk is full or the folder is gone.
+        TypeError: the tree holds a value of another type.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_pack(tree, tensors))
@@ -66,7 +66,7 @@ def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
 
 
 def load(path: Path, *, kind: str, run: str) -> dict[str, Any]:
-    """Read a tree that `save` wrote; tensors arrive on the CPU.
+    """Read a tree that `save` wrote; its tensors are on the CPU.
 
     Raises:
         SavedStateError: the file is missing, damaged, of another kind or of another run.
@@ -100,7 +100,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _os_error(error: safetensors.SafetensorError, path: Path) -> OSError:
-    """The library tells what the system said in its text only: '... (os error 28)'."""
+    # safetensors reports the system's error number only in its text: '... (os error 28)'.
     found = re.search(r"\(os error (\d+)\)", str(error))
     number = int(found[1]) if found else errno.EIO
     return OSError(number, os.strerror(number) if found else str(error), str(path))

@@ -1,76 +1,81 @@
-"""How a trainer is, as others read it, and what it counts for that."""
+"""A trainer's public statistics, its saved counters and its measured pace."""
 
 import math
 from dataclasses import dataclass
 
-LOSS_DECAY = 0.95  # the mean of about the last 20 steps
+LOSS_DECAY = 0.95  # averages about the last 20 steps
+WARM_STEPS = 2  # not measured: they fill caches, load kernels and compile
+# A step or window longer than this many times the usual one is cut to it: the process or its
+# machine was suspended, and other peers would expect this one to be late.
+LONGER = 4.0
+SMOOTHING = 0.5  # weight of earlier windows, because one busy minute of a machine is not its speed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerStatistics:
-    """How a trainer is."""
+    """State of a trainer at one moment."""
 
     phase: str = "starting"
-    """``starting``, ``training``, ``reducing``, ``validating``, ``stopped`` or ``finished``."""
+    """`starting`, `training`, `reducing`, `validating`, `stopped` or `finished`."""
     position: int = 0
-    """Position of the log that this peer's synced parameters stand at."""
+    """Position of the log of this peer's synced parameters."""
     step: int = 0
     """Inner steps done in the open window."""
     inner_steps: int = 0
-    """Inner steps of a window."""
+    """Inner steps per window."""
     schedule_step: int = 0
-    """Step of the run that the learning rate follows."""
+    """Step of the run that determines the learning rate."""
     steps: int = 0
-    """Inner steps that this peer tried, skipped ones included."""
+    """Inner steps that this peer attempted, including skipped ones."""
     tokens: int = 0
     """Tokens that this peer trained on."""
     loss: float = math.nan
-    """Mean training loss of about the last 20 steps."""
+    """Mean training loss of about the last 20 steps, in nats per token."""
     valid_loss: float = math.nan
-    """Loss of the synced parameters on held-out text, when it was last measured."""
+    """Last measured loss of the synced parameters on held-out text, in nats per token."""
     valid_position: int = -1
-    """Position at which it was measured."""
+    """Position of the log at which `valid_loss` was measured; -1 before."""
     learning_rate: float = 0.0
-    """Rate of the last step."""
+    """Learning rate of the last step."""
     tokens_per_s: float = 0.0
-    """Over the last steps, waits included."""
+    """Throughput over the last steps, including waits."""
     step_s: float = 0.0
-    """Seconds that one step takes, waits left out."""
+    """Smoothed seconds per step, without waits."""
     pace_s: float = 0.0
-    """Seconds that a step took over the last windows, with everything but waits in it."""
+    """Seconds per step over the last windows, with validation and saving but without waits."""
     ready_in_s: float = 0.0
-    """Seconds until the open window is done, at this speed."""
+    """Estimated seconds until the open window ends."""
     compute_s: float = 0.0
-    """Seconds spent on training."""
+    """Seconds spent training."""
     wait_s: float = 0.0
-    """Seconds spent on rounds."""
+    """Seconds spent waiting for rounds."""
     windows: int = 0
-    """Windows ended."""
+    """Completed windows."""
     skipped_steps: int = 0
-    """Steps not taken, for a loss or gradient that was not finite."""
+    """Steps skipped because the loss or gradient was not finite."""
     dropped_windows: int = 0
-    """Windows that were not sent, for parameters that were not finite or seemed spoiled."""
+    """Windows not contributed because parameters were not finite or seemed corrupted."""
     params: int = 0
-    """Trained parameters of the model."""
+    """Number of trained parameters."""
     device: str = "cpu"
-    """Where it trains."""
+    """Name of the device."""
     precision: str = "float32"
     """Number format of the forward pass."""
 
     @property
     def utilisation(self) -> float:
-        """Share of the time that went into training, 1.0 before the first wait."""
+        """Fraction of the time spent training; 1.0 before the first wait."""
         total_s = self.compute_s + self.wait_s
         return self.compute_s / total_s if total_s else 1.0
 
 
 @dataclass(kw_only=True)
-class Progress:
-    """What the trainer counts itself; all of it is saved."""
+class TrainerProgress:
+    """Counters of a trainer; all of them are saved."""
 
     position: int
     seen_position: int
-    """Position at which validation was last considered."""
+    """Position of the log at which validation was last considered."""
     steps: int = 0
     tokens: int = 0
     since_commit: int = 0
@@ -79,16 +84,44 @@ class Progress:
     skipped: int = 0
     dropped: int = 0
     loss_sum: float = 0.0
-    """Sum of the losses, each weighted by its age."""
+    """Sum of the losses, weighted by age."""
     loss_weight: float = 0.0
-    """Sum of these weights."""
+    """Sum of the weights."""
 
     def add_loss(self, loss: float) -> None:
-        """Take the loss of one step."""
+        """Add the loss of one step."""
         self.loss_sum = LOSS_DECAY * self.loss_sum + (1 - LOSS_DECAY) * loss
         self.loss_weight = LOSS_DECAY * self.loss_weight + (1 - LOSS_DECAY)
 
     @property
     def loss(self) -> float:
-        """Mean of the last steps, NaN before the first."""
+        """Mean loss of about the last 20 steps; NaN before the first."""
         return self.loss_sum / self.loss_weight if self.loss_weight else math.nan
+
+
+@dataclass(kw_only=True)
+class StepPace:
+    """Smoothed seconds per step over whole windows, with validation and saving but without waits.
+
+    Windows by speed (`outer.windows = "deadline"`) are sized by this figure.
+    """
+
+    step_s: float = 0.0
+    """0 until the first window was measured."""
+    _began: tuple[float, int] | None = None
+
+    def measure(self, busy_s: float, steps: int) -> None:
+        """Measure from the start of one window to the start of the next.
+
+        Args:
+            busy_s: seconds on a clock that stands still while the peer waits.
+            steps: inner steps done so far.
+        """
+        if steps < WARM_STEPS:
+            return
+        if self._began is not None and steps > self._began[1]:
+            latest_s = max(0.0, busy_s - self._began[0]) / (steps - self._began[1])
+            before_s = self.step_s or latest_s
+            latest_s = min(latest_s, LONGER * before_s)
+            self.step_s = SMOOTHING * before_s + (1.0 - SMOOTHING) * latest_s
+        self._began = (busy_s, steps)

@@ -1,20 +1,19 @@
-"""The trainer of a peer: draws its data, takes inner steps and lets the method meet the others.
+"""The training loop of a peer: draws data, takes inner steps and runs the method's outer steps.
 
-It runs in a thread of its own (`Trainer.run`); everyone else reads `Trainer.statistics`.
+`Trainer.run` runs in its own thread; other threads read `Trainer.statistics`.
 
-The schedule belongs to the run, not to the peer: which step comes after a position of the log, and
-how many a window has there, says the run's timetable (`atoll.optim.workers.timetable`), so a peer
-that
-joins late or slept starts where the others are. Where windows go by a peer's speed, its steps are
-larger or smaller strides of the schedule. A peer that waits long for a decision trains on, at a
-rate at most two windows ahead.
+The learning-rate schedule belongs to the run, not to the peer. The run's timetable
+(`atoll.optim.workers.timetable`) maps a position of the log to its step count and window length, so
+a peer that joins late or was suspended starts at the same step as the others. If windows are sized
+by speed, a peer's steps are larger or smaller strides of the schedule. A peer that waits long for a
+commit continues training, at a learning rate at most two windows ahead.
 
-A loss or gradient that is not finite costs its step. After `MAX_SKIPS` of them in a row the peer's
-parameters are taken to be spoiled: it drops its window, goes back to the synced parameters with a
-fresh AdamW, and what it would have sent is not sent. After `MAX_DROPPED` such windows in a row it
-gives up with `TrainingFailed`.
+A step is skipped if its loss or gradient is not finite. After `MAX_SKIPS` such steps in a row the
+peer assumes that its parameters are corrupted: it drops the window without contributing it and
+restarts from the synced parameters with a fresh inner optimizer. After `MAX_DROPPED` such windows
+in a row it raises `TrainingFailed`.
 
-Random numbers (dropout) follow from the seed, the peer and the step, so they need no saving.
+Random numbers (dropout) follow from the seed, the peer and the step, so their state is not saved.
 
 # N parameters
 """
@@ -43,51 +42,56 @@ from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator, Learner
-from atoll.peer.training.pace import LONGER, WARM_STEPS, Pace
-from atoll.peer.training.statistics import Progress, TrainerStatistics
+from atoll.peer.training.statistics import (
+    LONGER,
+    WARM_STEPS,
+    StepPace,
+    TrainerProgress,
+    TrainerStatistics,
+)
 from atoll.peer.training.watched_reducer import WatchedReducer
 
-MAX_SKIPS = 10  # a bad batch costs one step, spoiled parameters all that follow
-MAX_DROPPED = 5  # windows; beyond it the fault is not in this peer's luck
+MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every step that follows
+MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
 RATE_STEPS = 32  # steps over which tokens per second are measured
-SHARE_STEPS = 9  # steps of whose median a rest is a multiple
+SHARE_STEPS = 9  # recent steps; a rest is a multiple of their median
 
 _log = logging.getLogger(__name__)
 
 
 class TrainingFailed(RuntimeError):  # noqa: N818 - it names the event
-    """Training cannot go on: every window of this peer ends in numbers that are not finite."""
+    """Training cannot continue: every window of this peer ends in non-finite numbers."""
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Nobody waits for what is being measured."""
+    """The trainer was stopped during a validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """What a peer decides for itself; none of it changes the run."""
+    """Options of one peer; none of them changes the run."""
 
     peer_id: str = "local"
-    """Names this peer's stream of data."""
+    """Name of this peer; selects its stream of data."""
     device: str = "auto"
-    """``auto``, ``cuda``, ``cuda:1``, ``mps`` or ``cpu``."""
+    """`auto`, `cuda`, `cuda:1`, `mps` or `cpu`."""
     position: int = 0
-    """Position of the log at which the peer joins; the reducer's parameters stand there."""
+    """Position of the log at which the peer joins: that of the reducer's parameters."""
     validate_every: int = 0
-    """Positions between two measurements of the validation loss; 0 for none."""
+    """Positions between measurements of the validation loss; 0 for none."""
     state_path: Path | None = None
-    """File in which the trainer keeps its state."""
+    """File of the trainer's state; None to save nothing."""
     save_every_s: float = 300.0
-    """Seconds between two saves, each at the end of a window; one more when it stops."""
+    """Seconds between saves, which happen at the end of a window; stopping saves as well."""
     share: float = 1.0
-    """Of the time to train; after each step the rest is left to other programs."""
+    """Fraction of time to spend training; the trainer sleeps for the rest after each step."""
     paces_s: Callable[[], Sequence[float]] = tuple
-    """Seconds that a step takes each of the other peers, as far as they say."""
+    """Returns the seconds per step that other peers report."""
     is_over: Callable[[], bool] = lambda: False
-    """Whether the run has all its rounds, which a peer in the middle of a window may not know."""
+    """Returns whether the run is complete, which a peer within a window may not know yet."""
     clock: Callable[[], float] = field(default=time.perf_counter)
-    """Seconds from anywhere; measures speed only."""
+    """Returns seconds from any origin; used only to measure speed."""
 
 
 class Trainer:
@@ -105,14 +109,14 @@ class Trainer:
         """Open the data, build the model and take the reducer's parameters.
 
         Args:
-            spec: of the run.
-            reducer: what joins the peers; started here.
-            options: this peer's own.
-            corpus: the data of the run, if it is open already.
-            model: the model of the run, if it is built already.
+            spec: the spec of the run.
+            reducer: the connection to the other peers; started here.
+            options: options of this peer.
+            corpus: the data of the run, if already open.
+            model: the model of the run, if already built.
 
         Raises:
-            SetupError: data, model or device are not usable; the subclass says which.
+            SetupError: the data, model or device is not usable; the subclass tells which.
         """
         self.spec, self.options = spec, options or TrainerOptions()
         method = spec.method()
@@ -135,10 +139,10 @@ class Trainer:
         )
         self._reducer = WatchedReducer(reducer, self._committed)
         at = self.options.position
-        self._progress = Progress(position=at, seen_position=at)
+        self._progress = TrainerProgress(position=at, seen_position=at)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
         self._steps_s: deque[float] = deque(maxlen=SHARE_STEPS)
-        self._pace = Pace()
+        self._pace = StepPace()
         self._stopping = threading.Event()
         self._evaluator: Evaluator | None = None
         self._saved_at_s = self.options.clock()
@@ -157,14 +161,14 @@ class Trainer:
             precision=self.device.precision,
         )
 
-    # --- seen from any thread
+    # --- callable from any thread
 
     def statistics(self) -> TrainerStatistics:
-        """How the trainer is; each call returns a consistent record."""
+        """Return the latest statistics, as one consistent record."""
         return self._statistics
 
     def stop(self) -> None:
-        """Let `run` return after the step in progress."""
+        """Make `run` return after the step in progress."""
         self._stopping.set()
 
     @property
@@ -178,7 +182,7 @@ class Trainer:
         """Train until the run is finished or `stop` is called; then save, if there is a path.
 
         Raises:
-            TrainingFailed: this peer computes nothing but numbers that are not finite.
+            TrainingFailed: `MAX_DROPPED` windows in a row ended in non-finite numbers.
             OSError: the state cannot be saved.
         """
         try:
@@ -186,7 +190,7 @@ class Trainer:
                 self.step()
                 self._save_when_due()
                 if self.options.is_over():
-                    self._reducer.wait()  # brings the last round; nothing more is decided
+                    self._reducer.wait()  # delivers the last round; no other follows
                     self._validate_when_due()
             if self.options.state_path is not None:
                 self.save(self.options.state_path)
@@ -194,13 +198,14 @@ class Trainer:
             self._publish(phase="finished" if self.finished else "stopped")
 
     def step(self) -> None:
-        """Take one inner step; at the end of a window also meet the others.
+        """Take one inner step and, at the end of a window, the method's outer step.
 
         Raises:
-            TrainingFailed: as `run`.
+            TrainingFailed: `MAX_DROPPED` windows in a row ended in non-finite numbers.
         """
         if self.worker.step_in_window == 0 or self._progress.steps == WARM_STEPS:
-            self._look_at_pace()
+            busy_s = self.options.clock() - self.worker.statistics().wait_s
+            self._pace.measure(busy_s, self._progress.steps)
         self._size_window()
         began_s = self.options.clock()
         torch.manual_seed(self._step_seed())
@@ -220,7 +225,7 @@ class Trainer:
 
     @property
     def schedule_step(self) -> int:
-        """The step of the run that comes next, from 0."""
+        """Index of the next step on the run's schedule, from 0."""
         own = self.worker.inner_steps
         ahead = min(self._progress.since_commit, 2 * own)
         if self.spec.outer.windows == "deadline":
@@ -234,12 +239,12 @@ class Trainer:
         batches: int = VALID_BATCHES,
         between: Callable[[], object] = lambda: None,
     ) -> float:
-        """Return the loss in nats a token on held-out text.
+        """Return the loss on held-out text in nats per token.
 
         Args:
-            params_N: parameters, the synced ones by default.
-            batches: how many; the text is the same at every call.
-            between: called before each; what it raises ends the measurement.
+            params_N: parameters to evaluate; the synced ones by default.
+            batches: number of batches; the text is the same at every call.
+            between: called before each batch; an exception from it ends the measurement.
 
         Raises:
             DataError: a streamed data set has too little validation text.
@@ -252,7 +257,7 @@ class Trainer:
         return self._evaluator.loss(params_N, between=between)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a restart needs to go on with the same bits."""
+        """Return the state that a restart needs to resume with the same bits."""
         return {
             "peer_id": self.options.peer_id,
             "worker": self.worker.state_dict(),
@@ -262,16 +267,16 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, exact: bool = True) -> None:
-        """Go on where `state_dict` was taken.
+        """Resume from a state that `state_dict` returned.
 
         Args:
-            state: of a trainer of the same run.
-            exact: whether the run stands where it stood. If not, only what is this peer's own
-                comes back (the moments of AdamW, its place in the data, its counters); the
-                parameters stay those that the reducer gave.
+            state: the state of a trainer of the same run.
+            exact: whether the run is still at the position of the state. If not, restore only this
+                peer's own part (inner optimizer, position in the data, counters) and keep the
+                reducer's parameters.
 
         Raises:
-            SavedStateError: the state is of another peer or model.
+            SavedStateError: the state belongs to another peer or model.
         """
         if state["peer_id"] != self.options.peer_id:
             raise SavedStateError(
@@ -281,8 +286,8 @@ class Trainer:
         at = self._progress.position
         here = {"position": at, "seen_position": at, "since_commit": 0}
         before = self._progress
-        # First the counters: what was decided meanwhile moves them on while the method loads.
-        self._progress = Progress(**(state["progress"] | ({} if exact else here)))
+        # The counters come first: loading the method delivers later commits, which advance them.
+        self._progress = TrainerProgress(**(state["progress"] | ({} if exact else here)))
         try:
             if exact:
                 self.worker.load_state_dict(state["worker"])
@@ -300,13 +305,13 @@ class Trainer:
         """Write the state to a file, atomically.
 
         Raises:
-            OSError: the file cannot be written; an older one is still whole.
+            OSError: the file cannot be written; an older one remains intact.
         """
         saved.save(path, self.state_dict(), kind="trainer", run=self.spec.digest())
         self._saved_at_s = self.options.clock()
 
     def load(self, path: Path, *, exact: bool = True) -> None:
-        """Go on from a file that `save` wrote; see `load_state_dict`.
+        """Resume from a file that `save` wrote, by `load_state_dict`.
 
         Raises:
             SavedStateError: the file is missing, damaged, or of another run, peer or model.
@@ -319,21 +324,18 @@ class Trainer:
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
     def _rest(self, step_s: float) -> None:
-        """Leave the machine to others for as long as this peer's share of the time asks.
+        """Sleep so that training takes only this peer's share of the time.
 
-        Of the last steps the median counts: in one of minutes the process or its machine slept.
+        The rest follows the median of recent steps, because a single step of minutes means that
+        the process or its machine was suspended.
         """
         self._steps_s.append(step_s)
         if self.options.share < 1.0:
             usual_s = statistics.median(self._steps_s)
             self._stopping.wait(usual_s * (1.0 / self.options.share - 1.0))
 
-    def _look_at_pace(self) -> None:
-        busy_s = self.options.clock() - self.worker.statistics().wait_s
-        self._pace.look(busy_s, self._progress.steps)
-
     def _size_window(self) -> None:
-        """Take as many steps as the run's rule wants of this peer here."""
+        """Set the number of steps of this window by the run's rule."""
         common = self.timetable.window(self.worker.next_position)
         if self.spec.outer.windows != "deadline":
             self.worker.resize(common, delay=self._method.hidden_steps(common))
@@ -367,10 +369,10 @@ class Trainer:
         if self._progress.dropped_in_a_row >= MAX_DROPPED:
             raise TrainingFailed(
                 f"{MAX_DROPPED} windows in a row ended in {MAX_SKIPS} steps without a finite loss "
-                f"and gradient, the last one after position {self._progress.position}; check the "
-                "data of this peer and the learning rate of the run"
+                f"and gradient, the last after position {self._progress.position}; check this "
+                "peer's data and the run's learning rate"
             )
-        _log.warning("window dropped after %d bad steps in a row", MAX_SKIPS)
+        _log.warning("window dropped after %d skipped steps in a row", MAX_SKIPS)
         self._reducer.go_back(self._progress.position, self.worker.synced_N)
         self.learner.optimizer.state.clear()
 
@@ -397,12 +399,12 @@ class Trainer:
             try:
                 loss = self.evaluate(between=self._expect_no_stop)
             except _Stopped:
-                self._progress.seen_position = before  # who goes on from here measures it then
+                self._progress.seen_position = before  # a trainer that resumes here validates then
             else:
                 self._publish(valid_loss=loss, valid_position=self._progress.position)
 
     def _expect_no_stop(self) -> None:
-        """The last measurement of a run is waited for; any other ends with the trainer."""
+        # A stop interrupts every validation but the last one of the run, which is its result.
         if self._stopping.is_set() and not self.finished:
             raise _Stopped
 
@@ -415,7 +417,7 @@ class Trainer:
     def _measure(self, step_s: float) -> None:
         self._recent.append((self.options.clock(), self._progress.tokens))
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
-        if self._progress.steps > 2:  # the first step is slow: caches, kernels, compilation
+        if self._progress.steps > WARM_STEPS:
             usual_s = self._statistics.step_s or step_s
             step_s = 0.9 * usual_s + 0.1 * min(step_s, LONGER * usual_s)
         left = self.worker.steps_left
@@ -429,7 +431,7 @@ class Trainer:
         )
 
     def _publish(self, **changes: Any) -> None:  # noqa: ANN401 - fields of TrainerStatistics
-        """Replace the record; a reader sees the old one or the new one, nothing in between."""
+        """Replace the record at once, so that readers in other threads see it whole."""
         method = self.worker.statistics()
         changes.setdefault("phase", self._statistics.phase)
         self._statistics = replace(
@@ -451,10 +453,10 @@ class Trainer:
 
 
 def open_corpus(spec: RunSpec) -> data.Corpus:
-    """Open the data that a spec names.
+    """Open the data of a run.
 
     Raises:
-        DataError: as `atoll.peer.training.data.load.open_corpus`.
+        DataError: the text is missing, empty, too short or needs an extra.
     """
     section = spec.data
     return data.open_corpus(
@@ -468,14 +470,14 @@ def open_corpus(spec: RunSpec) -> data.Corpus:
 
 
 def build_model(spec: RunSpec, vocab_size: int) -> nn.Module:
-    """Build the model that a spec names, on the CPU, with the weights of its seed.
+    """Build the model of a run on the CPU, with weights drawn from the run's seed.
 
     Args:
-        spec: of the run.
-        vocab_size: of the run's tokenizer.
+        spec: the spec of the run.
+        vocab_size: number of tokens of the run's tokenizer.
 
     Raises:
-        ModelError: as `atoll.peer.training.models.build`.
+        ModelError: the preset, the overrides or the custom model are not usable.
     """
     return models.build(
         spec.model.preset,
@@ -488,7 +490,7 @@ def build_model(spec: RunSpec, vocab_size: int) -> nn.Module:
 
 
 def validation(spec: RunSpec, corpus: data.Corpus, batches: int = VALID_BATCHES) -> list[Tensor]:
-    """Return the fixed validation batches of a run, int64 ``(B, T + 1)`` each."""
+    """Return the fixed validation batches of a run, int64 `(B, T + 1)` each."""
     return corpus.validation(
         batches=batches, batch_size=spec.inner.batch_size, seq_len=spec.data.seq_len
     )

@@ -1,7 +1,7 @@
-"""The text of a run as tokens: split in two, and drawn in batches by a stream of each peer's own.
+"""The tokens of a run, split into training and validation, and each peer's stream of batches.
 
-The batch number ``i`` of peer ``p`` is a function of ``(seed, p, i)``: Philox is a counter-based
-generator, so a stream resumes from one number.
+Batch `i` of peer `p` is a function of `(seed, p, i)`. Philox is a counter-based generator, so a
+stream resumes from one number.
 
 # B sequences, T positions, N tokens of a corpus
 """
@@ -20,31 +20,31 @@ from atoll.peer.errors import DataError
 from atoll.peer.training.data.documents import Document, goes_to_validation
 from atoll.peer.training.data.tokens import Tokenizer, Tokens
 
-SPOOL_BYTES = 1 << 30  # tokens beyond this move from memory to an unnamed temporary file
+SPOOL_BYTES = 1 << 30  # more tokens than this move from memory to an unnamed temporary file
 
 
 class TokenStream(ABC):
-    """An endless stream of training batches that belongs to one peer."""
+    """An endless stream of training batches for one peer."""
 
     @abstractmethod
     def next_batch(self) -> Tensor:
-        """Return int64 tokens of shape ``(B, T + 1)``: inputs and, shifted by one, targets."""
+        """Return int64 tokens `(B, T + 1)`: the inputs and, shifted by one, the targets."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain numbers and lists, fit for JSON."""
+        """Return the position in the stream as numbers and lists that JSON can hold."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the stream with this state stopped.
+        """Resume where a stream with this state stopped.
 
         Raises:
-            DataError: the state is not one of this kind of stream.
+            DataError: the state belongs to another kind of stream.
         """
 
 
 class Corpus(ABC):
-    """The text of a run, split in two."""
+    """The text of a run, split into training and validation."""
 
     tokenizer: Tokenizer
 
@@ -54,11 +54,11 @@ class Corpus(ABC):
 
     @abstractmethod
     def validation(self, *, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
-        """Return the same batches ``(B, T + 1)`` of validation text at every call."""
+        """Return the same batches `(B, T + 1)` of validation text at every call."""
 
 
 class _TokenSpool:
-    """Collects the tokens of many documents; large ones rest on disk."""
+    """Collects the tokens of many documents, on disk if they are large."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -83,13 +83,12 @@ class _TokenSpool:
 
 
 class LocalCorpus(Corpus):
-    """Text that was read and tokenised as a whole.
+    """Text that is read and tokenised as a whole.
 
-    Training draws windows at random places, with replacement; windows may span documents.
+    Training draws sequences at random offsets, with replacement; a sequence may span documents.
     """
 
     def __init__(self, *, train_N: Tokens, valid_N: Tokens, tokenizer: Tokenizer) -> None:
-        """Take the tokens of both parts."""
         self.train_N, self.valid_N, self.tokenizer = train_N, valid_N, tokenizer
 
     @classmethod
@@ -104,14 +103,14 @@ class LocalCorpus(Corpus):
         """Tokenise and split documents.
 
         Args:
-            source: the documents in order.
-            tokenizer: of the run.
-            valid_fraction: the share of the documents that is kept for validation.
-            min_tokens: needed in each part; when the split by document leaves less, the corpus is
-                split at one place instead.
+            source: documents, in a fixed order.
+            tokenizer: tokenizer of the run.
+            valid_fraction: fraction of the documents for validation.
+            min_tokens: tokens that each part needs. If the split by document leaves fewer, the
+                corpus is cut at one offset instead.
 
         Raises:
-            DataError: there is not enough text for one window in each part.
+            DataError: there is not enough text for one sequence in each part.
         """
         end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token])
         dtype = tokenizer.encode(b"").dtype
@@ -130,7 +129,7 @@ class LocalCorpus(Corpus):
         return _RandomWindows(self.train_N, stream_key(seed, peer_id), batch_size, seq_len)
 
     def validation(self, *, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
-        """Return windows that lie evenly over the validation text."""
+        """Return sequences spaced evenly over the validation text, `(B, T + 1)` each."""
         return even_windows(self.valid_N, batches, batch_size, seq_len)
 
 
@@ -140,9 +139,9 @@ def _split_once(
     all_N = np.concatenate([train_N, valid_N]) if len(valid_N) else train_N
     if len(all_N) < 2 * needed:
         raise DataError(
-            f"expected at least {2 * needed} tokens of text (one window of {needed} for training "
-            f"and one for validation), got {len(all_N)}; add text (files with zero bytes count as "
-            "binary and are left out) or shorten seq_len"
+            f"expected at least {2 * needed} tokens of text (one sequence of {needed} for training "
+            f"and one for validation), got {len(all_N)}; add text (binary files, those with zero "
+            "bytes, are skipped) or reduce seq_len"
         )
     cut = min(len(all_N) - max(needed, int(fraction * len(all_N))), len(all_N) - needed)
     cut = max(cut, needed)
@@ -150,7 +149,7 @@ def _split_once(
 
 
 def even_windows(tokens_N: Tokens, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
-    """Batches ``(B, T + 1)`` that lie evenly over the tokens."""
+    """Return batches `(B, T + 1)` of sequences spaced evenly over the tokens."""
     last = len(tokens_N) - (seq_len + 1)
     starts = np.linspace(0, last, batches * batch_size).astype(np.int64)
     return [
@@ -165,7 +164,7 @@ def _gather(tokens_N: Tokens, starts_B: np.ndarray[Any, Any], seq_len: int) -> T
 
 
 def stream_key(seed: int, peer_id: str) -> int:
-    """128 bits that make a peer's stream its own."""
+    """Return the 128-bit Philox key of a peer's stream."""
     digest = hashlib.sha256(f"{seed}/{peer_id}".encode()).digest()
     return int.from_bytes(digest[:16], "big")
 
@@ -177,7 +176,8 @@ class _RandomWindows(TokenStream):
         self._batches = 0
 
     def next_batch(self) -> Tensor:
-        # Raw words, not Generator.integers: only the bit generator's output is promised for ever.
+        # Raw words, because NumPy guarantees only the bit generator's output across versions, not
+        # that of Generator.integers.
         generator = np.random.Philox(key=self._key, counter=[0, self._batches, 0, 0])
         words_B = np.asarray(generator.random_raw(self._batch_size), dtype=np.uint64)
         places = np.uint64(len(self._tokens_N) - self._seq_len)
@@ -193,7 +193,7 @@ class _RandomWindows(TokenStream):
 
 
 def check_state(state: Mapping[str, Any], kind: str, **kinds: type) -> None:
-    """DataError unless this is the state of a stream of that kind, with fields of these types."""
+    """Raise DataError unless `state` is of this kind of stream, with fields of these types."""
     if state.get("kind") != kind or any(type(state.get(k)) is not t for k, t in kinds.items()):
         raise DataError(
             f"expected the state of a {kind!r} stream with {', '.join(kinds)}, got {state!r}"

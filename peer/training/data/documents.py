@@ -1,8 +1,10 @@
-"""The documents of a local source in a fixed order: files, folders, the standard library.
+"""Documents of a local source, in a fixed order.
 
-stdlib      the Python standard library's own source, without tests and generated tables
-a file      text, ``.jsonl`` (one object a line, the text in ``text_field``), ``.parquet``
-a folder    the text, jsonl and parquet files under it, hidden ones left out
+Sources:
+
+    stdlib      source of the Python standard library, without tests and generated tables
+    a file      text, `.jsonl` (one object per line, the text in `text_field`) or `.parquet`
+    a folder    the text, jsonl and parquet files under it, except hidden ones
 """
 
 import hashlib
@@ -17,7 +19,7 @@ from atoll.peer.extras import extra
 
 STDLIB = "stdlib"
 NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
-TESTS = frozenset({"test", "tests", "idle_test"})  # would be more than half of the text
+TESTS = frozenset({"test", "tests", "idle_test"})  # more than half of the text otherwise
 GENERATED = frozenset({"encodings", "pydoc_data"})  # tables of numbers and one 757 kB string
 SKIPPED_FOLDERS = NOT_SOURCE | TESTS | GENERATED
 FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
@@ -28,13 +30,13 @@ class Document:
     """One piece of text."""
 
     key: str
-    """Its name in the corpus, the same on every machine; decides the split."""
+    """Name in the corpus, the same on every machine; determines the split."""
     data: bytes
-    """UTF-8."""
+    """Text in UTF-8."""
 
 
 def expect_source(source: str) -> None:
-    """Refuse a local source that is not there.
+    """Check that a local source exists.
 
     Raises:
         DataError: there is no such file or folder.
@@ -42,7 +44,7 @@ def expect_source(source: str) -> None:
     if source != STDLIB and not Path(source).expanduser().exists():
         raise DataError(
             f"data source {source!r} does not exist; expected 'stdlib', a file, a folder or "
-            "hf:NAME; a peer names its own copy with --data"
+            "hf:NAME; name this peer's copy with --data"
         )
 
 
@@ -50,12 +52,12 @@ def documents(source: str, *, format: str = "auto", text_field: str = "text") ->
     """Yield the documents of a local source in a fixed order.
 
     Args:
-        source: ``"stdlib"``, or the path of a file or folder.
-        format: one of `FORMATS`; ``auto`` goes by the suffix of each file.
-        text_field: the field or column that holds the text of jsonl and parquet files.
+        source: `"stdlib"`, or the path of a file or folder.
+        format: one of `FORMATS`; `auto` decides by each file's suffix.
+        text_field: field or column of the text in jsonl and parquet files.
 
     Raises:
-        DataError: nothing there, an unknown format, or a record without the text.
+        DataError: a missing source, an unknown format, or a record without text.
     """
     if format not in FORMATS:
         raise DataError(f"unknown data format {format!r}; expected one of {', '.join(FORMATS)}")
@@ -78,7 +80,7 @@ def _stdlib_documents() -> Iterator[Document]:
     )
     if not files:
         raise DataError(
-            f"this Python keeps no source of its standard library in {root}; "
+            f"this Python has no source of its standard library in {root}; "
             "name a text file or a folder as the data source"
         )
     for key, file in files:
@@ -112,7 +114,7 @@ def _reader(file: Path, format: str) -> Reader:
 
 def _read_text(file: Path, name: str, text_field: str) -> Iterator[Document]:
     data = file.read_bytes()
-    if b"\0" not in data[:8192]:  # a zero byte marks a binary file; git looks as far
+    if b"\0" not in data[:8192]:  # git's rule for a binary file, too
         yield Document(key=name, data=data)
 
 
@@ -135,7 +137,16 @@ def _json_text(line: bytes, text_field: str, where: str) -> str:
 
 
 def text_of(record: Mapping[str, object], text_field: str, where: str) -> str:
-    """The text of a record; ``where`` says in an error which one. Raises DataError."""
+    """Return the text of a record.
+
+    Args:
+        record: fields of the record.
+        text_field: name of the field with the text.
+        where: name of the record in an error message.
+
+    Raises:
+        DataError: the field is missing or not text.
+    """
     text = record.get(text_field)
     if not isinstance(text, str):
         raise DataError(
@@ -166,6 +177,6 @@ def _read_parquet(file: Path, name: str, text_field: str) -> Iterator[Document]:
 
 
 def goes_to_validation(key: str, fraction: float) -> bool:
-    """Whether the document named ``key`` is validation text; decided by a hash of the name."""
+    """Return whether the document named `key` is validation text, by a hash of the name."""
     digest = hashlib.sha256(key.encode(errors="replace")).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64

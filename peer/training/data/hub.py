@@ -1,6 +1,6 @@
-"""A Hugging Face data set that is read while training: ``hf:NAME``, ``hf:NAME@CONFIG``.
+"""Stream a Hugging Face data set while training: `hf:NAME` or `hf:NAME@CONFIG`.
 
-A stream resumes from the data set's own state and the tokens left over.
+A stream resumes from the data set's own state and the remaining tokens of the last document.
 
 # B sequences, T positions, N tokens of a corpus
 """
@@ -25,22 +25,22 @@ from atoll.peer.training.data.documents import goes_to_validation, text_of
 from atoll.peer.training.data.tokens import Tokenizer, Tokens
 
 HUB = "hf:"
-HUB_OFFSET_DOCUMENTS = 10_000  # peers start so far apart at most; seconds to skip
-HUB_VALIDATION_DOCUMENTS = 2_000  # looked at in search of validation text; about 5% are
+HUB_OFFSET_DOCUMENTS = 10_000  # limit of a peer's first document; skipping so many takes seconds
+HUB_VALIDATION_DOCUMENTS = 2_000  # searched for validation text; about 5% of them are
 
 
 class HubCorpus(Corpus):
-    """A Hugging Face data set that is read while training (needs the ``data`` extra).
+    """A Hugging Face data set that is streamed while training (needs the `data` extra).
 
-    Each peer shuffles the shards in its own way, starts at a document of its own (a data set may
-    have one shard only) and packs documents into sequences one after another. Validation
-    documents, by a hash of their text, are left out of every training stream.
+    Each peer shuffles the shards in its own order, starts at its own document (because a data set
+    may have only one shard) and packs documents into sequences one after another. A hash of the
+    text selects validation documents, which no training stream contains.
     """
 
     def __init__(
         self, name: str, tokenizer: Tokenizer, *, text_field: str, valid_fraction: float
     ) -> None:
-        """Open the data set ``NAME`` or ``NAME@CONFIG``, split ``train``.
+        """Open the data set `NAME` or `NAME@CONFIG`, split `train`.
 
         Raises:
             DataError: the extra is not installed, or the data set cannot be opened.
@@ -62,7 +62,7 @@ class HubCorpus(Corpus):
         return _PackedDocuments(documents, batch_size, seq_len)
 
     def validation(self, *, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
-        """Return windows of the first validation documents of the data set.
+        """Return sequences of the first validation documents, `(B, T + 1)` each.
 
         Raises:
             DataError: the first documents hold too little validation text.
@@ -95,7 +95,7 @@ class HubCorpus(Corpus):
 
 
 class _HubDocuments:
-    """The training documents of a data set for ever, pass after pass, for one peer."""
+    """Yields the training documents of a data set for one peer, pass after pass."""
 
     def __init__(
         self,

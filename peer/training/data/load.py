@@ -1,12 +1,12 @@
-"""Text in, batches of tokens out; every peer draws its own stream and can resume it exactly.
+"""Open the text of a run as batches of tokens.
 
-Sources, by the `source` of a run and its `format` (`auto` decides by the name): files on this
-machine (`documents.py`) or a Hugging Face data set in streaming mode (`hf:NAME`, or the bare name
-with the format `hf`; `hub.py`).
+Each peer draws its own stream and can resume it exactly. The text comes from files on this machine
+(`documents.py`) or from a Hugging Face data set in streaming mode (`hub.py`): `hf:NAME`, or the
+bare name with the format `hf`.
 
 Tokens are bytes, with a zero byte at the end of each document, or those of a `tokenizers` JSON
 file, with its end token if it has one (`tokens.py`). A hash of its name decides whether a document
-is used for validation, so the split is the same on every machine; a corpus of too few documents
+is used for validation, so the split is the same on every machine. A corpus of too few documents
 uses its tail instead (`corpus.py`).
 """
 
@@ -49,11 +49,11 @@ def open_corpus(
     """Open the text of a run.
 
     Args:
-        source: ``"stdlib"``, a file, a folder or ``"hf:NAME"``.
+        source: `"stdlib"`, a file, a folder or `"hf:NAME"`.
         format: one of `FORMATS`, for files and folders.
-        tokenizer: ``"bytes"`` or the path of a ``tokenizers`` JSON file.
-        text_field: the field or column of the text.
-        valid_fraction: the share of validation text, between 0 and 1.
+        tokenizer: `"bytes"` or the path of a `tokenizers` JSON file.
+        text_field: field or column of the text.
+        valid_fraction: fraction of validation text, between 0 and 1.
         seq_len: positions per sequence; each part must hold one more token.
 
     Raises:

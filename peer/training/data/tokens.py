@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or a ``tokenizers`` JSON file."""
+"""Tokenizers: bytes, or a `tokenizers` JSON file."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,15 +14,15 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class TextDecoder(Protocol):
-    """Turns tokens into text one at a time."""
+    """Converts tokens to text, one at a time."""
 
     def feed(self, token: int) -> str:
-        """Return the text that ``token`` completes, often a character, sometimes nothing."""
+        """Return the text that `token` completes: often one character, sometimes none."""
         ...
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_token(self) -> int | None:
-        """The token that ends a document."""
+        """Token that ends a document; None if the tokenizer has none."""
         ...
 
     def encode(self, data: bytes) -> Tokens:
@@ -50,7 +50,7 @@ class ByteTokenizer:
     end_token = 0  # no text file holds a zero byte
 
     def encode(self, data: bytes) -> Tokens:
-        """Return the bytes themselves, as uint8."""
+        """Return the bytes as uint8."""
         return np.frombuffer(data, dtype=np.uint8)
 
     def decoder(self) -> TextDecoder:
@@ -75,7 +75,7 @@ class _ByteDecoder:
 
 
 class JsonTokenizer:
-    """A ``tokenizers`` JSON file (needs the ``data`` extra)."""
+    """A `tokenizers` JSON file (needs the `data` extra)."""
 
     def __init__(self, path: Path) -> None:
         """Read the file.
@@ -96,7 +96,7 @@ class JsonTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, data: bytes) -> Tokens:
-        """Return the tokens, as uint16 where they fit; bytes that are not UTF-8 are replaced."""
+        """Return the tokens, as uint16 if they fit, else uint32; replace invalid UTF-8."""
         text = data.decode(errors="replace")
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(tokens, dtype=np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
@@ -115,9 +115,12 @@ class _JsonDecoder:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a run: ``"bytes"``, or the path of a ``tokenizers`` JSON file.
+    """Return the tokenizer of a run.
+
+    Args:
+        name: `"bytes"`, or the path of a `tokenizers` JSON file.
 
     Raises:
-        DataError: as `JsonTokenizer` does.
+        DataError: the extra is not installed, or the file is missing or not a tokenizer.
     """
     return ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name).expanduser())

@@ -63,7 +63,7 @@ def test_the_standard_library_comes_without_tests_and_tables():
 
 def test_a_python_without_sources_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(DataError, match="keeps no source of its standard library"):
+    with pytest.raises(DataError, match="has no source of its standard library"):
         opened("stdlib")
 
 

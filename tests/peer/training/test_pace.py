@@ -7,7 +7,7 @@ import torch
 from atoll.coordinator.run.spec import RunSpec, SpecError
 from atoll.optim.inprocess.members import InProcessGroup, in_process
 from atoll.peer.training.data import load as data
-from atoll.peer.training.pace import Pace
+from atoll.peer.training.statistics import StepPace
 from atoll.peer.training.trainer import Trainer, TrainerOptions
 
 H = 8
@@ -171,15 +171,15 @@ def test_a_step_in_which_the_machine_slept_asks_for_no_rest(corpus):
 
 
 def test_a_pace_is_measured_over_windows_without_waits():
-    pace = Pace()
-    pace.look(0.0, 0)
-    pace.look(50.0, 2)  # the first steps are slow
+    pace = StepPace()
+    pace.measure(0.0, 0)
+    pace.measure(50.0, 2)  # the first steps are slow
     assert pace.step_s == 0.0
-    pace.look(60.0, 12)
+    pace.measure(60.0, 12)
     assert pace.step_s == 1.0
-    pace.look(90.0, 22)
+    pace.measure(90.0, 22)
     assert pace.step_s == 2.0
-    pace.look(4000.0, 32)  # the machine slept
+    pace.measure(4000.0, 32)  # the machine slept
     assert pace.step_s == 5.0
 
 

@@ -1,6 +1,6 @@
-"""Identity, transport and signed records: everything that knows about the network.
+"""The network: identity, transport and signed records of peers.
 
-Importing this package stays cheap: only `engine`, `daemon`, `libp2p` and `node` load hivemind, and
+Importing this package stays cheap: only `bindings`, `p2pd`, `libp2p` and `node` load hivemind, and
 only when they are imported by name.
 """
 

@@ -1,4 +1,4 @@
-"""The clock that records expire by: ours plus the offset to the coordinator's.
+"""The clock by which records expire: ours plus the offset to the coordinator's clock.
 
 hivemind refuses peers whose clock is off by more than 3 s. A peer that has learnt its offset from
 its first authenticated contact sets it here, and hivemind's DHT in this process follows.
@@ -13,17 +13,17 @@ _offset_s = 0.0
 
 
 def now_s() -> float:
-    """Seconds since 1970 by the run's clock."""
+    """Return seconds since 1970 by the run's clock."""
     return time.time() + _offset_s
 
 
 def set_offset(offset_s: float) -> None:
-    """The run's clock is ahead of this machine's by `offset_s`. Holds for the whole process.
+    """Set how far the run's clock is ahead of ours, for the whole process.
 
     Call it again after hivemind was imported; `Node.start` does.
     """
     global _offset_s
     _offset_s = offset_s
-    for name, module in sys.modules.copy().items():  # other threads may import
+    for name, module in sys.modules.copy().items():  # copied: other threads may import
         if name.startswith("hivemind.") and hasattr(module, "get_dht_time"):
             setattr(module, "get_dht_time", now_s)  # noqa: B010 - no declared attribute

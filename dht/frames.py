@@ -4,12 +4,12 @@ Frame::
 
     mark u8 | length u32 big-endian | payload[length]
 
-    OPEN     first frame of who opens, and only that:
+    OPEN     first frame of the opening side, and only that:
              version u8 = 1 | kind u8 (0 call, 1 stream) | n u8 | method[n] | admission[rest]
     DATA     one message: at most 1 MiB on a stream, 3 MiB in a call
     END      (empty) this side will send nothing more
     CLOSE    (empty) this side will neither send nor read
-    REFUSED  n u8 | code[n] | message[rest], UTF-8, at most 1 KiB: why the handler gave up
+    REFUSED  n u8 | code[n] | message[rest], UTF-8, at most 1 KiB: the handler's refusal
 
 A call is OPEN DATA one way and DATA or REFUSED the other. Lengths are checked against mark and kind
 before memory is taken; anything unexpected ends the stream. A connection that ends before END,
@@ -18,7 +18,7 @@ them or was killed.
 
 Errors::
 
-    FrameError(ValueError)    bytes that no peer of this protocol sends
+    FrameError(ValueError)    the bytes are not of this protocol
 """
 
 from __future__ import annotations
@@ -46,34 +46,33 @@ WRITE_WINDOW_BYTES = 1 << 18  # unsent bytes after which `send` waits
 
 
 class FrameError(ValueError):
-    """Bytes that no peer of this protocol sends."""
+    """The bytes are not of this protocol."""
 
 
 class Sink(Protocol):
-    """Who gets the frames, and says how long they may be."""
+    """Receives frames and limits their lengths."""
 
     def max_payload(self, mark: Mark) -> int:
-        """Longest payload that this mark may have now; raises FrameError if it may not come."""
+        """Return the longest payload this mark may have. Raises FrameError if it is out of turn."""
         ...
 
     def on_frame(self, mark: Mark, payload: bytes) -> None:
-        """A whole frame."""
+        """Take a whole frame."""
         ...
 
     def on_connection_lost(self, error: Exception | None) -> None:
-        """No more frames will come or go."""
+        """Note that no more frames will come or go."""
         ...
 
     def on_writable(self) -> None:
-        """`Connection.is_full` became False."""
+        """Note that `Connection.is_full` became False."""
         ...
 
 
 class FrameReader:
-    """Cuts what arrives into frames, with one copy and no memory before a length is checked."""
+    """Splits arriving bytes into frames, with one copy and no memory before a length is checked."""
 
     def __init__(self, sink: Sink) -> None:
-        """`sink` gets the frames."""
         self._sink = sink
         self._scratch = bytearray(SCRATCH_BYTES)
         self._header = bytearray()
@@ -81,16 +80,16 @@ class FrameReader:
         self._payload: bytearray | None = None
         self._filled = 0
         self.is_stopped = False
-        """True once nothing that comes is wanted any more."""
+        """True once further input is unwanted."""
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go: a long payload's own memory, or the scratch."""
+        """Return where the next bytes go: a long payload's own memory, or the scratch."""
         if self._payload is not None and len(self._payload) - self._filled > SCRATCH_BYTES:
             return memoryview(self._payload)[self._filled :]
         return memoryview(self._scratch)
 
     def updated(self, num_bytes: int) -> None:
-        """`num_bytes` were written to the last buffer. Raises FrameError."""
+        """Take `num_bytes` from the last buffer. Raises FrameError."""
         payload = self._payload
         if payload is not None and len(payload) - self._filled > SCRATCH_BYTES:
             self._filled += num_bytes
@@ -99,7 +98,7 @@ class FrameReader:
             self.feed(memoryview(self._scratch)[:num_bytes])
 
     def feed(self, data: memoryview) -> None:
-        """Takes bytes from anywhere. Raises FrameError."""
+        """Take bytes from anywhere. Raises FrameError."""
         while data and not self.is_stopped:
             data = (
                 self._feed_payload(data) if self._payload is not None else self._feed_header(data)
@@ -140,10 +139,9 @@ class FrameReader:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """A socket of p2pd that carries frames."""
+    """A socket of p2pd that carries frames to a sink."""
 
     def __init__(self, sink: Sink) -> None:
-        """`sink` gets what arrives."""
         self._sink = sink
         self._reader = FrameReader(sink)
         self._transport: asyncio.Transport | None = None
@@ -167,17 +165,17 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of asyncio."""
+        """Return the buffer for asyncio to fill."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=WRITE_WINDOW_BYTES, low=WRITE_WINDOW_BYTES // 2)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Of asyncio."""
+        """Keep asyncio's transport."""
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Of asyncio."""
+        """Parse what asyncio read."""
         try:
             if not self._reader.is_stopped:
                 self._reader.updated(nbytes)
@@ -185,46 +183,46 @@ class Connection(asyncio.BufferedProtocol):
             self._fail(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Of asyncio."""
+        """Report the end to the sink."""
         self._is_lost, self.is_full = True, False
         self._sink.on_connection_lost(exc)
         self._sink.on_writable()
 
     def pause_writing(self) -> None:
-        """Of asyncio."""
+        """Note that unsent bytes exceed the write window."""
         self.is_full = True
 
     def resume_writing(self) -> None:
-        """Of asyncio."""
+        """Note that the write window has room again."""
         self.is_full = False
         self._sink.on_writable()
 
     def write(self, mark: Mark, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Sends a frame; the caller waits while `is_full`."""
+        """Send a frame; the caller waits while `is_full`."""
         if self._transport is not None and self.is_open:
             header = bytes([mark]) + len(payload).to_bytes(4)
             if len(payload) < SCRATCH_BYTES:
                 self._transport.write(header + payload)
             else:
-                self._transport.writelines((header, payload))  # p2pd sends what it reads at once
+                self._transport.writelines((header, payload))  # p2pd sends at once what it reads
 
     def pause_reading(self, pause: bool) -> None:
-        """Stops or resumes taking bytes from p2pd."""
+        """Stop or resume taking bytes from p2pd."""
         if self._transport is not None and self.is_open and pause != self.is_paused:
             self.is_paused = pause
             (self._transport.pause_reading if pause else self._transport.resume_reading)()
 
     def ignore_input(self) -> None:
-        """Nothing that comes is wanted any more; reading goes on only to see the end."""
+        """Ignore further input; continue to read only to notice the end."""
         self._reader.is_stopped = True
 
     def close(self) -> None:
-        """Ends it once everything written has left."""
+        """Close the socket once everything written has left."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Ends it now; nothing once it has ended, where asyncio's transport may raise."""
+        """Close the socket now; do nothing if it has ended, when asyncio's transport may raise."""
         if self._transport is not None and not self._is_lost:
             self._transport.abort()
 
@@ -234,14 +232,14 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def encode_open(*, is_call: bool, method: str, admission: bytes) -> bytes:
-    """Payload of OPEN."""
+    """Return the payload of OPEN."""
     checked_size("an admission", len(admission), MAX_ADMISSION_BYTES)
     name = method.encode("ascii")
     return bytes([VERSION, CALL if is_call else STREAM, len(name)]) + name + admission
 
 
 def decode_open(payload: bytes) -> tuple[bool, str, bytes]:
-    """Whether it is a call, the method and the admission; FrameError if `payload` is no OPEN."""
+    """Decode OPEN to (is it a call, method, admission). Raises FrameError."""
     if len(payload) < 3 or payload[0] != VERSION or payload[1] not in (CALL, STREAM):
         raise FrameError(
             f"OPEN of another protocol version, expected {VERSION}: {payload[:3].hex()}"
@@ -259,14 +257,14 @@ def decode_open(payload: bytes) -> tuple[bool, str, bytes]:
 
 
 def encode_refusal(error: Refused) -> bytes:
-    """Payload of REFUSED, shortened if need be."""
+    """Return the payload of REFUSED, shortened to fit."""
     code = error.code.encode()[:MAX_CODE_BYTES]
     text = error.message.encode()[: MAX_REFUSAL_BYTES - 1 - len(code)]
     return bytes([len(code)]) + code + text
 
 
 def decode_refusal(payload: bytes, peer: str) -> Refused:
-    """Return the refusal; anything unreadable in it is replaced.
+    """Decode REFUSED; replace anything unreadable in it.
 
     A code that this version does not list becomes `RefusalCode.UNKNOWN`, its word part of the text.
     """

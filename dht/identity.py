@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key pair on disk, whose public half *is* the PeerID.
+"""A peer's identity: an Ed25519 key pair on disk, whose public half *is* the PeerID.
 
 The file is a libp2p private key, as p2pd reads it (libp2p specification, peer-ids): a protobuf of
 two fields::
@@ -46,10 +46,9 @@ class IdentityError(Exception):
 
 
 class Identity:
-    """A key pair. `path` is None for one that lives in memory only."""
+    """A key pair, from `load_or_create` or `ephemeral`; `path` is None for an ephemeral one."""
 
     def __init__(self, key: Ed25519PrivateKey, path: Path | None) -> None:
-        """Use `load_or_create` or `ephemeral`."""
         self._key = key
         self.path = path
         self.public_key: bytes = key.public_key().public_bytes_raw()
@@ -57,12 +56,12 @@ class Identity:
 
     @classmethod
     def ephemeral(cls) -> Self:
-        """A new key that is never written."""
+        """Return a new key that is never written."""
         return cls(Ed25519PrivateKey.generate(), None)
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike[str]) -> Self:
-        """The key in the file, which is made (with its folder) if it is not there.
+        """Read the key file, or create it (with its folder) if it does not exist.
 
         Raises:
             IdentityError: the file is no Ed25519 identity or cannot be read or written.
@@ -80,12 +79,12 @@ class Identity:
         if len(data) != _KEY_BYTES or not data.startswith(_KEY_PREFIX):
             raise IdentityError(
                 f"identity file {path}: expected {_KEY_BYTES} bytes of a libp2p Ed25519 key, "
-                "got something else; move it away to have a new identity made"
+                "got something else; move it away, and a new identity is created"
             )
         key = Ed25519PrivateKey.from_private_bytes(data[4:36])
         if key.public_key().public_bytes_raw() != data[36:]:
             raise IdentityError(
-                f"identity file {path}: its halves do not belong together; restore a copy of it"
+                f"identity file {path}: its halves do not match; restore a copy of it"
             )
         return cls(key, path)
 
@@ -109,20 +108,20 @@ class Identity:
             partial.unlink()
 
     def key_file(self) -> bytes:
-        """The private key as p2pd reads it. Keep it secret."""
+        """Return the private key in p2pd's format. Keep it secret."""
         return _KEY_PREFIX + self._key.private_bytes_raw() + self.public_key
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes. The caller begins `data` with words that no other use begins with."""
+        """Return a signature, 64 bytes; start `data` with a prefix that no other use has."""
         return self._key.sign(data)
 
     def __repr__(self) -> str:
-        """Never shows the key."""
+        """Name the identity without its private key."""
         return f"Identity({self.peer_id})"
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """True if the owner of `peer_id` signed exactly `data`; False for all else, never raises."""
+    """Return True if the owner of `peer_id` signed exactly `data`. Never raises."""
     public_key = public_key_of(peer_id)
     if public_key is None or len(signature) != SIGNATURE_BYTES:
         return False
@@ -134,7 +133,7 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
 
 
 def peer_id_of(public_key: bytes) -> str:
-    """The PeerID that carries this 32-byte public key."""
+    """Return the PeerID of a 32-byte public key."""
     number, digits = int.from_bytes(_ID_PREFIX + public_key), []
     while number:
         number, digit = divmod(number, 58)
@@ -144,7 +143,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 @lru_cache(maxsize=4096)
 def public_key_of(peer_id: str) -> bytes | None:
-    """The 32-byte public key in a PeerID, or None if it is no Ed25519 PeerID."""
+    """Return the 32-byte public key in a PeerID, or None if it is no Ed25519 PeerID."""
     if len(peer_id) != _ID_CHARS or not peer_id.startswith("1"):
         return None
     number = 0

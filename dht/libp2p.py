@@ -1,4 +1,4 @@
-"""The transport over libp2p: each exchange is one libp2p stream, framed as `atoll.dht.frames` says.
+"""The transport over libp2p: each exchange is one libp2p stream, framed by `atoll.dht.frames`.
 
 We use p2pd's raw streams, not hivemind's servicers: those allocate whatever length a stranger
 names, and have no deadlines. Flow control is p2pd's and the kernel's: `send` waits while the far
@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from atoll.dht.daemon import Daemon, DaemonError
 from atoll.dht.frames import (
     HEADER_BYTES,
     MAX_OPEN_BYTES,
@@ -29,6 +28,7 @@ from atoll.dht.frames import (
     encode_open,
     encode_refusal,
 )
+from atoll.dht.p2pd import P2pd, P2pdError
 from atoll.dht.serving import Handlers, log_failure
 from atoll.dht.streams import Mark, StreamEnd, within
 from atoll.dht.transport import (
@@ -50,29 +50,31 @@ from atoll.dht.wirecount import WireTotals
 
 logger = logging.getLogger(__name__)
 
-READ_WINDOW_BYTES = 2 << 20  # unread bytes after which we stop reading from p2pd
-GREETING_S = 10.0  # for OPEN to come
-CALL_STREAM_S = 60.0  # for 3 MiB over a bad link, and for the next call to come
-CALL_REUSE_S = 20.0  # well before the other side gives up waiting, and while an admission holds
-MAX_IDLE_CALLS = 2  # by peer and method
+READ_WINDOW_BYTES = 2 << 20  # unread bytes after which reading from p2pd stops
+GREETING_S = 10.0  # for OPEN to arrive
+CALL_STREAM_S = 60.0  # for 3 MiB over a bad link, and for the next call to arrive
+CALL_REUSE_S = 20.0  # well before the other side stops waiting, and while an admission holds
+MAX_IDLE_CALLS = 2  # per peer and method
 PARTING_S = 0.5
-MESSAGE_COST_BYTES = 64  # what an empty message counts as unread, so that endless ones stop too
-LINGER_S = 5.0  # for the other side to close too; cutting earlier could lose what we sent last
+MESSAGE_COST_BYTES = 64  # counted for an empty message, so that endless ones fill the window too
+LINGER_S = 5.0  # for the other side to close; cutting earlier could lose what we sent last
 MAX_STREAMS_PER_PEER = 256
 DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
-PATIENCE_S = 0.5  # how long, at least, the higher PeerID waits for the lower to dial
+PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
 
 
 def protocol_name(run_id: str) -> str:
-    """The libp2p protocol of a run: peers of another run or version do not even connect streams."""
+    """Return a run's libp2p protocol: peers of another run or version cannot open its streams."""
     return f"/atoll/{VERSION}/{run_id}"
 
 
 class LibP2PStream(StreamEnd):
-    """A `Stream` over libp2p: one end of it."""
+    """One end of a `Stream` over libp2p.
+
+    `admit` judges the OPEN at the accepting side; it is None at the opening side.
+    """
 
     def __init__(self, remote: str, method: str, *, is_call: bool, admit: Admit | None) -> None:
-        """Use `LibP2PTransport.open`. `admit` judges the OPEN at the side that did not open."""
         super().__init__(remote, method)
         self.connection = Connection(self)
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -92,13 +94,13 @@ class LibP2PStream(StreamEnd):
 
     @property
     def is_fresh(self) -> bool:
-        """True if another call may be made on it."""
+        """True if another call may use it."""
         age_s = asyncio.get_running_loop().time() - self._made_at_s
         is_sound = not (self._inbox or self._error or self._peer_ended or self._ended)
         return is_sound and age_s < CALL_REUSE_S and self.connection.is_open
 
     async def ask(self, body: bytes) -> bytes:
-        """One call. The stream is closed unless an answer came."""
+        """Make one call; close the stream unless an answer comes."""
         try:
             await self._send(body)
             reply = await self._recv()
@@ -110,7 +112,7 @@ class LibP2PStream(StreamEnd):
             await self.close()
             raise
 
-    # What carries it
+    # The carrier
 
     async def _write(self, mark: Mark, data: bytes | bytearray | memoryview) -> None:
         await self._room()
@@ -129,14 +131,14 @@ class LibP2PStream(StreamEnd):
         self.bytes_sent += num_bytes + HEADER_BYTES
 
     def open_with(self, admission: bytes) -> None:
-        """Sends OPEN."""
+        """Send OPEN."""
         self.admission = admission
         payload = encode_open(is_call=self.is_call, method=self.method, admission=admission)
         self.connection.write(Mark.OPEN, payload)
         self._count_sent(len(payload))
 
     def refuse(self, error: Refused) -> None:
-        """Tells the other end why there is nothing more to come."""
+        """Send the reason why nothing more will come."""
         self.connection.write(Mark.REFUSED, encode_refusal(error))
 
     def _taken(self, num_bytes: int) -> None:
@@ -152,12 +154,12 @@ class LibP2PStream(StreamEnd):
             self.connection.pause_reading(False)
             asyncio.get_running_loop().call_later(LINGER_S, self.connection.abort)
 
-    # What arrives
+    # Arrivals
 
     def max_payload(self, mark: Mark) -> int:
-        """See `Sink`."""
+        """Return the longest payload this mark may have. Raises FrameError if it is out of turn."""
         if not self._may_come(mark):
-            raise FrameError(f"{mark.name} came out of turn")
+            raise FrameError(f"{mark.name} out of turn")
         lengths = {
             Mark.OPEN: MAX_OPEN_BYTES,
             Mark.DATA: self.max_message_bytes,
@@ -173,7 +175,7 @@ class LibP2PStream(StreamEnd):
         return True
 
     def on_frame(self, mark: Mark, payload: bytes) -> None:
-        """See `Sink`."""
+        """Take a whole frame."""
         self.num_received += 1
         self.bytes_received += len(payload) + HEADER_BYTES
         if mark == Mark.DATA:
@@ -208,7 +210,7 @@ class LibP2PStream(StreamEnd):
             self.connection.pause_reading(True)
 
     def on_connection_lost(self, error: Exception | None) -> None:
-        """See `Sink`."""
+        """Report the lost connection to both directions, once."""
         if self._is_lost:
             return
         self._is_lost = True
@@ -221,20 +223,20 @@ class LibP2PStream(StreamEnd):
         self.on_gone(self)
 
     def on_writable(self) -> None:
-        """See `Sink`."""
+        """Wake a waiting sender."""
         self._wake()
 
 
 Admit = Callable[[LibP2PStream, bytes], bool]
-"""Whether the other side's admission is good; refuses on the stream if not."""
+"""Returns True if the other side's admission is good; refuses on the stream if not."""
 
 
 class LibP2PTransport:
-    """A `Transport` over a p2pd. All of it runs in one asyncio loop, the caller's."""
+    """A `Transport` over a p2pd, in the caller's event loop."""
 
     def __init__(
         self,
-        daemon: Daemon,
+        daemon: P2pd,
         *,
         run_id: str,
         admission: bytes = b"",
@@ -242,7 +244,7 @@ class LibP2PTransport:
         rng: random.Random | None = None,
         count_wire: Callable[[], WireTotals | None] = lambda: None,
     ) -> None:
-        """Call `start` next. `count_wire`: what the kernel counts, or None."""
+        """Create it; call `start` next. `count_wire` returns the kernel's counters, or None."""
         self.admission = admission
         self.handlers = Handlers(check, log_failure)
         self.restarts = 0
@@ -262,11 +264,11 @@ class LibP2PTransport:
         self._bytes = [0, 0]
 
     async def start(self) -> None:
-        """Begins to serve. Also after `rebind`."""
+        """Start serving, the first time and after `rebind`."""
         await self._daemon.listen(self._protocol, self._accept)
 
-    async def rebind(self, daemon: Daemon) -> None:
-        """Goes on with a new daemon of the same identity, after the old one died."""
+    async def rebind(self, daemon: P2pd) -> None:
+        """Continue with a new daemon of the same identity, after the old one died."""
         self._daemon = daemon
         self._connected.clear()
         self._idle.clear()
@@ -275,47 +277,47 @@ class LibP2PTransport:
 
     @property
     def peer_id(self) -> str:
-        """See `Transport`."""
+        """This peer's PeerID in base58."""
         return self._daemon.peer_id
 
     @property
     def addresses(self) -> list[str]:
-        """See `Transport`."""
+        """Multiaddrs at which others can dial this peer."""
         return list(self._daemon.addresses)
 
     def serve(self, method: str, handler: CallHandler) -> None:
-        """See `Transport`."""
+        """Answer calls of `method` with `handler`."""
         self.handlers.serve(method, handler)
 
     def serve_stream(self, method: str, handler: StreamHandler) -> None:
-        """See `Transport`."""
+        """Pass streams of `method` to `handler`."""
         self.handlers.serve_stream(method, handler)
 
     async def call(self, peer: str, method: str, body: bytes, *, timeout_s: float) -> bytes:
-        """See `Transport`."""
+        """Send a request and return its answer."""
         checked_method(method)
         checked_size("a call", len(body), MAX_CALL_BYTES)
         work = self._call(peer, method, body, timeout_s)
         return await within(work, timeout_s, f"call of {method}", peer)
 
     async def open(self, peer: str, method: str, *, timeout_s: float) -> LibP2PStream:
-        """See `Transport`."""
+        """Open a stream to the peer's handler of `method`."""
         checked_method(method)
         work = self._open(peer, method, is_call=False, timeout_s=timeout_s)
         return await within(work, timeout_s, f"open of {method}", peer)
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None:
-        """Remembers where a peer is, for the first `call` or `open`."""
+        """Remember a peer's addresses for the first `call` or `open`."""
         self._known[peer] = tuple(addresses)
 
     async def connect(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
-        """See `Transport`."""
+        """Ensure a connection to the peer."""
         self.learn(peer, addresses)
         self._connected.discard(peer)
         await within(self._connect(peer, timeout_s), timeout_s, "connect", peer)
 
     def statistics(self) -> TransportStatistics:
-        """See `Transport`."""
+        """Return the counters since the start."""
         wire = self._count_wire()
         messages, (sent, received) = self._totals()
         return TransportStatistics(
@@ -333,7 +335,7 @@ class LibP2PTransport:
         )
 
     async def close(self) -> None:
-        """See `Transport`. The daemon stays; its owner closes it."""
+        """End all streams and handlers. The daemon stays; its owner closes it."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -346,14 +348,14 @@ class LibP2PTransport:
         await self._part()
 
     async def _part(self) -> None:
-        """Gives the others a moment to close as well, so that nothing that was sent is lost."""
+        """Give the others a moment to close as well, so that nothing we sent is lost."""
         with suppress(TimeoutError):
             async with asyncio.timeout(PARTING_S):
                 while self._streams:
                     await asyncio.sleep(0.01)
         for stream in list(self._streams):
             stream.connection.abort()
-        await asyncio.sleep(0)  # asyncio closes the sockets in the next step of the loop
+        await asyncio.sleep(0)  # asyncio closes the sockets in the next turn of the loop
 
     def _totals(self) -> tuple[tuple[int, int], tuple[int, int]]:
         live = self._streams
@@ -383,7 +385,7 @@ class LibP2PTransport:
                 await self._dial(peer, timeout_s)
 
     async def _wait_for_dial(self, peer: str) -> None:
-        """Two that dial each other at once both fail: the higher PeerID waits for the lower."""
+        """Wait for the lower PeerID to dial: two that dial each other at once both fail."""
         deadline_s = asyncio.get_running_loop().time() + PATIENCE_S * (1 + self._rng.random())
         while asyncio.get_running_loop().time() < deadline_s:
             if peer in await self._live():
@@ -398,7 +400,7 @@ class LibP2PTransport:
                 left_s = max(0.1, deadline_s - loop.time())
                 await self._daemon.dial(peer, self._known.get(peer, ()), timeout_s=left_s)
                 self._connected.add(peer)
-            except DaemonError as error:
+            except P2pdError as error:
                 pause_s *= 1 + self._rng.random()
                 if loop.time() + pause_s > deadline_s:
                     raise PeerUnreachable(
@@ -417,7 +419,7 @@ class LibP2PTransport:
             await self._connect(peer, timeout_s)
         try:
             connection = await self._daemon.open(peer, self._protocol, timeout_s=timeout_s)
-        except DaemonError as error:
+        except P2pdError as error:
             self._connected.discard(peer)
             raise PeerUnreachable(f"{peer} cannot be reached: {error}", peer=peer) from error
         self._connected.add(peer)
@@ -475,7 +477,7 @@ class LibP2PTransport:
         return None
 
     async def _keep(self, stream: LibP2PStream) -> None:
-        """A stream per call would cost 1 ms; asking again on an open one costs 0.3."""
+        """Keep the stream: opening one per call would cost 1 ms, another call on it 0.3 ms."""
         idle = self._idle.setdefault((stream.remote, stream.method, stream.admission), [])
         if stream.is_fresh and len(idle) < MAX_IDLE_CALLS and not self._is_closed:
             idle.append(stream)
@@ -487,7 +489,12 @@ class LibP2PTransport:
     def _accept(self, remote: str, connection: socket.socket) -> None:
         num_streams = sum(stream.remote == remote for stream in self._streams)
         if self._is_closed or num_streams >= MAX_STREAMS_PER_PEER:
-            logger.warning("a stream of %s is cut off: it has %d", remote, num_streams)
+            logger.warning(
+                "refused a stream of %s: it has %d open, at most %d are allowed",
+                remote,
+                num_streams,
+                MAX_STREAMS_PER_PEER,
+            )
             connection.close()
             return
         stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
@@ -534,7 +541,7 @@ class LibP2PTransport:
             stream.refuse(self.handlers.refusal(error, self.peer_id))
 
     async def _answer(self, stream: LibP2PStream) -> None:
-        with suppress(DeadlineExceeded):  # idle for long
+        with suppress(DeadlineExceeded):  # no call for long: let the stream go
             while (body := await stream.recv(timeout_s=CALL_STREAM_S)) is not None:
                 reply = await self.handlers.answer(stream.remote, stream.method, body)
                 await stream.send(reply, timeout_s=CALL_STREAM_S)

@@ -1,9 +1,9 @@
 """A peer's place in the network: p2pd, hivemind's DHT, transport and roster in one asyncio loop.
 
-`Node.start` runs in the caller's loop and forks nothing but p2pd. A watch looks at p2pd: when it
-dies (or no longer answers) it is started again with the same identity and port, DHT and transport
-join it, and `on_restart` is told. Streams that were open have ended with PeerUnreachable by then.
-A node whose bootstrap peers are away starts all the same and goes on trying them.
+`Node.start` runs in the caller's loop and starts no process but p2pd. A watcher restarts a p2pd
+that dies or no longer answers, with the same identity and port; DHT and transport use the new one,
+and `on_restart` is awaited. Open streams have ended with PeerUnreachable by then. A node whose
+bootstrap peers are away starts all the same and keeps trying them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.dht import clock
-from atoll.dht.daemon import Daemon, DaemonError, DaemonOptions
-from atoll.dht.engine import DHTID, P2P, DHTNode, PeerID
+from atoll.dht.bindings import DHTID, P2P, DHTNode, PeerID
 from atoll.dht.identity import Identity
 from atoll.dht.libp2p import LibP2PTransport
+from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
 from atoll.dht.serving import log_failure
 from atoll.dht.transport import Check, TransportError, admit_everyone
@@ -29,8 +29,8 @@ from atoll.dht.wirecount import WireCounter, WireTotals
 logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
-REJOIN_EVERY = 30  # looks; a bootstrap peer that is gone for good is dialled twice a minute
-PING_EVERY = 5  # watches; p2pd that runs but does not answer is found within 5 s + PING_TIMEOUT_S
+REJOIN_EVERY = 30  # watches; a bootstrap peer that is gone for good is dialled twice a minute
+PING_EVERY = 5  # watches; a p2pd that hangs is found within 5 s + PING_TIMEOUT_S
 PING_TIMEOUT_S = 10.0
 BOOTSTRAP_S = 10.0
 DHT_WAIT_S = 3.0
@@ -40,7 +40,7 @@ OnRestart = Callable[[], Awaitable[None]]
 
 
 class _Dht:
-    """Hivemind's DHT node and the client by which it talks to p2pd."""
+    """Hivemind's DHT node and its client of p2pd."""
 
     def __init__(self, p2p: P2P, node: DHTNode) -> None:
         self.node = node
@@ -48,7 +48,7 @@ class _Dht:
 
     @classmethod
     async def start(
-        cls, daemon: Daemon, run_id: str, reached: Sequence[str], old: DHTNode | None = None
+        cls, daemon: P2pd, run_id: str, reached: Sequence[str], old: DHTNode | None = None
     ) -> _Dht:
         """Join the DHT by the bootstrap addresses that could be reached.
 
@@ -66,7 +66,7 @@ class _Dht:
                 wait_timeout=DHT_WAIT_S,
                 ensure_bootstrap_success=False,
                 strict=False,
-                cache_locally=False,  # a record of a second ago is a wrong position
+                cache_locally=False,  # a cached record would show an old position
                 cache_nearest=0,
                 cache_on_store=False,
             )
@@ -79,9 +79,9 @@ class _Dht:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether hivemind has stopped reading from p2pd.
+        """True if hivemind has stopped reading from p2pd.
 
-        It does so for ever when an answer arrives for a call that timed out.
+        It stops for good when an answer arrives for a call that timed out.
         """
         reader = self._task("_read_task")
         return reader is not None and reader.done()
@@ -102,12 +102,12 @@ class _Dht:
 
 
 class Node:
-    """A running node. Made by `Node.start`; everything in it belongs to the loop it was made in."""
+    """A running node, created by `Node.start`; all of it belongs to that event loop."""
 
     def __init__(
         self,
         identity: Identity,
-        daemon: Daemon,
+        daemon: P2pd,
         *,
         run_id: str,
         transport: LibP2PTransport,
@@ -115,7 +115,6 @@ class Node:
         roster: DhtRoster,
         wire: WireCounter,
     ) -> None:
-        """Use `start`."""
         self.identity = identity
         self.daemon = daemon
         self.run_id = run_id
@@ -123,7 +122,7 @@ class Node:
         self.transport = transport
         self.roster = roster
         self.bootstrap: tuple[str, ...] = ()
-        """Multiaddrs of peers to join by; may be replaced by newer ones at any time."""
+        """Multiaddrs of peers through which to join; may be replaced at any time."""
         self.on_restart: OnRestart | None = None
         self._dht = dht
         self._watchers = [
@@ -147,7 +146,7 @@ class Node:
         clock_offset_s: float = 0.0,
         on_restart: OnRestart | None = None,
     ) -> Node:
-        """Starts all of it, in about a second.
+        """Start p2pd, transport, DHT and roster, in about a second.
 
         Args:
             identity_path: the key file, made if missing; None for a key that lives in memory.
@@ -164,12 +163,12 @@ class Node:
 
         Raises:
             IdentityError: the key file cannot be used.
-            DaemonError: p2pd did not start.
+            P2pdError: p2pd did not start.
         """
         identity = (
             Identity.load_or_create(Path(identity_path)) if identity_path else Identity.ephemeral()
         )
-        options = DaemonOptions(
+        options = P2pdOptions(
             listen=tuple(listen_maddrs),
             announce=tuple(announce_maddrs),
             relay=relay,
@@ -177,7 +176,7 @@ class Node:
         )
         clock.set_offset(clock_offset_s)
         async with AsyncExitStack() as undo:
-            daemon = await Daemon.start(identity, options)
+            daemon = await P2pd.start(identity, options)
             undo.push_async_callback(daemon.close)
             wire = WireCounter([daemon.pid])
             transport = LibP2PTransport(
@@ -215,7 +214,7 @@ class Node:
 
     @property
     def dht(self) -> DHTNode:
-        """Hivemind's node, another one after a restart of p2pd."""
+        """Hivemind's node; a restart of p2pd replaces it."""
         return self._dht.node
 
     @property
@@ -224,11 +223,11 @@ class Node:
         return list(self.daemon.addresses)
 
     def wire_totals(self) -> WireTotals | None:
-        """Bytes on p2pd's sockets since the start, or None where the kernel does not tell."""
+        """Return the bytes on p2pd's sockets so far, or None if the kernel reports none."""
         return self.wire.totals()
 
     async def close(self) -> None:
-        """Leaves the roster, ends streams, DHT and p2pd. Idempotent."""
+        """Leave the roster; end streams, DHT and p2pd. Idempotent."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -262,12 +261,12 @@ class Node:
         if ask:
             try:
                 await self.daemon.ping(timeout_s=PING_TIMEOUT_S)
-            except (DaemonError, TimeoutError):
+            except (P2pdError, TimeoutError):
                 return False
         return True
 
     async def _restart(self) -> None:
-        logger.warning("p2pd of %s has ended; it is started again", self.peer_id)
+        logger.warning("p2pd of %s has ended or hangs; restarting it", self.peer_id)
         options = self.daemon.options
         self.wire.totals()
         await self.daemon.close()
@@ -280,19 +279,19 @@ class Node:
             except Exception as error:
                 log_failure(error)
 
-    async def _is_revived(self, options: DaemonOptions) -> bool:
+    async def _is_revived(self, options: P2pdOptions) -> bool:
         try:
             await self._revive(options)
         except Exception as error:
-            logger.error("p2pd could not be restarted: %r", error)
+            logger.error("p2pd could not be restarted, retrying: %r", error)
             await self.daemon.close()
             await self._dht.close()
             return False
         return True
 
-    async def _revive(self, options: DaemonOptions) -> None:
+    async def _revive(self, options: P2pdOptions) -> None:
         self.wire.remove(self.daemon.pid)
-        self.daemon = await Daemon.start(self.identity, options)
+        self.daemon = await P2pd.start(self.identity, options)
         self.wire.add(self.daemon.pid)
         await self.transport.rebind(self.daemon)
         reached = await _dial(self.daemon, self.bootstrap, {self.peer_id})
@@ -306,13 +305,13 @@ class Node:
             num_looks += 1
             try:
                 await self._rejoin(is_due=num_looks % REJOIN_EVERY == 0)
-            except Exception as error:  # hivemind's, while p2pd is started again
-                logger.info("the DHT's bootstrap peers were not looked for: %r", error)
+            except Exception as error:  # hivemind's, while p2pd restarts
+                logger.info("could not look for the DHT's bootstrap peers, retrying: %r", error)
 
     async def _rejoin(self, *, is_due: bool) -> None:
-        """Look for bootstrap peers that the DHT has lost: always if nobody is left, else when due.
+        """Reconnect to bootstrap peers that the DHT lost: at once if none is left, else when due.
 
-        Two halves of a run that were cut apart each have somebody, and would stay two.
+        The periodic attempt reunites two halves of a run that were cut apart: each still has peers.
         """
         known = {str(peer) for peer in self.dht.protocol.routing_table.uid_to_peer_id.values()}
         if known and not is_due:
@@ -325,7 +324,7 @@ def _peer_of(address: str) -> str:
     return address.rpartition("/p2p/")[2]
 
 
-async def _dial(daemon: Daemon, addresses: Sequence[str], but: Collection[str]) -> list[str]:
+async def _dial(daemon: P2pd, addresses: Sequence[str], but: Collection[str]) -> list[str]:
     """Dial bootstrap addresses, except of the peers `but`; return those that were reached."""
 
     async def reach(address: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Why one peer refuses another: the codes of `Refused`, one list for transport, rounds and gossip.
+"""Refusal codes: why one peer refuses another, in one list for transport, rounds and gossip.
 
 A code travels as its value. `docs/protocol.md`, section "Refusal codes", says who gives which one
 when, and what the receiver does.
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class RefusalCode(StrEnum):
-    """The reason for programs; the text of a refusal is for people."""
+    """The reason for programs; a refusal's text is for people."""
 
     # The transport itself
     UNKNOWN_METHOD = "unknown-method"
@@ -20,7 +20,7 @@ class RefusalCode(StrEnum):
     UNKNOWN = "unknown"
     """A code that this version does not list; also the fallback of `read`."""
 
-    # Whoever takes part in rounds, with a log or by gossip
+    # Participants in rounds, with a log or by gossip
     BARRED = "barred"
     PROTOCOL = "protocol"
     ELSEWHERE = "elsewhere"
@@ -61,7 +61,7 @@ class RefusalCode(StrEnum):
     BAD_REQUEST = "bad-request"
     NOT_HERE = "not-here"
 
-    # Peers that are invited to a meeting
+    # Peers invited to a meeting
     AHEAD = "ahead"
     NOT_BEGUN = "not-begun"
     PAIRED = "paired"

@@ -1,4 +1,4 @@
-"""Who is in the run: one signed record a peer, kept in the DHT under the run's key.
+"""The roster of a run: one signed record per peer, kept in the DHT under the run's key.
 
 A signed record is the msgpack list
 
@@ -12,13 +12,13 @@ Ed25519 signature by the PeerID named in the body over
 A DHT node stores or believes a record only if `RosterValidator` does: the key is the run's, the
 subkey is the PeerID that signed, every field has its type and range, nothing is left over, and it
 expires within `MAX_TTL_S` at the very time the DHT was told (a far date would block later records).
-The admission is judged by the reader, not there: one that runs out must not make a whole
+The reader judges the admission, not the validator: one that expires must not make a whole
 dictionary of records unreadable.
 
 Errors::
 
-    RosterError                the DHT does not answer, or did not take our record
-    RecordError(ValueError)    bytes that are no valid record; says why
+    RosterError                the DHT does not answer, or did not accept our record
+    RecordError(ValueError)    the bytes are not a valid record
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 VERSION = 2
 DOMAIN = b"atoll roster 1\0"
 MAX_TTL_S = 300.0
-GOODBYE_S = 5.0  # of the last record, unless the one before lasts longer
+GOODBYE_S = 5.0  # life of the last record, unless the one before lasts longer
 CLOCK_SLACK_S = 10.0
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 256
@@ -68,16 +68,16 @@ Role = Literal["trainer", "follower", "left"]
 
 
 class RosterError(Exception):
-    """The DHT did not take our record."""
+    """The DHT does not answer, or did not accept our record."""
 
 
 class RecordError(ValueError):
-    """Bytes that are no valid record."""
+    """The bytes are not a valid record."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRecord:
-    """What a peer says of itself."""
+    """A peer's signed statement about itself."""
 
     peer_id: str
     addresses: tuple[str, ...]
@@ -85,52 +85,52 @@ class PeerRecord:
     incarnation: str
     """32 hex digits, new at each start: a restarted peer is a new elector."""
     role: Role
-    """"left" is the last record of a peer that says goodbye; readers do not see it."""
+    """"left" is the last record of a peer that says goodbye; readers skip it."""
     epoch: int
     position: int
-    """The log position that it has applied."""
+    """Log position that it has applied."""
     tokens_per_s: float
     uplink_mbit_s: float
     downlink_mbit_s: float
-    """Measured; 0 if not known."""
+    """Measured; 0 if unknown."""
     ready_in_s: float
-    """Until its window ends."""
+    """Seconds until its window ends."""
     step_s: float = 0.0
-    """Of an inner step, over its last windows, with everything but waits in it; 0 if not known."""
+    """Seconds of an inner step in its last windows, without waits; 0 if unknown."""
     protocol: int
     """Version of the round protocol."""
     expires_at: float = 0.0
-    """By the run's clock; `publish` sets it."""
+    """Seconds since 1970 by the run's clock; `publish` sets it."""
 
 
 NUM_FIELDS = len(fields(PeerRecord))
 
 
 class Roster(Protocol):
-    """One peer's view of all."""
+    """One peer's view of the peers in the run."""
 
     async def publish(self, record: PeerRecord, ttl_s: float) -> None:
-        """Replaces our record; it lasts `ttl_s`. Raises RosterError."""
+        """Replace our record for the next `ttl_s` seconds. Raises RosterError."""
         ...
 
     async def peers(self) -> dict[str, PeerRecord]:
-        """The live, admitted peers by PeerID, us too once published. Raises RosterError."""
+        """Return the live, admitted peers by PeerID, us included. Raises RosterError."""
         ...
 
     async def leave(self) -> None:
-        """Takes our record away at once. Never raises."""
+        """Remove our record at once. Never raises."""
         ...
 
 
 def sign_record(record: PeerRecord, identity: Identity, *, run_id: str, credential: bytes) -> bytes:
-    """The signed record. Also good outside the DHT, from peer to peer."""
+    """Return the signed record; it can also travel outside the DHT, from peer to peer."""
     body = _pack(list(astuple(_checked(record))))
     signature = identity.sign(_signed_bytes(run_id, body, credential))
     return _pack([VERSION, body, credential, signature])
 
 
 def open_record(data: bytes, *, run_id: str, check: Check = admit_everyone) -> PeerRecord:
-    """The record in signed bytes from anywhere. Does not look at `expires_at`.
+    """Verify and decode a signed record; `expires_at` is not checked.
 
     Raises:
         RecordError: it is malformed, signed by someone else, or not admitted by `check`.
@@ -167,7 +167,7 @@ def _pack(value: object) -> bytes:
 def _list(data: bytes, length: int, what: str) -> list[Any]:
     try:
         value = msgpack.unpackb(data, max_map_len=0, max_ext_len=0, max_array_len=MAX_ARRAY)
-    except Exception as error:  # msgpack raises many kinds, all of them about these bytes
+    except Exception as error:  # msgpack raises many kinds, all about these bytes
         raise RecordError(f"{what} is not msgpack: {type(error).__name__}") from error
     if type(value) is not list or len(value) != length:
         raise RecordError(f"{what}: expected a list of {length}")
@@ -187,7 +187,7 @@ def _decode_body(body: bytes) -> PeerRecord:
 
 
 def _checked(record: PeerRecord) -> PeerRecord:
-    """The record, if every field has its type and range; else RecordError."""
+    """Return the record if every field has its type and range. Raises RecordError."""
     _expect(type(record.peer_id) is str and public_key_of(record.peer_id) is not None, "peer_id")
     _expect(len(record.addresses) <= MAX_ADDRESSES, "addresses")
     for address in record.addresses:
@@ -224,22 +224,24 @@ def _is_hex(text: object, length: int) -> bool:
 
 
 def roster_key(run_id: str) -> str:
-    """The DHT key of a run's records."""
+    """Return the DHT key of a run's records."""
     return f"atoll/{run_id}/roster"
 
 
 class RosterValidator:
-    """A record validator of hivemind's DHT (duck-typed): only valid records of this run pass."""
+    """A validator for hivemind's DHT (duck-typed) that passes only valid records of this run.
+
+    `key_id` is the DHT's hash of `roster_key(run_id)`.
+    """
 
     priority = 0
 
     def __init__(self, key_id: bytes, run_id: str) -> None:
-        """`key_id` is the DHT's hash of `roster_key(run_id)`."""
         self._key_id = key_id
         self._run_id = run_id
 
     def validate(self, record: Any) -> bool:  # noqa: ANN401 - hivemind's DHTRecord
-        """True if a node may store or believe the record."""
+        """Return True if a node may store or believe the record."""
         try:
             self._validate(record.key, record.subkey, record.value, record.expiration_time)
         except (RecordError, ValueError) as error:
@@ -257,19 +259,19 @@ class RosterValidator:
             raise RecordError("it expires at another time than it says")
         if expires_at > clock.now_s() + MAX_TTL_S + CLOCK_SLACK_S:
             raise RecordError(
-                f"it expires in more than {MAX_TTL_S:g} s; is the peer's clock right?"
+                f"it expires in more than {MAX_TTL_S:g} s; the peer's clock may be wrong"
             )
 
     def sign_value(self, record: Any) -> bytes:  # noqa: ANN401
-        """Values come signed."""
+        """Return the value, which is signed already."""
         return bytes(record.value)
 
     def strip_value(self, record: Any) -> bytes:  # noqa: ANN401
-        """Nothing is to be stripped."""
+        """Return the value unchanged."""
         return bytes(record.value)
 
     def merge_with(self, other: object) -> bool:
-        """Never merged."""
+        """Return False: validators are never merged."""
         return False
 
 
@@ -287,21 +289,21 @@ def _bytes(value: bytes) -> bytes:
 
 
 class DhtNode(Protocol):
-    """What is used of hivemind's DHTNode."""
+    """The part of hivemind's DHTNode that is used here."""
 
     async def store(
         self, key: str, value: bytes, expiration_time: float, subkey: str | None = None
     ) -> bool:
-        """True if a node took it."""
+        """Return True if a node stored the record."""
         ...
 
     async def get(self, key: str, latest: bool = False) -> Any:  # noqa: ANN401
-        """A value with expiration, or None."""
+        """Return a value with its expiration, or None."""
         ...
 
 
 class DhtRoster:
-    """The roster in hivemind's DHT. `node` is replaced when the daemon was restarted."""
+    """The roster in hivemind's DHT. `node` is replaced when p2pd was restarted."""
 
     def __init__(
         self,
@@ -312,7 +314,7 @@ class DhtRoster:
         credential: Callable[[], bytes],
         check: Check,
     ) -> None:
-        """`credential` gives our current admission; `check` judges that of others."""
+        """`credential` returns our current admission; `check` judges those of others."""
         self.node = node
         self._identity = identity
         self._run_id = run_id
@@ -322,17 +324,17 @@ class DhtRoster:
         self._searches: set[asyncio.Task[Any]] = set()
 
     async def publish(self, record: PeerRecord, ttl_s: float) -> None:
-        """See `Roster`. A later record always replaces an earlier one, also with a shorter ttl."""
+        """Replace our record, even by one with a shorter ttl. Raises RosterError."""
         if record.peer_id != self._identity.peer_id:
             raise ValueError(f"record of {record.peer_id}, expected {self._identity.peer_id}")
         if not 0 < ttl_s <= MAX_TTL_S:
             raise ValueError(f"ttl of {ttl_s:g} s, expected at most {MAX_TTL_S:g}")
         if not await self._store(record, ttl_s):
-            raise RosterError("no DHT node took our record; is this machine's clock right?")
+            raise RosterError("no DHT node accepted our record; check this machine's clock")
 
     async def _store(self, record: PeerRecord, ttl_s: float) -> bool:
-        """Whether a node took the record; raises RosterError where the DHT does not answer."""
-        # The DHT keeps the record that expires last.
+        """True if a node stored the record; raises RosterError if the DHT does not answer."""
+        # The DHT keeps the record that expires last, so a new one must outlive the one before.
         after_last = self._last.expires_at + 1e-3 if self._last else 0.0
         record = replace(record, expires_at=max(clock.now_s() + ttl_s, after_last))
         self._last = record
@@ -344,7 +346,7 @@ class DhtRoster:
         return await self._from_dht(store)
 
     async def peers(self) -> dict[str, PeerRecord]:
-        """See `Roster`."""
+        """Return the live, admitted peers by PeerID. Raises RosterError."""
         found = await self._from_dht(self.node.get(roster_key(self._run_id), latest=True))
         if found is None or not isinstance(found.value, dict):
             return {}
@@ -363,23 +365,27 @@ class DhtRoster:
         return record if is_live else None
 
     async def leave(self) -> None:
-        """See `Roster`."""
+        """Replace our record by a short-lived goodbye. Never raises."""
         if self._last is None:
             return
         left_s = self._last.expires_at - clock.now_s()
-        why = "no node of the DHT took it; the others may have left before"
+        why = "no node of the DHT accepted it; the others may have left before"
         try:
             taken = await self._store(replace(self._last, role="left"), GOODBYE_S)
         except Exception as error:
             taken, why = False, str(error)
         if not taken:
-            logger.info("no goodbye to the roster, it shows us for %.0f s more: %s", left_s, why)
+            logger.info(
+                "could not remove our record from the roster, where it stays for %.0f s: %s",
+                left_s,
+                why,
+            )
         self._last = None
 
     async def _from_dht(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the DHT answers in time; a search that takes longer goes on to its own end.
+        """Return the DHT's answer if it comes in time; a longer search runs on to its own end.
 
-        One that is cancelled leaves tasks behind that wait for it for ever (hivemind 1.1.12).
+        Cancelling it would leave tasks behind that wait for it for ever (hivemind 1.1.12).
         """
         search = asyncio.create_task(work)
         self._searches.add(search)
@@ -393,41 +399,4 @@ class DhtRoster:
     def _ended(self, search: asyncio.Task[Any]) -> None:
         self._searches.discard(search)
         if not search.cancelled():
-            search.exception()  # nobody may be there to take it
-
-
-class MemoryBoard:
-    """Where the rosters of a test meet. Time is the loop's."""
-
-    def __init__(self) -> None:
-        """An empty run."""
-        self.records: dict[str, PeerRecord] = {}
-
-    def roster(self, peer_id: str) -> MemoryRoster:
-        """One peer's view."""
-        return MemoryRoster(self, peer_id)
-
-
-class MemoryRoster:
-    """A `Roster` without a network: what is published is seen at once by all."""
-
-    def __init__(self, board: MemoryBoard, peer_id: str) -> None:
-        """Use `MemoryBoard.roster`."""
-        self._board = board
-        self._peer_id = peer_id
-
-    async def publish(self, record: PeerRecord, ttl_s: float) -> None:
-        """See `Roster`."""
-        if record.peer_id != self._peer_id:
-            raise ValueError(f"record of {record.peer_id}, expected {self._peer_id}")
-        expires_at = asyncio.get_running_loop().time() + ttl_s
-        self._board.records[self._peer_id] = replace(record, expires_at=expires_at)
-
-    async def peers(self) -> dict[str, PeerRecord]:
-        """See `Roster`."""
-        now = asyncio.get_running_loop().time()
-        return {name: r for name, r in self._board.records.items() if r.expires_at > now}
-
-    async def leave(self) -> None:
-        """See `Roster`."""
-        self._board.records.pop(self._peer_id, None)
+            search.exception()  # its caller may have stopped waiting; asyncio would log it as lost

@@ -1,4 +1,4 @@
-"""What a peer answers: handlers by method, behind the admission check."""
+"""The methods that a peer serves: handlers by name, behind the admission check."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 def log_failure(error: Exception) -> None:
-    """What happens to an error that a handler should not have raised."""
+    """Log an error that a handler should not have raised."""
     logger.error("a handler failed", exc_info=error)
 
 
 class Handlers:
-    """The methods of one peer."""
+    """The methods of one peer.
+
+    `on_failure` gets every error other than TransportError that a handler raises.
+    """
 
     def __init__(self, check: Check, on_failure: Callable[[Exception], None]) -> None:
-        """`on_failure` hears of every error other than TransportError that a handler raises."""
         self.check = check
         self.num_served = 0
         self.num_refused = 0
@@ -39,15 +41,15 @@ class Handlers:
         self._streams: dict[str, StreamHandler] = {}
 
     def serve(self, method: str, handler: CallHandler) -> None:
-        """See `Transport`."""
+        """Answer calls of `method` with `handler`."""
         self._calls[checked_method(method)] = handler
 
     def serve_stream(self, method: str, handler: StreamHandler) -> None:
-        """See `Transport`."""
+        """Pass streams of `method` to `handler`."""
         self._streams[checked_method(method)] = handler
 
     async def answer(self, remote: str, method: str, body: bytes) -> bytes:
-        """What the handler of a call returns to an admitted peer. Raises whatever it raises."""
+        """Answer a call of an admitted peer. Raises whatever the handler raises."""
         handler = self._calls.get(method)
         if handler is None:
             raise Refused(RefusalCode.UNKNOWN_METHOD, f"nobody serves calls of {method} here")
@@ -57,7 +59,7 @@ class Handlers:
         return bytes(reply)
 
     async def run(self, stream: Stream) -> None:
-        """Runs the handler of an admitted peer's stream. Raises whatever it raises."""
+        """Run the handler of an admitted peer's stream. Raises whatever it raises."""
         handler = self._streams.get(stream.method)
         if handler is None:
             raise Refused(
@@ -66,7 +68,7 @@ class Handlers:
         await handler(stream.remote, stream)
 
     def refusal(self, error: Exception, me: str) -> Refused:
-        """What the other side is told about an error of a handler of the peer `me`."""
+        """Return the refusal to send when a handler of the peer `me` raises `error`."""
         self.num_refused += 1
         if isinstance(error, Refused):
             return Refused(error.code, error.message, peer=me)

@@ -1,4 +1,4 @@
-"""The half of a stream that does not care what carries it: order, ends and refusals at one side.
+"""The transport-independent half of a stream: message order, ends and refusals at one side.
 
 What carries it subclasses `StreamEnd`, writes what `_write` is given, and reports what arrives
 through the `on_` methods, in order.
@@ -26,19 +26,19 @@ T = TypeVar("T")
 
 
 class Mark(IntEnum):
-    """What a stream's frame says."""
+    """The kind of a stream's frame."""
 
     OPEN = 1
     DATA = 2
     END = 3
-    """Nothing more will be sent by this side."""
+    """The sender will send nothing more."""
     CLOSE = 4
-    """Nothing more will be sent or read by this side."""
+    """The sender will neither send nor read any more."""
     REFUSED = 5
 
 
 async def within(work: Coroutine[None, None, T], timeout_s: float, what: str, peer: str) -> T:
-    """The result of `work`, or DeadlineExceeded."""
+    """Return the result of `work`, or raise DeadlineExceeded."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work
@@ -52,12 +52,11 @@ async def within(work: Coroutine[None, None, T], timeout_s: float, what: str, pe
 
 
 class StreamEnd(ABC):
-    """One end of a `Stream`."""
+    """One end of a `Stream`, without what carries it."""
 
     max_message_bytes = MAX_MESSAGE_BYTES
 
     def __init__(self, remote: str, method: str) -> None:
-        """An open stream with nothing in it."""
         self.remote = remote
         self.method = method
         self._inbox: deque[bytes] = deque()
@@ -66,19 +65,19 @@ class StreamEnd(ABC):
         self._ended = self._closed = False
         self._wakers: list[asyncio.Future[None]] = []
 
-    # What carries it
+    # The carrier
 
     @abstractmethod
     async def _write(self, mark: Mark, data: bytes | bytearray | memoryview) -> None:
-        """Sends a frame; returns when it has left."""
+        """Send a frame; return once it has left."""
 
     @abstractmethod
     def _taken(self, num_bytes: int) -> None:
-        """The reader has taken a message of this size."""
+        """Note that the reader has taken a message of this size."""
 
     @abstractmethod
     async def _shut(self) -> None:
-        """Says CLOSE to the other side and lets go of what carries the stream; never raises."""
+        """Send CLOSE and release the carrier; never raise."""
 
     async def _within(self, work: Coroutine[None, None, T], timeout_s: float, what: str) -> T:
         return await within(work, timeout_s, f"{what} on {self.method}", self.remote)
@@ -86,21 +85,21 @@ class StreamEnd(ABC):
     # Stream
 
     async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-        """See `Stream`."""
+        """Send one message."""
         checked_size("a message", len(data), self.max_message_bytes)
         await self._within(self._send(data), timeout_s, "send")
 
     async def recv(self, *, timeout_s: float) -> bytes | None:
-        """See `Stream`."""
+        """Return the next message, or None at the end."""
         return await self._within(self._recv(), timeout_s, "recv")
 
     async def end(self, *, timeout_s: float) -> None:
-        """See `Stream`."""
+        """End this side; receiving continues."""
         if not self._ended:
             await self._within(self._end(), timeout_s, "end")
 
     async def close(self) -> None:
-        """See `Stream`."""
+        """Close both directions."""
         if not self._closed:
             self._closed = self._ended = True
             self._inbox.clear()
@@ -108,7 +107,6 @@ class StreamEnd(ABC):
             await self._shut()
 
     async def __aenter__(self) -> Self:
-        """See `Stream`."""
         return self
 
     async def __aexit__(
@@ -117,7 +115,6 @@ class StreamEnd(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """See `Stream`."""
         await self.close()
 
     async def _send(self, data: bytes | bytearray | memoryview) -> None:
@@ -153,7 +150,7 @@ class StreamEnd(ABC):
         await self._write(Mark.END, b"")
 
     async def _change(self) -> None:
-        """Returns when anything has changed at this end."""
+        """Return when anything has changed at this end."""
         waker = asyncio.get_running_loop().create_future()
         self._wakers.append(waker)
         await waker
@@ -164,33 +161,33 @@ class StreamEnd(ABC):
             if not waker.done():
                 waker.set_result(None)
 
-    # What arrives
+    # Arrivals, reported by the carrier
 
     def on_data(self, data: bytes) -> None:
-        """A message. Dropped if this end is closed."""
+        """Take a message; drop it if this end is closed."""
         if not self._closed:
             self._inbox.append(data)
             self._wake()
 
     def on_end(self) -> None:
-        """The other side will send nothing more."""
+        """Note that the other side will send nothing more."""
         self._peer_ended = True
         self._wake()
 
     def on_close(self) -> None:
-        """The other side will neither send nor read."""
+        """Note that the other side will neither send nor read."""
         self._peer_closed = True
         if self._error is None:
             self._peer_ended = True
         self._wake()
 
     def on_error(self, error: TransportError) -> None:
-        """The other side refused, or is gone."""
+        """Note that the other side refused or is gone."""
         self._error = self._error or error
         self._wake()
 
     def on_lost(self, error: TransportError) -> None:
-        """What carried the stream is gone; `error` says why, unless the other side had ended."""
+        """Note that the carrier is gone, for the reason `error` unless the other side had ended."""
         if self._peer_ended:
             self.on_close()
         else:

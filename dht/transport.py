@@ -1,15 +1,15 @@
-"""What peers say to each other with: calls and streams, over libp2p or in memory, with one face.
+"""Calls and streams between peers, with one interface over libp2p and in memory.
 
 Every exchange opens with the caller's *admission* (opaque bytes, signed by the coordinator); the
-called side hands it with the authenticated remote PeerID to its `check` before it reads anything
+called side passes it with the authenticated remote PeerID to its `check` before it reads anything
 else.
 
 Errors::
 
-    TransportError                an exchange failed; `peer` says with whom
+    TransportError                an exchange with `peer` failed
     ├── PeerUnreachable           no connection, or it ended without an end mark (the peer died)
     ├── DeadlineExceeded          nothing finished within `timeout_s` (also a TimeoutError)
-    └── Refused                   the peer answered no: `code` for programs, `message` for people
+    └── Refused                   the peer refused: `code` for programs, `message` for people
 
 A message that is too long, a wrong type or a stream used after its `close` is the caller's own
 mistake and raises ValueError, TypeError or TransportError at the caller.
@@ -24,7 +24,7 @@ from typing import Literal, Protocol, Self
 
 from atoll.dht.refusals import RefusalCode
 
-MAX_MESSAGE_BYTES = 1 << 20  # of a stream; 16 grid cells of int8, 84 ms at 100 Mbit/s
+MAX_MESSAGE_BYTES = 1 << 20  # of a stream; 16 chunks of int8, 84 ms at 100 Mbit/s
 MAX_CALL_BYTES = 3 << 20  # of a call's body or reply
 MAX_ADMISSION_BYTES = 4096
 MAX_METHOD_CHARS = 64
@@ -59,12 +59,12 @@ class Refused(TransportError):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class TransportStatistics:
-    """How a transport is. `source` says where the wire bytes come from."""
+    """A transport's counters. `source` names where the wire bytes come from."""
 
     wire_bytes_sent: int
     wire_bytes_received: int
     wire_bytes_delivered: int
-    """Of those sent, what the other sides' systems have confirmed; all where that is not known."""
+    """Bytes sent that the receiving systems have confirmed; all, if that is not known."""
     source: Literal["tcp", "application", "memory"]
     """tcp: counted by the kernel; application: frames given to the daemon; memory: in-process."""
     messages_sent: int = 0
@@ -75,7 +75,7 @@ class TransportStatistics:
     """Exchanges that this side refused."""
     streams_open: int = 0
     restarts: int = 0
-    """How often the daemon died and was started again."""
+    """How often the daemon died and was restarted."""
 
 
 class Stream(Protocol):
@@ -88,14 +88,14 @@ class Stream(Protocol):
     method: str
 
     async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-        """Returns when the message has left for the peer; blocks while the peer does not keep up.
+        """Send a message; block while the peer does not keep up, and return once it has left.
 
         After DeadlineExceeded the message may or may not arrive: close the stream.
         """
         ...
 
     async def recv(self, *, timeout_s: float) -> bytes | None:
-        """The next message, or None when the peer has ended or closed its side.
+        """Return the next message, or None when the peer has ended or closed its side.
 
         Raises PeerUnreachable when the peer dies before it says so, Refused when its handler does.
         After DeadlineExceeded nothing is lost: call again.
@@ -103,25 +103,21 @@ class Stream(Protocol):
         ...
 
     async def end(self, *, timeout_s: float) -> None:
-        """Says that nothing more will be sent; receiving goes on."""
+        """Announce that nothing more will be sent; receiving continues."""
         ...
 
     async def close(self) -> None:
-        """Ends both directions. Idempotent, never raises, returns soon."""
+        """End both directions. Idempotent, never raises, returns soon."""
         ...
 
-    async def __aenter__(self) -> Self:
-        """The stream itself."""
-        ...
+    async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
-        """Closes the stream."""
-        ...
+    ) -> None: ...
 
 
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
@@ -131,62 +127,62 @@ Check = Callable[[str, bytes], None]
 
 
 def admit_everyone(remote: str, credential: bytes) -> None:
-    """The `check` of an open run without admissions, and of tests."""
+    """Admit every peer: the `check` of tests and of runs without admissions."""
 
 
 class Transport(Protocol):
-    """One peer's way to all others. All coroutines run in the loop in which it was made."""
+    """One peer's connections to all others, in the event loop in which it was created."""
 
     @property
     def peer_id(self) -> str:
-        """Our own PeerID in base58."""
+        """This peer's PeerID in base58."""
         ...
 
     @property
     def addresses(self) -> list[str]:
-        """Multiaddrs at which others may dial us."""
+        """Multiaddrs at which others can dial this peer."""
         ...
 
     admission: bytes
-    """The credential that goes with every exchange; may be replaced when it is renewed."""
+    """The credential sent with every exchange; replaced when it is renewed."""
 
     async def call(self, peer: str, method: str, body: bytes, *, timeout_s: float) -> bytes:
-        """One question, one answer, each of at most `MAX_CALL_BYTES`."""
+        """Send a request and return its answer, each of at most `MAX_CALL_BYTES`."""
         ...
 
     async def open(self, peer: str, method: str, *, timeout_s: float) -> Stream:
-        """A new stream to the peer's handler of `method`.
+        """Open a stream to the peer's handler of `method`.
 
         Does not wait for the handler: its refusal comes from the first `recv` or a later `send`.
         """
         ...
 
     def serve(self, method: str, handler: CallHandler) -> None:
-        """Answers calls of `method` with what `handler(remote, body)` returns."""
+        """Answer calls of `method` with the result of `handler(remote, body)`."""
         ...
 
     def serve_stream(self, method: str, handler: StreamHandler) -> None:
-        """Runs `handler(remote, stream)` for every stream of `method`, and closes it then."""
+        """Run `handler(remote, stream)` for every stream of `method`; close the stream after it."""
         ...
 
     async def connect(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
-        """Makes sure of a connection. The lower PeerID of a pair dials, the other waits first.
+        """Ensure a connection. The lower PeerID of a pair dials; the other waits first.
 
         libp2p does not dial again within 5 s of a failure: allow 7 s or more.
         """
         ...
 
     def statistics(self) -> TransportStatistics:
-        """Counters since the start."""
+        """Return the counters since the start."""
         ...
 
     async def close(self) -> None:
-        """Ends all streams and handlers. Idempotent."""
+        """End all streams and handlers. Idempotent."""
         ...
 
 
 def checked_method(method: str) -> str:
-    """`method` if it may travel, else ValueError."""
+    """Return `method` if its name is valid. Raises ValueError."""
     if not 0 < len(method) <= MAX_METHOD_CHARS or not method.isascii() or not method.isprintable():
         raise ValueError(
             f"method {method!r}: expected 1 to {MAX_METHOD_CHARS} printable ASCII characters"
@@ -195,7 +191,7 @@ def checked_method(method: str) -> str:
 
 
 def checked_size(what: str, size: int, limit: int) -> int:
-    """`size` if it is within `limit`, else ValueError."""
+    """Return `size` if it is within `limit`. Raises ValueError."""
     if size > limit:
-        raise ValueError(f"{what} of {size} bytes, at most {limit} can travel: split it")
+        raise ValueError(f"{what} of {size} bytes is too long; split it into at most {limit} bytes")
     return size

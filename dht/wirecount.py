@@ -1,14 +1,14 @@
 """Bytes on the wire, as the kernel counts them on the TCP sockets of given processes.
 
-Linux tells every socket's counters over netlink (sock_diag(7), INET_DIAG_INFO, `struct tcp_info`):
-`tcpi_bytes_sent` holds all payload that left, retransmissions included, `tcpi_bytes_received` what
-came in order. For p2pd that is libp2p with its encryption and framing; add our own process id to
+Linux reports every socket's counters over netlink (sock_diag(7), INET_DIAG_INFO,
+`struct tcp_info`): `tcpi_bytes_sent` holds all payload sent, retransmissions included,
+`tcpi_bytes_received` the payload received in order. For p2pd that is libp2p with its encryption and framing; add our own process id to
 count gRPC as well. `packet_bytes_*` add the IP and TCP headers of every segment, acknowledgements
 included, which is what a network card or a switch counts (less the 14 bytes of Ethernet).
 
-A socket that closes keeps its last values, seen at most one poll earlier. Where netlink cannot be
-used (not Linux, or a sandbox), `totals` is None and the transport reports its own frames instead,
-which lack TLS, multiplexing and the DHT: some percent less.
+A socket that closes keeps its last values, read at most one poll earlier. If netlink is not
+available (not Linux, or a sandbox), `totals` returns None and the transport reports its own frames
+instead, which lack TLS, multiplexing and the DHT: a few percent less.
 """
 
 from __future__ import annotations
@@ -42,20 +42,19 @@ TIMESTAMP_BYTES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class WireTotals:
-    """Counted since the counter was made."""
+    """Bytes counted since the counter was created."""
 
     sent: int = 0
-    """TCP payload that left, retransmissions included."""
+    """TCP payload sent, retransmissions included."""
     received: int = 0
-    """TCP payload that came."""
+    """TCP payload received."""
     acked: int = 0
     """TCP payload that the other side has confirmed."""
     packet_sent: int = 0
-    """The same with IP and TCP headers, and with pure acknowledgements."""
+    """`sent` with IP and TCP headers, and with pure acknowledgements."""
     packet_received: int = 0
 
     def __add__(self, other: WireTotals) -> WireTotals:
-        """Both together."""
         return WireTotals(
             sent=self.sent + other.sent,
             received=self.received + other.received,
@@ -65,7 +64,6 @@ class WireTotals:
         )
 
     def __sub__(self, other: WireTotals) -> WireTotals:
-        """What came after `other` was read."""
         return WireTotals(
             sent=self.sent - other.sent,
             received=self.received - other.received,
@@ -77,17 +75,19 @@ class WireTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class SocketCount:
-    """One socket's counters. `cookie` is never used twice by a kernel."""
+    """One socket's counters. A kernel never reuses a `cookie`."""
 
     cookie: bytes
     totals: WireTotals
 
 
 class WireCounter:
-    """Sums over all TCP sockets that the processes have had while this counter was polled."""
+    """Sums over all TCP sockets that the processes have had while this counter was polled.
+
+    Counts from its creation on.
+    """
 
     def __init__(self, pids: Iterable[int]) -> None:
-        """Counts from now on: what the sockets carried before does not count."""
         self._pids = set(pids)
         self._closed = WireTotals()
         self._before: dict[bytes, WireTotals] = {}
@@ -100,16 +100,16 @@ class WireCounter:
         self._before = {count.cookie: count.totals for count in self._read()}
 
     def add(self, pid: int) -> None:
-        """Counts this process too, all that its sockets have carried so far included."""
+        """Count this process too, including all that its sockets have carried so far."""
         self._pids.add(pid)
         self._others.clear()
 
     def remove(self, pid: int) -> None:
-        """The process is gone; what it carried stays counted."""
+        """Forget a process that is gone; what it carried stays counted."""
         self._pids.discard(pid)
 
     def totals(self) -> WireTotals | None:
-        """The sums now, or None if the kernel does not tell. Blocks for half a millisecond."""
+        """Return the sums, or None if the kernel reports none. Blocks for half a millisecond."""
         if not self.is_available:
             return None
         if time.monotonic() - self._read_at_s >= MIN_POLL_S:
@@ -117,7 +117,7 @@ class WireCounter:
         return sum(self._live.values(), self._closed)
 
     def poll(self) -> None:
-        """Reads the sockets. Call it about once a second, so that closed ones lose little."""
+        """Read the sockets; call it about once a second, so that closed ones lose little."""
         new = {count.cookie: count.totals for count in self._read()}
         for cookie, totals in self._live.items():
             if cookie not in new:
@@ -141,10 +141,10 @@ class WireCounter:
         return [count for count in counts if count is not None]
 
     def _tell_apart(self, inodes: set[int]) -> None:
-        """Whose sockets are ours; listing a process's takes longer than reading all sockets.
+        """Sort sockets into ours and others: listing a process's takes longer than reading all.
 
-        A socket is somebody else's once two listings lack it: one that is being accepted is in
-        the kernel's table before it is in its process's.
+        A socket belongs to others once two listings lack it: one that is being accepted is in the
+        kernel's table before it is in its process's.
         """
         if not inodes <= self._ours | self._others:
             self._ours = {inode for pid in self._pids for inode in socket_inodes(pid)}
@@ -155,7 +155,7 @@ class WireCounter:
 
 
 def is_available() -> bool:
-    """True if this kernel tells us about sockets."""
+    """Return True if this kernel reports socket counters."""
     try:
         list(tcp_sockets())
     except (OSError, AttributeError):  # no AF_NETLINK outside Linux
@@ -164,7 +164,7 @@ def is_available() -> bool:
 
 
 def socket_inodes(pid: int) -> set[int]:
-    """Inodes of a process's sockets; none if it is gone or not ours."""
+    """Return the inodes of a process's sockets; none if it is gone or not ours."""
     folder, inodes = f"/proc/{pid}/fd", set()
     try:
         names = os.listdir(folder)
@@ -181,7 +181,7 @@ def socket_inodes(pid: int) -> set[int]:
 
 
 def tcp_sockets() -> Iterator[tuple[int, bytes]]:
-    """The connected TCP sockets of this network: inode, 0 until it is accepted, and message.
+    """Yield inode (0 until accepted) and message of every connected TCP socket of this network.
 
     Raises OSError if netlink refuses.
     """

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from atoll.compression import parse  # noqa: E402
-from atoll.dht.roster import MemoryRoster  # noqa: E402
+from atoll.dht.testing import MemoryRoster  # noqa: E402
 from atoll.dht.testing.memory import FRAME_BYTES, MemoryNetwork, run_virtual  # noqa: E402
 from atoll.optim.log.entry import Entry, choose_electors  # noqa: E402
 from atoll.optim.reduction.cells import LENGTH  # noqa: E402

@@ -1,8 +1,8 @@
-"""A network in one process: the transport's face with faults that a test chooses.
+"""A network in one process, with faults that a test chooses.
 
-A peer is an object, a message a list entry; hundreds of peers run in one loop, and in a
-`VirtualTimeLoop` their round trips, bandwidth and deadlines take no real time. What the faults look
-like follows libp2p:
+A peer is an object, a message a list entry. Hundreds of peers run in one loop, and in a
+`VirtualTimeLoop` their round trips, bandwidth and deadlines take no real time. The faults look as
+over libp2p:
 
 - `cut`: nothing passes, nothing is lost. As over TCP, what was sent arrives after `heal`, however
   late.
@@ -48,7 +48,7 @@ from atoll.dht.transport import (
     checked_size,
 )
 
-__all__ = ["Link", "MemoryNetwork", "MemoryTransport", "VirtualTimeLoop", "run_virtual"]
+__all__ = ["MemoryLink", "MemoryNetwork", "MemoryTransport", "VirtualTimeLoop", "run_virtual"]
 
 FRAME_BYTES = 5  # what libp2p's framing adds to a message
 WINDOW_BYTES = 4 << 20  # unread bytes that a stream takes before its sender waits
@@ -58,8 +58,8 @@ OnMessage = Callable[[str, str, str, int], bool | None]
 
 
 @dataclass(kw_only=True)
-class Link:
-    """What one direction of a pair does. `jitter_s` is uniform and reorders across streams."""
+class MemoryLink:
+    """One direction of a pair. `jitter_s` is uniform and reorders messages across streams."""
 
     latency_s: float = 0.0
     jitter_s: float = 0.0
@@ -92,7 +92,7 @@ class _Pipe:
 
 
 _Message = tuple[int, Callable[[], None]]
-"""Bytes on the wire, and what happens when it arrives."""
+"""Bytes on the wire, and the action at its arrival."""
 
 
 class MemoryNetwork:
@@ -107,15 +107,15 @@ class MemoryNetwork:
         drop: float = 0.0,
         on_message: OnMessage | None = None,
     ) -> None:
-        """`latency_s`, `jitter_s` and `drop` hold for links that `set_link` does not name."""
+        """`latency_s`, `jitter_s` and `drop` apply to links that `set_link` does not name."""
         self.rng = rng or random.Random(0)
-        self.default = Link(latency_s=latency_s, jitter_s=jitter_s, drop=drop)
+        self.default = MemoryLink(latency_s=latency_s, jitter_s=jitter_s, drop=drop)
         self.on_message = on_message
         self.num_messages = 0
         self.errors: list[BaseException] = []
-        """What handlers raised other than TransportError: a test expects this to be empty."""
+        """Errors of handlers other than TransportError; a test expects none."""
         self._peers: dict[str, MemoryTransport] = {}
-        self._links: dict[tuple[str, str], Link] = {}
+        self._links: dict[tuple[str, str], MemoryLink] = {}
         self._cut: set[tuple[str, str]] = set()
         self._frozen: dict[str, asyncio.Event] = {}
         self._holding: dict[_Pipe, None] = {}
@@ -129,7 +129,7 @@ class MemoryNetwork:
         uplink_bytes_s: float = 0.0,
         downlink_bytes_s: float = 0.0,
     ) -> MemoryTransport:
-        """A live peer. Rates of 0 are unlimited. A dead peer of this PeerID is replaced."""
+        """Start a peer, replacing a dead one of this PeerID. Rates of 0 are unlimited."""
         old = self._peers.get(peer_id)
         if old is not None and old.alive:
             raise ValueError(f"peer {peer_id} is alive; kill or close it before it starts again")
@@ -141,21 +141,21 @@ class MemoryNetwork:
 
     @property
     def peers(self) -> list[str]:
-        """Who is alive."""
+        """PeerIDs of the live peers."""
         return [name for name, peer in self._peers.items() if peer.alive]
 
     # Faults
 
-    def set_link(self, src: str, dst: str, link: Link) -> None:
-        """Replaces the default for messages from `src` to `dst`."""
+    def set_link(self, src: str, dst: str, link: MemoryLink) -> None:
+        """Replace the default for messages from `src` to `dst`."""
         self._links[src, dst] = link
 
     def cut(self, a: str, b: str) -> None:
-        """Nothing passes between `a` and `b`, either way, until `heal`."""
+        """Block both directions between `a` and `b` until `heal`."""
         self._cut |= {(a, b), (b, a)}
 
     def partition(self, *groups: Iterable[str]) -> None:
-        """Cuts all links between peers of different groups."""
+        """Cut all links between peers of different groups."""
         sets = [set(group) for group in groups]
         for i, left in enumerate(sets):
             for right in sets[i + 1 :]:
@@ -164,7 +164,7 @@ class MemoryNetwork:
                         self.cut(a, b)
 
     def heal(self, a: str | None = None, b: str | None = None) -> None:
-        """Undoes cuts: of one pair, of all links of `a`, or all. Held messages arrive."""
+        """Undo the cuts of one pair, of all links of `a`, or all; held messages arrive."""
         if a is None:
             self._cut.clear()
         else:
@@ -172,24 +172,24 @@ class MemoryNetwork:
         self._release()
 
     def freeze(self, peer_id: str) -> None:
-        """SIGSTOP."""
+        """Suspend a peer, as SIGSTOP does."""
         self._frozen.setdefault(peer_id, asyncio.Event())
 
     def thaw(self, peer_id: str) -> None:
-        """SIGCONT."""
+        """Resume a peer, as SIGCONT does."""
         event = self._frozen.pop(peer_id, None)
         if event is not None:
             event.set()
             self._release()
 
     def reset(self, a: str, b: str) -> None:
-        """Breaks the connection between two peers."""
+        """Break the connection between two peers."""
         for peer, other in ((a, b), (b, a)):
             if peer in self._peers:
                 self._peers[peer]._lose(other, clean=False)
 
     def kill(self, peer_id: str, *, clean: bool = False) -> None:
-        """SIGKILL."""
+        """Kill a peer, as SIGKILL does."""
         peer = self._peers[peer_id]
         peer._die()
         for other in self._peers.values():
@@ -214,7 +214,7 @@ class MemoryNetwork:
         return drop == 0 or self.rng.random() >= drop
 
     def _send(self, pipe: _Pipe, size: int, action: Callable[[], None]) -> float:
-        """Takes a message; returns the seconds until it has left the sender's uplink."""
+        """Take a message; return the seconds until it has left the sender's uplink."""
         wire_bytes, src = size + FRAME_BYTES, pipe.src
         passes = self._passes(pipe)
         if not src.alive or pipe.broken:
@@ -309,12 +309,11 @@ class _Call:
 
 
 class MemoryTransport:
-    """A `Transport` in memory; made by `MemoryNetwork.transport`."""
+    """A `Transport` in memory, created by `MemoryNetwork.transport`."""
 
     def __init__(
         self, network: MemoryNetwork, peer_id: str, *, admission: bytes, check: Check
     ) -> None:
-        """Use `MemoryNetwork.transport`."""
         self.network = network
         self.peer_id = peer_id
         self.addresses = [f"/memory/{peer_id}"]
@@ -330,21 +329,20 @@ class MemoryTransport:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        """The PeerID."""
         return f"MemoryTransport({self.peer_id})"
 
     # Transport
 
     def serve(self, method: str, handler: CallHandler) -> None:
-        """See `Transport`."""
+        """Answer calls of `method` with `handler`."""
         self.handlers.serve(method, handler)
 
     def serve_stream(self, method: str, handler: StreamHandler) -> None:
-        """See `Transport`."""
+        """Pass streams of `method` to `handler`."""
         self.handlers.serve_stream(method, handler)
 
     async def call(self, peer: str, method: str, body: bytes, *, timeout_s: float) -> bytes:
-        """See `Transport`."""
+        """Send a request and return its answer."""
         checked_method(method)
         checked_size("a call", len(body), MAX_CALL_BYTES)
         return await self._bounded(
@@ -352,16 +350,16 @@ class MemoryTransport:
         )
 
     async def open(self, peer: str, method: str, *, timeout_s: float) -> MemoryStream:
-        """See `Transport`."""
+        """Open a stream to the peer's handler of `method`."""
         checked_method(method)
         return await self._bounded(self._open(peer, method), timeout_s, f"open of {method}", peer)
 
     async def connect(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
-        """See `Transport`. Addresses are not needed here."""
+        """Wait until the peer can be reached; addresses are not needed here."""
         await self._bounded(self._connect(peer), timeout_s, "connect", peer)
 
     def statistics(self) -> TransportStatistics:
-        """See `Transport`. A message counts its bytes and 5 of framing."""
+        """Return the counters; each message counts its bytes and 5 of framing."""
         c = self.counters
         return TransportStatistics(
             wire_bytes_sent=c.sent,
@@ -377,7 +375,7 @@ class MemoryTransport:
         )
 
     async def close(self) -> None:
-        """See `Transport`."""
+        """End all streams and handlers."""
         if not self.alive:
             return
         for stream in list(self._streams):
@@ -400,7 +398,7 @@ class MemoryTransport:
             await self._awake()
 
     async def _awake(self) -> None:
-        """Returns when this process may run: never if killed, at the thaw if frozen."""
+        """Return when this process may run: never if killed, at the thaw if frozen."""
         if self._killed:
             await _never()
         while (frozen := self.network._frozen.get(self.peer_id)) is not None:
@@ -459,7 +457,7 @@ class MemoryTransport:
     def _accept(self, stream: MemoryStream, admission: bytes) -> None:
         self._streams.add(stream)
         self._spawn(self._serve_stream(stream, admission))
-        if not stream.far_end_lives:  # it died while the question was on its way
+        if not stream.far_end_lives:  # the caller died while the question was on its way
             stream.lose(PeerUnreachable(f"peer {stream.remote} is gone", peer=stream.remote))
 
     async def _serve_stream(self, stream: MemoryStream, admission: bytes) -> None:
@@ -473,7 +471,7 @@ class MemoryTransport:
             await stream.close()
 
     def _refusal(self, error: Exception) -> Refused:
-        """What libp2p's framing would make of it on its way."""
+        """Encode and decode the error, as libp2p's framing would."""
         wire = encode_refusal(self.handlers.refusal(error, self.peer_id))
         return decode_refusal(wire, self.peer_id)
 
@@ -504,10 +502,9 @@ class MemoryTransport:
 
 
 class MemoryStream(StreamEnd):
-    """A `Stream` in memory: one end of it."""
+    """One end of a `Stream` in memory, created by `MemoryTransport.open`."""
 
     def __init__(self, transport: MemoryTransport, out: _Pipe) -> None:
-        """Use `MemoryTransport.open`."""
         super().__init__(out.dst.peer_id, out.method)
         self._transport = transport
         self._out = out
@@ -516,7 +513,7 @@ class MemoryStream(StreamEnd):
 
     @property
     def far_end_lives(self) -> bool:
-        """Whether the process at the other end still runs."""
+        """True if the process at the other end still runs."""
         return self._far._transport.alive
 
     async def _within(self, work: Coroutine[None, None, T], timeout_s: float, what: str) -> T:
@@ -551,14 +548,14 @@ class MemoryStream(StreamEnd):
                 self._transport.network._send(self._out, 0, self._far.on_close)
 
     def refuse(self, error: Refused) -> None:
-        """Tells the other end why there is nothing more to come."""
+        """Send the reason why nothing more will come."""
         if not self._closed:
             self._transport.network._send(
                 self._out, len(str(error)), lambda: self._far.on_error(error)
             )
 
     def lose(self, error: TransportError | None) -> None:
-        """The connection is gone: cleanly if `error` is None."""
+        """Lose the connection: cleanly if `error` is None."""
         self._out.broken = self._far._out.broken = True
         if error is None:
             self.on_close()

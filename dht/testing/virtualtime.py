@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer when nothing else is left to do.
+"""An event loop whose clock jumps to the next timer when there is nothing else to do.
 
 Code under test uses asyncio and `loop.time()` only; a test that waits out an hour of deadlines then
 takes no time. While a job runs in an executor the clock stands still, so real work never looks like
@@ -25,7 +25,7 @@ OUTSIDE_S = (
 
 
 class Deadlock(RuntimeError):  # noqa: N818 - the usual word
-    """Nothing can ever happen again in this loop."""
+    """No task of the loop can ever continue."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type, unused-ignore]
@@ -58,12 +58,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """`time()` starts at 0 and advances only when all tasks wait for timers."""
 
     def __init__(self) -> None:
-        """A loop of its own; use `run_virtual` to run one coroutine in it."""
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return virtual seconds."""
         return self._jumping.now_s
 
     def run_in_executor(  # type: ignore[override]
@@ -72,7 +71,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         func: Callable[..., T],
         *args: Any,  # noqa: ANN401
     ) -> asyncio.Future[T]:
-        """As asyncio's; the clock stands still until the job is done."""
+        """Run a job in an executor; the clock stands still until it is done."""
         self._jumping.num_outside_jobs += 1
         future = super().run_in_executor(executor, func, *args)
         future.add_done_callback(self._job_done)
@@ -83,11 +82,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in virtual time."""
+    """Run a coroutine in a new loop, as `asyncio.run` does, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 
 
 async def inline(function: Callable[..., Any], /, *args: Any) -> Any:  # noqa: ANN401
-    """Work in the loop that otherwise goes to a thread, so that the order of things is the same."""
+    """Run in the loop what otherwise runs in a thread, so that a test is deterministic."""
     return function(*args)

@@ -148,7 +148,7 @@ def _share(text: str) -> float:
 
 
 def _multiaddr(text: str) -> str:
-    from atoll.dht.engine import Multiaddr
+    from atoll.dht.bindings import Multiaddr
 
     try:
         Multiaddr(text)

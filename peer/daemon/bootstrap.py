@@ -52,7 +52,7 @@ class BootstrapNode:
         Raises:
             PortInUse: the address is taken, or not this machine's.
             IdentityError: the key file cannot be used.
-            DaemonError: p2pd did not start.
+            P2pdError: p2pd did not start.
         """
         host = request.host
         port = choose_port(host, request.port, request.identity_path.with_name("node.port"))

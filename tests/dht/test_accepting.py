@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from atoll.dht.daemon import Daemon, DaemonOptions
 from atoll.dht.identity import Identity
 from atoll.dht.libp2p import LibP2PTransport
+from atoll.dht.p2pd import P2pd, P2pdOptions
 
 
 class Bringer:
@@ -48,7 +48,7 @@ def test_a_stream_accepted_just_before_the_end_is_closed(steps):
 def test_whoever_p2pd_has_not_named_yet_is_closed_with_it(tmp_path):
     async def main():
         accepted = []
-        daemon = await Daemon.start(Identity.ephemeral(), DaemonOptions())
+        daemon = await P2pd.start(Identity.ephemeral(), P2pdOptions())
         waiting = [socket.socket(socket.AF_UNIX) for _ in range(3)]
         try:
             await daemon.listen("/test", lambda remote, connection: accepted.append(remote))
@@ -70,7 +70,7 @@ def test_whoever_p2pd_has_not_named_yet_is_closed_with_it(tmp_path):
 def test_a_stream_that_does_not_begin_as_p2pd_does_is_closed():
     async def main():
         accepted = []
-        daemon = await Daemon.start(Identity.ephemeral(), DaemonOptions())
+        daemon = await P2pd.start(Identity.ephemeral(), P2pdOptions())
         try:
             await daemon.listen("/test", lambda remote, connection: accepted.append(remote))
             path = str(daemon.control_maddr).removeprefix("/unix").replace("d.sock", "c.sock")

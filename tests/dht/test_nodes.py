@@ -10,9 +10,9 @@ import time
 import pytest
 
 from atoll.dht import clock
-from atoll.dht.daemon import Daemon, DaemonError, DaemonOptions
-from atoll.dht.engine import PeerID
+from atoll.dht.bindings import PeerID
 from atoll.dht.identity import Identity
+from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from atoll.dht.transport import (
     DeadlineExceeded,
     PeerUnreachable,
@@ -182,8 +182,8 @@ def test_a_port_in_use_is_named_by_p2pd():
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as taken:
             listen = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
-            with pytest.raises(DaemonError, match="p2pd"):
-                await Daemon.start(Identity.ephemeral(), DaemonOptions(listen=(listen,)))
+            with pytest.raises(P2pdError, match="p2pd"):
+                await P2pd.start(Identity.ephemeral(), P2pdOptions(listen=(listen,)))
 
     asyncio.run(main())
 

@@ -13,7 +13,6 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import (
     MAX_TTL_S,
     DhtRoster,
-    MemoryBoard,
     PeerRecord,
     RecordError,
     RosterError,
@@ -21,7 +20,7 @@ from atoll.dht.roster import (
     open_record,
     sign_record,
 )
-from atoll.dht.testing.memory import run_virtual
+from atoll.dht.testing import MemoryBoard, run_virtual
 from atoll.dht.transport import Refused
 
 RUN = "run-a"

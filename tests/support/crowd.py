@@ -13,7 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from atoll.dht.identity import Identity
-from atoll.dht.roster import MemoryBoard, PeerRecord
+from atoll.dht.roster import PeerRecord
+from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim import methods

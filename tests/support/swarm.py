@@ -15,7 +15,8 @@ from torch import Tensor
 
 from atoll.compression import parse
 from atoll.dht.identity import Identity, verify
-from atoll.dht.roster import MemoryBoard, PeerRecord
+from atoll.dht.roster import PeerRecord
+from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim import methods

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.testing.memory import Link, MemoryNetwork, VirtualTimeLoop, run_virtual
+from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, VirtualTimeLoop, run_virtual
 from atoll.dht.testing.virtualtime import Deadlock
 from atoll.dht.transport import (
     MAX_MESSAGE_BYTES,
@@ -332,14 +332,14 @@ def test_reset_breaks_streams_but_not_peers():
 def test_a_dropped_message_stalls_a_stream_and_loses_a_call():
     async def main():
         network, a, _ = pair()
-        network.set_link("a", "b", Link(drop=1.0))
+        network.set_link("a", "b", MemoryLink(drop=1.0))
         with pytest.raises(DeadlineExceeded):
             await a.call("b", "echo", b"", timeout_s=1)
-        network.set_link("a", "b", Link())
+        network.set_link("a", "b", MemoryLink())
         stream = await a.open("b", "echo", timeout_s=1)
-        network.set_link("a", "b", Link(drop=1.0))
+        network.set_link("a", "b", MemoryLink(drop=1.0))
         await stream.send(b"lost", timeout_s=1)
-        network.set_link("a", "b", Link())
+        network.set_link("a", "b", MemoryLink())
         await stream.send(b"behind it", timeout_s=1)
         with pytest.raises(DeadlineExceeded):
             await stream.recv(timeout_s=5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.dht.roster import MemoryBoard
+from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import RosterSources

@@ -5,7 +5,7 @@ import tempfile
 import pytest
 
 from atoll.dht import daemon
-from atoll.dht.daemon import DaemonOptions, claim_folder, command, parse_address
+from atoll.dht.p2pd import P2pdOptions, claim_folder, command, parse_address
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def test_a_folder_that_is_not_ours_is_kept(temporary):
 
 
 def test_loopback_nodes_ask_nothing_of_the_router(tmp_path):
-    near = command(tmp_path / "d", tmp_path / "k", DaemonOptions())
-    far = command(tmp_path / "d", tmp_path / "k", DaemonOptions(listen=("/ip4/0.0.0.0/tcp/1",)))
+    near = command(tmp_path / "d", tmp_path / "k", P2pdOptions())
+    far = command(tmp_path / "d", tmp_path / "k", P2pdOptions(listen=("/ip4/0.0.0.0/tcp/1",)))
     assert "-natPortMap=0" in near
     assert "-natPortMap=1" in far
 

@@ -1,9 +1,8 @@
-"""p2pd, the libp2p process that carries our bytes: started, asked and watched by us.
+"""p2pd, the libp2p process that carries our bytes: started, queried and supervised here.
 
-hivemind starts p2pd itself, but leaves its death unseen and the connections of failed requests
-open; we start it, and hivemind's DHT joins the running one (`P2P.replicate`). The daemon ends by
-itself when the process that owns it is gone, however that one ended, so nothing stays behind a
-SIGKILL.
+hivemind can start p2pd itself, but does not notice its death and leaves connections of failed
+requests open. So we start it, and hivemind's DHT joins the running one (`P2P.replicate`). The
+daemon ends by itself when its owner's process is gone, even after a SIGKILL.
 
 A request to the daemon is a connection to its UNIX socket with one protobuf each way, both after a
 varint of their length. After STREAM_OPEN the connection *is* the stream; for streams from others
@@ -12,8 +11,8 @@ authenticated by libp2p (TLS or Noise).
 
 Errors::
 
-    DaemonError(PeerUnreachable)    p2pd did not start, or answered a request with an error
-    └── DaemonGone                  p2pd is not running: nobody can be reached
+    P2pdError(PeerUnreachable)    p2pd did not start, or answered a request with an error
+    └── P2pdGone                  p2pd is not running: no peer can be reached
 """
 
 from __future__ import annotations
@@ -35,46 +34,46 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from atoll.dht.engine import P2PD_PATH, Multiaddr, PeerID, p2pd_pb2
+from atoll.dht.bindings import P2PD_PATH, Multiaddr, PeerID, p2pd_pb2
 from atoll.dht.identity import Identity
 from atoll.dht.transport import PeerUnreachable
 
 logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 20  # LIST_PEERS of a thousand peers is a tenth of it
-STARTUP_S = 60.0  # a busy machine; 0.2 s otherwise
+STARTUP_S = 60.0  # for a busy machine; usually 0.2 s
 STOP_S = 5.0
 LISTEN_BACKLOG = 256
 ACCEPT_RETRY_S = 1.0
-GREETING_S = 10.0  # for p2pd to say whose stream it brings
+GREETING_S = 10.0  # for p2pd to name the peer whose stream it brings
 FOLDER_PREFIX = "atoll-p2pd-"
-LEFT_AFTER_S = 60.0  # a folder younger than this may not have its lock yet
+LEFT_AFTER_S = 60.0  # a younger folder may not have its lock yet
 
 Control = tuple[socket.socket, Any]
 Accept = Callable[[str, socket.socket], None]
-"""Takes over a stream: PeerID of who opened it, non-blocking socket."""
+"""Takes over a stream: PeerID of the peer that opened it, non-blocking socket."""
 
 
-class DaemonError(PeerUnreachable):
+class P2pdError(PeerUnreachable):
     """p2pd did not start, or answered a request with an error."""
 
 
-class DaemonGone(DaemonError):  # noqa: N818
+class P2pdGone(P2pdError):  # noqa: N818
     """p2pd is not running."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaemonOptions:
-    """How a p2pd is started."""
+class P2pdOptions:
+    """Settings with which a p2pd is started."""
 
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    """Multiaddrs to listen on; port 0 is any, and is kept over restarts."""
+    """Multiaddrs to listen on; port 0 means any, and the chosen one is kept over restarts."""
     announce: tuple[str, ...] = ()
-    """Multiaddrs that others are told to dial, when they differ."""
+    """Multiaddrs that others are told to dial, if they differ."""
     relay: bool = True
     """Reach peers, and be reached, through relays."""
     auto_relay: bool = False
-    """Look for a relay when no one can dial us."""
+    """Look for a relay if no peer can dial us."""
 
     @property
     def is_loopback_only(self) -> bool:
@@ -82,8 +81,8 @@ class DaemonOptions:
         return all(a.startswith(("/ip4/127.", "/ip6/::1/")) for a in self.listen)
 
 
-def command(control: Path, key: Path, options: DaemonOptions) -> list[str]:
-    """p2pd's command line."""
+def command(control: Path, key: Path, options: P2pdOptions) -> list[str]:
+    """Return p2pd's command line."""
     wide = int(not options.is_loopback_only)
     arguments = [
         f"-listen=/unix{control}",
@@ -105,17 +104,16 @@ def command(control: Path, key: Path, options: DaemonOptions) -> list[str]:
     return [str(P2PD_PATH), *arguments]
 
 
-class Daemon:
-    """A running p2pd. Made by `Daemon.start`."""
+class P2pd:
+    """A running p2pd, created by `P2pd.start`."""
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
         folder: Path,
         lock: IO[bytes],
-        options: DaemonOptions,
+        options: P2pdOptions,
     ) -> None:
-        """Use `start`."""
         self.process = process
         self.options = options
         self.peer_id = ""
@@ -131,11 +129,11 @@ class Daemon:
         self._greeters: set[asyncio.Task[str]] = set()
 
     @classmethod
-    async def start(cls, identity: Identity, options: DaemonOptions) -> Daemon:
-        """Starts p2pd with this identity.
+    async def start(cls, identity: Identity, options: P2pdOptions) -> P2pd:
+        """Start p2pd with this identity.
 
         Raises:
-            DaemonError: it did not come up; the message holds its last words.
+            P2pdError: it did not come up; the message holds its last words.
         """
         folder, lock = claim_folder()
         key = folder / "key"
@@ -148,12 +146,12 @@ class Daemon:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
-                process_group=0,  # Ctrl-C is ours: we say goodbye before it goes
+                process_group=0,  # Ctrl-C must not reach p2pd: it carries our goodbye
             )
         except OSError as error:
             lock.close()
             shutil.rmtree(folder)
-            raise DaemonError(f"p2pd at {P2PD_PATH} cannot be run: {error}") from error
+            raise P2pdError(f"cannot run p2pd at {P2PD_PATH}: {error}") from error
         daemon = cls(process, folder, lock, options)
         try:
             await daemon._come_up()
@@ -174,7 +172,7 @@ class Daemon:
 
     @property
     def control_maddr(self) -> Multiaddr:
-        """Where hivemind's `P2P.replicate` finds the daemon."""
+        """Address at which hivemind's `P2P.replicate` finds the daemon."""
         return Multiaddr(f"/unix{self._control}")
 
     async def _come_up(self) -> None:
@@ -187,7 +185,7 @@ class Daemon:
             await asyncio.sleep(0)
             words = " | ".join(self._log) or "nothing"
             how = f"did not start within {STARTUP_S:g} s" if self.is_alive else "ended at its start"
-            raise DaemonError(f"p2pd {how}; it said: {words}")
+            raise P2pdError(f"p2pd {how}; its output: {words}")
         await self._identify()
         (self._folder / "key").unlink()  # p2pd has read it
 
@@ -211,17 +209,17 @@ class Daemon:
     # Requests
 
     async def ping(self, *, timeout_s: float) -> None:
-        """Returns if the daemon answers."""
+        """Return if the daemon answers, else raise."""
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), timeout_s=timeout_s)
 
     async def connected(self, *, timeout_s: float = 5.0) -> set[str]:
-        """PeerIDs with which there is a connection."""
+        """Return the PeerIDs with which there is a connection."""
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
         reply = await self._ask(request, timeout_s=timeout_s)
         return {str(PeerID(peer.id)) for peer in reply.peers}
 
     async def dial(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
-        """Connects to a peer, which does nothing if there is a connection."""
+        """Connect to a peer; do nothing if there is a connection."""
         dial = p2pd_pb2.ConnectRequest(
             peer=PeerID.from_base58(peer).to_bytes(),
             addrs=[parse_address(address).to_bytes() for address in addresses],
@@ -231,7 +229,7 @@ class Daemon:
         await self._ask(request, timeout_s=timeout_s)
 
     async def open(self, peer: str, protocol: str, *, timeout_s: float) -> socket.socket:
-        """A stream to the peer's handler of `protocol`, as a non-blocking socket."""
+        """Open a stream to the peer's handler of `protocol`, as a non-blocking socket."""
         opening = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(),
             proto=[protocol],
@@ -243,7 +241,7 @@ class Daemon:
         return connection
 
     async def listen(self, protocol: str, accept: Accept) -> None:
-        """Hands every stream of `protocol` to `accept(remote, socket)`."""
+        """Pass every stream of `protocol` to `accept(remote, socket)`."""
         path = self._folder / "c.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
@@ -274,8 +272,12 @@ class Daemon:
             self._rest(listener, accept, error)
 
     def _rest(self, listener: socket.socket, accept: Accept, error: OSError) -> None:
-        """Out of descriptors, most likely: the streams that wait are taken a little later."""
-        logger.warning("no stream can be accepted for %g s: %s", ACCEPT_RETRY_S, error)
+        """Pause accepting, most likely out of descriptors; waiting streams are taken later."""
+        logger.warning(
+            "cannot accept streams: %s; retrying in %g s. If this repeats, allow more open files",
+            error,
+            ACCEPT_RETRY_S,
+        )
         loop = asyncio.get_running_loop()
         loop.remove_reader(listener)
         loop.call_later(ACCEPT_RETRY_S, self._watch, listener, accept)
@@ -286,7 +288,7 @@ class Daemon:
             connection.close()
         elif (error := task.exception()) is not None:
             connection.close()
-            logger.warning("a stream from p2pd began with something else: %r", error)
+            logger.warning("a stream from p2pd did not start with a greeting: %r", error)
         else:
             accept(task.result(), connection)
 
@@ -304,7 +306,7 @@ class Daemon:
         except BaseException as error:
             connection.close()
             if isinstance(error, (OSError, EOFError)) and not isinstance(error, TimeoutError):
-                raise DaemonGone(f"p2pd of {self.peer_id} does not answer: {error}") from error
+                raise P2pdGone(f"p2pd of {self.peer_id} does not answer: {error}") from error
             raise
 
     async def _exchange(self, connection: socket.socket, request: Any) -> Any:  # noqa: ANN401
@@ -315,11 +317,11 @@ class Daemon:
         reply = p2pd_pb2.Response()
         reply.ParseFromString(await _receive(connection))
         if reply.type == p2pd_pb2.Response.ERROR:
-            raise DaemonError(reply.error.msg)
+            raise P2pdError(reply.error.msg)
         return reply
 
     async def close(self) -> None:
-        """Ends p2pd and removes its folder. Idempotent."""
+        """Stop p2pd and remove its folder. Idempotent."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -345,7 +347,7 @@ class Daemon:
 
 
 def claim_folder() -> tuple[Path, IO[bytes]]:
-    """A private folder for the sockets, and the lock that shows that its owner is alive.
+    """Create a private folder for the sockets, with a lock that shows that its owner is alive.
 
     Folders of ours that a SIGKILL left behind are removed: nobody holds their locks any more.
     """
@@ -369,7 +371,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def parse_address(address: str) -> Multiaddr:
-    """The multiaddr without its /p2p/ part; ValueError if it is none."""
+    """Return the multiaddr without its /p2p/ part. Raises ValueError."""
     try:
         return Multiaddr(address.split("/p2p/")[0])
     except Exception as error:
@@ -398,7 +400,7 @@ def _varint(number: int) -> bytes:
 
 
 async def _greet(connection: socket.socket) -> str:
-    """The PeerID of who opened the stream that p2pd brings."""
+    """The PeerID of the peer that opened a stream from p2pd."""
     info = p2pd_pb2.StreamInfo()
     async with asyncio.timeout(GREETING_S):
         info.ParseFromString(await _receive(connection))
@@ -414,9 +416,9 @@ async def _receive(connection: socket.socket) -> bytes:
         if byte < 0x80:
             break
         if shift > 28:
-            raise DaemonError("p2pd sent a length of more than 4 bytes; is it p2pd?")
+            raise P2pdError("p2pd sent a length of more than 4 bytes; is it p2pd?")
     if size > MAX_REPLY_BYTES:
-        raise DaemonError(f"p2pd sent {size} bytes, expected at most {MAX_REPLY_BYTES}")
+        raise P2pdError(f"p2pd sent {size} bytes, expected at most {MAX_REPLY_BYTES}")
     return await _exactly(connection, size)
 
 

@@ -1,4 +1,4 @@
-"""The one place that imports hivemind; its warnings and its hold on logging stay here.
+"""The only import of hivemind; its warnings and its changes to logging are contained here.
 
 hivemind writes its log to stderr past the application's own handlers and renames the level WARNING
 for the whole process; both are undone.

@@ -375,11 +375,7 @@ class DhtRoster:
         except Exception as error:
             taken, why = False, str(error)
         if not taken:
-            logger.info(
-                "could not remove our record from the roster, where it stays for %.0f s: %s",
-                left_s,
-                why,
-            )
+            logger.info("our record stays in the roster for another %.0f s: %s", left_s, why)
         self._last = None
 
     async def _from_dht(self, work: Coroutine[Any, Any, T]) -> T:

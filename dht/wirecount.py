@@ -1,10 +1,11 @@
 """Bytes on the wire, as the kernel counts them on the TCP sockets of given processes.
 
-Linux reports every socket's counters over netlink (sock_diag(7), INET_DIAG_INFO,
-`struct tcp_info`): `tcpi_bytes_sent` holds all payload sent, retransmissions included,
-`tcpi_bytes_received` the payload received in order. For p2pd that is libp2p with its encryption and framing; add our own process id to
-count gRPC as well. `packet_bytes_*` add the IP and TCP headers of every segment, acknowledgements
-included, which is what a network card or a switch counts (less the 14 bytes of Ethernet).
+Linux reports every socket's counters over netlink (sock_diag(7), INET_DIAG_INFO, `struct
+tcp_info`): `tcpi_bytes_sent` holds all payload sent, retransmissions included,
+`tcpi_bytes_received` the payload received in order. For p2pd that is libp2p with its encryption and
+framing; add our own process id to count gRPC as well. `packet_bytes_*` add the IP and TCP headers
+of every segment, acknowledgements included, which is what a network card or a switch counts (less
+the 14 bytes of Ethernet).
 
 A socket that closes keeps its last values, read at most one poll earlier. If netlink is not
 available (not Linux, or a sandbox), `totals` returns None and the transport reports its own frames

@@ -272,7 +272,7 @@ def test_a_goodbye_that_nobody_takes_does_not_blame_the_clock(answers, caplog):
     with caplog.at_level("INFO"):
         asyncio.run(main())
     (said,) = caplog.messages
-    assert said.startswith("no goodbye to the roster, it shows us for 60 s more: ")
+    assert said.startswith("our record stays in the roster for another 60 s: ")
     assert ("others may have left before" in said) == answers
     assert "clock" not in said
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from atoll.coordinator.run.levels import Level
+from atoll.dht.identity import short
 from atoll.optim.log.entry import Elector, Entry
 from atoll.optim.log.live import LiveReplica, OnTaken, Recovered, RecoveryError
 from atoll.optim.log.replica import DISK_ERRORS
@@ -142,7 +143,7 @@ class CatchUp:
 
     def _report(self, recovered: Recovered, before: int, taken: Sequence[Taken]) -> None:
         lost = [each.entry.position + 1 for each in taken if not each.has_body]
-        names = ", ".join(name[-6:] for name in recovered.donors) or "nobody"
+        names = ", ".join(short(name) for name in recovered.donors) or "nobody"
         snapshot = recovered.snapshot_position
         by_snapshot = "" if snapshot is None else f"the snapshot after round {snapshot} and "
         self._say(

@@ -21,6 +21,7 @@ from atoll.coordinator.history import History
 from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, Rounds
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import HISTORY, RoundSummary, RoundTrace
+from atoll.dht.identity import short
 from atoll.optim.log.claims import Claim
 from atoll.optim.log.entry import Certificate, Entry
 from atoll.optim.log.live import LiveReplica
@@ -123,7 +124,9 @@ class KeptModels:
         except Exception:
             log.exception("no model could be kept; it is tried again")
             return
-        self._say("info", f"kept the model of {model.peer_id[-6:]} of round {model.state.position}")
+        self._say(
+            "info", f"kept the model of {short(model.peer_id)} of round {model.state.position}"
+        )
         self._on_kept()
 
 

@@ -156,3 +156,8 @@ def public_key_of(peer_id: str) -> bytes | None:
         return None
     data = number.to_bytes(len(_ID_PREFIX) + 32)
     return data[len(_ID_PREFIX) :] if data.startswith(_ID_PREFIX) else None
+
+
+def short(peer_id: str) -> str:
+    """Return the end of a PeerID, by which people tell peers apart: all begin alike."""
+    return peer_id[-6:]

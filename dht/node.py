@@ -23,6 +23,7 @@ from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
 from atoll.dht.serving import log_failure
+from atoll.dht.tasks import Tasks
 from atoll.dht.transport import Check, TransportError, admit_everyone
 from atoll.dht.wirecount import WireCounter, WireTotals
 
@@ -125,10 +126,9 @@ class Node:
         """Multiaddrs of peers through which to join; may be replaced at any time."""
         self.on_restart: OnRestart | None = None
         self._dht = dht
-        self._watchers = [
-            asyncio.create_task(self._watch()),
-            asyncio.create_task(self._stay_joined()),
-        ]
+        self._watchers = Tasks()
+        self._watchers.spawn(self._watch())
+        self._watchers.spawn(self._stay_joined())
 
     @classmethod
     async def start(
@@ -228,9 +228,7 @@ class Node:
 
     async def close(self) -> None:
         """Leave the roster; end streams, DHT and p2pd. Idempotent."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await self._watchers.close()
         if self.daemon.is_alive:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DHT_WAIT_S):

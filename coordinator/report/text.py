@@ -17,6 +17,8 @@ from typing import Final
 
 from rich.cells import cell_len, set_cell_size
 
+from atoll.dht.identity import short
+
 ABSENT: Final = "–"  # noqa: RUF001  (an en dash, shown for a missing number)
 NUM_TEXT_MAX: Final = 500  # a longer event would fill the screen
 _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -133,7 +135,7 @@ def clock_time(at: float | None, *, with_date: bool = False) -> str:
 def short_id(peer_id: str) -> str:
     """Return the end of a PeerID: its beginning is the same for every key of one kind."""
     safe = clean(peer_id)
-    return safe if len(safe) <= 12 else "…" + safe[-6:]
+    return safe if len(safe) <= 12 else "…" + short(safe)
 
 
 def short_hash(digest_hex: str) -> str:

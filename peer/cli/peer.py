@@ -182,7 +182,7 @@ def _expect_data(source: str | None) -> None:
 def _as_text(event: "PeerEvent") -> None:
     """Print an event; control characters from others never reach the terminal."""
     from atoll.coordinator.report import text
-    from atoll.peer.rounds.context import short
+    from atoll.dht.identity import short
 
     if event.kind == "phase":
         return

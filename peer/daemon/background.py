@@ -1,7 +1,7 @@
 """Threads that do a round's work beside the one that trains, and yield to it.
 
-No gradient is computed in them: each call of torch takes a tenth less without what autograd notes
-of views. What they make is not changed in place elsewhere, which torch refuses.
+They run in inference mode: without autograd's record of views each call of torch takes a tenth
+less. Tensors made here must not be changed in place elsewhere, which torch refuses.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from contextlib import suppress
 
 import torch
 
-NICENESS = 10  # a tenth of a core where others want all of it; with 5 steps ended as late as with 0
+NICENESS = 10  # a tenth of a contended core; at 5, inner steps ended as late as at 0
 MOST = 19
 _thread = threading.local()
 
 
 def background_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """So many threads of lower priority, whose names begin alike."""
+    """Return a pool of threads of lower priority."""
     return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_begin)
 
 
@@ -31,8 +31,8 @@ def _begin() -> None:
 
 
 def _yield_to_others() -> None:
-    """On Linux each thread has a priority of its own; elsewhere nothing changes."""
+    """Lower this thread's priority on Linux; elsewhere threads have none of their own."""
     if sys.platform == "linux":
         niceness = min(MOST, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-        with suppress(OSError):  # forbidden here: then it competes
+        with suppress(OSError):  # forbidden here: the thread then competes
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

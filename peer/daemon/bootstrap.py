@@ -1,10 +1,9 @@
 """The run's first DHT node, which lives with the coordinator and lets peers find each other.
 
-It remembers where peers were. Started again it finds them by that: they have each other, dropped it
-while it was away, and would not look for it.
+It keeps the addresses of peers on disk and dials them after a restart: they have each other,
+dropped this node while it was away, and do not look for it.
 
-Raises `atoll.peer.daemon.ports.PortInUse` where coordinator.dht_listen cannot be used on this
-machine.
+Raises `atoll.peer.daemon.ports.PortInUse` if coordinator.dht_listen cannot be used on this machine.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
+from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
 from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
@@ -29,7 +29,7 @@ from atoll.peer.gossip.models import ModelFetcher
 from atoll.peer.recovery.ledger import LedgerRecovery
 
 REMEDY = "set coordinator.dht_listen to another address, or to port 0 for any that is free"
-LOOK_S = 10.0  # between two looks at who is where
+LOOK_S = 10.0  # between two looks into the roster
 RENEWALS = 3  # in the life of an admission, so that two may be late
 
 
@@ -40,10 +40,9 @@ class BootstrapNode:
         """Use `start`."""
         self._node = node
         self._request = request
-        self._tasks = (
-            asyncio.create_task(self._renew(admission_s / RENEWALS)),
-            asyncio.create_task(self._remember()),
-        )
+        self._tasks = Tasks()
+        self._tasks.spawn(self._renew(admission_s / RENEWALS))
+        self._tasks.spawn(self._remember())
 
     @classmethod
     async def start(cls, request: NodeRequest, *, admission_s: float) -> BootstrapNode:
@@ -66,7 +65,7 @@ class BootstrapNode:
             admission=request.admit(peer_id),
             check=request.check,
         )
-        node.bootstrap = recall(_known_file(request))  # dialed by its watch: nobody waits for that
+        node.bootstrap = recall(_known_file(request))  # its watch dials them; nothing waits for it
         return cls(node, request, admission_s)
 
     @property
@@ -82,7 +81,7 @@ class BootstrapNode:
         )
 
     def fetch_model(self, keeper: ReplicaView) -> FetchModel:
-        """What fetches a peer's model, in a run by gossip."""
+        """Return what fetches a peer's model, in a run by gossip."""
         state = keeper.state
         return ModelFetcher(
             transport=self._node.transport,
@@ -93,9 +92,7 @@ class BootstrapNode:
 
     async def close(self) -> None:
         """Leave the DHT."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._node.close()
 
     async def _renew(self, every_s: float) -> None:
@@ -123,14 +120,14 @@ def _known_file(request: NodeRequest) -> Path:
 
 
 def remember(path: Path, addresses: Sequence[str]) -> None:
-    """Write where peers are, whole or not at all."""
+    """Write addresses of peers, whole or not at all."""
     partial = path.with_name(f".{path.name}.new")
     partial.write_text("\n".join(addresses), encoding="utf-8")
     partial.replace(path)
 
 
 def recall(path: Path) -> tuple[str, ...]:
-    """Where peers were when that was last written; nowhere if it cannot be read."""
+    """Return the addresses that were written; none if they cannot be read."""
     try:
         return tuple(path.read_text(encoding="utf-8").split())
     except (OSError, UnicodeDecodeError):
@@ -147,7 +144,7 @@ def multiaddr(host: str, port: int) -> str:
 
 
 def choose_port(host: str, wanted: int, remembered: Path) -> int:
-    """Return a port that is free: the wanted one, else the last one (so invites last), else any.
+    """Return a free port: the wanted one, else the last one (so invites stay valid), else any.
 
     Raises:
         PortInUse: the wanted port is taken, or the host is not this machine's.

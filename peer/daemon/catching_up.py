@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.levels import Level
+from atoll.dht.identity import short
 from atoll.optim.log.entry import LogError
 from atoll.optim.log.live import Recovered, RecoveryError
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import CoordinatorSource
-from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.context import Context
 
 LASTS_S = 15.0  # a run that begins, or an epoch, has given everybody what is missing by then
 AGAIN_S = 60.0

@@ -11,7 +11,6 @@ import math
 import queue
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,9 +160,8 @@ class GossipReducer:
 
         Ends also when the peer stops or the run is complete.
         """
-        with suppress(queue.Empty):
-            while True:
-                self._take(self._settled.get_nowait())
+        while not self._settled.empty():
+            self._take(self._settled.get())
         with self.progress.waiting():
             self._await_meeting()
 
@@ -172,8 +170,11 @@ class GossipReducer:
             left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
                 return
-            with suppress(queue.Empty):
-                self._take(self._settled.get(timeout=min(left_s, STOP_POLL_S)))
+            try:
+                settled = self._settled.get(timeout=min(left_s, STOP_POLL_S))
+            except queue.Empty:
+                continue
+            self._take(settled)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this peer's own weights and momentum; its mass ends with the process."""

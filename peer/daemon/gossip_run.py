@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable
+from atoll.dht.identity import short
 from atoll.dht.roster import PeerRecord
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector, LogError
@@ -32,7 +33,7 @@ from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.messages import Standing
 from atoll.peer.gossip.snapshots import fetch_state
-from atoll.peer.rounds.context import RoundSettings, short
+from atoll.peer.rounds.context import RoundSettings
 
 PATIENCE_STALLS = 40  # a meeting that breaks and leaves a doubt takes about thirty
 SETTLE_PAUSE_S = 1.0

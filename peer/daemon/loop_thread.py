@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Generic, TypeVar
 
 CLOSE_S = 20.0  # a peer that leaves waits 10 s for a last vote, 3 s and twice 5 s for goodbyes
@@ -81,9 +81,9 @@ class LoopThread(Generic[T]):
         Raises:
             Exception: whatever leaving raised.
         """
-        if self._thread.is_alive():
+        with suppress(RuntimeError):  # the loop has ended already, as after a failure to enter
             self.post(self._end)
-            self._thread.join(timeout=CLOSE_S)
+        self._thread.join(timeout=CLOSE_S)
         if self._thread.is_alive():
             _log.warning("the peer did not leave within %.0f s; cancelling", CLOSE_S)
             self.post(self._holding.cancel)

@@ -1,8 +1,8 @@
-"""The state directory of a peer, and what joining gave it.
+"""The state directory of a peer, and its membership of a run.
 
-Errors::
+Errors:
 
-    LinkError (ValueError)
+    StateDirectoryError (ValueError)
      +-- StateDirectoryInUse       another peer runs on the same state directory
      +-- StateDirectoryUnusable    the state directory cannot be made, read or written
      +-- StateOfAnotherRun         the state directory belongs to another run
@@ -27,25 +27,25 @@ from atoll.peer.paths import PeerPaths
 MAX_BOOTSTRAP = 16  # as many as an invite holds
 
 
-class LinkError(ValueError):
-    """A peer that cannot start as it was told to."""
+class StateDirectoryError(ValueError):
+    """A peer cannot start with this state directory."""
 
 
-class StateDirectoryInUse(LinkError):  # noqa: N818
+class StateDirectoryInUse(StateDirectoryError):  # noqa: N818
     """Another process works in the state directory."""
 
 
-class StateDirectoryUnusable(LinkError):  # noqa: N818
+class StateDirectoryUnusable(StateDirectoryError):  # noqa: N818
     """The state directory cannot be made, read or written."""
 
 
-class StateOfAnotherRun(LinkError):  # noqa: N818
+class StateOfAnotherRun(StateDirectoryError):  # noqa: N818
     """The state directory holds another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What joining gave, kept on disk for a start without the coordinator."""
+    """The coordinator's answer to joining, kept for a start without it."""
 
     spec: RunSpec
     layout: Layout
@@ -55,7 +55,7 @@ class Membership:
 
     @classmethod
     def of(cls, joined: Joined, invite: Invite) -> Membership:
-        """From the coordinator's answer."""
+        """Take what is kept of an answer."""
         return cls(
             spec=joined.spec,
             layout=joined.layout,
@@ -65,7 +65,7 @@ class Membership:
         )
 
     def to_json(self, run_id: bytes) -> bytes:
-        """For ``run.json``."""
+        """Return the contents of `run.json`."""
         fields = {
             "run_id": run_id.hex(),
             "spec": self.spec.canonical().decode(),
@@ -78,7 +78,7 @@ class Membership:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Membership:
-        """What ``to_json`` wrote."""
+        """Read what `to_json` returned."""
         fields = json.loads(raw)
         return cls(
             spec=RunSpec.from_json(fields["spec"].encode()),
@@ -93,10 +93,10 @@ class StateDirectory:
     """One peer's folder for one run, locked while this process uses it."""
 
     def __init__(self, paths: PeerPaths, run_id: bytes) -> None:
-        """Lock it.
+        """Lock the folder, and make it if it is missing.
 
         Raises:
-            LinkError: it is in use, or of another run; nothing was changed in it.
+            StateDirectoryError: it is in use, or of another run; nothing in it was changed.
         """
         self.paths = paths
         self._run_id = run_id
@@ -112,7 +112,7 @@ class StateDirectory:
             raise
 
     def remember(self, membership: Membership) -> None:
-        """Keep what joining gave."""
+        """Keep a membership."""
         partial = self.paths.run.with_suffix(".new")
         with partial.open("wb") as file:
             file.write(membership.to_json(self._run_id))
@@ -121,7 +121,7 @@ class StateDirectory:
         partial.replace(self.paths.run)
 
     def recall(self) -> Membership | None:
-        """What an earlier joining gave."""
+        """Return the membership that was kept; None if there is none."""
         if not self.paths.run.exists():
             return None
         try:
@@ -130,7 +130,7 @@ class StateDirectory:
             raise _not_a_run(self.paths) from error
 
     def close(self) -> None:
-        """Let others use it."""
+        """Unlock the folder."""
         self._lock.close()
 
     def _take_lock(self) -> None:
@@ -144,10 +144,10 @@ class StateDirectory:
 
 
 def expect_run(paths: PeerPaths, run_id: bytes) -> None:
-    """Check whose state a directory holds, if any; changes nothing.
+    """Check that a directory holds no state but that of a run; change nothing.
 
     Raises:
-        StateOfAnotherRun: that of another run, or something that is no run.
+        StateOfAnotherRun: it holds the state of another run, or something that is no run.
         StateDirectoryUnusable: it cannot be read, or is a coordinator's.
     """
     with _usable(paths):
@@ -191,16 +191,16 @@ def _not_a_run(paths: PeerPaths) -> StateOfAnotherRun:
 def addresses_to_keep(
     own: Sequence[str], kept: Sequence[str], known: Sequence[str]
 ) -> tuple[str, ...]:
-    """Which addresses to remember for a start at which nobody can be asked.
+    """Choose the addresses to keep for a start while the coordinator is away.
 
     Args:
-        own: those that the run gave; they come first.
-        kept: those remembered so far.
+        own: the run's own; they come first.
+        kept: those kept so far.
         known: those of the peers that are here now.
 
     Returns:
-        At most `MAX_BOOTSTRAP`.  What is kept and still known stays, so that in a steady swarm,
-        however large, nothing changes.
+        At most `MAX_BOOTSTRAP`. An address that is kept and still known stays, so that in a steady
+        swarm, however large, nothing is written.
     """
     here = set(known)
     still = [address for address in kept if address in here]

@@ -1,15 +1,15 @@
 """How much of a link is in use: rates of the wire counters against the link's capacity.
 
-The capacity is what the owner declared, else the highest rate that was ever seen: a lower bound,
-which is what can be known without filling a stranger's link for the sake of a number.
+The capacity is what the owner declared, else the highest rate seen so far. That is a lower bound,
+but a better one would mean to fill a stranger's link for the sake of a number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-QUIET_MBIT_S = 1.0  # what does not exceed it may be heartbeats, and says nothing of the link
-MIN_INTERVAL_S = 0.5  # shorter readings say more about buffers than about the link
+QUIET_MBIT_S = 1.0  # a lower rate may be heartbeats alone, and shows nothing of the link
+MIN_INTERVAL_S = 0.5  # shorter readings measure buffers instead of the link
 BITS = 8e-6  # Mbit in a byte
 
 
@@ -23,10 +23,10 @@ class LinkUse:
 
 
 class Meter:
-    """One direction."""
+    """Measures one direction of a link."""
 
     def __init__(self, declared_mbit_s: float = 0.0) -> None:
-        """0 where the capacity is not known."""
+        """Take the capacity that the owner declared; 0 if unknown."""
         self._declared_mbit_s = declared_mbit_s
         self._peak_mbit_s = 0.0
         self._bytes = 0
@@ -34,7 +34,7 @@ class Meter:
         self._last = LinkUse(capacity_mbit_s=declared_mbit_s)
 
     def read(self, wire_bytes: int, now_s: float) -> LinkUse:
-        """Take a reading of a counter that only grows; what is in use since the last one."""
+        """Take a reading of a growing counter; return the use since the last one."""
         if self._at_s is None:
             self._bytes, self._at_s = wire_bytes, now_s
         seconds = now_s - self._at_s

@@ -54,7 +54,7 @@ def connect(
 
     Raises:
         InviteError: the text is no invite.
-        LinkError: the state directory is not usable.
+        StateDirectoryError: the state directory is not usable.
         CoordinatorError: the coordinator refuses this peer.
     """
     parsed = Invite.decode(invite)
@@ -79,7 +79,7 @@ def open_reducer(
         stopping: ends the wait, from another thread or a signal handler.
 
     Raises:
-        LinkError: the state directory is not usable.
+        StateDirectoryError: the state directory is not usable.
         CoordinatorError: the coordinator refuses this peer.
         PortInUse: the peer cannot listen where it should.
         KeyboardInterrupt: `stopping` was set.

@@ -125,7 +125,7 @@ class Peer:
             on_phase: takes the part of a round that this peer is in, and its position; in the loop.
 
         Raises:
-            LinkError: the state directory is not usable.
+            StateDirectoryError: the state directory is not usable.
             CoordinatorError: the coordinator refuses this peer.
             PortInUse: the peer cannot listen where it should.
         """

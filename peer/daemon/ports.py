@@ -1,4 +1,4 @@
-"""TCP ports of this machine, tried before libp2p's daemon is, which would only say that it ended.
+"""TCP ports of this machine, tried before p2pd is, which would exit without a reason.
 
 Exceptions:
 
@@ -21,10 +21,10 @@ class PortInUse(ValueError):  # noqa: N818
 
 
 def free_port(host: str, port: int, *, remedy: str) -> int:
-    """Listen for a moment; returns the port, any that is free for 0.
+    """Listen for a moment and return the port; for 0, any free one.
 
     Raises:
-        PortInUse: the port is taken, or the host is not this machine's; ends in ``remedy``.
+        PortInUse: the port is taken, or the host is not this machine's; ends in `remedy`.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -42,7 +42,7 @@ def _reason(error: OSError | OverflowError) -> str:
 
 
 def expect_free(listen: Iterable[str], *, remedy: str) -> None:
-    """Check the TCP addresses among multiaddrs; port 0 is any, of a host that must be ours.
+    """Check the TCP addresses among multiaddrs; port 0 stands for any free one.
 
     Raises:
         PortInUse: one of them cannot be listened on.

@@ -19,6 +19,7 @@ from types import FrameType
 
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
+from atoll.dht.identity import short
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import open_reducer
 from atoll.peer.daemon.options import PeerOptions
@@ -27,7 +28,6 @@ from atoll.peer.daemon.progress import TrainerView
 from atoll.peer.daemon.run_reducer import RunReducer
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
-from atoll.peer.rounds.context import short
 from atoll.peer.training.trainer import Trainer, TrainerOptions
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
@@ -106,7 +106,7 @@ def join_and_train(options: RunOptions, *, on_event: OnPeerEvent, stop: Stop) ->
     """Join, train, leave; return True if the run is complete, False if `stop` was set before.
 
     Raises:
-        LinkError, CoordinatorError, SetupError: this peer cannot start with these options.
+        StateDirectoryError, CoordinatorError, SetupError: it cannot start with these options.
         TrainingFailed: it computes nothing but numbers that are not finite.
     """
     paths = PeerPaths(root=options.peer.state_dir)

@@ -1,8 +1,8 @@
 """Ending with the program that started this one.
 
-That program gives us a pipe as standard input and keeps the other end.  However it ends, by SIGKILL
-too, the kernel closes its end; we then read the end of the input and stop as at SIGTERM.  Unlike a
-signal on a parent's death this works on every Unix, and does not mind which thread started us.
+That program gives us a pipe as standard input and keeps the other end. However it ends, even by
+SIGKILL, the kernel closes its end; we then read the end of the input and stop as on SIGTERM. Unlike
+a signal on a parent's death, this works on every Unix and whichever thread started us.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STOP_S = 20.0  # a peer says goodbye to everybody within this, or is stuck
 
 
 def stop_with_stdin() -> None:
-    """Send this process SIGTERM when its standard input ends; end it if it does not heed that."""
+    """Send this process SIGTERM when its standard input ends; kill it if it does not stop."""
     threading.Thread(target=_watch, name="atoll-stdin", daemon=True).start()
 
 

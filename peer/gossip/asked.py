@@ -7,6 +7,7 @@ from collections import deque
 from typing import NoReturn
 
 from atoll.coordinator.run.phases import RoundPhase
+from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met
@@ -15,7 +16,6 @@ from atoll.peer.gossip.exchange import BROKEN, Exchange, InDoubt, check_weight
 from atoll.peer.gossip.messages import AHEAD, ALIVE, PROTOCOL, TERMS, Ahead, Terms, tagged
 from atoll.peer.gossip.place import Place, Round
 from atoll.peer.gossip.policies import Invited, Verdict, answer
-from atoll.peer.rounds.context import short
 
 LOOK_S = 1.0  # between two looks at a partner that is awaited
 MAX_PATIENCE_S = 3600.0  # an inviting peer is kept waiting

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
+from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.inprocess.gossip import Met
@@ -18,7 +19,6 @@ from atoll.peer.gossip.others import Others
 from atoll.peer.gossip.outcomes import Outcomes
 from atoll.peer.gossip.policies import REFUSALS, Draw
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.context import short
 from atoll.peer.rounds.trace import RoundTrace
 
 ANSWERED_STALLS = 2.0  # the first word of an invited peer, which may have to be dialed

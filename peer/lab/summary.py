@@ -21,6 +21,7 @@ from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
 from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
+from atoll.dht.identity import short
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.layout import Layout
@@ -254,7 +255,7 @@ def loss_plot(
     peers: dict[str, list[tuple[float, float]]] = {}
     for row in rounds:
         for peer_id, loss in row.losses.items():
-            peers.setdefault(names.get(peer_id, peer_id[-6:]), []).append((row.position, loss))
+            peers.setdefault(names.get(peer_id, short(peer_id)), []).append((row.position, loss))
     # What peers report when a round is accepted was measured on the state before it.
     told = [(r.position - 1, r.valid_loss) for r in run.status.history if r.valid_loss is not None]
     valid = [*told, (float(len(rounds)), valid_loss)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from atoll.coordinator.run.levels import Level
+from atoll.dht.identity import short
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.entry import Elector, Entry, Verify
@@ -59,9 +60,6 @@ def failure_key(error: Exception) -> Hashable:
     code = error.code if isinstance(error, Refused) else None
     peer = error.peer if isinstance(error, TransportError) else ""
     return type(error).__name__, code, peer
-
-
-"""(level, text) of something worth telling a person."""
 
 
 @dataclass(kw_only=True)
@@ -156,8 +154,3 @@ class Context(PeerContext):
     def known_epoch(self) -> int | None:
         """The epoch whose record this peer has."""
         return self.replica.epoch if self.replica.opened is not None else None
-
-
-def short(peer_id: str) -> str:
-    """The end of a PeerID, by which people tell peers apart."""
-    return peer_id[-6:]

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from atoll.coordinator.run.phases import RoundPhase
+from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import race
 from atoll.dht.transport import Refused, Stream, TransportError
@@ -25,7 +26,7 @@ from atoll.peer.rounds.consensus.ballot import Place, leader_of
 from atoll.peer.rounds.consensus.leading import Leading
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, AttemptFailed, join
 from atoll.peer.rounds.consensus.voter import Voter
-from atoll.peer.rounds.context import Context, failure_key, short
+from atoll.peer.rounds.context import Context, failure_key
 from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, tagged
 
 CLOSED_STALLS = 20  # how long who came too late waits for the decision

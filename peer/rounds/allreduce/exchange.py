@@ -13,6 +13,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from contextlib import suppress
 
 from atoll.compression import CodecError
+from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
@@ -25,7 +26,7 @@ from atoll.peer.rounds.allreduce.reduction import CellRefused, PartReceiver, bat
 from atoll.peer.rounds.allreduce.seat import CONNECT_STALLS
 from atoll.peer.rounds.allreduce.sending import CODES
 from atoll.peer.rounds.allreduce.upfront import UpfrontCodes, not_upfront, plan_of
-from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,

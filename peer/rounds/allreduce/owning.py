@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from atoll.compression import CodecError
 from atoll.coordinator.run.levels import Level
+from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
@@ -19,7 +20,7 @@ from atoll.peer.rounds.allreduce.reduction import CellRefused, Norms, PartReduce
 from atoll.peer.rounds.allreduce.seat import CONNECT_STALLS, Seat
 from atoll.peer.rounds.allreduce.sending import RESULTS
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 
 from atoll.compression import CodecError
 from atoll.coordinator.run.levels import Level
+from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end, together
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
@@ -34,7 +35,7 @@ from atoll.peer.rounds.allreduce.sending import CODES
 from atoll.peer.rounds.allreduce.sums import RowReducer, TreeReducer
 from atoll.peer.rounds.allreduce.upfront import UpfrontCodes, not_upfront
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,

@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from atoll.dht.identity import short
 from atoll.dht.tasks import end
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Part, Partial
 from atoll.optim.reduction.cells import Cells
-from atoll.peer.rounds.context import Context, short
+from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Repair
 from atoll.peer.rounds.policies import new_owner

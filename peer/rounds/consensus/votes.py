@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from atoll.dht.identity import short
 from atoll.dht.tasks import end
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import (
@@ -23,7 +24,7 @@ from atoll.optim.log.entry import (
 from atoll.peer.rounds.consensus.ballot import TERM, Accepted, Leads, Place, term_of
 from atoll.peer.rounds.consensus.member import AttemptFailed
 from atoll.peer.rounds.consensus.voter import Voter
-from atoll.peer.rounds.context import Context, failure_key, short
+from atoll.peer.rounds.context import Context, failure_key
 from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.messages import Ballot, Head, Known, Prepare, Promise, Propose
 

@@ -11,9 +11,9 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import (
     MAX_BOOTSTRAP,
-    LinkError,
     Membership,
     StateDirectory,
+    StateDirectoryError,
     StateDirectoryInUse,
     StateDirectoryUnusable,
     StateOfAnotherRun,
@@ -154,7 +154,7 @@ def test_nothing_is_expected_of_a_directory_that_is_not_there(paths):
 
 def test_every_refusal_is_bad_input():
     for kind in (StateDirectoryInUse, StateDirectoryUnusable, StateOfAnotherRun):
-        assert issubclass(kind, LinkError)
+        assert issubclass(kind, StateDirectoryError)
         assert issubclass(kind, ValueError)
 
 

@@ -186,8 +186,9 @@ class LogRun:
                     await asyncio.sleep(HAND_OVER_S / 10)
 
     async def leave(self) -> None:
-        """Close the rounds."""
+        """Close the rounds, and let the log complete what it writes."""
         await self.rounds.close()
+        await self.replica.settled()
 
     # the first state
 

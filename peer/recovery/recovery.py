@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from atoll.coordinator.run.levels import Level
+from atoll.dht.tasks import end
 from atoll.optim.log.claims import Claim, Place
 from atoll.optim.log.entry import Entry, LogError
 from atoll.optim.log.live import LiveReplica, OnTaken, Recovered, RecoveryError
@@ -171,7 +172,7 @@ class Recovery:
                 break
             if any(task.result() is not None for task in done):
                 timeout_s = SLOW_STALLS * self._stall_s
-        await _cancel(pending)
+        await end(*pending)
         heads = {asking[task]: task.result() for task in asking if task not in pending}
         donors = [Donor(source=s, head=head) for s, head in heads.items() if head is not None]
         for donor in donors:
@@ -340,9 +341,11 @@ class Recovery:
     ) -> OuterState:
         assembly = await self._assembly(position, root, holders)
         queue = _ranges(sorted(assembly.missing))
-        await asyncio.gather(
-            *(self._drain(source, position, assembly, queue, used) for source in holders)
-        )
+        while queue and holders:  # again without those that failed: others may be done already
+            still_good = await asyncio.gather(
+                *(self._drain(source, position, assembly, queue, used) for source in holders)
+            )
+            holders = [h for h, is_good in zip(holders, still_good, strict=True) if is_good]
         if assembly.missing:
             raise NoDonor(f"{len(assembly.missing)} leaves of snapshot {position} are missing")
         try:
@@ -371,8 +374,8 @@ class Recovery:
         assembly: Assembly,
         queue: list[list[int]],
         used: set[str],
-    ) -> None:
-        """Take ranges of leaves from one donor until none is left or the donor fails."""
+    ) -> bool:
+        """Take ranges of leaves from one donor until none is left; False if the donor fails."""
         while queue:
             indices = queue.pop()
             try:
@@ -381,18 +384,13 @@ class Recovery:
                     used.add(source.name)
                     self._on_progress("snapshot", len(assembly.missing))
             except FETCH_ERRORS as error:
-                queue.append([i for i in indices if i in assembly.missing])
+                queue += _ranges([i for i in indices if i in assembly.missing])
                 self._on_event("warning", f"snapshot {position} of {source.name}: {error}")
-                return
+                return False
+        return True
 
 
 def _ranges(indices: Sequence[int]) -> list[list[int]]:
     """Return runs of consecutive leaves; the last comes first off the list."""
     step = LEAVES_A_REQUEST
     return [list(indices[i : i + step]) for i in range(0, len(indices), step)][::-1]
-
-
-async def _cancel(tasks: set[asyncio.Task[Head | None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,46 +26,9 @@ from atoll.optim.log.store import LogStore
 from atoll.peer.recovery.ledger import LedgerRecovery
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import Source
-from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
+from atoll.peer.rounds.messages import Decided
 from support import swarm as in_memory
-from support.logs import Log
-
-
-class LogSource:
-    """A peer that has all of a log, but no bodies before `first_body`."""
-
-    def __init__(self, log: Log, *, name: str, first_body: int, snapshots: Sequence[int]) -> None:
-        self.log, self.name, self.first_body, self.snapshots = log, name, first_body, snapshots
-
-    async def head(self) -> Head:
-        whole = self.log.whole
-        return Head(
-            protocol=PROTOCOL,
-            epoch=whole.epoch,
-            position=whole.position,
-            chain=whole.chain,
-            incarnation="1",
-            role="trainer",
-            ready_in_s=0.0,
-            first_body=self.first_body,
-            snapshots=tuple(self.snapshots),
-            epoch_record=b"",
-        )
-
-    async def headers(self, start: int, stop: int) -> list[Decided]:
-        records = self.log.records(start)[: stop - start]
-        return [Decided(entry=entry, certificate=certificate) for entry, certificate in records]
-
-    async def body(self, position: int, body_bytes: int) -> bytes:
-        assert position >= self.first_body
-        return self.log.entries[position][1]
-
-    async def leaf_digests(self, position: int) -> list[bytes]:
-        return list(self.log.states[position].leaves())
-
-    async def leaves(self, position: int, indices: Sequence[int]) -> Any:
-        for index in indices:
-            yield index, self.log.states[position].read_leaf(index)
+from support.logs import Log, LogSource
 
 
 def recovering(*sources: Source) -> Callable[..., Awaitable[Recovered | None]]:

@@ -1,0 +1,136 @@
+"""What recovery does about donors that fail, freeze or lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.coordinator.run.keys import RunKeys
+from atoll.dht.transport import PeerUnreachable
+from atoll.optim.log.entry import Entry
+from atoll.optim.log.live import LiveReplica, Recovered
+from atoll.peer.recovery.recovery import NoDonor, Recovery
+from atoll.peer.recovery.sources import Source
+from atoll.peer.rounds.messages import Decided, Head
+from support import kit
+from support.logs import Log, LogSource
+
+STALL_S = 0.2
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    """Nine entries; a peer comes after the first."""
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=RunKeys.generate())
+    log.grow(1)
+    log.late = log.open("late", is_ledger=False)
+    log.late.adopt(log.whole.epoch_record)
+    log.late.accept(*log.entries[0])
+    log.grow(8)
+    yield log
+    log.whole.store.close()
+    log.late.store.close()
+
+
+def recover(log: Log, *sources: Source) -> tuple[Recovered | None, list[str]]:
+    """Recover the late peer; what it did, and what it warned of."""
+    told: list[str] = []
+
+    async def listed() -> Iterator[Sequence[Source]]:
+        return iter([sources])
+
+    async def main() -> Recovered | None:
+        recovery = Recovery(
+            LiveReplica(log.late, compute=asyncio.to_thread),
+            listed,
+            genesis=asyncio.Event().wait,
+            stall_s=STALL_S,
+            on_event=lambda level, text: told.append(text),
+            on_progress=lambda what, left: None,
+        )
+        return await asyncio.wait_for(recovery.run(), 20.0)
+
+    return asyncio.run(main()), told
+
+
+def expect_caught_up(log: Log) -> None:
+    assert log.late.head == log.whole.head
+    assert log.late.state.root() == log.whole.state.root()
+    assert log.late.electorate == log.whole.electorate
+
+
+def donor(log: Log, name: str, *, kind: type[LogSource] = LogSource) -> LogSource:
+    return kind(log, name=name, first_body=6, snapshots=(6, 8))
+
+
+class BreaksOff(LogSource):
+    """Goes away after one leaf of a snapshot."""
+
+    async def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[Any]:
+        async for leaf in super().leaves(position, indices[:1]):
+            await asyncio.sleep(0.01)  # the others have nothing left to ask for
+            yield leaf
+        raise PeerUnreachable("it is gone")
+
+
+class Freezes(LogSource):
+    """Never answers."""
+
+    async def head(self) -> Head:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Forges(LogSource):
+    """Sends an entry of its own."""
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        sent = await super().headers(start, stop)
+        entry = Entry.decode(sent[-1].entry).model_copy(update={"lr": 0.0})
+        return [*sent[:-1], Decided(entry=entry.encode(), certificate=sent[-1].certificate)]
+
+
+class SendsOtherBodies(LogSource):
+    """Sends bodies of the right length."""
+
+    async def body(self, position: int, body_bytes: int) -> bytes:
+        return bytes(body_bytes)
+
+
+def test_leaves_of_a_failed_donor_are_asked_of_others(log: Log) -> None:
+    first, second = donor(log, "a", kind=BreaksOff), donor(log, "b")
+    recovered, told = recover(log, first, second)
+    assert recovered is not None and recovered.snapshot_position == 6
+    assert set(recovered.donors) >= {"a", "b"}
+    assert told == ["snapshot 6 of a: it is gone"]
+    expect_caught_up(log)
+
+
+def test_a_snapshot_that_no_donor_completes(log: Log) -> None:
+    with pytest.raises(NoDonor):
+        recover(log, donor(log, "a", kind=BreaksOff))
+    assert log.late.position == 1
+
+
+def test_a_frozen_donor_is_not_waited_for(log: Log) -> None:
+    recovered, _ = recover(log, donor(log, "a", kind=Freezes), donor(log, "b"))
+    assert recovered is not None and recovered.donors == ("b",)
+    expect_caught_up(log)
+
+
+def test_a_donor_that_forges_entries_is_left_for_another(log: Log) -> None:
+    recovered, told = recover(log, donor(log, "a", kind=Forges), donor(log, "b"))
+    assert recovered is not None
+    assert told and all(text.startswith("recovery from a: ") for text in told)
+    expect_caught_up(log)
+
+
+def test_a_donor_that_sends_other_bodies_is_left_for_another(log: Log) -> None:
+    recovered, told = recover(log, donor(log, "a", kind=SendsOtherBodies), donor(log, "b"))
+    assert recovered is not None
+    assert told and all("has another digest" in text for text in told)
+    expect_caught_up(log)

@@ -23,7 +23,7 @@ from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
 from atoll.dht.serving import log_failure
-from atoll.dht.tasks import Tasks
+from atoll.dht.tasks import Tasks, together
 from atoll.dht.transport import Check, TransportError, admit_everyone
 from atoll.dht.wirecount import WireCounter, WireTotals
 
@@ -324,14 +324,16 @@ def _peer_of(address: str) -> str:
 
 async def _dial(daemon: P2pd, addresses: Sequence[str], but: Collection[str]) -> list[str]:
     """Dial bootstrap addresses, except of the peers `but`; return those that were reached."""
+    others = [address for address in addresses if _peer_of(address) not in but]
+    reached = set()
 
-    async def reach(address: str) -> str | None:
+    async def reach(address: str) -> None:
         try:
             await daemon.dial(_peer_of(address), [address], timeout_s=BOOTSTRAP_S)
         except (TransportError, TimeoutError, ValueError) as error:
             logger.info("bootstrap peer %s cannot be reached: %s", address, error)
-            return None
-        return address
+        else:
+            reached.add(address)
 
-    others = [address for address in addresses if _peer_of(address) not in but]
-    return [address for address in await asyncio.gather(*map(reach, others)) if address]
+    await together(*map(reach, others))
+    return [address for address in others if address in reached]

@@ -17,6 +17,7 @@ from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable
 from atoll.dht.identity import short
 from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector, LogError
 from atoll.optim.log.store import Head
@@ -243,17 +244,17 @@ class StateSearch:
 
     async def _furthest_first(self) -> list[str]:
         """Return neighbours that are beyond the first state."""
-        peers = sorted(await self._ctx.trainers())
-        rounds = await asyncio.gather(*(self._round_of(peer) for peer in peers))
-        ahead = [(at, peer) for at, peer in zip(rounds, peers, strict=True) if at]
-        return [peer for _, peer in sorted(ahead, reverse=True)]
+        ctx, ahead = self._ctx, []
 
-    async def _round_of(self, peer: str) -> int:
-        timeout_s = 2 * self._ctx.settings.stall_s
-        with suppress(TransportError, LogError):
-            reply = await self._ctx.transport.call(peer, "gossip-head", b"", timeout_s=timeout_s)
-            return Standing.decode(reply).round
-        return 0
+        async def ask(peer: str) -> None:
+            timeout_s = 2 * ctx.settings.stall_s
+            with suppress(TransportError, LogError):
+                reply = await ctx.transport.call(peer, "gossip-head", b"", timeout_s=timeout_s)
+                if at := Standing.decode(reply).round:
+                    ahead.append((at, peer))
+
+        await together(*map(ask, await ctx.trainers()))
+        return [peer for _, peer in sorted(ahead, reverse=True)]
 
     async def _fetch(self, peer: str) -> OuterState:
         ctx, began_s = self._ctx, time.monotonic()

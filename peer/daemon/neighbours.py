@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector
 from atoll.peer.daemon.options import LinkRates
@@ -105,7 +105,7 @@ class Neighbours:
         records = await roster_peers()
         others = [r for peer, r in records.items() if peer != self._me.peer_id]
         self._keep_addresses([a for r in others for a in r.addresses[:ADDRESSES_KEPT]])
-        await asyncio.gather(*(self._dial(record) for record in others))
+        await together(*(self._dial(record) for record in others))
 
     async def _dial(self, record: PeerRecord) -> None:
         with suppress(TransportError, TimeoutError, ValueError):

@@ -12,7 +12,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
@@ -287,7 +287,7 @@ class NetworkReducer:
                 self._take(decided)
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals, and where in the log they were taken."""
+        """Return the residuals, and the position of the log at which they were taken."""
         self._await_residuals()
         return {
             "position": self.position,
@@ -324,7 +324,7 @@ class NetworkReducer:
 
     @property
     def _far_behind(self) -> int:
-        """Positions beyond which open work is dropped."""
+        """Positions behind the log beyond which open work is dropped."""
         return FAR_BEHIND * len(self._residuals)
 
     def _arrive(self, state: OuterState) -> None:
@@ -367,7 +367,7 @@ class NetworkReducer:
                 included = torch.tensor(decided.included, dtype=torch.bool)
             self._in_step = included is not None and bool(included.any())
             del self._offers[entry.fragment]
-        self._settle_later(self._settle_residual, decided, offered, included)
+        self._settle_later(decided, offered, included)
         self.progress.position = state.position
         self._deliver(
             Commit(
@@ -382,10 +382,23 @@ class NetworkReducer:
         if offered is not None and settles and (included is None or not included.any()):
             self._drop_what_grew(entry, offered.offer.norm, state)
 
+    def _settle_later(
+        self, decided: Settled, offered: Offered | None, included: Tensor | None
+    ) -> None:
+        """Settle the residual in the encoder's thread, after all that it was asked before."""
+        while self._settling and self._settling[0].done():
+            self._settling.popleft().result()
+        try:
+            settling = self._encoder.submit(self._settle_residual, decided, offered, included)
+            self._settling.append(settling)
+        except RuntimeError:  # closed: it takes nothing more, but ends what it has
+            self._await_residuals()
+            self._settle_residual(decided, offered, included)
+
     def _settle_residual(
         self, decided: Settled, offered: Offered | None, included: Tensor | None
     ) -> None:
-        """Take what an entry did with this peer's contribution, and with its part."""
+        """Keep what an entry did not take of this peer's contribution, and of the part it owned."""
         entry, update_F = decided.applied.entry, decided.applied.update_F
         residual = self._residuals[entry.fragment]
         if offered is not None and included is not None:
@@ -395,24 +408,14 @@ class NetworkReducer:
         for part, lost_N in decided.credits:
             residual.owner_credit(part, lost_N)
 
-    def _settle_later(self, function: Callable[..., None], *arguments: object) -> None:
-        """Do something with a residual after all that was asked of the encoder before."""
-        while self._settling and self._settling[0].done():
-            self._settling.popleft().result()
-        try:
-            self._settling.append(self._encoder.submit(function, *arguments))
-        except RuntimeError:  # closed: it takes nothing more, but ends what it has
-            self._await_residuals()
-            function(*arguments)
-
     def _await_residuals(self) -> None:
-        """Return when nothing reads or changes a residual; raises what went wrong."""
+        """Wait until nothing reads or changes a residual; raise what went wrong."""
         futures.wait([offered.encoding for offered in self._offers.values()])
         while self._settling:
             self._settling.popleft().result()
 
     def _drop_what_grew(self, entry: Entry, norm: float, state: OuterState) -> None:
-        """Drop work that was left out so often that it would outweigh what the others bring."""
+        """Drop work that was left out so often that it would outweigh the others' work."""
         if self.method.every_step:
             return  # sends gradients: nothing was kept for the next one
         ratio = drift_ratio(norm, [m.norm for m in entry.members if m.weight > 0])

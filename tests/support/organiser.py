@@ -1,4 +1,4 @@
-"""A coordinator in a thread of this process, and what peers need to join it: for the tests here."""
+"""A coordinator in a thread of this process, and what peers need to join it."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 
 def tiny_spec(**sections) -> RunSpec:
-    """A run of a model with one cell, of one peer unless told otherwise."""
+    """Return a run of a model with one cell, of one peer by default."""
     values = {
         "run": {"name": "tiny", "rounds": 3},
         "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
@@ -41,7 +41,7 @@ def first_state(spec: RunSpec) -> OuterState:
 
 @dataclass
 class Organiser:
-    """A coordinator of a spec; ``up`` holds it while it runs."""
+    """A coordinator of a spec; `up` holds it while it runs."""
 
     spec: RunSpec
     folder: object

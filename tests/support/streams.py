@@ -15,7 +15,7 @@ def heads(monkeypatch):
         return encode(kind, record)
 
     monkeypatch.setattr("atoll.peer.rounds.allreduce.upfront.tagged", noted)
-    monkeypatch.setattr("atoll.peer.rounds.allreduce.exchange.tagged", noted)
+    monkeypatch.setattr("atoll.peer.rounds.allreduce.sender.tagged", noted)
     return seen
 
 

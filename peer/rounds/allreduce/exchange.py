@@ -1,60 +1,53 @@
-"""A member's side of a reduction: codes go to the owners of parts, reduced parts come back.
+"""One member's exchange: an all-reduce of one group, from the closed group to its reduced parts.
 
-Every member runs one ``Exchange`` a group.  For a part of its own it is the owner: it feeds its own
-codes, takes in the others' streams, and answers each with the cells as they are complete
-(``owning``).  A part is named by (part, generation); a repair starts the next generation and
-forgets the one before.
+An `Exchange` runs one task a part. If this peer owns the part, its `Owner` reduces it; otherwise
+its `Sender` sends the codes to the owner and takes the result. In groups of more than 64 members a
+`RowReduction` uses both to go by relays. All of them share one `ExchangeState`.
+
+A part is named by (part, generation). A repair starts the part's next generation under a new owner
+and forgets the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 
-from atoll.compression import CodecError
 from atoll.dht.identity import short
-from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import beside, end
-from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
+from atoll.dht.tasks import end
+from atoll.dht.transport import Stream
 from atoll.optim.log.entry import MalformedRecord
-from atoll.optim.reduction.cells import pack
 from atoll.optim.reduction.lowrank import LowRankCells
-from atoll.peer.rounds.allreduce.factors import FactorReceiver
-from atoll.peer.rounds.allreduce.owning import Owning
-from atoll.peer.rounds.allreduce.reduction import CellRefused, PartReceiver, batches
-from atoll.peer.rounds.allreduce.seat import CONNECT_STALLS
-from atoll.peer.rounds.allreduce.sending import CODES
+from atoll.peer.rounds.allreduce.owner import Owner
+from atoll.peer.rounds.allreduce.reduction import PartRange
+from atoll.peer.rounds.allreduce.rows import RowReduction, Rows, rows_of
+from atoll.peer.rounds.allreduce.sender import LOST, Sender
+from atoll.peer.rounds.allreduce.state import ExchangeState
 from atoll.peer.rounds.allreduce.upfront import UpfrontCodes, not_upfront, plan_of
 from atoll.peer.rounds.context import Context
-from atoll.peer.rounds.messages import (
-    ALIVE,
-    CELL,
-    PACED_BYTES,
-    PART_DONE,
-    REDUCE,
-    Group,
-    PartDone,
-    Reduce,
-    Repair,
-    Upfront,
-    tagged,
-)
+from atoll.peer.rounds.messages import Group, Reduce, Repair, Upfront
+from atoll.peer.rounds.policies import is_relayed
 
-DIAL_PAUSE_STALLS = 0.1  # between tries of a first contact
-QUIET_S = 0.5  # after which a part that was coming is better fetched from somebody who has it
+# A part that brought nothing for so long is better fetched from a member that holds it.
+QUIET_S = 0.5
 
 
-class _NotUpfront(Exception):  # noqa: N818
-    """An owner did not keep what came before the group."""
+def exchange_of(
+    ctx: Context, group: Group, codes: Sequence[bytes], upfront: UpfrontCodes | None
+) -> Exchange:
+    """Begin the all-reduce of a group, in rows if that saves time and the update is a sum.
+
+    A robust rule needs every member's cells at one place; gathered frames and factors have no sum.
+    """
+    cells = ctx.replay.cells_at(group.position)
+    has_sum = not (ctx.rule or cells.gathers or isinstance(cells, LowRankCells))
+    if has_sum and is_relayed(len(group.members), cells.numel, sum(cells.sizes)):
+        return Exchange(ctx, group, codes, rows=rows_of(len(group.members), group.parts))
+    return Exchange(ctx, group, codes, upfront)
 
 
-class PartLost(Exception):  # noqa: N818
-    """The owner of a part is gone or does not go on."""
-
-
-class Exchange(Owning):
-    """One group's reduction, from one member's place."""
+class Exchange:
+    """One group's all-reduce as one of its members takes part in it."""
 
     def __init__(
         self,
@@ -62,6 +55,7 @@ class Exchange(Owning):
         group: Group,
         codes: Sequence[bytes],
         upfront: UpfrontCodes | None = None,
+        rows: Rows | None = None,
     ) -> None:
         """Begin.
 
@@ -69,21 +63,91 @@ class Exchange(Owning):
             ctx: this peer's.
             group: closed, with this peer in it.
             codes: one frame a cell of the fragment; empty for a member of weight 0.
-            upfront: what left before the group was closed; it counts if it fits.
+            upfront: codes that left before the group closed; they count if its parts are the same.
+            rows: the rows of a large group.
         """
-        super().__init__(ctx, group, codes)
-        self.plan = plan_of(group).digest
-        self._upfront = upfront if upfront is not None and upfront.digest == self.plan else None
-        self.generation = dict.fromkeys(range(len(group.parts)), 0)
+        self.group = group
+        self.digest = group.digest
+        self._plan = plan_of(group).digest
+        if upfront is not None and upfront.digest != self._plan:
+            upfront = None
+        self._state = state = ExchangeState(ctx, group, codes)
+        self._owner = Owner(state)
+        self._sender = Sender(state, upfront)
+        self._rows = RowReduction(rows, state, self._owner, self._sender) if rows else None
+        self.times = state.times
+        self.parts = state.parts
+        """owners' reports on the parts that are complete here"""
+        self.left_out = state.left_out
+        """members that this peer continued without, and why"""
+        self.credits = self._owner.credits
+        """what encoding lost of each part that this peer reduced, times its weight"""
+        self.rejected = self._owner.rejected
+        """L2 norm of what a robust rule took out of each part that this peer reduced"""
+        self.reports = self._owner.reports
+        """for the leader: each part that this peer has reduced"""
         self.is_over = False
+        self._generation = dict.fromkeys(range(len(group.parts)), 0)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._repaired: list[asyncio.Task[None]] = []
         """cancelled tasks of earlier generations, which `close` awaits"""
-        self._came_at: dict[int, float] = {}
         ctx.parts.arriving[group.position] = self
         everyone = range(len(group.members))
         for index, plan in enumerate(group.parts):
             self._start(index, plan.owner, everyone)
+
+    def call_on_part(self, callback: Callable[[], None]) -> None:
+        """Call back whenever a part is complete here, so that a leader continues at once."""
+        self._state.on_part = callback
+
+    def range_of(self, part: int) -> PartRange:
+        """Return the cells of a part."""
+        return self._state.range_of(part)
+
+    def _start(self, part: int, owner: int, senders: Collection[int]) -> None:
+        generation = self._generation[part]
+        # A repaired part goes from every member to its new owner directly.
+        rows = self._rows if generation == 0 else None
+        if owner == self._state.me:
+            owned = (
+                rows.make_part(part) if rows else self._owner.make_part(part, generation, senders)
+            )
+            self._owner.parts[part, generation] = owned
+            work = self._owner.reduce(part, generation)
+        else:
+            work = self._get(rows, owner, part, generation)
+        self._tasks[part] = asyncio.create_task(work)
+
+    async def _get(self, rows: RowReduction | None, owner: int, part: int, generation: int) -> None:
+        name = self._state.peer(owner)
+        try:
+            if rows is None or not await rows.get(name, part):
+                await self._sender.exchange(name, part, generation)
+        except LOST as error:
+            self._state.log(f"lost part {part} of {short(name)}: {error}")
+
+    async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
+        """Take the codes or sums that a member sends of a part, and send it the results."""
+        if head.sums and self._rows is not None:
+            await self._rows.serve(remote, head, stream)
+        else:
+            await self._owner.serve(remote, head, stream)
+
+    def takes_upfront(self, remote: str, head: Upfront) -> Reduce:
+        """Return what a stream is that was opened before the group closed.
+
+        Raises:
+            Refused: it does not fit the group, or is of another contribution.
+        """
+        # An eager send goes to the owners, but members of a large group send to their relays.
+        if self._rows is not None:
+            raise not_upfront(head.position)
+        member = self.group.members[self._state.member(remote)]
+        if head.plan != self._plan or head.norm != member.norm:
+            raise not_upfront(head.position)
+        return Reduce(
+            position=head.position, group=self.digest, part=head.part, generation=0, sums=False
+        )
 
     def repair(self, order: Repair) -> None:
         """Reduce a part again under a new owner; what the old one sent is forgotten."""
@@ -91,9 +155,9 @@ class Exchange(Owning):
             raise MalformedRecord("repair: names a part or an owner that the group does not have")
         if any(sender >= len(self.group.members) for sender in order.senders):
             raise MalformedRecord("repair: names a sender that is not a member")
-        if order.generation <= self.generation[order.part]:
+        if order.generation <= self._generation[order.part]:
             return
-        self.generation[order.part] = order.generation
+        self._generation[order.part] = order.generation
         self.parts.pop(order.part, None)
         self.credits.pop(order.part, None)
         self._repaired.append(self._tasks[order.part])
@@ -101,212 +165,41 @@ class Exchange(Owning):
         self._start(order.part, order.owner, order.senders)
 
     def gone(self, member: int) -> None:
-        """Wait no longer for streams that a member has not opened; open ones tell by themselves."""
-        self._gone.add(member)
-        self._watch.disturbed = True
+        """Wait no longer for streams that a member has not opened; open ones break by themselves.
+
+        The leader reports this when the member's session ends. Owners alone cannot tell a dead
+        member from one that is still dialling, and would wait for the whole first contact.
+        """
+        self._state.gone.add(member)
+        self._state.watch.disturbed = True
+        if self._rows is not None:
+            self._rows.gone(member)
 
     def busy(self, part: int) -> bool:
-        """Whether the bytes of a part may still come by themselves."""
+        """Return whether the bytes of a part may still arrive by themselves."""
         return not self._tasks[part].done()
 
     async def arrival(self, start_cell: int, stop_cell: int) -> bool:
-        """See `Arriving`: waits while the part's bytes keep coming."""
+        """Wait while a part's bytes keep coming; return whether it may still arrive."""
         for part, plan in enumerate(self.group.parts):
             if (plan.start_cell, plan.stop_cell) == (start_cell, stop_cell):
                 return await self._arrival(part)
         return False
 
     async def _arrival(self, part: int) -> bool:
-        asked_at = self._ctx.now()
+        now, came_at = self._state.ctx.now, self._sender.came_at
+        asked_at = now()
         while not (task := self._tasks[part]).done():
-            if self._ctx.now() >= max(asked_at, self._came_at.get(part, 0.0)) + QUIET_S:
+            if now() >= max(asked_at, came_at.get(part, 0.0)) + QUIET_S:
                 return True
             await asyncio.wait({task}, timeout=QUIET_S / 4)
         return False
 
     async def close(self) -> None:
-        """End all streams."""
+        """End all tasks and streams."""
         self.is_over = True
-        arriving, position = self._ctx.parts.arriving, self.group.position
+        arriving, position = self._state.ctx.parts.arriving, self.group.position
         if arriving.get(position) is self:
             del arriving[position]
-        self._watch.close()
+        self._state.watch.close()
         await end(*self._tasks.values(), *self._repaired)
-
-    def takes_upfront(self, remote: str, head: Upfront) -> Reduce:
-        """What a stream is that came before the group.
-
-        Raises:
-            Refused: it does not fit the group, or is of another contribution.
-        """
-        member = self.group.members[self._member(remote)]
-        if head.plan != self.plan or head.norm != member.norm:
-            raise not_upfront(head.position)
-        return Reduce(
-            position=head.position, group=self.digest, part=head.part, generation=0, sums=False
-        )
-
-    def _start(self, part: int, owner: int, senders: Collection[int]) -> None:
-        generation = self.generation[part]
-        if owner == self.me:
-            self._owned[part, generation] = self._own(part, generation, senders)
-            work = self._reduce_own(part, generation)
-        else:
-            work = self._fetch_reduced(part, generation, owner)
-        self._tasks[part] = asyncio.create_task(work)
-
-    async def _fetch_reduced(self, part: int, generation: int, owner: int) -> None:
-        name = self.group.members[owner].peer_id
-        try:
-            await self._exchange_with(name, part, generation)
-        except (TransportError, CodecError, MalformedRecord, CellRefused, PartLost) as error:
-            self._watch.disturbed = True
-            text = f"round {self.group.position + 1}: lost part {part} of {short(name)}: {error}"
-            self._ctx.on_event("warning", text)
-
-    async def _exchange_with(self, owner: str, part: int, generation: int) -> None:
-        if self._upfront is not None and generation == 0:
-            stream = await self._upfront.stream(part)
-            with suppress(_NotUpfront):
-                if stream is not None:
-                    return await self._go_on_with(self._upfront, stream, part)
-        stream = await self._open(owner)
-        to_answer: asyncio.Queue[list[bytes]] = asyncio.Queue()
-        sending = self._send_codes(stream, part, generation, to_answer)
-        await self._converse(stream, sending, part, generation, to_answer)
-
-    async def _go_on_with(self, upfront: UpfrontCodes, stream: Stream, part: int) -> None:
-        """Codes are under way already.
-
-        Raises:
-            _NotUpfront: the owner did not keep them, or never answered.
-        """
-        try:
-            await self._converse(
-                stream, self._sent_upfront(upfront, part), part, 0, asyncio.Queue()
-            )
-        except Refused as error:
-            if error.code is RefusalCode.NOT_UPFRONT:
-                raise _NotUpfront from error
-            raise
-        except PeerUnreachable as error:
-            if part in self._came_at:
-                raise
-            raise _NotUpfront from error  # it may have broken long before the group was closed
-
-    async def _sent_upfront(self, upfront: UpfrontCodes, part: int) -> None:
-        await upfront.sent(part)
-        self._unsent.discard(part)
-        self._note_sent()
-
-    async def _converse(
-        self,
-        stream: Stream,
-        sending: Coroutine[None, None, None],
-        part: int,
-        generation: int,
-        to_answer: asyncio.Queue[list[bytes]],
-    ) -> None:
-        """Send and collect at once."""
-        try:
-            async with beside(sending):
-                await self._collect(stream, part, generation, to_answer)
-        finally:
-            await stream.close()
-
-    async def _open(self, owner: str) -> Stream:
-        """A stream to an owner; a dial that fails at once is tried again while there is time."""
-        deadline = self._ctx.now() + CONNECT_STALLS * self.group.stall_s
-        while True:
-            try:
-                left_s = max(deadline - self._ctx.now(), self._ctx.alive_s)
-                return await self._ctx.transport.open(owner, "reduce", timeout_s=left_s)
-            except PeerUnreachable:
-                if self._ctx.now() >= deadline:
-                    raise
-            await asyncio.sleep(DIAL_PAUSE_STALLS * self.group.stall_s)
-
-    async def _send_codes(
-        self,
-        stream: Stream,
-        part: int,
-        generation: int,
-        to_answer: asyncio.Queue[list[bytes]],
-    ) -> None:
-        head = Reduce(
-            position=self.group.position,
-            group=self.digest,
-            part=part,
-            generation=generation,
-            sums=False,
-        )
-        await stream.send(tagged(REDUCE, head), timeout_s=self.group.stall_s)
-        if self.group.members[self.me].weight > 0:
-            sent = await self._send_frames(stream, await self._my_codes(part), 0)
-            if self._factors is not None:
-                await self._send_answers(stream, part, sent, to_answer)
-        self._unsent.discard(part)
-        self._note_sent()
-
-    async def _send_frames(self, stream: Stream, frames: Sequence[bytes], first: int) -> int:
-        """Send frames; the number of the next message."""
-        messages = batches([pack(frame) for frame in frames], PACED_BYTES)
-        await self._send_paced(stream, messages, first, CODES)
-        return first + len(messages)
-
-    async def _send_answers(
-        self, stream: Stream, part: int, number: int, to_answer: asyncio.Queue[list[bytes]]
-    ) -> None:
-        """Answer each P with a Q, with signs of life while none comes."""
-        plan, answered = self.group.parts[part], 0
-        while answered < plan.stop_cell - plan.start_cell:
-            try:
-                async with asyncio.timeout(self._ctx.alive_s):
-                    p_frames = await to_answer.get()
-            except TimeoutError:
-                await stream.send(ALIVE, timeout_s=self.group.stall_s)
-                continue
-            frames = await self._answers(part, answered, p_frames)
-            number = await self._send_frames(stream, frames, number)
-            answered += len(p_frames)
-
-    def _receiver(self, part: int) -> PartReceiver | FactorReceiver:
-        if isinstance(self.cells, LowRankCells):
-            return FactorReceiver(part=self.range_of(part), cells=self.cells)
-        return PartReceiver(
-            part=self.range_of(part),
-            members=len(self.group.members),
-            out_N=self._rooms.pop(part, None),
-        )
-
-    async def _collect(
-        self,
-        stream: Stream,
-        part: int,
-        generation: int,
-        to_answer: asyncio.Queue[list[bytes]],
-    ) -> None:
-        receiver = self._receiver(part)
-        deadline = self.times.started + self.group.deadline_s + self.group.stall_s
-        timeout_s = CONNECT_STALLS * self.group.stall_s
-        while self._ctx.now() < deadline:
-            message = await stream.recv(timeout_s=timeout_s)
-            if message is None:
-                raise PartLost("the stream ended before the part was complete")
-            if message[:1] == CELL:
-                self._came_at[part] = self._ctx.now()
-                p_frames = await self._ctx.compute(receiver.take, memoryview(message)[1:])
-                await self._pass_back(part, receiver)
-                if p_frames:
-                    to_answer.put_nowait(p_frames)
-                timeout_s = self.group.stall_s
-            elif message[:1] == PART_DONE:
-                done = PartDone.decode(message[1:])
-                if (done.part, done.generation) != (part, generation):
-                    raise PartLost("the owner names another part")
-                body = await self._ctx.compute(receiver.finish, done)
-                return self._complete(part, body, done, receiver.decoded_N)
-        raise DeadlineExceeded(f"expected the part within {self.group.deadline_s:.1f} s")
-
-    async def _pass_back(self, part: int, receiver: PartReceiver | FactorReceiver) -> None:
-        """Results came; a relay passes them on."""

@@ -23,7 +23,7 @@ from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportErro
 from atoll.optim.reduction.cells import LENGTH, Cells, pack
 from atoll.optim.reduction.lowrank import LowRankCells
 from atoll.peer.rounds.allreduce.reduction import batches
-from atoll.peer.rounds.allreduce.sending import CODES, Bulk, send_paced
+from atoll.peer.rounds.allreduce.state import CODES, Bulk, send_paced
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
     ALIVE,

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from atoll.dht.tasks import beside
 from atoll.dht.transport import Stream
 from atoll.optim.log.entry import MalformedRecord
-from atoll.peer.rounds.allreduce.exchange import Exchange
-from atoll.peer.rounds.allreduce.tree import exchange_of
+from atoll.peer.rounds.allreduce.exchange import Exchange, exchange_of
 from atoll.peer.rounds.allreduce.upfront import begin_upfront
 from atoll.peer.rounds.consensus.closing import Seat, group_of
 from atoll.peer.rounds.context import Context

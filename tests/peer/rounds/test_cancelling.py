@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.peer.rounds.allreduce.exchange import Exchange
+from atoll.peer.rounds.allreduce.owner import OwnedPart
 from atoll.peer.rounds.consensus.leader import Leadership
 from atoll.peer.rounds.local import stream_pair
 
@@ -67,16 +67,15 @@ def test_a_reader_of_a_local_stream(turns):
 @pytest.mark.parametrize("turns", TURNS)
 def test_a_sender_that_waits_for_frames(turns):
     async def main():
-        owned = SimpleNamespace(changed=asyncio.Condition(), reducer=SimpleNamespace(frames=[]))
-        exchange = SimpleNamespace(_ctx=SimpleNamespace(alive_s=60.0))
+        reducer = SimpleNamespace(frames=[])
+        owned = OwnedPart(reducer=reducer, compute=None, waiting=set())
 
         async def wait():
             while True:
-                await Exchange._await_frames(exchange, owned, 0, None)
+                await owned.await_frames(0, timeout_s=60.0)
 
         async def change():
-            async with owned.changed:
-                owned.changed.notify_all()
+            await owned.notify()
 
         assert await is_ended_by(wait(), change, turns)
 

@@ -18,8 +18,8 @@ from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry
 from atoll.optim.reduction.robust import median
 from atoll.optim.state.layout import CELL, Layout
-from atoll.peer.rounds.allreduce.exchange import Exchange
-from atoll.peer.rounds.allreduce.sending import CODES
+from atoll.peer.rounds.allreduce.owner import Owner
+from atoll.peer.rounds.allreduce.state import CODES, ExchangeState
 from atoll.peer.rounds.conduct import FIRST_BAR_S
 from atoll.peer.rounds.pacing import Link
 from support.strikes import expect_no_work_lost, expect_sums, passed, settled_down
@@ -197,12 +197,12 @@ def told(peers):
 
 
 def test_an_owner_that_lives_but_never_finishes_loses_its_part(tmp_path, monkeypatch):
-    finish = Exchange._finish
+    await_senders = Owner.await_senders
 
-    async def never(exchange, owned):
-        if exchange._ctx.me == lazy and exchange.group.position == 0:
+    async def never(owner, owned):
+        if owner._state.ctx.me == lazy and owner._state.group.position == 0:
             await asyncio.Event().wait()
-        await finish(exchange, owned)
+        await await_senders(owner, owned)
 
     async def scenario(swarm):
         peers = await swarm.start(3)
@@ -215,7 +215,7 @@ def test_an_owner_that_lives_but_never_finishes_loses_its_part(tmp_path, monkeyp
         await end_equal(swarm, peers)
 
     lazy = Swarm(tmp_path / "names").add().ctx.me
-    monkeypatch.setattr(Exchange, "_finish", never)
+    monkeypatch.setattr(Owner, "await_senders", never)
     run(tmp_path, scenario)
 
 
@@ -293,7 +293,7 @@ def test_a_lone_survivor_gives_its_state_to_joiners(tmp_path):
 
 def test_a_sender_whose_results_cannot_be_sent_is_waited_for_no_longer(tmp_path, monkeypatch):
     """Its death may show first where the owner sends to it, while its own stream is only silent."""
-    send_results, silent = Exchange._send_results, []
+    send_results, silent = Owner.send_results, []
 
     async def broken(self, owned, head, stream):
         if stream.remote in silent:
@@ -305,8 +305,8 @@ def test_a_sender_whose_results_cannot_be_sent_is_waited_for_no_longer(tmp_path,
         victim, others = peers[0], peers[1:]
         await swarm.until(lambda: passed(peers, 0))
         silent.append(victim.identity.peer_id)
-        monkeypatch.setattr(Exchange, "_send_results", broken)
-        monkeypatch.setattr(Exchange, "_send_paced", quiet_of(victim))
+        monkeypatch.setattr(Owner, "send_results", broken)
+        monkeypatch.setattr(ExchangeState, "send_paced", quiet_of(victim))
         began_s = max(p.ready_at for p in others)
         await swarm.until(lambda: passed(others, 1))
         assert swarm.now() - began_s < SETTINGS.stall_s
@@ -340,11 +340,11 @@ def test_a_round_in_which_somebody_died_says_nothing_of_the_link(tmp_path, monke
 
 
 def quiet_of(victim):
-    """`Exchange._send_paced` by which one peer sends no codes."""
-    send_paced = Exchange._send_paced
+    """`ExchangeState.send_paced`, by which one peer sends no codes."""
+    send_paced = ExchangeState.send_paced
 
     async def send(self, stream, messages, first, leg):
-        if self._ctx is victim.ctx and leg == CODES:
+        if self.ctx is victim.ctx and leg == CODES:
             await asyncio.Event().wait()
         await send_paced(self, stream, messages, first, leg)
 

@@ -16,9 +16,9 @@ from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.cells import pack, unpack
 from atoll.optim.reduction.lowrank import Factors, LowRankCells, rank_of, warm_numel
 from atoll.optim.state.layout import Layout
-from atoll.peer.rounds.allreduce.exchange import Exchange
 from atoll.peer.rounds.allreduce.factors import FactorReceiver, FactorReducer, answers, first_frames
 from atoll.peer.rounds.allreduce.reduction import CellRefused, Norms, PartRange, Share
+from atoll.peer.rounds.allreduce.state import ExchangeState
 from support.strikes import KINDS, Strike, run_strike
 from support.swarm import Swarm
 
@@ -192,12 +192,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("exchange", ["_my_codes", "_answers"])
+@pytest.mark.parametrize("exchange", ["my_codes", "answers"])
 @pytest.mark.parametrize("how", BAD)
 def test_who_sends_a_bad_factor_is_left_out_and_named(tmp_path, monkeypatch, exchange, how):
     """In P or in Q, to all owners; the others' matrices are projected without it."""
-    honest = getattr(Exchange, exchange)
-    shape = (60, 2) if exchange == "_my_codes" else (40, 2)
+    honest = getattr(ExchangeState, exchange)
+    shape = (60, 2) if exchange == "my_codes" else (40, 2)
 
     async def scenario():
         swarm = Swarm(tmp_path, layout=LAYOUT, method=METHOD, codec=None)
@@ -207,11 +207,11 @@ def test_who_sends_a_bad_factor_is_left_out_and_named(tmp_path, monkeypatch, exc
         async def lie(self, part, *given):
             frames = list(await honest(self, part, *given))
             first = self.group.parts[part].start_cell + (given[0] if given else 0)
-            if self._ctx is liar.ctx and first == 0:
+            if self.ctx is liar.ctx and first == 0:
                 frames[0] = BAD[how](frames[0], shape)
             return frames
 
-        monkeypatch.setattr(Exchange, exchange, lie)
+        monkeypatch.setattr(ExchangeState, exchange, lie)
         await swarm.begin(swarm.peers)
         await swarm.until(lambda: all(p.replica.position >= 3 for p in others))
         first = next(s for s in liar.settled if s.applied.entry.position == 0)

@@ -7,7 +7,7 @@ from atoll.compression import CodecError, parse
 from atoll.optim.reduction.cells import Cells, pack
 from atoll.optim.state.layout import CELL
 from atoll.optim.state.updates import dense
-from atoll.peer.rounds.allreduce.owned import Arrival, accumulate
+from atoll.peer.rounds.allreduce.owner import Arrival, accumulate
 from atoll.peer.rounds.allreduce.reduction import (
     CellRefused,
     PartRange,

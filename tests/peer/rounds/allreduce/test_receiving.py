@@ -8,7 +8,7 @@ import torch
 from atoll.compression import CodecError, parse
 from atoll.optim.reduction.cells import Cells, body_of, pack
 from atoll.optim.state.layout import CELL
-from atoll.peer.rounds.allreduce.owned import Arrival, accumulate
+from atoll.peer.rounds.allreduce.owner import Arrival, accumulate
 from atoll.peer.rounds.allreduce.reduction import (
     CellRefused,
     PartRange,

@@ -13,8 +13,7 @@ from atoll.optim.reduction.cells import Cells, unpack
 from atoll.optim.state.layout import CELL
 from atoll.peer.rounds import policies
 from atoll.peer.rounds.allreduce.reduction import CellRefused, PartRange, PartReducer, Share
-from atoll.peer.rounds.allreduce.relays import TreePart
-from atoll.peer.rounds.allreduce.rows import rows_of
+from atoll.peer.rounds.allreduce.rows import TreePart, rows_of
 from atoll.peer.rounds.allreduce.sums import RowReducer, TreeReducer
 from atoll.peer.rounds.messages import PartPlan
 

@@ -9,7 +9,8 @@ from atoll.optim.reduction.robust import rule_of
 from atoll.optim.state import fragments
 from atoll.optim.state.layout import CELL, Layout
 from atoll.peer.rounds import policies
-from atoll.peer.rounds.allreduce import tree
+from atoll.peer.rounds.allreduce import exchange
+from atoll.peer.rounds.allreduce.rows import RelayedPart, RowReduction
 from atoll.peer.rounds.consensus.ballot import leader_of
 from atoll.peer.rounds.messages import REDUCE, UPFRONT
 from support.streams import heads
@@ -68,9 +69,9 @@ def test_a_member_reduces_with_few_of_many(tmp_path, monkeypatch):
     assert max(map(len, met.values())) <= 4 + 4 + 5  # its row, a part's relays, owners of its parts
 
 
-def spoil_sums(exchange):
+def spoil_sums(reduction):
     """A relay whose sums are too large."""
-    make = exchange._owned_by_row
+    make = reduction._make_relayed
 
     def made(part):
         relayed = make(part)
@@ -82,7 +83,7 @@ def spoil_sums(exchange):
         relayed.reducer._encode = large
         return relayed
 
-    exchange._owned_by_row = made
+    reduction._make_relayed = made
 
 
 def scaled(frame, factor):
@@ -90,31 +91,29 @@ def scaled(frame, factor):
     return frame[:1] + (factor * values_N).numpy().tobytes()
 
 
-def spoil_results(exchange):
+def spoil_results(reduction):
     """A relay that passes back other results than the owner sent."""
-    pass_back = exchange._pass_back
+    pass_back = reduction._pass_back
 
-    async def spoilt(part, receiver):
-        await pass_back(part, receiver)
-        relayed = exchange._relayed.get(part)
-        if relayed is not None:
-            relayed.came_back = [frame[:-1] + b"?" for frame in relayed.came_back]
+    async def spoilt(relayed, receiver):
+        await pass_back(relayed, receiver)
+        relayed.came_back = [frame[:-1] + b"?" for frame in relayed.came_back]
 
-    exchange._pass_back = spoilt
+    reduction._pass_back = spoilt
 
 
 @pytest.mark.parametrize("spoil", [spoil_sums, spoil_results])
 def test_a_relay_that_lies_costs_its_row_the_way_to_the_owner(tmp_path, monkeypatch, spoil):
     liars = []
 
-    class Spoilt(tree.TreeExchange):
-        def __init__(self, ctx, *arguments):
-            if ctx.me.peer_id in liars:
+    class Spoilt(RowReduction):
+        def __init__(self, rows, state, *sides):
+            super().__init__(rows, state, *sides)
+            if state.ctx.me.peer_id in liars:
                 spoil(self)
-            super().__init__(ctx, *arguments)
 
     async def scenario(swarm):
-        monkeypatch.setattr(tree, "TreeExchange", Spoilt)
+        monkeypatch.setattr(exchange, "RowReduction", Spoilt)
         peers = [swarm.add() for _ in range(PEERS)]
         liars.append(peers[4].identity.peer_id)
         await swarm.begin(peers)
@@ -122,7 +121,7 @@ def test_a_relay_that_lies_costs_its_row_the_way_to_the_owner(tmp_path, monkeypa
         assert everyone_counts(peers, 0)
         assert swarm.same_bits(peers)
         expect_sums(swarm, peers[0])
-        assert any("no more sums" in e or "not by" in e for p in peers for e in p.events)
+        assert any("no more sums" in e or "not by relay" in e for p in peers for e in p.events)
 
     run(tmp_path, monkeypatch, scenario)
 
@@ -183,7 +182,8 @@ def leader_of_next(peers):
 def relayed_by(peer):
     flights = peer.rounds._flights.values()
     exchanges = [flight.pending.exchange for flight, _ in flights]
-    return [part for x in exchanges if x is not None for part in x._relayed.values()]
+    parts = [part for x in exchanges if x is not None for part in x._owner.parts.values()]
+    return [part for part in parts if isinstance(part, RelayedPart)]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def relayed_by(peer):
 )
 def test_what_has_no_sum_is_not_relayed(tmp_path, monkeypatch, options):
     async def scenario(swarm):
-        monkeypatch.setattr(tree, "TreeExchange", None)
+        monkeypatch.setattr(exchange, "RowReduction", None)
         peers = await swarm.start(PEERS)
         await swarm.until(lambda: reached(peers, 1))
         assert everyone_counts(peers, 0)

@@ -11,7 +11,7 @@ from atoll.peer.cli import Subparsers, new_parser, print_json
 if TYPE_CHECKING:
     from atoll.coordinator.run.spec import RunSpec
     from atoll.optim.workers.timetable import Timetable
-    from atoll.peer.lab.advice import Option
+    from atoll.peer.lab.advice import RunOption
     from atoll.peer.lab.plan import Setting
 
 
@@ -163,7 +163,7 @@ def _params(model: Any) -> int:  # noqa: ANN401 - a module
     return Layout.of(model).numel
 
 
-def table(options: "list[Option]") -> list[str]:
+def table(options: "list[RunOption]") -> list[str]:
     """Return a heading and one line per option; the first option is the run's own."""
     width = 1 + max(len(option.method) for option in options)
     head = (
@@ -175,11 +175,11 @@ def table(options: "list[Option]") -> list[str]:
     return [head, f"{_line(own, width)}  this run", *(_line(option, width) for option in rest)]
 
 
-def _name(option: "Option") -> tuple[str, int]:
+def _name(option: "RunOption") -> tuple[str, int]:
     return option.method, option.prediction.inner_steps
 
 
-def _line(option: "Option", width: int) -> str:
+def _line(option: "RunOption", width: int) -> str:
     cost = option.prediction
     gap = "" if option.gap is None else f"{100 * option.gap:+.1f}%"
     note = "" if option.runs else "  simulated only"
@@ -194,9 +194,9 @@ def _told(
     args: argparse.Namespace,
     setting: "Setting",
     model: Any,  # noqa: ANN401 - a module
-    mine: "Option",
-    shown: "list[Option]",
-    chosen: "Option",
+    mine: "RunOption",
+    shown: "list[RunOption]",
+    chosen: "RunOption",
 ) -> dict[str, Any]:
     return {
         "params": _params(model),

@@ -1,12 +1,12 @@
-"""Which method, window and codec to take: what was measured here, and the pick that follows.
+"""Recommend a method, window and codec for a run, from measured losses.
 
-The gap to data parallel training grows with the window and with the peers, and depends on the
-method and its codec. All were measured in this project, mostly in short runs of small models
-(`atoll.peer.lab.measured`).
-What was not measured is not recommended, and `diloco` is left only for what is clearly better.
-What is compared is the loss at equal time: idle links and costly inner optimizers both count.
+The gap to data-parallel training grows with the window and with the number of peers, and depends on
+the method and its codec. The gaps come from this project's own measurements, mostly short runs of
+small models (`atoll.peer.lab.measured`). Options are compared by their loss at equal time, so idle
+time and slow inner optimizers both count. Only measured methods are recommended, and another method
+than `diloco` only if it is clearly better.
 
-# H inner steps of a window, N parameters
+# H inner steps per window, N parameters
 """
 
 import math
@@ -33,47 +33,47 @@ from atoll.peer.lab.simulation_settings import RATE_SHARES
 PLAIN = "diloco"
 WINDOWS = (10, 30, 50, 100)
 LOSS_BY_TOKENS = 0.137
-"""Loss falls with tokens to this power: data parallel, 0.93M parameters, ends at 1.455 after 2.5M
-tokens and at 1.158 after 13.1M (docs/benchmarks/outer.json). It says what idle time costs."""
-OUTER_KEYS = ("lr", "momentum")  # options with keys of their own in RUN.toml
+"""Loss falls with tokens to this power, which gives the cost of idle time: data-parallel training
+of 0.93M parameters ends at 1.455 after 2.5M tokens and at 1.158 after 13.1M
+(docs/benchmarks/outer.json)."""
+OUTER_KEYS = ("lr", "momentum")  # options with their own keys in RUN.toml
 COMPRESSION_KEYS = ("codec", "feedback")
-TUNED = {*OUTER_KEYS, "feedback", "peers", "clip_norm"}  # what rows of one kind differ in
-LEVEL = 1.005  # windows of one method that are closer than this: traffic decides
-CLEARLY = 1.02  # methods closer than this may be level: few seeds, small models, short runs
-
+TUNED = {*OUTER_KEYS, "feedback", "peers", "clip_norm"}  # options that rows of one kind differ in
+LEVEL = 1.005  # options whose losses are closer than this are ranked by traffic
+CLEARLY = 1.02  # closer methods may be equal: few seeds, small models, short runs
 
 ALONE = (
-    "One peer needs no exchange: diloco with its plain settings, so that others can join.",
-    "Say --peers and --mbit again once you know who will; a run keeps what it began with.",
+    "A single peer exchanges nothing: use diloco with its defaults, so that others can join.",
+    "Run this again with --peers and --mbit once you know them; a run keeps its settings.",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
-    """One way to run, and what is known of it."""
+class RunOption:
+    """One method and window, with its prediction and its measured gap."""
 
     prediction: Prediction
     method: str
-    """Spec; what it leaves open follows the run."""
+    """Spec of the method; options that it leaves open follow the run."""
     gap: float | None
-    """Share by which its loss is expected above that of data parallel; None: not measured."""
+    """Expected fraction above the loss of data-parallel training; None if not measured."""
     runs: bool
-    """Whether this version runs it over the network."""
+    """Whether this version can run it over the network."""
     slowed: float = 1.0
     """Time of an inner step, as a multiple of AdamW's."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row of the table, and what its spec says."""
+class MeasuredMethod:
+    """A row of measured losses, with its spec parsed."""
 
     measured: Measured
     method: Method
     given: frozenset[str]
-    """options that the spec sets"""
+    """Options that the spec sets."""
 
     def covers(self, method: Method) -> bool:
-        """Whether a method is the row's in all that the row does not leave open."""
+        """Return whether `method` equals the row's in all options that the row decides."""
         left_open = TUNED - {"feedback"} - self.given
         decisive = [option.name for option in fields(self.method) if option.name not in left_open]
         return type(self.method) is type(method) and all(
@@ -82,30 +82,27 @@ class Row:
 
 
 @cache
-def rows() -> tuple[Row, ...]:
-    """The table."""
+def rows() -> tuple[MeasuredMethod, ...]:
+    """Return all measured methods."""
     return tuple(
-        Row(measured=row, method=methods.parse(row.spec), given=methods.given(row.spec))
+        MeasuredMethod(measured=row, method=methods.parse(row.spec), given=methods.given(row.spec))
         for row in METHODS
     )
 
 
 def measured_as(method: Method) -> Measured | None:
-    """The row of the table that a method is, or the one that says most of it.
-
-    What a row leaves open follows the run.
-    """
+    """Return the row that covers a method and sets most of its options; None if none covers it."""
     able = [row for row in rows() if row.covers(method)]
     best = max(able, key=lambda row: len(row.given), default=None)
     return None if best is None else best.measured
 
 
 def gap_of(method: Method, inner_steps: int, peers: int) -> float | None:
-    """Expected share above the loss of data parallel; None where nothing was measured.
+    """Return the expected fraction above the loss of data-parallel training; None if not measured.
 
-    What was measured of several windows with four workers, times what the method lost with so many
-    workers as there are peers in place of four. Both are interpolated over the logarithm, of H and
-    of peers, and end with the last ones measured.
+    This is the gap measured for several windows with four workers, times the method's loss with as
+    many workers as there are peers relative to four. Both are interpolated over the logarithm of H
+    and of peers, and are constant beyond the last measurement.
     """
     row = measured_as(method)
     if row is None or not is_alike(method, inner_steps, row.inner_steps):
@@ -120,10 +117,10 @@ def gap_of(method: Method, inner_steps: int, peers: int) -> float | None:
 
 
 def is_alike(method: Method, inner_steps: int, measured: int) -> bool:
-    """Whether what a method lost with windows of `measured` steps says something of others.
+    """Return whether a gap measured with windows of `measured` steps applies to `inner_steps`.
 
-    Not of longer ones where a round carries some of the values and the rest waits for rounds, and
-    not of shorter ones of which a reduction hides behind a larger share.
+    It does not apply to longer windows if a round carries only some of the values, because the
+    rest waits for later rounds, nor to windows of which the reduction's delay is a larger part.
     """
     sparse = isinstance(method.codec, SparseCodec) or method.rank > 0
     later = (
@@ -133,17 +130,16 @@ def is_alike(method: Method, inner_steps: int, measured: int) -> bool:
 
 
 def window_gap(inner_steps: int, measured: Sequence[tuple[int, float]] = GAP_BY_WINDOW) -> float:
-    """Share by which `diloco` with windows of H ends above data parallel."""
+    """Return the fraction by which `diloco` with windows of H ends above data-parallel training."""
     return _interpolated(inner_steps, measured)
 
 
 def workers_gap(name: str, workers: int) -> float:
-    """Share by which a method ends above data parallel of as many workers."""
+    """Return the fraction by which a method ends above data-parallel training with `workers`."""
     return _interpolated(workers, GAP_BY_WORKERS[name])
 
 
 def _interpolated(at: int, measured: Sequence[tuple[int, float]]) -> float:
-    """Between the points on both sides, over the logarithm; beyond the last, its value."""
     for (low, gap_low), (high, gap_high) in pairwise(measured):
         if at <= high:
             share = math.log(at / low) / math.log(high / low)
@@ -152,10 +148,10 @@ def _interpolated(at: int, measured: Sequence[tuple[int, float]]) -> float:
 
 
 def as_run(spec: str, inner_steps: int) -> dict[str, dict[str, object]]:
-    """What a RUN.toml says to run a method: fields of [inner], [outer] and [compression].
+    """Return the fields of [inner], [outer] and [compression] in RUN.toml that select a method.
 
     Raises:
-        MethodError: when there is no such method.
+        MethodError: there is no such method.
     """
     method, given = methods.parse(spec), methods.given(spec)
     own = {name: getattr(method, name) for name in given - {*OUTER_KEYS, *COMPRESSION_KEYS}}
@@ -170,7 +166,7 @@ def as_run(spec: str, inner_steps: int) -> dict[str, dict[str, object]]:
 
 
 def runs_over_network(spec: str) -> bool:
-    """Whether this version takes it in a RUN.toml."""
+    """Return whether this version accepts the method in a RUN.toml."""
     shortest = max(1, methods.parse(spec).hidden_steps(1))
     try:
         RunSpec.from_dict(as_run(spec, shortest))
@@ -181,14 +177,14 @@ def runs_over_network(spec: str) -> bool:
 
 def options(
     model: nn.Module, setting: Setting, *, step_tokens: int, windows: Sequence[int] = WINDOWS
-) -> list[Option]:
-    """All that was measured and fits the model, with every window, in the order of the table.
+) -> list[RunOption]:
+    """Return every measured method that fits the model, with every window.
 
     Args:
-        model: may lie on the meta device.
+        model: model, which may be on the meta device.
         setting: peers, links, and the time of a step with AdamW.
-        step_tokens: of a peer's inner step.
-        windows: H of methods that have windows.
+        step_tokens: tokens of one inner step of a peer.
+        windows: values of H for methods that have windows.
     """
     found = []
     for spec in contenders():
@@ -203,7 +199,7 @@ def options(
 
 
 def contenders() -> list[str]:
-    """Of what was measured with several outer constants or shares of feedback, the best."""
+    """Return the best measured spec of each method over its outer constants and feedback."""
     best: dict[object, Measured] = {}
     for row in rows():
         own = [getattr(row.method, o.name) for o in fields(row.method) if o.name not in TUNED]
@@ -213,7 +209,7 @@ def contenders() -> list[str]:
 
 
 def _fits(method: Method, model: nn.Module, inner_steps: int) -> bool:
-    """Whether a model has blocks enough for the fragments, and a window steps for the delay."""
+    # The model needs enough blocks for the fragments, the window enough steps for the delay.
     try:
         fragments_of(method, Layout.of(model))
     except FragmentError:
@@ -223,11 +219,11 @@ def _fits(method: Method, model: nn.Module, inner_steps: int) -> bool:
 
 def option_of(
     method: Method, model: nn.Module, setting: Setting, *, step_tokens: int, inner_steps: int
-) -> Option:
-    """One way to run, of a method that does; arguments as of `options`."""
+) -> RunOption:
+    """Return the option of a method that runs over the network; arguments as for `options`."""
     row, slowed = measured_as(method), slowed_by(method, model, setting, step_tokens)
     own = replace(setting, step_s=setting.step_s * slowed)
-    return Option(
+    return RunOption(
         prediction=predict(method, model, own, inner_steps=inner_steps),
         method=method.spec if row is None else row.spec,
         gap=gap_of(method, inner_steps, setting.peers),
@@ -237,11 +233,11 @@ def option_of(
 
 
 def slowed_by(method: Method, model: nn.Module, setting: Setting, step_tokens: int) -> float:
-    """Time of an inner step as a multiple of AdamW's: as timed, else from the arithmetic of both.
+    """Return the time of an inner step as a multiple of AdamW's, as timed or else computed.
 
-    Forward and backward passes take 6 N operations a token. Muon takes 4 R R C + 2 R R R more in
-    each step of its iteration on a matrix of R rows and C columns, R <= C, whatever the batch. On
-    a processor this is within 10% of what steps of 0.9M and 11M parameters took.
+    Forward and backward passes take 6 N operations per token. Muon takes 4 R R C + 2 R R R more in
+    each step of its iteration on a matrix of R rows and C columns, R <= C, for any batch size. On
+    a CPU this is within 10% of the time of steps of 0.9M and 11M parameters.
     """
     if method.inner != "muon":
         return 1.0
@@ -255,22 +251,22 @@ def slowed_by(method: Method, model: nn.Module, setting: Setting, step_tokens: i
     return float(1.0 + NEWTON_SCHULZ_STEPS * iteration / passes)
 
 
-def expected(option: Option) -> float:
-    """Loss at equal time, as a multiple of what data parallel without a network reaches."""
+def expected(option: RunOption) -> float:
+    """Return the loss at equal time, relative to data-parallel training without a network."""
     gap = math.inf if option.gap is None else option.gap
     pace = option.prediction.utilisation / option.slowed
     return float((1.0 + gap) * pace**-LOSS_BY_TOKENS)
 
 
-def pick(known: Sequence[Option]) -> Option:
-    """The one to take: `diloco` with its best window, or what is clearly better at equal time.
+def pick(known: Sequence[RunOption]) -> RunOption:
+    """Return `diloco` with its best window, or an option that is clearly better at equal time.
 
     Raises:
-        ValueError: when none runs over the network with a known gap.
+        ValueError: no option runs over the network with a known gap.
     """
     able = [option for option in known if option.runs and option.gap is not None]
     if not able:
-        raise ValueError("expected an option that was measured and runs over the network")
+        raise ValueError("no option was measured and runs over the network")
     plain = [option for option in able if option.method == PLAIN]
     best = _best(able)
     if not plain or CLEARLY * expected(best) < expected(_best(plain)):
@@ -278,28 +274,29 @@ def pick(known: Sequence[Option]) -> Option:
     return _best(plain)
 
 
-def _best(able: Sequence[Option]) -> Option:
-    """The least expected loss at equal time; of those level, the least traffic."""
+def _best(able: Sequence[RunOption]) -> RunOption:
+    """Return the option of least traffic among those of about the least loss at equal time."""
     level = LEVEL * min(expected(option) for option in able)
     near = [option for option in able if expected(option) <= level]
     return min(near, key=lambda o: o.prediction.sent_bytes / o.prediction.inner_steps)
 
 
-def reasons(option: Option, known: Sequence[Option]) -> tuple[str, str]:
-    """What was picked, and what other windows and the best other method would come to."""
+def reasons(option: RunOption, known: Sequence[RunOption]) -> tuple[str, str]:
+    """Describe the picked option, and compare other windows and the best other method with it."""
     cost = option.prediction
     gap = "" if option.gap is None else f"; loss about {100 * option.gap:.1f}% above data parallel"
     gap += f"; a step takes {option.slowed:.1f} times AdamW's" if option.slowed > 1 else ""
-    what = (
+    picked = (
         f"Take {option.method}, H={cost.inner_steps}: peers compute "
-        f"{100 * cost.utilisation:.0f}% of the time, {cost.sent_bytes / 1e6:.3g} MB a window{gap}."
+        f"{100 * cost.utilisation:.0f}% of the time, {cost.sent_bytes / 1e6:.3g} MB per window"
+        f"{gap}."
     )
     others = "; ".join(_against(option, other) for other in _nearest(option, known))
-    return what, f"Expected loss at equal time: {others}."
+    return picked, f"Expected loss at equal time: {others}."
 
 
-def _nearest(option: Option, known: Sequence[Option]) -> list[Option]:
-    """The next shorter and longer window, and the best of the other methods."""
+def _nearest(option: RunOption, known: Sequence[RunOption]) -> list[RunOption]:
+    """Return the next shorter and longer window, and the best of the other methods."""
     able = [other for other in known if other.runs and other.gap is not None]
     same = [other for other in able if other.method == option.method]
     same.sort(key=lambda other: other.prediction.inner_steps)
@@ -308,7 +305,7 @@ def _nearest(option: Option, known: Sequence[Option]) -> list[Option]:
     return [*same[max(0, place - 1) : place], *same[place + 1 : place + 2], *map(_best, [rest])]
 
 
-def _against(option: Option, other: Option) -> str:
+def _against(option: RunOption, other: RunOption) -> str:
     cost = other.prediction
     change = expected(other) / expected(option) - 1.0
     is_other = other.method != option.method

@@ -1,9 +1,8 @@
-"""The same training without low communication: one process, a gradient step over all batches.
+"""Data-parallel training in one process, as a baseline for a run.
 
-It is what data parallel would compute: each step averages the gradients of as many batches as
-there are peers, so it sees the same number of tokens in the same number of steps, on the same
-schedule and from the same first weights. With one peer it is `alone`: what one of the peers
-reaches by itself in the same number of steps.
+Each step averages the gradients of one batch per peer, so the baseline sees the same number of
+tokens in the same number of steps, with the same schedule and initial weights. `alone` trains on
+the stream of a single peer, in the same number of steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,45 +29,42 @@ from atoll.peer.training.trainer import (
 
 @dataclass(frozen=True, kw_only=True)
 class BaselinePoint:
-    """One stretch of the baseline, as long as a window of the run."""
+    """One window of the baseline, as long as a window of the run."""
 
     position: int
-    """Stretches done; compares with the position of the log."""
+    """Windows completed; corresponds to the position of the log."""
     tokens: int
     """Tokens seen so far."""
     loss: float
-    """Mean training loss of the stretch, nats a token."""
+    """Mean training loss of the window, in nats per token."""
     valid_loss: float | None = None
-    """Loss on held-out text at its end, where it was measured."""
+    """Loss on held-out text at its end; None if not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineResult:
-    """What the baseline came to."""
+    """Result of a baseline."""
 
     peers: int
-    """Batches a step."""
+    """Batches per step."""
     steps: int
-    """Steps taken; skipped ones are not."""
+    """Steps taken, without skipped ones."""
     skipped_steps: int
     """Steps whose loss or gradient was not finite."""
     tokens: int
     """Tokens seen."""
     history: list[BaselinePoint]
-    """One point a window."""
+    """One point per window."""
     loss: float
     """Training loss of the last window."""
     valid_loss: float
     """Loss on held-out text at the end."""
     seconds: float
-    """Of training, validation left out."""
+    """Seconds of training, without validation."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain numbers."""
+        """Return plain values for JSON."""
         return asdict(self)
-
-
-Progress = Callable[[BaselinePoint], None]
 
 
 def baseline(
@@ -80,29 +76,29 @@ def baseline(
     corpus: data.Corpus | None = None,
     validate_every: int = 0,
     valid_batches: int = VALID_BATCHES,
-    progress: Progress | None = None,
+    progress: Callable[[BaselinePoint], None] | None = None,
 ) -> BaselineResult:
-    """Train synchronously on the streams of all these peers.
+    """Train synchronously on the streams of several peers.
 
     Args:
-        spec: of the run to compare with.
-        peer_ids: whose data to draw; their number is the number of batches a step.
-        rounds: windows to train, the spec's by default.
-        device: as `Device.choose`.
-        corpus: the data of the run, if it is open already.
-        validate_every: windows between two measurements on held-out text; 0 for the end only.
-        valid_batches: of each measurement.
+        spec: spec of the run to compare with.
+        peer_ids: peers whose streams are drawn, one batch each per step.
+        rounds: windows to train; the spec's number by default.
+        device: device name, see `Device.choose`.
+        corpus: the data of the run, if already open.
+        validate_every: windows between measurements on held-out text; 0 for the end only.
+        valid_batches: batches of each measurement.
         progress: called after each window.
 
     Raises:
-        SetupError: the run has no end, or its data, model or device are not usable.
-        TrainingFailed: nothing but numbers that are not finite.
+        SetupError: the run has no end, or its data, model or device is not usable.
+        TrainingFailed: too many steps in a row had non-finite numbers.
     """
     rounds = rounds or spec.run.rounds
     if not rounds or not peer_ids:
         raise SetupError(
-            f"a baseline needs an end and data: expected rounds and peers above 0, got rounds="
-            f"{rounds} and {len(peer_ids)} peers; set rounds of [run]"
+            f"a baseline needs an end and data: expected rounds and peers above 0, got "
+            f"{rounds} rounds and {len(peer_ids)} peers; set rounds of [run]"
         )
     loop = _Baseline(spec, peer_ids, rounds, device, corpus or open_corpus(spec), valid_batches)
     for position in range(1, rounds + 1):
@@ -122,9 +118,9 @@ def alone(
     corpus: data.Corpus | None = None,
     validate_every: int = 0,
     valid_batches: int = VALID_BATCHES,
-    progress: Progress | None = None,
+    progress: Callable[[BaselinePoint], None] | None = None,
 ) -> BaselineResult:
-    """Train on the stream of one peer, as if it had no others; arguments as `baseline`."""
+    """Train on the stream of one peer alone; the other arguments are those of `baseline`."""
     return baseline(
         spec,
         peer_ids=[peer_id],
@@ -207,7 +203,7 @@ class _Baseline:
         if self._skips_in_a_row >= MAX_SKIPS * MAX_DROPPED:
             raise TrainingFailed(
                 f"{self._skips_in_a_row} steps of the baseline in a row had no finite loss and "
-                "gradient; check the learning rate of the run"
+                "gradient; check the run's learning rate"
             )
 
     def _valid_loss(self) -> float:

@@ -1,15 +1,11 @@
-"""Processes of `atoll ...` that end with the one that started them.
+"""`atoll` processes that end with the process that started them.
 
-Each is the leader of a process group of its own, so that it can be killed together with its libp2p
-daemon, and reads a pipe whose other end is held here: if this process is killed, they see the end
-of their input and stop (`atoll.peer.daemon.supervised`).
+Each child leads its own process group, so that it can be killed together with its libp2p daemon. It
+reads a pipe whose other end this process holds: if this process is killed, the child reads the end
+of its input and stops (`atoll.peer.daemon.supervised`).
 
-Errors::
-
-    RuntimeError
-     +-- ChildFailed     a process ended when it should not have; says how, and what it said last
-    ValueError
-     +-- ChildRefused    a process found its input to be wrong; says what
+    ChildFailed (RuntimeError)     a process ended too early; the message ends with its output
+    ChildRefused (ValueError)      a process rejected its input; the message tells why
 """
 
 from __future__ import annotations
@@ -22,25 +18,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-STOP_S = 20.0
-READ_ON_S = 1.0
-TAIL_CHARS = 2000
-LINE_BYTES = 1 << 20  # far above what a child says in one
+STOP_S = 20.0  # from SIGTERM to SIGKILL
+READ_ON_S = 1.0  # to read the rest of the output of an ended process
+TAIL_CHARS = 2000  # of its log, quoted in an error
+LINE_BYTES = 1 << 20  # far longer than any line that a child prints
 
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
-BAD_INPUT = 2  # as the command line ends where the input is wrong
+BAD_INPUT = 2  # exit code of the command line for invalid input
 
 
 class ChildFailed(RuntimeError):  # noqa: N818
-    """A process ended when it should not have."""
+    """A process ended too early."""
 
 
 class ChildRefused(ValueError):  # noqa: N818
-    """A process found its input to be wrong."""
+    """A process rejected its input."""
 
 
 class Child:
-    """One `atoll ...` that was started."""
+    """One running `atoll` process; `start` makes it."""
 
     def __init__(
         self,
@@ -49,7 +45,6 @@ class Child:
         process: asyncio.subprocess.Process,
         on_line: Callable[[bytes], None],
     ) -> None:
-        """Use `start`."""
         self.name = name
         self.log = log
         self._process = process
@@ -66,15 +61,15 @@ class Child:
         program: Sequence[str] = ATOLL,
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start it.
+        """Start a process.
 
         Args:
-            name: for people.
-            log: what it says on stderr is appended to this file.
-            arguments: of `atoll`.
-            on_line: told each line of its stdout.
-            program: what stands for `atoll`.
-            environment: added to ours.
+            name: name in messages.
+            log: file that its stderr is appended to.
+            arguments: arguments of `atoll`.
+            on_line: called with each line of its stdout.
+            program: command in place of `atoll`.
+            environment: variables added to this process's environment.
         """
         with log.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
@@ -91,12 +86,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Also the number of its process group."""
+        """Process id, which is also the id of its process group."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the signal that ended it."""
+        """Exit code, negative for a signal; None while the process runs."""
         return self._process.returncode
 
     @property
@@ -105,13 +100,13 @@ class Child:
         return self.exit_code is None
 
     def kill(self) -> None:
-        """SIGKILL to the whole group."""
+        """Send SIGKILL to the whole process group."""
         if self.running:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL to the group of one that does not heed it."""
+        """Send SIGTERM, then SIGKILL to the process group after `STOP_S`; wait for the end."""
         if self.running:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -119,7 +114,7 @@ class Child:
                 await asyncio.wait_for(self._process.wait(), STOP_S)
         self.kill()
         await self._process.wait()
-        with suppress(TimeoutError):  # whoever inherited its stdout may still hold it
+        with suppress(TimeoutError):  # another process may have inherited its stdout
             await asyncio.wait_for(self._reading, READ_ON_S)
 
     async def _read(self, on_line: Callable[[bytes], None]) -> None:
@@ -128,19 +123,19 @@ class Child:
             on_line(line)
 
     def failure(self) -> ChildFailed | ChildRefused:
-        """What its end means to the user, with the end of its log."""
-        said = self.log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARS:].strip()
+        """Return the error for this process's end, with the end of its log."""
+        output = self.log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARS:].strip()
         if self.exit_code == BAD_INPUT:
-            return ChildRefused(f"{self.name}: {said or 'the input is wrong'}")
-        told = f":\n{said}" if said else ""
+            return ChildRefused(f"{self.name}: {output or 'invalid input'}")
+        quoted = f":\n{output}" if output else ""
         return ChildFailed(
-            f"{self.name} {how(self.exit_code)}; expected it to run until the end of the run; "
-            f"its output is in {self.log}{told}"
+            f"{self.name} {how(self.exit_code)} before the end of the run; "
+            f"its output is in {self.log}{quoted}"
         )
 
 
 def how(exit_code: int | None) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, as the end of a sentence."""
     if exit_code is not None and exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"

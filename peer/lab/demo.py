@@ -1,20 +1,20 @@
-"""The demo: a coordinator and peers as processes of their own on this machine.
+"""The demo: a coordinator and peers as separate processes on this machine.
 
-Nothing here is special to the demo but the supervision: the children are `atoll coordinator` and
-`atoll peer` as anyone starts them.  With `chaos` one peer is killed (SIGKILL to its process
-group, which is what a power cut does to it and its libp2p daemon) while it reduces, loses its log,
-and is started again once the others have committed that round.
+The children are ordinary `atoll coordinator` and `atoll peer` processes; only their supervision is
+special. With `chaos`, one peer is killed while it reduces, by SIGKILL to its process group, which
+has the effect of a power cut on it and its libp2p daemon. It loses its log and restarts once the
+others have committed that round.
 
-A child that ends before its time ends the demo within a second or two, and however the demo ends,
-its children end with it.
+If a child ends early, the demo ends within a second or two. However the demo ends, its children end
+with it.
 
-Errors, besides those of `atoll.peer.lab.children`::
+Errors, in addition to those of `atoll.peer.lab.children`:
 
-    DemoError (RuntimeError)
-     +-- DemoStuck       nothing moved for too long; says what
-    OutError (ValueError)       the folder for the results holds something, or cannot be made
-    ChaosError (ValueError)     too few peers or rounds for a peer to die and to come back
-    ShareError (ValueError)     a share of the time that no peer can train
+    DemoError (RuntimeError)    the demo failed
+     +-- DemoStuck              the run made no progress for too long
+    OutError (ValueError)       the folder for the results is not empty or cannot be created
+    ChaosError (ValueError)     too few peers or rounds to kill a peer and restart it
+    ShareError (ValueError)     a fraction of the time outside (0, 1]
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from atoll.peer.lab.children import ATOLL, Child
 from atoll.peer.paths import PeerPaths
 
 INVITE_S = 120.0  # a first start on a busy machine imports torch and makes the model
-SHOWN_S = 20.0  # for whoever shows the run to notice that it has finished
+SHOWN_S = 20.0  # for the display to notice that the run has finished
 POLL_S = 0.5
-SILENT_S = 60.0  # a coordinator that runs and answers nothing for this long is broken
-LONE_WINDOWS = 5
-STUCK_S = 300.0  # five times what a run without a quorum waits for its next epoch
-RESTART_AFTER = 1  # rounds that the others commit before the killed peer comes back
-MEMBER_AFTER = 2  # rounds in which it can then be a member again: it may miss one
+SILENT_S = 60.0  # a running coordinator that answers nothing for so long is broken
+LONE_WINDOWS = 5  # windows of training without a round that still count as progress
+STUCK_S = 300.0  # five times the wait of a run without a quorum for its next epoch
+RESTART_AFTER = 1  # rounds that the others commit before the killed peer restarts
+MEMBER_AFTER = 2  # further rounds that it needs to be a member again, as it may miss one
 
 Feed = Callable[[], Awaitable[RunStatus]]
 Show = Callable[[Feed], Awaitable[bool]]
-"""Shows the run until it has finished; False if the user does not want to see its end."""
+"""Shows the run until it has finished; returns False if the user quits earlier."""
 
 
 class DemoError(RuntimeError):
-    """The demo could not be carried through."""
+    """The demo failed."""
 
 
 class DemoStuck(DemoError):  # noqa: N818
-    """Nothing moved for too long."""
+    """The run made no progress for too long."""
 
 
 class OutError(ValueError):
@@ -66,16 +66,16 @@ class OutError(ValueError):
 
 
 class ChaosError(ValueError):
-    """Nobody could be killed and come back in such a run."""
+    """The run has too few peers or rounds to kill a peer and restart it."""
 
 
 class ShareError(ValueError):
-    """No peer could train for such a share of the time."""
+    """A fraction of the time is outside (0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What a demo is asked for."""
+    """Options of a demo."""
 
     spec: RunSpec
     peers: int
@@ -83,23 +83,22 @@ class DemoOptions:
     device: str = "auto"
     chaos: bool = False
     shares: Sequence[float] = (1.0,)
-    """of the time that each peer trains, repeated as often as needed: makes unequal peers"""
+    """Fraction of time that each peer trains, repeated to cover all peers."""
     program: Sequence[str] = ATOLL
-    """what the children are started with"""
+    """Command that starts a child, before its arguments."""
 
     def __post_init__(self) -> None:
-        """Raises ChaosError, ShareError."""
         if not self.shares or not all(0 < share <= 1 for share in self.shares):
-            raise ShareError(f"expected shares above 0 up to 1, got {self.shares}")
+            raise ShareError(f"expected shares above 0 and at most 1, got {self.shares}")
         if self.chaos:
             expect_room_for_chaos(self.peers, self.spec.run.rounds)
 
 
 def make_out(folder: Path) -> None:
-    """Make the folder for the results.
+    """Create the folder for the results.
 
     Raises:
-        OutError: it holds something already, or cannot be made.
+        OutError: the folder is not empty or cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,29 +112,29 @@ def make_out(folder: Path) -> None:
 
 
 def strike_at(rounds: int) -> int:
-    """The position at which `chaos` kills: early enough to come back and take part."""
+    """Return the position at which `chaos` kills a peer, early enough for it to rejoin."""
     return max(1, rounds // 3)
 
 
 def expect_room_for_chaos(peers: int, rounds: int) -> None:
-    """Raises ChaosError if no peer could be killed, and come back in time."""
+    """Raise ChaosError if a killed peer could not rejoin before the run ends."""
     if peers < 2:
         raise ChaosError(
-            "--chaos kills one peer while the others go on: expected at least 2 peers, got 1; "
-            "give more with --peers"
+            "--chaos kills one peer while the others continue: expected at least 2 peers, got 1; "
+            "increase --peers"
         )
     needed = strike_at(rounds) + 1 + RESTART_AFTER + MEMBER_AFTER
     if rounds < needed:
         raise ChaosError(
-            f"--chaos kills a peer in round {strike_at(rounds) + 1}, and starts it again "
+            f"--chaos kills a peer in round {strike_at(rounds) + 1} and restarts it "
             f"{1 + RESTART_AFTER} rounds later: expected at least {needed} rounds, got {rounds}; "
-            "give more with --rounds"
+            "increase --rounds"
         )
 
 
 @dataclass(kw_only=True)
 class Kill:
-    """What `chaos` did."""
+    """The peer that `chaos` killed, and when."""
 
     peer: str
     position: int
@@ -144,15 +143,15 @@ class Kill:
 
 @dataclass(kw_only=True)
 class PeerProcess:
-    """One peer, over all its starts."""
+    """One peer, across restarts."""
 
     name: str
     folder: Path
     share: float = 1.0
-    """of the time to train"""
+    """Fraction of time to train."""
     child: Child | None = None
     wire: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """bytes sent and received as last reported, by incarnation"""
+    """Bytes sent and received by incarnation, as last reported."""
 
     @property
     def running(self) -> bool:
@@ -161,14 +160,14 @@ class PeerProcess:
 
     @property
     def wire_bytes(self) -> tuple[int, int]:
-        """Bytes sent and received over all its starts."""
+        """Bytes sent and received, across restarts."""
         sent, received = zip(*self.wire.values(), strict=True) if self.wire else ((0,), (0,))
         return sum(sent), sum(received)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoRun:
-    """What a finished demo leaves for its summary."""
+    """Results of a finished demo, from which its summary is made."""
 
     status: RunStatus
     peers: list[PeerProcess]
@@ -183,7 +182,15 @@ class Demo:
     """Starts the children, watches them, and stops them."""
 
     def __init__(self, options: DemoOptions, *, say: Callable[[str], None]) -> None:
-        """`say` takes lines for a person.  Makes the folder, or raises OutError."""
+        """Create the folder for the results.
+
+        Args:
+            options: options of the demo.
+            say: prints a line for the user.
+
+        Raises:
+            ChaosError, ShareError, OutError: the options or the folder cannot be used.
+        """
         make_out(options.out)
         self.options = options
         self._say = say
@@ -201,14 +208,14 @@ class Demo:
         self._status: RunStatus | None = None
 
     async def run(self, show: Show) -> DemoRun | None:
-        """Carry the demo through; None if the user left before its end.
+        """Run the demo; return None if the user quits before its end.
 
-        However it ends, cancelled too, no child is left.
+        No child remains afterwards, even if this is cancelled.
 
         Raises:
             ChildFailed: a process ended before the run did.
-            ChildRefused: a process found the input to be wrong.
-            DemoStuck: nothing moved for too long.
+            ChildRefused: a process rejected its input.
+            DemoStuck: the run made no progress for too long.
         """
         began_s = time.monotonic()
         try:
@@ -232,7 +239,7 @@ class Demo:
         )
 
     def kill(self) -> None:
-        """End all children at once; `run` then ends by itself."""
+        """Kill all children at once, which also ends `run`."""
         for child in self._children():
             child.kill()
 
@@ -244,7 +251,6 @@ class Demo:
             yield self._coordinator
 
     async def _start_coordinator(self) -> str:
-        """Start it, and give its invite."""
         out = self.options.out
         spec, invite = out / "RUN.toml", out / "invite.txt"
         spec.write_text(template(self.options.spec), encoding="utf-8")
@@ -261,7 +267,9 @@ class Demo:
         while not invite.exists():
             self._expect_coordinator()
             if time.monotonic() > deadline:
-                raise DemoStuck(f"expected the coordinator's invite within {INVITE_S:.0f} s")
+                raise DemoStuck(
+                    f"the coordinator wrote no invite within {INVITE_S:.0f} s; see coordinator.log"
+                )
             await asyncio.sleep(0.05)
         return invite.read_text(encoding="ascii").strip()
 
@@ -300,11 +308,9 @@ class Demo:
     def _read(self, peer: PeerProcess, line: bytes) -> None:
         with suppress(ValueError, KeyError, TypeError):
             event = json.loads(line)
-            self._heed(peer, event["kind"], int(event["position"]), str(event["text"]))
-
-    def _heed(self, peer: PeerProcess, kind: str, position: int, text: str) -> None:
-        if kind == "phase" and text == RoundPhase.REDUCE and peer is self._victim:
-            self._strike(peer, position)
+            reducing = event["kind"] == "phase" and event["text"] == RoundPhase.REDUCE
+            if reducing and peer is self._victim:
+                self._strike(peer, int(event["position"]))
 
     # chaos
 
@@ -331,7 +337,7 @@ class Demo:
 
     async def _feed(self) -> RunStatus:
         if self._client is None:
-            raise RuntimeError("expected the coordinator to have been started")
+            raise RuntimeError("the coordinator has not been started")
         status = await self._client.status()
         self._note(status)
         return status
@@ -347,7 +353,7 @@ class Demo:
                 peer.wire[shown.incarnation] = (shown.wire_bytes_sent, shown.wire_bytes_received)
 
     async def _watch(self, show: Show) -> bool:
-        """Until the run is finished and all peers have ended; False if the user left."""
+        """Wait until the run is finished and all peers have ended; False if the user quits."""
         watching = asyncio.create_task(self._supervise())
         showing = asyncio.ensure_future(show(self._feed))
         try:
@@ -365,7 +371,7 @@ class Demo:
             await asyncio.gather(watching, showing, return_exceptions=True)
 
     async def _supervise(self) -> None:
-        watch = Watch(time.monotonic(), window_tokens=self._window_tokens())
+        watch = StallWatch(time.monotonic(), window_tokens=self._window_tokens())
         while True:
             ended = [peer for peer in self._peers if self._has_ended(peer)]
             self._expect_coordinator()
@@ -394,23 +400,23 @@ class Demo:
             raise self._coordinator.failure()
 
     def _expect_ended_well(self, peer: PeerProcess, *, in_time: bool) -> None:
-        """A peer ends by itself when the run has finished."""
+        # Only a finished run lets a peer end, and then with exit code 0.
         if peer.child is not None and not (in_time and peer.child.exit_code == 0):
             raise peer.child.failure()
 
     def _finished_status(self) -> RunStatus:
         if self._status is None:
-            raise DemoError("expected the coordinator to answer at least once")
+            raise DemoError("the coordinator never answered")
         return self._status
 
     def _checkpoint(self) -> Path:
         found = sorted((self._coordinator_dir / "checkpoints").glob("*.safetensors"))
         if not found:
-            raise DemoError(f"expected a checkpoint in {self._coordinator_dir / 'checkpoints'}")
+            raise DemoError(f"no checkpoint in {self._coordinator_dir / 'checkpoints'}")
         return found[-1]
 
     async def _stop_all(self) -> None:
-        """The peers first: they say goodbye to the coordinator."""
+        # The peers first, because they leave the run through the coordinator.
         peers = [peer.child for peer in self._peers if peer.child is not None]
         await asyncio.gather(*(child.stop() for child in peers))
         if self._client is not None:
@@ -419,38 +425,43 @@ class Demo:
             await self._coordinator.stop()
 
 
-class Watch:
-    """Notices that nothing moves.
+class StallWatch:
+    """Detects a run that makes no progress.
 
-    A run moves when a round is committed, a peer joins, or peers train; but training without rounds
-    counts for a few windows only, after which somebody should have decided something.
+    A committed round, a new peer and training are progress, but training without rounds counts for
+    only `LONE_WINDOWS` windows, after which a round should have been committed.
     """
 
     def __init__(self, now_s: float, *, window_tokens: int) -> None:
-        """Begin at a time of any steady clock; `window_tokens` are those of all peers."""
+        """Start to watch.
+
+        Args:
+            now_s: time of any monotonic clock.
+            window_tokens: tokens of all peers in one window.
+        """
         self._answered_s = self._moved_s = now_s
         self._patience_tokens = LONE_WINDOWS * window_tokens
         self._trained_before = 0
         self._progress = (0, 0, 0)
 
     def note(self, status: RunStatus | None, now_s: float) -> None:
-        """Take a state of the run, or that there was no answer.
+        """Record the status of the run; None if the coordinator did not answer.
 
         Raises:
-            DemoStuck: no answer, or no progress, for too long.
+            DemoStuck: there was no answer or no progress for too long.
         """
         if status is not None:
             self._answered_s = now_s
             self._note_progress(status, now_s)
         if now_s - self._answered_s > SILENT_S:
             raise DemoStuck(
-                f"expected an answer of the coordinator within {SILENT_S:.0f} s; it runs, but says "
-                "nothing"
+                f"the coordinator runs but has not answered for {SILENT_S:.0f} s; "
+                "see coordinator.log"
             )
         if now_s - self._moved_s > STUCK_S:
             raise DemoStuck(
-                f"expected the run to move on within {STUCK_S:.0f} s, got nothing after round "
-                f"{self._progress[0]}; the peers' logs may say why"
+                f"no progress for {STUCK_S:.0f} s after round {self._progress[0]}; "
+                "see the peers' logs"
             )
 
     def _note_progress(self, status: RunStatus, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Measured losses, by which advice goes; from `measured.json` (see `scripts/measured.py`)."""
+"""Measured losses that advice uses, from `measured.json`, which `scripts/measured.py` writes."""
 
 import json
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from importlib import resources
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The loss at which a method ended in `atoll simulate`, relative to others'."""
+    """Final loss of a method in `atoll simulate`, relative to other methods."""
 
     spec: str
-    """The method, without the options that follow from the run."""
+    """Spec of the method, without options that follow from the run."""
     to_diloco: float
     """Fraction above the loss of `diloco` with int8 and windows of the same length."""
     to_ddp: float
-    """Fraction above the loss of data parallel."""
+    """Fraction above the loss of data-parallel training."""
     params: int
     tokens: int
-    """Of all workers together."""
+    """Tokens of all workers together."""
     workers: int
     inner_steps: int
     seeds: int
@@ -28,13 +28,13 @@ _DATA = json.loads(resources.files(__package__).joinpath("measured.json").read_t
 GAP_BY_WINDOW: tuple[tuple[int, float], ...] = tuple(
     (int(inner_steps), float(gap)) for inner_steps, gap in _DATA["gap_by_window"]
 )
-"""H, and the fraction by which `diloco` with int8 ends above data parallel."""
+"""H, and the fraction by which `diloco` with int8 ends above data-parallel training."""
 
 GAP_BY_WORKERS: dict[str, tuple[tuple[int, float], ...]] = {
     name: tuple((int(workers), float(gap)) for workers, gap in gaps)
     for name, gaps in _DATA["gap_by_workers"].items()
 }
-"""Workers, and the fraction by which each method ends above data parallel with as many."""
+"""Workers, and the fraction by which a method ends above data-parallel training with as many."""
 
 METHODS: tuple[Measured, ...] = tuple(Measured(**row) for row in _DATA["methods"])
-"""One row a method and setting, those of the longest runs first."""
+"""One row per method and setting, longest runs first."""

@@ -1,22 +1,21 @@
-"""What a run will cost before it is started: bytes, time, utilisation and memory of each method.
+"""Predict the cost of a run before it starts: bytes, time, utilisation and memory of a method.
 
-Bytes are the lengths of the codecs' frames over the method's own fragments, from the shapes of
+Bytes are the lengths of the codecs' frames for the method's fragments, computed from the shapes of
 the model alone. Time is modelled:
 
     round  = trips rtt + max(bytes on the wire / rate, cpu / cores)
     cpu    = CPU_S_PER_ROUND + CPU_S_PER_CELL cells + CPU_S_PER_GB bytes on the wire + arithmetic
-    window = H steps + at the trainer + what of encoding, round and applying its delay does not hide
+    window = H steps + trainer's part + encoding, round and applying beyond the method's delay
            >= all processor time of a peer / cores
 
-The arithmetic of a method is timed on this machine (`atoll.peer.lab.work`). The other constants
-were
-fitted to rounds between hosts without loss and with equal links; what the prediction is worth is in
-docs/benchmarks/plan.md. Links with loss, links of different rates, and peers that arrive late are
-not modelled, nor steps that want the processor at the same time.
+The arithmetic of a method is timed on this machine (`atoll.peer.lab.work`). The other constants are
+fitted to rounds between hosts with equal links without loss; docs/benchmarks/plan.md compares
+predictions with measurements. The model does not include packet loss, links of different rates,
+late peers, or steps that need the processor at the same time as a round.
 
-    PlanError (ValueError)   links or a number of peers that nothing can be said about
+    PlanError (ValueError)   peers, links or a model that no prediction is possible for
 
-# N parameters, F of a fragment, H inner steps of a window
+# N parameters, F values of a fragment, H inner steps per window
 """
 
 import math
@@ -39,91 +38,95 @@ from atoll.peer.training import models
 from atoll.peer.training.data import load as data
 from atoll.peer.training.trainer import build_model
 
-ROUND_TRIPS = 4.0  # the last report, the group, what comes back, votes
-CPU_S_PER_GB = 6.2  # of a peer, for streams of what it sends and as much that it receives
-CPU_S_PER_CELL = 0.38e-3  # of a peer, for frames on their ways to owners and back
-CPU_SHARE_PACED = 0.04  # of a processor, while a link is filled: turns of senders, readings
-CPU_S_PER_ROUND = 0.03  # of a peer, whatever the size: votes, entry, log
-WIRE_OVERHEAD = 1.011  # headers of TCP, libp2p and messages, at packets of 9,000 bytes
-CONTROL_BYTES_S = 10_000  # of a peer among four: roster, heartbeats, votes; see plan.md
+# Fitted constants; docs/benchmarks/plan.md describes the measurements and their errors.
+ROUND_TRIPS = 4.0  # the last report, the group, the results, the votes
+CPU_S_PER_GB = 6.2  # per peer, for the streams of a gigabyte sent and one received
+# Per peer, for one chunk's frames to its owner and back. Fitted to dense rounds; a sparse codec
+# batches its chunks, so this is too much for it.
+CPU_S_PER_CELL = 0.38e-3
+CPU_SHARE_PACED = 0.04  # of a processor while a link is full: pacing and measuring its rate
+CPU_S_PER_ROUND = 0.03  # per peer for any size: votes, entry, log
+WIRE_OVERHEAD = 1.011  # headers of TCP, libp2p and messages, with packets of 9,000 bytes
+CONTROL_BYTES_S = 10_000  # per peer among four: roster, heartbeats, votes
 LINK_MAX_GBIT_S = 1_000
-VALUE_S = 1.5e-9  # of a parameter at the trainer: what it trained taken out, the commit put in
-SETTLE_S = 0.02  # of a round at the trainer whatever the size: turns of threads
+VALUE_S = 1.5e-9  # per parameter at the trainer, to read the pseudo-gradient and write the commit
+SETTLE_S = 0.02  # per round at the trainer for any size, for switching threads
 
 
 class PlanError(ValueError):
-    """Links or peers that nothing can be said about."""
+    """No prediction is possible for these peers, links or model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Peers, their links and their speed; the same for all."""
+    """Peers, links and speed, equal for all peers."""
 
     peers: int
     mbit_s: float
-    """Of a link, in each direction."""
+    """Rate of a link in each direction."""
     rtt_s: float = 0.05
-    """Between two peers, there and back."""
+    """Round-trip time between two peers."""
     step_s: float
-    """Of an inner step."""
+    """Seconds per inner step."""
     muon_step_s: float | None = None
-    """Of one with Muon; None where it was not timed."""
+    """Seconds per inner step with Muon; None if not timed."""
     cores: float = 2.0
-    """Processor cores that a peer has for a round."""
+    """Processor cores per peer for a round."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            PlanError: when one is out of range.
-        """
         if self.peers < 1:
             raise PlanError(f"expected at least one peer, got {self.peers}")
         if not 0 < self.mbit_s <= 1000 * LINK_MAX_GBIT_S:
-            raise PlanError(f"expected a rate above 0 Mbit/s, got {self.mbit_s}")
+            raise PlanError(
+                f"expected a rate above 0 and at most {1000 * LINK_MAX_GBIT_S} Mbit/s, "
+                f"got {self.mbit_s}"
+            )
         if not 0 <= self.rtt_s < math.inf:
-            raise PlanError(f"expected a round trip of at least 0 s, got {self.rtt_s}")
+            raise PlanError(f"expected a round-trip time of at least 0 s, got {self.rtt_s}")
         if not 0 < self.step_s < math.inf or not 0 < self.cores < math.inf:
-            raise PlanError("expected a step time and a number of cores above 0")
+            raise PlanError(
+                f"expected a step time and a number of cores above 0, got {self.step_s} s and "
+                f"{self.cores}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one method will cost."""
+    """Predicted cost of one method."""
 
     spec: str
     inner_steps: int
-    """H; 1 for methods that send every step."""
+    """H; 1 for methods that send at every step."""
     sent_bytes: int
-    """Payload that a peer sends in a window, on average over the peers; it receives as much."""
+    """Payload that a peer sends, and receives, per window, on average."""
     wire_bytes: int
-    """All that it sends in a window: with headers, its share of the copy that the coordinator gets,
-    and what peers tell each other all the time."""
+    """All bytes that a peer sends per window: payload, headers, its share of the coordinator's copy
+    of the update, and control messages."""
     round_s: float
-    """From the last peer's report to the certificate; of all fragments, one after the other."""
+    """Seconds from the last peer's report to the certificate, summed over all fragments."""
     lost_s: float
-    """Of a window, in which no step is computed: encoding, applying, waiting."""
+    """Seconds per window without a step: encoding, applying, waiting."""
     utilisation: float
-    """Share of the time in which steps are computed."""
+    """Fraction of time spent computing steps."""
     steps_per_s: float
-    """With what is lost taken off."""
+    """Inner steps per second, including lost time."""
     memory_bytes: int
-    """Of a peer at the worst moment, for parameters, optimizers and messages; without activations,
-    the log and the libraries."""
+    """Peak memory of a peer for parameters, optimizers and messages, without activations, the log
+    and libraries."""
 
 
 def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: int) -> Prediction:
-    """What a method will cost.
+    """Predict the cost of a method.
 
     Args:
-        method: with its codec.
-        model: may lie on the meta device: only names and shapes are looked at.
+        method: method with its codec.
+        model: model, which may be on the meta device; only names and shapes are used.
         setting: peers and links.
-        inner_steps: H; methods that send every step take 1.
+        inner_steps: H; ignored for methods that send at every step.
 
     Raises:
-        FragmentError: when the model can't be cut as the method wants.
-        CodecError: when the codec can't encode such shapes.
+        FragmentError: the model cannot be divided into the method's fragments.
+        CodecError: the codec cannot encode these shapes.
     """
     inner_steps = 1 if method.every_step else inner_steps
     layout = Layout.of(model)
@@ -152,43 +155,43 @@ def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: 
 
 
 def fragments_of(method: Method, layout: Layout) -> tuple[Fragment, ...]:
-    """The method's fragments; index tensors, as long as the model, are not filled."""
+    """Return the method's fragments on the meta device, so that index tensors take no memory."""
     with torch.device("meta"):
         return method.fragments(layout)
 
 
 def body_bytes(method: Method, fragment: Fragment) -> int:
-    """Length of a fragment's frames; an upper bound for codecs whose frames vary."""
+    """Return the length of a fragment's frames; an upper bound if the codec's frames vary."""
     return sum(codec_of(method.codec, dims).wire_bytes(dims) for dims in fragment.pieces)
 
 
 def sent_bytes(method: Method, fragment: Fragment, peers: int) -> float:
-    """Payload that a peer sends for a fragment, on average over the peers.
+    """Return the payload that a peer sends for a fragment, on average over the peers.
 
-    Cells go to the owners of their parts, and what the owners made of them to all others
-    (`atoll.optim.reduction.cells`); by gossip, pseudo-gradient and weights go to one other.
+    A peer sends its chunks to the owners of their parts and, as an owner, results to all others
+    (`atoll.optim.reduction.cells`). A gossip peer sends pseudo-gradient and weights to one partner.
     """
     if peers == 1:
         return 0.0
-    if method.reduction == "pairs":  # with an odd number one rests
+    if method.reduction == "pairs":  # one of an odd number of peers has no partner
         return 2 * body_bytes(method, fragment) * (peers - peers % 2) / peers
     down = cells_of(method, fragment)
     up = replace(down, gathers=False, by_senders=False)
     both = up.max_body_bytes(1) + down.max_body_bytes(peers)
-    if method.rank:  # two frames a cell each way, each with its length
+    if method.rank:  # two frames per chunk each way, each with its length
         both += 2 * LENGTH.size * len(down)
     return both * (peers - 1) / peers
 
 
 def _copy_bytes(method: Method, fragments: Sequence[Fragment], peers: int) -> float:
-    """A peer's share of the updates that leaders send to the coordinator."""
+    # A peer's share of the updates that leaders send to the coordinator.
     if not method.logged:
         return 0.0
     return sum(cells_of(method, f).max_body_bytes(peers) for f in fragments) / peers
 
 
 def cpu_s(method: Method, fragment: Fragment, sent: float, setting: Setting) -> float:
-    """Seconds of one processor that a peer needs within a round in which it sends so many bytes."""
+    """Return the processor seconds that a peer needs in a round in which it sends `sent` bytes."""
     if setting.peers == 1:
         return 0.0
     streams_s = (
@@ -201,17 +204,17 @@ def cpu_s(method: Method, fragment: Fragment, sent: float, setting: Setting) -> 
 
 
 def link_s(sent: float, setting: Setting) -> float:
-    """Seconds in which a link carries so many bytes of payload."""
+    """Return the seconds that a link needs for `sent` bytes of payload."""
     return sent * WIRE_OVERHEAD * 8 / (setting.mbit_s * 1e6)
 
 
 def round_s(sent: float, setting: Setting, cpu: float) -> float:
-    """Seconds of one reduction.
+    """Return the seconds of one reduction.
 
     Args:
         sent: bytes of payload that a peer sends.
         setting: peers and links.
-        cpu: as `cpu_s` gives.
+        cpu: processor seconds, from `cpu_s`.
     """
     if setting.peers == 1:
         return 0.0
@@ -219,7 +222,7 @@ def round_s(sent: float, setting: Setting, cpu: float) -> float:
 
 
 def _beside_s(method: Method) -> float:
-    """Of a value: what is encoded before a round and applied after it, beside the trainer."""
+    # Per value, in other threads than the trainer: encoding before a round, applying after it.
     work = timed(method)
     return work.offer_s + work.apply_s
 
@@ -231,7 +234,7 @@ def _lost_s(
     setting: Setting,
     window_s: float,
 ) -> float:
-    """Of a window: what its rounds take beyond their delay or beyond it, and the trainer's part."""
+    # Rounds cost the time beyond their delay, or beyond the window if that is more.
     hidden_s = method.hidden_steps(round(window_s / setting.step_s)) * setting.step_s
     beside_s = _beside_s(method) / min(1.0, setting.cores)
     travels_s = [s + f.numel * beside_s for s, f in zip(rounds_s, fragments, strict=True)]
@@ -241,21 +244,21 @@ def _lost_s(
 
 
 def memory_bytes(method: Method, model: nn.Module, peers: int) -> int:
-    """Bytes of a peer when a round's result is applied, the worst moment.
+    """Return the bytes of a peer while it applies a round's result, which is the peak.
 
-    Training takes parameters, gradients and the inner optimizer's moments. Syncing takes the
-    common state twice (an update is applied in new buffers), the residual, and of each fragment
-    under way what was handed in, what its inclusion would add to the residual, the local values
-    and the decoded update; the order of values that are sent in tiles; and frames. Within 3% of
-    what five methods took at 31M parameters (docs/benchmarks/plan.md).
+    Training needs parameters, gradients and the inner optimizer's moments. Syncing needs the
+    common state twice (an update is applied in new buffers), the residual, frames, the order of
+    values that are sent in tiles, and for each fragment in progress the contribution, its change
+    of the residual, the local values and the decoded update. This is within 3% of the memory that
+    five methods took at 31M parameters (docs/benchmarks/plan.md).
     """
     layout = Layout.of(model)
     vectors = 3.0 + _moments(method, model) / layout.numel  # parameters, gradients, temporaries
     vectors += 2 * 2  # synced parameters and outer momentum, old and new
-    vectors += 2  # local values, flat, and what is sent
+    vectors += 2  # local values, flat, and the values to send
     vectors += 2 if method.residual > 0 else 0  # residual, and its change
-    vectors += 1 if method.rank else 0  # what factors are made of
-    vectors += 2  # local values as handed in, and the update
+    vectors += 1 if method.rank else 0  # the input of the factors
+    vectors += 2  # the contribution, and the update
     vectors += method.window_vectors
     fragments = fragments_of(method, layout)
     body = sum(body_bytes(method, fragment) for fragment in fragments)
@@ -264,7 +267,6 @@ def memory_bytes(method: Method, model: nn.Module, peers: int) -> int:
 
 
 def _moments(method: Method, model: nn.Module) -> int:
-    """Values that the inner optimizer keeps."""
     if method.inner == "muon":
         groups = muon_groups(model, weight_decay=0.0)
         return sum(
@@ -276,16 +278,16 @@ def _moments(method: Method, model: nn.Module) -> int:
 
 
 def windows_of(spec: RunSpec, model: nn.Module) -> Timetable:
-    """The windows of a run by position, over so many fragments as its method cuts the model in."""
+    """Return the windows of a run by position, for the number of fragments of its method."""
     return spec.timetable(len(fragments_of(spec.method(), Layout.of(model))))
 
 
 def bare_model(spec: RunSpec) -> nn.Module:
-    """The model of a run without its weights; a custom one is built whole, on the CPU.
+    """Build the model of a run without its weights; a custom one is built whole, on the CPU.
 
     Raises:
         ModelError: the preset, the overrides or the custom model are not usable.
-        DataError: the tokenizer can't be read.
+        DataError: the tokenizer cannot be read.
     """
     vocab_size = data.open_tokenizer(spec.data.tokenizer).vocab_size
     if spec.model.custom is not None:

@@ -1,7 +1,7 @@
-"""The loss curve of a run as a picture.
+"""Plot the loss of a run.
 
-Thin lines are the peers' own training losses, the thick line their mean, dots the synced
-parameters on held-out text; dashed lines are what the run is compared with.
+Thin lines show each peer's training loss and the thick line their mean; dots show the loss of the
+synced parameters on held-out text; dashed lines show the baselines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,47 +15,47 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 Points = Sequence[tuple[float, float]]
-"""Position of the log, loss in nats a token."""
+"""Pairs of the position of the log and the loss in nats per token."""
 
 INK, FAINT, GRID = "#1b2a33", "#7d8b93", "#e6ebee"
 RUN, VALID = "#0b7285", "#e8590c"
 PEERS = ("#66b3c1", "#8fbf8f", "#c3a6d8", "#d8b98a", "#9db4d6", "#d9a0a8", "#b6c48a", "#a9a9b8")
 COMPARED = ("#5c4b8a", "#9a8c7a", "#4a7a59")
-LABEL_GAP = 0.045  # of the axes' height; less and two labels touch
+LABEL_GAP = 0.045  # fraction of the axes' height; closer labels touch
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossPlot:
-    """What to draw. Points that are not finite are left out."""
+    """Content of the plot. Points that are not finite are omitted."""
 
     title: str
     """Name of the run."""
     subtitle: str = ""
-    """A line about it: model, peers, tokens."""
+    """Line below the title: model, peers, tokens."""
     peers: Mapping[str, Points] = field(default_factory=dict)
-    """Training loss of each peer, by a short name."""
+    """Training loss of each peer, by name."""
     run: Points = ()
     """Mean training loss of the members of each round."""
     valid: Points = ()
     """Loss of the synced parameters on held-out text."""
     compared: Mapping[str, Points] = field(default_factory=dict)
-    """Held-out loss of other ways to train, by name."""
+    """Held-out loss of each baseline, by name."""
     marks: Mapping[str, float] = field(default_factory=dict)
-    """Positions of events, by name; a peer that was killed, for example."""
+    """Positions of events by name, for example when a peer was killed."""
 
 
 def draw_loss(plot: LossPlot, path: Path) -> None:
-    """Write the picture as PNG.
+    """Write the plot as PNG.
 
     Args:
-        plot: what to draw.
-        path: of the file; its folder must exist.
+        plot: content of the plot.
+        path: file to write; its folder must exist.
 
     Raises:
         OSError: the file cannot be written.
     """
     figure = Figure(figsize=(9.6, 5.4), dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)  # no pyplot: it keeps global state and wants the main thread
+    FigureCanvasAgg(figure)  # pyplot keeps global state and needs the main thread
     axes = figure.add_axes((0.075, 0.115, 0.715, 0.735))
     _dress(figure, axes, plot)
     _draw_peers(axes, plot.peers)
@@ -77,7 +77,7 @@ def _dress(figure: Figure, axes: Axes, plot: LossPlot) -> None:
     if plot.peers:
         figure.text(0.79, 0.03, "thin: each peer's training", size=8.5, color=FAINT, ha="right")
     axes.set_xlabel("round", color=INK, size=10)
-    axes.set_ylabel("loss, nats a token", color=INK, size=10)
+    axes.set_ylabel("loss, nats per token", color=INK, size=10)
     axes.grid(axis="y", color=GRID, linewidth=0.9)
     axes.set_axisbelow(True)
     axes.tick_params(colors=FAINT, labelsize=9, length=0, pad=6)
@@ -130,7 +130,7 @@ def _draw_marks(axes: Axes, marks: Mapping[str, float]) -> None:
     across = axes.get_xaxis_transform()
     for number, (name, position) in enumerate(marks.items()):
         axes.axvline(position, color=FAINT, linewidth=0.9, linestyle=":", zorder=1)
-        height = 0.985 - LABEL_GAP * (number % 2)  # two marks may be close
+        height = 0.985 - LABEL_GAP * (number % 2)  # staggered, because two marks may be close
         axes.text(position, height, f" {name}", transform=across, size=8.5, color=FAINT, va="top")
 
 
@@ -143,7 +143,7 @@ def _limit(axes: Axes, plot: LossPlot) -> None:
 
 
 def _label(axes: Axes, ends: Sequence[_End]) -> None:
-    """Write each line's name and last value beside it, moved apart where they would touch."""
+    """Label each line with its name and last value, moved apart if they would touch."""
     bottom, top = axes.get_ylim()
     wanted = sorted(ends, key=lambda end: end[3])
     heights = spread([(y - bottom) / (top - bottom) for *_, y in wanted], gap=LABEL_GAP)

@@ -1,8 +1,8 @@
-"""Many workers in one process: what a method costs in loss, in bytes and in time.
+"""Simulate a run with many workers in one process, to measure a method's loss and traffic.
 
 The workers are those of a real run: the same methods, codecs, weights and outer steps, on real
-text, in lockstep. Bytes are the lengths of the frames that they exchange; `simulation_time` turns
-them into seconds.
+text, in lockstep. Bytes are the lengths of the frames that they exchange; `simulation_report`
+converts them to seconds.
 
 # T steps of the median worker, W workers
 """
@@ -31,55 +31,55 @@ from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator
 
 VALID_BATCH = 16  # sequences
-SAVE_EVERY_S = 120.0  # what an interrupted simulation computes again
+SAVE_EVERY_S = 120.0  # an interrupted simulation repeats at most this much work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Where a method stood at one measurement."""
+    """One measurement of a method."""
 
     step: int
     tokens: int
-    """Of all workers together."""
+    """Tokens of all workers together."""
     sent_bytes: int
-    """Payload that a worker has sent, on average."""
+    """Payload sent per worker so far, on average."""
     valid_loss: float
-    """Of the synced parameters on held-out text, nats a token."""
+    """Loss of the synced parameters on held-out text, in nats per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one method came to with one seed."""
+    """Result of one method with one seed."""
 
     method: str
-    """Its name."""
+    """Name of the method."""
     spec: str
-    """Its full spec, as it was trained."""
+    """Full spec of the method, with all options."""
     seed: int
     params: int
     points: list[Point]
     sent: list[tuple[int, int]]
-    """Step and payload of a worker, for each step after which something was sent."""
+    """Step and payload per worker, for each step after which something was sent."""
     delay: int
-    """Steps that a reduction may travel."""
+    """Steps that a reduction may take."""
     seconds: float
-    """Of this machine, to compute it."""
+    """Seconds that this machine took to compute it."""
     update_bytes: int = 0
-    """Length of all updates together: what a follower of the log receives."""
+    """Length of all updates together, which a follower of the log receives."""
 
     @property
     def valid_loss(self) -> float:
-        """At the end."""
+        """Loss on held-out text at the end, in nats per token."""
         return self.points[-1].valid_loss
 
     @property
     def sent_bytes(self) -> int:
-        """Payload of a worker over the whole run."""
+        """Payload sent per worker over the whole run."""
         return self.points[-1].sent_bytes
 
     @classmethod
     def from_json(cls, fields_: Mapping[str, Any]) -> "Result":
-        """Read what `dataclasses.asdict` and JSON made."""
+        """Read a result from the JSON of `dataclasses.asdict`."""
         points = [Point(**point) for point in fields_["points"]]
         sent = [(int(step), int(size)) for step, size in fields_["sent"]]
         return cls(**{**fields_, "points": points, "sent": sent})
@@ -89,14 +89,16 @@ Say = Callable[[str], None]
 
 
 def parse_methods(text: str, settings: Settings) -> list[methods.Method]:
-    """Methods of a list such as `ddp,diloco(codec=int4),streaming`.
+    """Parse a list of methods such as `ddp,diloco(codec=int4),streaming`.
 
-    What a spec leaves open follows the run: outer rate and momentum its length, `peers` the number
-    of workers, and `ddp` clips the mean gradient as one model with one batch would.
+    Options that a spec leaves open follow the run: the outer rate and momentum follow its length,
+    `peers` is the number of workers, and `ddp` clips the mean gradient as a single model with one
+    batch would.
 
     Raises:
         MethodError: an unknown method or option.
         CodecError: an unknown codec.
+        SetupError: the list is empty.
     """
     specs = [item.strip() for item in split_top(text, ",") if item.strip()]
     if not specs:
@@ -119,13 +121,13 @@ def _with_defaults(spec: str, settings: Settings) -> methods.Method:
 
 
 class Bench:
-    """Text and held-out batches that all methods of a simulation share."""
+    """Text, device and held-out batches that all methods of a simulation share."""
 
     def __init__(self, settings: Settings, device: str = "cpu") -> None:
         """Open the text.
 
         Raises:
-            DataError: it cannot be read or is too short.
+            DataError: the text cannot be read or is too short.
             SetupError: the device cannot be used.
         """
         self.settings = settings
@@ -136,7 +138,7 @@ class Bench:
         )
 
     def model(self, seed: int) -> nn.Module:
-        """A new model; all workers of a seed begin with the same weights."""
+        """Build a model on the device; equal seeds give equal weights."""
         settings = self.settings
         return models.build(
             settings.model,
@@ -147,10 +149,10 @@ class Bench:
         ).to(self.device.device)
 
     def stream(self, seed: int, worker: int) -> data.TokenStream:
-        """A worker's own draws, from all of the text or from its part.
+        """Return a worker's training stream, from all of the text or from the worker's part.
 
         Raises:
-            SetupError: the text can't be parted.
+            SetupError: the text cannot be split among the workers.
         """
         corpus = self._part(worker) if self.settings.split_data else self.corpus
         return corpus.stream(
@@ -161,13 +163,13 @@ class Bench:
         )
 
     def _part(self, worker: int) -> data.Corpus:
-        """Consecutive documents: of the standard library's source, some of its packages."""
+        # Consecutive documents, so that parts differ: for `stdlib`, each has other packages.
         whole, workers = self.corpus, self.settings.workers
         if not isinstance(whole, data.LocalCorpus):
-            raise SetupError("expected a local text to part among the workers, got a streamed one")
+            raise SetupError("a streamed data set cannot be split among workers; use a local text")
         cuts = [len(whole.train_N) * index // workers for index in (worker, worker + 1)]
         if cuts[1] - cuts[0] <= self.settings.seq_len:
-            raise SetupError(f"expected more text to part among {workers} workers")
+            raise SetupError(f"the text is too short to split among {workers} workers; add text")
         return data.LocalCorpus(
             train_N=whole.train_N[cuts[0] : cuts[1]],
             valid_N=whole.valid_N,
@@ -176,16 +178,20 @@ class Bench:
 
 
 class Simulation:
-    """One method, one seed: its workers, step by step."""
+    """One method with one seed, simulated step by step."""
 
     def __init__(self, bench: Bench, method: methods.Method, seed: int) -> None:
         """Build the workers.
 
         Raises:
-            SetupError: the method can't do what the settings ask for.
+            SetupError: the method does not support the settings.
         """
         settings = bench.settings
-        _check_method(method, settings)
+        if settings.speeds and method.every_step:
+            raise SetupError(
+                f"{method.name} has no windows whose length could follow a worker's speed; "
+                "simulate it without speeds"
+            )
         self.bench, self.method, self.seed = bench, method, seed
         misses = at_random(settings.drop, seed)
         self.group = in_process(settings.workers, method, misses=misses)
@@ -215,16 +221,19 @@ class Simulation:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
+        """Return whether all steps are done."""
         return self.step >= self.bench.settings.steps
 
     def advance(self) -> None:
-        """One step of every worker, and a measurement where one is due."""
+        """Take one step of the median worker, and a measurement if one is due."""
         began_s, before = time.perf_counter(), self.sent_bytes
         settings = self.bench.settings
         if self.step == settings.join_step > 0:
             self.workers.append(self._worker(settings.workers - 1))
-        self._set_rate(self._rate.at(self.step, settings.steps))
+        rate = self._rate.at(self.step, settings.steps)
+        for worker in self.workers:
+            for group in worker.inner.param_groups:
+                group["lr"] = rate
         for index, worker in enumerate(self.workers):
             self._size_window(worker)
             for _ in range(self._steps_of(index)):
@@ -236,18 +245,13 @@ class Simulation:
             self.points.append(self._measure())
         self.seconds += time.perf_counter() - began_s
 
-    def _set_rate(self, rate: float) -> None:
-        for worker in self.workers:
-            for group in worker.inner.param_groups:
-                group["lr"] = rate
-
     def _size_window(self, worker: Worker) -> None:
         if self.bench.settings.growth and not self.method.every_step:
             inner_steps = self._timetable.window(worker.next_position // len(worker.fragments))
             worker.resize(inner_steps, delay=self.method.hidden_steps(inner_steps))
 
     def _steps_of(self, index: int) -> int:
-        """Steps that a worker does while the median one does one."""
+        """Return the steps that a worker takes while the median one takes one."""
         settings = self.bench.settings
         before, after = (
             step * settings.windows[index] // settings.inner_steps
@@ -257,7 +261,7 @@ class Simulation:
 
     @property
     def sent_bytes(self) -> int:
-        """Payload that a worker has sent, on average."""
+        """Payload sent per worker so far, on average."""
         return round(self.group.statistics().wire_bytes / self.group.size)
 
     def _train(self, worker: Worker, batch_BT: Tensor) -> None:
@@ -266,7 +270,7 @@ class Simulation:
         with self.bench.device.autocast():
             loss = models.loss_of(worker.model, tokens_BT[:, :-1], tokens_BT[:, 1:])
         loss.backward()  # type: ignore[no-untyped-call]
-        if not isinstance(self.method, methods.DDPMethod):  # which clips the mean
+        if not isinstance(self.method, methods.DDPMethod):  # it clips the mean gradient
             limit = self.bench.settings.clip_norm
             torch.nn.utils.clip_grad_norm_(worker.model.parameters(), limit)
         worker.step(tokens=tokens_BT[:, 1:].numel(), loss=loss)
@@ -281,7 +285,7 @@ class Simulation:
         )
 
     def result(self) -> Result:
-        """What it came to."""
+        """Return the result so far."""
         worker = self.workers[0]
         return Result(
             method=self.method.name,
@@ -296,7 +300,7 @@ class Simulation:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, between two steps."""
+        """Return the full state; valid between two steps."""
         return {
             "workers": [worker.state_dict() for worker in self.workers],
             "streams": [stream.state_dict() for stream in self._streams],
@@ -308,7 +312,7 @@ class Simulation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, in the same bits."""
+        """Resume from a state that `state_dict` returned, with the same bits."""
         while len(self.workers) < len(state["workers"]):
             self.workers.append(self._worker(len(self.workers)))
         for worker, kept in zip(self.workers, state["workers"], strict=True):
@@ -321,23 +325,15 @@ class Simulation:
         self.sent = [(step, size) for step, size in state["sent"]]
 
 
-def _check_method(method: methods.Method, settings: Settings) -> None:
-    if settings.speeds and method.every_step:
-        raise SetupError(
-            f"{method.name}: expected a method with windows, whose length can follow a worker's "
-            "speed; simulate it without speeds"
-        )
-
-
 class Folder:
-    """Where results and unfinished simulations are kept, by everything that they depend on."""
+    """Folder of results and unfinished simulations, named by all that they depend on."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
-        """Use a folder; it is made when first written to."""
+        """Use a folder, which is created when first used."""
         self.path, self._settings = path, settings
 
     def result(self, method: methods.Method, seed: int) -> Result | None:
-        """A result that is there already.
+        """Return the stored result; None if there is none.
 
         Raises:
             SavedStateError: the file is damaged.
@@ -351,7 +347,7 @@ class Folder:
             raise SavedStateError(f"{file} is damaged ({error}); move it away") from error
 
     def keep(self, result: Result, method: methods.Method) -> None:
-        """Write a result, and drop what was unfinished of it."""
+        """Store a result and delete the state of its unfinished simulation."""
         file = self._file(method, result.seed, "json")
         text = json.dumps({"settings": asdict(self._settings), "result": asdict(result)})
         partial = file.with_suffix(".partial")
@@ -360,7 +356,7 @@ class Folder:
         self._file(method, result.seed, "safetensors").unlink(missing_ok=True)
 
     def resume(self, simulation: Simulation) -> bool:
-        """Go on with an unfinished simulation; False where there is none."""
+        """Resume an unfinished simulation; return False if there is none."""
         file = self._file(simulation.method, simulation.seed, "safetensors")
         if not file.exists():
             return False
@@ -369,14 +365,14 @@ class Folder:
         return True
 
     def save(self, simulation: Simulation) -> None:
-        """Keep an unfinished simulation."""
+        """Store the state of an unfinished simulation."""
         file = self._file(simulation.method, simulation.seed, "safetensors")
         run = self._key(simulation.method, simulation.seed)
         saved.save(file, simulation.state_dict(), kind="simulation", run=run)
 
     def _key(self, method: methods.Method, seed: int) -> str:
         settings = asdict(self._settings)
-        if not self._settings.growth:  # results from before there was any keep their names
+        if not self._settings.growth:  # keeps the names of results older than this option
             del settings["growth"], settings["max_inner_steps"]
         text = json.dumps([settings, method.spec, seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -389,22 +385,22 @@ class Folder:
 def simulate(
     bench: Bench, method: methods.Method, *, seed: int, folder: Folder, rerun: bool, say: Say
 ) -> Result:
-    """Train one method with one seed, or take its result from the folder.
+    """Train one method with one seed, or return its result from the folder.
 
     Args:
         bench: text and settings.
-        method: with all its options.
-        seed: of weights and data.
-        folder: results are read from it and kept in it.
-        rerun: train again although there is a result.
-        say: takes a line about progress.
+        method: method with all its options.
+        seed: seed of weights and data.
+        folder: folder to read results from and to store them in.
+        rerun: whether to train again if there is a result.
+        say: prints a line about progress.
     """
     known = None if rerun else folder.result(method, seed)
     if known is not None:
         return known
     simulation = Simulation(bench, method, seed)
     if not rerun and folder.resume(simulation):
-        say(f"{method.name}, seed {seed}: goes on at step {simulation.step}")
+        say(f"{method.name}, seed {seed}: resumes at step {simulation.step}")
     saved_s = time.monotonic()
     while not simulation.finished:
         measured = len(simulation.points)
@@ -424,6 +420,6 @@ def _line(simulation: Simulation) -> str:
     left_s = simulation.seconds / simulation.step * (steps - simulation.step)
     return (
         f"{simulation.method.name}, seed {simulation.seed}: step {point.step} of {steps}, "
-        f"loss {point.valid_loss:.3f}, {point.sent_bytes / 1e6:.1f} MB a worker, "
-        f"{left_s:.0f} s to go"
+        f"loss {point.valid_loss:.3f}, {point.sent_bytes / 1e6:.1f} MB per worker, "
+        f"{left_s:.0f} s left"
     )

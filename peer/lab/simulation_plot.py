@@ -1,4 +1,4 @@
-"""The result of a simulation as a picture: loss over bytes and over time."""
+"""Plot the results of a simulation: loss over bytes and over time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,22 +9,21 @@ from matplotlib.figure import Figure
 
 from atoll.peer.lab.plotting import COMPARED, FAINT, GRID, INK, PEERS, RUN, VALID
 from atoll.peer.lab.simulate import Result
-from atoll.peer.lab.simulation_report import RATES_MBIT_S, short_spec
+from atoll.peer.lab.simulation_report import RATES_MBIT_S, Network, short_spec, wall_s
 from atoll.peer.lab.simulation_settings import Settings
-from atoll.peer.lab.simulation_time import Network, wall_s
 
 COLORS = (INK, RUN, VALID, *COMPARED, *PEERS)
 Curve = Sequence[tuple[float, float]]
 
 
 def draw(results: Sequence[Result], settings: Settings, path: Path, *, step_s: float) -> None:
-    """Write the picture: loss against bytes, and against time at each rate.
+    """Write the plot as PNG: loss over bytes, and over time at each rate.
 
     Raises:
         OSError: the file cannot be written.
     """
     figure = Figure(figsize=(14.0, 4.6), dpi=140, facecolor="white")
-    FigureCanvasAgg(figure)  # no pyplot: it keeps global state and wants the main thread
+    FigureCanvasAgg(figure)  # pyplot keeps global state and needs the main thread
     panels = figure.subplots(1, 1 + len(RATES_MBIT_S), sharey=True)
     firsts = list({result.spec: result for result in reversed(results)}.values())[::-1]
     for number, (result, label) in enumerate(zip(firsts, _labels(firsts), strict=True)):
@@ -37,7 +36,7 @@ def draw(results: Sequence[Result], settings: Settings, path: Path, *, step_s: f
     for axes, title in zip(panels, titles, strict=True):
         _dress(axes, title)
     panels[0].set_xscale("log")
-    panels[0].set_ylabel("held-out loss, nats a token", color=INK, size=10)
+    panels[0].set_ylabel("held-out loss, nats per token", color=INK, size=10)
     lines, labels = panels[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="center right", frameon=False, fontsize=8.5, labelcolor=INK)
     figure.suptitle(_title(firsts, settings, step_s), size=11, color=INK)
@@ -46,7 +45,7 @@ def draw(results: Sequence[Result], settings: Settings, path: Path, *, step_s: f
 
 
 def _labels(results: Sequence[Result]) -> list[str]:
-    """The name of each method, or its spec where another has the same name."""
+    # A method's name, or its spec if several methods have that name.
     names = [result.method for result in results]
     return [
         short_spec(result.spec) if names.count(result.method) > 1 else result.method
@@ -58,7 +57,7 @@ def _title(results: Sequence[Result], settings: Settings, step_s: float) -> str:
     return (
         f"{results[0].params / 1e6:.2g}M parameters, {settings.workers} workers, "
         f"{settings.tokens / 1e6:.3g}M tokens, H={settings.inner_steps}, "
-        f"{1000 * step_s:.0f} ms a step" + (f"\n{settings.churn}" if settings.churn else "")
+        f"{1000 * step_s:.0f} ms per step" + (f"\n{settings.churn}" if settings.churn else "")
     )
 
 

@@ -1,8 +1,8 @@
-"""What all methods of one simulation share: workers, text, schedule, and how unequal workers are.
+"""Settings that all methods of one simulation share: workers, text, schedule and churn.
 
-Some rounds go on without a worker (`drop`), the last one joins late (`join_at`), each has text of
-its own (`split_data`), and speeds differ (`speeds`): a window then has as many steps as a worker
-can do while the median one does `inner_steps`.
+Workers can miss rounds (`drop`), the last one can join late (`join_at`), and each can have its own
+text (`split_data`). If speeds differ (`speeds`), a worker's window has as many steps as it can take
+while the median worker takes `inner_steps`.
 
 # T steps of the median worker
 """
@@ -20,55 +20,50 @@ from atoll.optim.workers.timetable import Timetable
 from atoll.peer.errors import SetupError
 
 RATE_SHARES = {"adamw": 1.0, "muon": 2.0, "lion": 0.1, "sgd": 1.0}
-"""Inner rates as shares of AdamW's: Lion's authors advise a tenth. Muon's best was twice AdamW's,
-DeMo's, which takes that of SGD, the same (docs/methods.md)."""
+"""Inner learning rates relative to AdamW's. Lion's authors advise a tenth. Muon was best at twice
+AdamW's rate; DeMo, which uses that of SGD, was best at the same rate (docs/methods.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all methods of one simulation share."""
+    """Settings that all methods of one simulation share."""
 
     workers: int = 4
     tokens: int = 1_000_000
-    """Of all workers together."""
+    """Tokens of all workers together."""
     inner_steps: int = 30
     batch_size: int = 8
-    """Sequences of a worker and step."""
+    """Sequences per worker and step."""
     seq_len: int = 128
     model: str = "nano"
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the model's configuration."""
+    """Fields of `ModelConfig` that differ from the preset."""
     source: str = "stdlib"
     lr: float = 1.5e-3
-    """AdamW's peak rate; other inner optimizers take a share of it."""
+    """AdamW's peak learning rate; those of other optimizers are in `RATE_SHARES`."""
     warmup: float = 0.1
-    """Share of the steps."""
+    """Fraction of the steps for warm-up."""
     min_lr_ratio: float = 0.1
     clip_norm: float = 1.0
     points: int = 8
-    """Measurements on held-out text."""
+    """Number of measurements on held-out text."""
     valid_batches: int = 16
     inner: str = ""
-    """Optimizer of methods with windows, in place of the one that each takes."""
+    """Inner optimizer of all methods with windows; empty for each method's own."""
     growth: float = 0.0
-    """Growth coefficient of windows by QSR, at AdamW's rate; 0: windows of one length."""
+    """Growth coefficient of QSR windows, at AdamW's rate; 0 for windows of equal length."""
     max_inner_steps: int = 0
-    """Longest window of QSR; 0: ten times `inner_steps`."""
+    """Longest window of QSR; 0 for ten times `inner_steps`."""
     drop: float = 0.0
-    """Share of the rounds that go on without a worker; its work counts in a later one."""
+    """Fraction of rounds that each worker misses; its work counts in a later one."""
     speeds: tuple[float, ...] = ()
-    """Relative speeds of the workers, repeated as often as needed; none: all alike."""
+    """Relative speeds, repeated to cover all workers; empty for equal ones."""
     split_data: bool = False
-    """Whether each worker has its own part of the text, which nobody else sees."""
+    """Whether each worker trains only on its own part of the text."""
     join_at: float = 0.0
-    """Share of the run after which the last worker joins; 0: all begin together."""
+    """Fraction of the run after which the last worker joins; 0 for the start."""
 
     def __post_init__(self) -> None:
-        """Check that there is something to train.
-
-        Raises:
-            SetupError: when a number is out of range.
-        """
         for name in ("workers", "inner_steps", "batch_size", "seq_len", "points", "tokens"):
             if getattr(self, name) < 1:
                 raise SetupError(f"expected at least 1 for {name}, got {getattr(self, name)}")
@@ -76,44 +71,49 @@ class Settings:
         self._check_growth()
         if self.steps < 1:
             raise SetupError(
-                f"expected tokens for one step of all workers, {self.tokens_per_step}, "
-                f"got {self.tokens}"
+                f"expected at least {self.tokens_per_step} tokens, one step of all workers, "
+                f"got {self.tokens}; increase --tokens"
             )
 
     def _check_churn(self) -> None:
-        if not 0 <= self.drop < 1 or not 0 <= self.join_at < 1:
-            raise SetupError("expected shares from 0 to below 1 for missed rounds and joining")
+        for name in ("drop", "join_at"):
+            share = getattr(self, name)
+            if not 0 <= share < 1:
+                raise SetupError(f"expected {name} from 0 to below 1, got {share:g}")
         if any(not 0 < speed < math.inf for speed in self.speeds):
             raise SetupError(f"expected speeds above 0, got {self.speeds}")
         if self.inner and self.inner not in RATE_SHARES:
             raise SetupError(f"expected one of {', '.join(RATE_SHARES)}, got {self.inner!r}")
         if self.join_at > 0 and self.workers < 2:
-            raise SetupError("expected a worker that the last one can join, got one in all")
+            raise SetupError("--join-at requires at least 2 workers")
 
     def _check_growth(self) -> None:
         if self.growth < 0:
             raise SetupError(f"expected a growth of at least 0, got {self.growth:g}")
         if not self.growth and self.max_inner_steps:
-            raise SetupError("expected no longest window without --growth")
+            raise SetupError("--max-inner-steps requires --growth")
         if not self.growth:
             return
         if self.speeds:
-            raise SetupError("expected windows that follow speeds or grow, got both")
+            raise SetupError("--growth and --speeds cannot be combined")
         if self.longest <= self.inner_steps:
             raise SetupError(
                 f"expected a longest window above {self.inner_steps} steps, got {self.longest}"
             )
         least = self.min_lr_ratio * self.lr * math.sqrt(self.inner_steps + 1)
         if self.growth < least:
-            raise SetupError(f"windows would not grow: expected a growth of at least {least:.3g}")
+            raise SetupError(
+                f"windows would not grow: expected a growth of at least {least:.3g}, "
+                f"got {self.growth:.3g}"
+            )
 
     @property
     def longest(self) -> int:
-        """Steps of the longest window of QSR."""
+        """Steps of the longest QSR window."""
         return self.max_inner_steps or LONGEST * self.inner_steps
 
     def rate(self, share: float = 1.0) -> Rate:
-        """The schedule of an inner optimizer that takes a share of AdamW's rate."""
+        """Return the learning-rate schedule at a multiple of AdamW's rate."""
         return Rate(
             peak=self.lr * share,
             warmup_steps=int(self.warmup * self.steps),
@@ -122,7 +122,7 @@ class Settings:
 
     @cached_property
     def timetable(self) -> Timetable:
-        """Windows of the run by position."""
+        """Windows of the run, by position."""
         if not self.growth:
             return timetable.equal(self.inner_steps, rounds=self.steps // self.inner_steps)
         rule = schedules.QSR(shortest=self.inner_steps, longest=self.longest, growth=self.growth)
@@ -130,7 +130,7 @@ class Settings:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """H of each worker: by its speed, so that all end their windows together."""
+        """H of each worker, by its speed, so that all windows end together."""
         if not self.speeds:
             return (self.inner_steps,) * self.workers
         step_s = [1.0 / self.speeds[i % len(self.speeds)] for i in range(self.workers)]
@@ -138,7 +138,7 @@ class Settings:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all workers together, on average over a window."""
+        """Tokens of all workers per step, on average over a window."""
         return sum(self.windows) * self.batch_size * self.seq_len // self.inner_steps
 
     @property
@@ -149,7 +149,7 @@ class Settings:
 
     @property
     def join_step(self) -> int:
-        """Steps after which the last worker joins: at the end of a window."""
+        """Step at which the last worker joins, at the end of a window."""
         windows, wanted = self.timetable, self.join_at * self.steps
         turn = windows.turn_at(int(wanted))
         ends = (windows.steps_until(turn), windows.steps_until(turn + 1))
@@ -157,15 +157,15 @@ class Settings:
 
     @property
     def churn(self) -> str:
-        """What disturbs the workers, for people; empty where nothing does."""
-        told = [
+        """Description of how workers differ from equal, constant ones; empty if they do not."""
+        parts = [
             (self.drop > 0, f"each misses {100 * self.drop:g}% of the rounds"),
             (self.join_at > 0, f"the last joins after {self.join_step} steps"),
             (bool(self.speeds), f"windows of {', '.join(map(str, self.windows))} steps"),
             (self.growth > 0, f"windows grow from {_first_and_last(self)} steps"),
             (self.split_data, "each has its own text"),
         ]
-        return "; ".join(text for holds, text in told if holds)
+        return "; ".join(text for holds, text in parts if holds)
 
 
 def _first_and_last(settings: Settings) -> str:

@@ -1,7 +1,7 @@
-"""What an inner step takes on this machine, timed on random tokens with a model's real shapes.
+"""Time an inner step on this machine, on random tokens with a model's real shapes.
 
-The forward and backward passes are the same whatever the inner optimizer; the optimizers are timed
-by themselves, on the gradients that are there.
+The forward and backward passes do not depend on the inner optimizer. Optimizers are timed
+separately, on the gradients of the last step.
 
 # B sequences, T positions
 """
@@ -22,30 +22,30 @@ from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Learner
 from atoll.peer.training.trainer import build_model
 
-PROBE_S = 2.0  # in which steps are timed, and in half of it Muon's part of them
-PROBE_MAX_PARAMS = 200_000_000  # tried on a processor; a step of more takes half a minute
+PROBE_S = 2.0  # time limit for timing steps; half as much more for Muon
+PROBE_MAX_PARAMS = 200_000_000  # limit on a CPU, where a larger model's step takes half a minute
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of an inner step."""
+    """Seconds per inner step, by inner optimizer."""
 
     adamw_s: float
     muon_s: float
 
 
 def measured(spec: RunSpec, device: str, *, seconds: float = PROBE_S) -> StepTime:
-    """An inner step on this machine: the fastest of those that fit.
+    """Return the time of the fastest inner step on this machine.
 
     Args:
-        spec: of the run.
-        device: to train on.
-        seconds: to take; a slow model is given one step beside the first, which does not count.
+        spec: spec of the run.
+        device: device to train on.
+        seconds: time limit. After a first step, which is not counted, at least one is timed.
 
     Raises:
-        PlanError: the model is too large to be tried here.
-        DeviceError: the device is not there.
-        ModelError: the model can't be built.
+        PlanError: the model is too large to time on this machine.
+        DeviceError: the device is not available.
+        ModelError: the model cannot be built.
     """
     chosen = Device.choose(device)
     _expect_room(spec, chosen)
@@ -55,7 +55,7 @@ def measured(spec: RunSpec, device: str, *, seconds: float = PROBE_S) -> StepTim
     batch_BT = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_BT] * spec.inner.grad_accumulation
     ends_s = time.perf_counter() + seconds
-    _timed_step(learner, batches)  # caches, kernels, compilation
+    _timed_step(learner, batches)  # fills caches, loads kernels and compiles
     times = [_timed_step(learner, batches)]
     while time.perf_counter() < ends_s:
         times.append(_timed_step(learner, batches))
@@ -65,7 +65,7 @@ def measured(spec: RunSpec, device: str, *, seconds: float = PROBE_S) -> StepTim
 
 
 def is_busy() -> bool:
-    """Whether other programs want more processors than this machine has, as far as it tells."""
+    """Return whether other programs need more cores than this machine has, if it reports that."""
     try:
         return os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
     except OSError:
@@ -73,13 +73,12 @@ def is_busy() -> bool:
 
 
 def _timed_step(learner: Learner, batches: Sequence[Tensor]) -> tuple[float, float]:
-    """Seconds of the passes and of the optimizer."""
     passes_s = _seconds(learner.device, lambda: learner.gradient(batches, step=0))
     return passes_s, _seconds(learner.device, learner.optimizer.step)
 
 
 def _muon_s(learner: Learner, spec: RunSpec, seconds: float) -> float:
-    """Seconds of Muon on the gradients that the last step left; the first makes its momentum."""
+    # On the gradients of the last step. Muon's first step only creates its momentum.
     muon = Learner(learner.model, spec.inner, learner.device, total_steps=0, optimizer="muon")
     ends_s = time.perf_counter() + seconds
     times_s = [_seconds(learner.device, muon.optimizer.step)]
@@ -89,15 +88,14 @@ def _muon_s(learner: Learner, spec: RunSpec, seconds: float) -> float:
 
 
 def _seconds(device: Device, work: Callable[[], object]) -> float:
-    _await(device)
+    _synchronise(device)
     began_s = time.perf_counter()
     work()
-    _await(device)
+    _synchronise(device)
     return time.perf_counter() - began_s
 
 
-def _await(device: Device) -> None:
-    """Let the device finish what it was given."""
+def _synchronise(device: Device) -> None:
     if device.device.type == "cuda":
         torch.cuda.synchronize(device.device)
     elif device.device.type == "mps":
@@ -105,12 +103,12 @@ def _await(device: Device) -> None:
 
 
 def _expect_room(spec: RunSpec, device: Device) -> None:
-    """Refuse to try a model on a processor that would be at it for minutes."""
+    """Raise PlanError if a step of the model would take minutes on this CPU."""
     if device.device.type != "cpu" or spec.model.custom is not None:
         return
     params = Layout.of(bare_model(spec)).numel
     if params > PROBE_MAX_PARAMS:
         raise PlanError(
-            f"expected --step-ms for a model of {params / 1e6:.0f}M parameters: this machine has "
-            "no accelerator to time a step on"
+            f"a model of {params / 1e6:.0f}M parameters is too large to time without an "
+            "accelerator; give the time of a step with --step-ms"
         )

@@ -1,9 +1,9 @@
-"""What a demo came to: numbers for a program, a page for a person, a picture, and the proof.
+"""Results of a demo: numbers as JSON, a page, a plot, and the check that all replicas are equal.
 
-The proof is taken from what the processes left behind, not from what this one believes: the chain
-of every peer against the chain of the coordinator's log, and the digest that every peer took of
-its parameters and outer state at the end against a digest of the checkpoint. By gossip there is
-neither: every peer has a model of its own, and the page says how far they are apart.
+The check uses only what the processes wrote: every peer's hash chain against that of the
+coordinator's log, and every peer's final digest of parameters and outer state against that of the
+checkpoint. A gossip run has neither, because each peer has its own model; the page then reports
+their distance from the mean.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of a demo.  Losses in nats a token, sizes in bytes, times in seconds."""
+    """Result of a demo. Losses in nats per token, sizes in bytes, times in seconds."""
 
     rounds: int
     peers: int
@@ -58,44 +58,44 @@ class Summary:
     seconds_to_first_round: float
     seconds: float
     chains_equal: bool | None
-    """None by gossip"""
+    """None for gossip."""
     states_equal: bool | None
     distance_to_mean: float | None
-    """by gossip: mean distance of the peers' parameters to their mean, in lengths of that mean"""
+    """Mean distance of the peers' parameters from their mean, relative to its norm; gossip only."""
     recovered_peers: int
     phases: dict[str, float]
     checkpoint: str
     plot: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Other ways to train on the same text in the same number of steps."""
+    """Baselines on the same text in the same number of steps."""
 
     baseline: BaselineResult | None = None
     alone: BaselineResult | None = None
 
 
 def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Summary:
-    """Read everything that a demo left; also draws the picture."""
+    """Summarise a finished demo from its files and write the plot."""
     checkpoint = load_checkpoint(run.checkpoint)
     gossip = spec.method().reduction == "pairs"
     entries = [] if gossip else read_log(run, checkpoint)
-    told = told_rounds(run) if gossip else logged_rounds(entries)
+    rounds = reported_rounds(run) if gossip else logged_rounds(entries)
     sent, received = per_peer_bytes(run)
-    ddp = ddp_bytes(checkpoint.layout, len(run.peers), len(told), spec)
+    ddp = ddp_bytes(checkpoint.layout, len(run.peers), len(rounds), spec)
     valid_loss = held_out_loss(spec, checkpoint)
-    draw_loss(loss_plot(run, spec, told, compared, valid_loss), plot)
+    draw_loss(loss_plot(run, spec, rounds, compared, valid_loss), plot)
     base = compared.baseline
-    losses = [row.loss for row in told if row.loss is not None]
+    losses = [row.loss for row in rounds if row.loss is not None]
     return Summary(
-        rounds=len(told),
+        rounds=len(rounds),
         peers=len(run.peers),
-        tokens=sum(row.tokens for row in told),
+        tokens=sum(row.tokens for row in rounds),
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         loss_baseline=base.loss if base else None,
@@ -120,22 +120,22 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """A round, as the picture needs it."""
+class RoundLosses:
+    """Losses and tokens of one round, for the plot."""
 
     position: int
-    """rounds done by then"""
+    """Rounds completed, including this one."""
     loss: float | None
     tokens: int
     losses: Mapping[str, float]
-    """by PeerID, where they are known"""
+    """Training loss by PeerID; empty for gossip."""
 
 
-def logged_rounds(entries: Sequence[Entry]) -> list[Told]:
-    """The rounds of a log; a token moves each fragment once, and is counted once."""
+def logged_rounds(entries: Sequence[Entry]) -> list[RoundLosses]:
+    """Return the rounds of a log, with tokens counted once although every fragment lists them."""
     num_fragments = 1 + max((entry.fragment for entry in entries), default=0)
     return [
-        Told(
+        RoundLosses(
             position=entry.position + 1,
             loss=entry.loss,
             tokens=sum(member.tokens for member in contributors(entry)) // num_fragments,
@@ -145,16 +145,16 @@ def logged_rounds(entries: Sequence[Entry]) -> list[Told]:
     ]
 
 
-def told_rounds(run: DemoRun) -> list[Told]:
-    """The rounds of a run by gossip, as its peers told of them."""
+def reported_rounds(run: DemoRun) -> list[RoundLosses]:
+    """Return the rounds of a gossip run, as its peers reported them."""
     return [
-        Told(position=row.position, loss=row.loss, tokens=row.tokens, losses={})
+        RoundLosses(position=row.position, loss=row.loss, tokens=row.tokens, losses={})
         for row in run.status.history
     ]
 
 
 def read_log(run: DemoRun, checkpoint: Checkpoint) -> list[Entry]:
-    """All entries, from the coordinator's own log."""
+    """Return all entries of the coordinator's log."""
     store = LogStore(
         run.coordinator_dir / "log",
         run_id=bytes.fromhex(run.status.run_id),
@@ -168,7 +168,7 @@ def read_log(run: DemoRun, checkpoint: Checkpoint) -> list[Entry]:
 
 
 def distance_to_mean(run: DemoRun, spec: RunSpec) -> float:
-    """How far the peers' own parameters are apart, from the states that they saved at the end."""
+    """Return the peers' mean distance from their mean, from the states they saved at the end."""
     paths = [PeerPaths(root=peer.folder).trainer for peer in run.peers]
     trees = [saved.load(path, kind="trainer", run=spec.digest()) for path in paths]
     params_PN = torch.stack([tree["worker"]["synced_N"] for tree in trees])
@@ -177,22 +177,22 @@ def distance_to_mean(run: DemoRun, spec: RunSpec) -> float:
 
 
 def per_peer_bytes(run: DemoRun) -> tuple[int, int]:
-    """Mean over the peers of what went over the wire, sent and received."""
+    """Return the bytes on the wire, sent and received, averaged over the peers."""
     sent, received = zip(*(peer.wire_bytes for peer in run.peers), strict=True)
     return sum(sent) // len(run.peers), sum(received) // len(run.peers)
 
 
 def ddp_bytes(layout: Layout, peers: int, rounds: int, spec: RunSpec) -> int:
-    """What a peer of synchronous data parallel training would send for as many steps.
+    """Return the bytes that a peer of data-parallel training would send in the same steps.
 
-    A ring all-reduce of fp32 gradients sends 2 (P - 1) / P of them a step and peer.
+    A ring all-reduce of fp32 gradients sends 2 (P - 1) / P of them per step and peer.
     """
     steps = spec.timetable(len(spec.method().fragments(layout))).steps_until(rounds)
     return 2 * (peers - 1) * layout.numel * FP32_BYTES * steps // peers
 
 
 def chains_equal(run: DemoRun, entries: list[Entry]) -> bool:
-    """Whether every peer ended at the end of the coordinator's log."""
+    """Return whether every peer ended with the hash chain of the coordinator's log."""
     last = entries[-1].chain.hex()
     return len(run.status.peers) == len(run.peers) and all(
         peer.chain == last for peer in run.status.peers
@@ -200,7 +200,7 @@ def chains_equal(run: DemoRun, entries: list[Entry]) -> bool:
 
 
 def states_equal(run: DemoRun, checkpoint: Checkpoint) -> bool:
-    """Whether every peer's digest of parameters and outer state is that of the checkpoint."""
+    """Return whether every peer's state digest equals that of the checkpoint."""
     root = checkpoint.state.root().hex()
     return len(run.status.peers) == len(run.peers) and all(
         (peer.state_position, peer.state_digest) == (checkpoint.position, root)
@@ -209,7 +209,7 @@ def states_equal(run: DemoRun, checkpoint: Checkpoint) -> bool:
 
 
 def recovered_peers(run: DemoRun, entries: list[Entry] | None) -> int:
-    """Peers that were killed, fetched their state from others, and took part again."""
+    """Return how many killed peers recovered their state and took part in a round again."""
     if run.kill is None:
         return 0
     killed = next(peer for peer in run.peers if peer.name == run.kill.peer)
@@ -219,7 +219,7 @@ def recovered_peers(run: DemoRun, entries: list[Entry] | None) -> int:
 
 
 def is_member(peer: PeerStatus, entries: Sequence[Entry]) -> bool:
-    """Whether a peer, since its last start, was a complete member of a round."""
+    """Return whether a peer was a complete member of a round since its last start."""
     return any(
         m.peer_id == peer.peer_id and m.incarnation == peer.incarnation
         for e in entries
@@ -228,7 +228,7 @@ def is_member(peer: PeerStatus, entries: Sequence[Entry]) -> bool:
 
 
 def held_out_loss(spec: RunSpec, checkpoint: Checkpoint) -> float:
-    """Of the checkpoint's parameters, on the batches that the baseline is measured on."""
+    """Return the checkpoint's loss on the validation batches of the baseline."""
     corpus = open_corpus(spec)
     device = Device.choose("cpu")
     model = build_model(spec, corpus.tokenizer.vocab_size)
@@ -236,29 +236,30 @@ def held_out_loss(spec: RunSpec, checkpoint: Checkpoint) -> float:
 
 
 def mean_utilisation(peers: list[PeerStatus]) -> float:
-    """Over the peers."""
+    """Return the mean utilisation of the peers."""
     return sum(peer.utilisation for peer in peers) / max(len(peers), 1)
 
 
 def mean_phases(peers: list[PeerStatus]) -> dict[str, float]:
-    """Seconds of the last round by phase, over the peers."""
-    told = [peer.phases for peer in peers if peer.phases]
-    names = list(told[0]) if told else []
-    return {name: sum(p.get(name, 0.0) for p in told) / len(told) for name in names}
+    """Return the seconds of the last round by phase, averaged over the peers."""
+    reported = [peer.phases for peer in peers if peer.phases]
+    names = list(reported[0]) if reported else []
+    return {name: sum(p.get(name, 0.0) for p in reported) / len(reported) for name in names}
 
 
 def loss_plot(
-    run: DemoRun, spec: RunSpec, rounds: list[Told], compared: Compared, valid_loss: float
+    run: DemoRun, spec: RunSpec, rounds: list[RoundLosses], compared: Compared, valid_loss: float
 ) -> LossPlot:
-    """The picture's content."""
+    """Return the content of the plot."""
     names = {peer.peer_id: peer.name for peer in run.status.peers}
     peers: dict[str, list[tuple[float, float]]] = {}
     for row in rounds:
         for peer_id, loss in row.losses.items():
             peers.setdefault(names.get(peer_id, short(peer_id)), []).append((row.position, loss))
-    # What peers report when a round is accepted was measured on the state before it.
-    told = [(r.position - 1, r.valid_loss) for r in run.status.history if r.valid_loss is not None]
-    valid = [*told, (float(len(rounds)), valid_loss)]
+    # A loss that peers report with a round was measured on the state before it.
+    history = run.status.history
+    earlier = [(r.position - 1, r.valid_loss) for r in history if r.valid_loss is not None]
+    valid = [*earlier, (float(len(rounds)), valid_loss)]
     others = {"data parallel": compared.baseline, "one peer alone": compared.alone}
     tokens = sum(row.tokens for row in rounds)
     return LossPlot(
@@ -278,28 +279,31 @@ def loss_plot(
 
 
 def render(summary: Summary, run: DemoRun) -> None:
-    """Print the page for a person."""
+    """Print the results as a table."""
     console = Console(highlight=False)
     table = Table(title="Results", title_justify="left", box=None, show_header=False)
     table.add_column(style="dim", justify="right")
-    table.add_column(overflow="fold")  # paths too are whole
+    table.add_column(overflow="fold")  # shows whole paths
     for name, value in rows(summary, run):
         table.add_row(name, value)
     console.print()
     console.print(table)
     command = f'atoll sample {summary.checkpoint} --prompt "def "'
-    console.print(f"\nGenerate text:  {command}", soft_wrap=True)  # whole, to be copied
+    console.print(f"\nGenerate text:  {command}", soft_wrap=True)  # whole, for copying
 
 
 def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
-    """The lines of the page."""
+    """Return the rows of the table: name and text."""
     found = [
         (
             "trained",
             f"{summary.tokens / 1e6:.2f}M tokens in {summary.rounds} rounds by "
             f"{summary.peers} peers, {summary.seconds:.0f} s",
         ),
-        ("training loss", f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a byte"),
+        (
+            "training loss",
+            f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats per byte",
+        ),
         ("held-out loss", _held_out(summary)),
         (
             "sent per peer",
@@ -346,7 +350,7 @@ def _verdict(summary: Summary) -> str:
 def _killed(summary: Summary, run: DemoRun) -> str:
     if run.kill is None:
         return ""
-    how = "recovered and rejoined" if summary.recovered_peers else "did not come back"
+    how = "recovered and rejoined" if summary.recovered_peers else "did not rejoin"
     return f"{run.kill.peer} in the middle of round {run.kill.position + 1}; {how}"
 
 

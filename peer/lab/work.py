@@ -1,7 +1,7 @@
-"""What a method's arithmetic costs a peer's processor, timed on this machine.
+"""Time the arithmetic of a method on this machine.
 
-Each part of a round is done once with random values, by one thread and its own clock, which stands
-still while other programs have the processor.
+One thread computes each part of a round on random values. It is timed by its own clock, which
+stands still while other programs use the processor.
 
 # F values of the sample
 """
@@ -35,40 +35,40 @@ from atoll.peer.rounds.allreduce.reduction import (
 )
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone
 
-REPEATS = 3
+REPEATS = 3  # the fastest counts
 WEIGHT = 256.0  # of each member
 SAMPLE = Layout(
     names=tuple(f"blocks.{block}.weight" for block in range(8)), shapes=((256, 512),) * 8
 )
-"""A million values: far more than caches hold, and blocks for as many fragments."""
+"""A million values, far more than caches hold, in enough blocks for every method's fragments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds of one thread, a value of what is worked on."""
+    """Seconds of one thread per value."""
 
     offer_s: float
-    """Before the round: the contribution encoded, with what earlier ones lost."""
+    """Before the round: encode the contribution with error feedback."""
     owner_s: float
-    """In it, of a part at its owner: one member's frames added, and the mean encoded."""
+    """In the round, at the owner of a part: add one member's frames and encode the mean."""
     owner_more_s: float
-    """The frames of one more member added."""
+    """Add the frames of one more member."""
     receiver_s: float
-    """Of another's part: what one member sent, decoded as it comes back."""
+    """In the round, for another owner's part: decode the result of one member."""
     receiver_more_s: float
-    """The same for one more member; about 0 where a mean comes back."""
+    """The same for one more member; about 0 if the result is a mean."""
     apply_s: float
-    """After it: the outer step."""
+    """After the round: the outer step."""
 
     def inside_s(self, peers: int) -> float:
-        """In the round, a value of the fragment, of so many peers that own equal parts."""
+        """Return the seconds per value of a fragment in a round of `peers` with equal parts."""
         owned_s = self.owner_s + (peers - 1) * self.owner_more_s
         received_s = self.receiver_s + (peers - 1) * self.receiver_more_s
         return (owned_s + (peers - 1) * received_s) / peers
 
 
 def timed(method: Method) -> Work:
-    """The work of a method; the same at each call in one process."""
+    """Return the work of a method, which is timed once per process."""
     return _timed(method.spec)
 
 
@@ -89,7 +89,7 @@ def _logged(method: Method) -> Work:
     offer_s = _value_s(fragment, lambda: feedback.offer(delta_F, WEIGHT))
     if method.reduction == "low-rank":
         inside_s = _in_process_s(method, fragment, delta_F, state) - offer_s
-        inside = {"owner_s": inside_s, "owner_more_s": inside_s}  # all of it, for any number
+        inside = {"owner_s": inside_s, "owner_more_s": inside_s}  # the whole round, for any number
         inside |= {"receiver_s": 0.0, "receiver_more_s": 0.0}
     else:
         inside = _by_parts_s(method, fragment, feedback.offer(delta_F, WEIGHT).frames)
@@ -104,7 +104,6 @@ def _logged(method: Method) -> Work:
 
 
 def _by_parts_s(method: Method, fragment: Fragment, frames: Sequence[bytes]) -> dict[str, float]:
-    """What the owner of a part and a receiver take, by the classes of a round."""
     cells = cells_of(method, fragment)
     part = PartRange(start_cell=0, stop_cell=len(cells), cells=cells)
     one, two = (_owner_s(part, [frames] * members) for members in (1, 2))
@@ -129,7 +128,7 @@ def _receiver_s(part: PartRange, frames: Sequence[Sequence[bytes]]) -> float:
 
 
 def reduced(part: PartRange, frames: Sequence[Sequence[bytes]]) -> PartReducer:
-    """An owner that was given all members' cells of a part, message by message, in turns."""
+    """Return an owner that has added all members' chunks of a part, message by message in turn."""
     share = Share(weight=WEIGHT, clip=1.0, norm=math.inf)
     owner = PartReducer(part=part, shares={member: share for member in range(len(frames))})
     cells = slice(part.start_cell, part.stop_cell)
@@ -142,7 +141,7 @@ def reduced(part: PartRange, frames: Sequence[Sequence[bytes]]) -> PartReducer:
 
 
 def received(part: PartRange, messages: Iterable[bytes], done: PartDone, members: int) -> Update:
-    """What a member makes of a part's messages."""
+    """Return the update that a member decodes from a part's messages."""
     receiver = PartReceiver(part=part, members=members)
     for message in messages:
         receiver.take(memoryview(message))
@@ -151,7 +150,7 @@ def received(part: PartRange, messages: Iterable[bytes], done: PartDone, members
 
 
 def _in_process_s(method: Method, fragment: Fragment, delta_F: Tensor, state: OuterState) -> float:
-    """A whole reduction of one contribution, which two exchanges make."""
+    # A whole low-rank reduction of one contribution, which takes two exchanges.
     contribution = Contribution(
         fragment=0, window=0, delta=delta_F, tokens=1, steps=1, loss=1.0, lr=1e-3
     )
@@ -160,7 +159,7 @@ def _in_process_s(method: Method, fragment: Fragment, delta_F: Tensor, state: Ou
 
 
 def _paired(method: Method) -> Work:
-    """By gossip: one other's pseudo-gradient and weights decoded, and both states averaged."""
+    # Gossip decodes a partner's pseudo-gradient and weights and averages both states.
     fragment = method.fragments(SAMPLE)[0]
     delta_F = _noise(fragment.numel)
     frames = encode_pieces(method.codec, delta_F, fragment.pieces)

@@ -37,7 +37,7 @@ def test_how_far_the_peers_are_apart(tmp_path):
 
 
 def test_rounds_are_those_that_were_told(tmp_path):
-    told = summary.told_rounds(left_behind(tmp_path, [1.0]))
+    told = summary.reported_rounds(left_behind(tmp_path, [1.0]))
     assert [(row.position, row.loss, row.tokens) for row in told] == [
         (1, 4.0, 100),
         (2, 3.0, 100),

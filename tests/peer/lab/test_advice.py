@@ -12,7 +12,7 @@ from atoll.coordinator.run.spec import RunSpec, template
 from atoll.optim import methods
 from atoll.peer.cli import main as cli
 from atoll.peer.lab import advice, measured
-from atoll.peer.lab.advice import Option, gap_of, pick, rows, runs_over_network
+from atoll.peer.lab.advice import RunOption, gap_of, pick, rows, runs_over_network
 from atoll.peer.lab.plan import Prediction, Setting, bare_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,7 +31,7 @@ def option(spec="diloco", inner_steps=10, gap=0.02, utilisation=0.9, sent=1_000,
         steps_per_s=1.0,
         memory_bytes=1,
     )
-    return Option(prediction=cost, method=spec, gap=gap, runs=runs)
+    return RunOption(prediction=cost, method=spec, gap=gap, runs=runs)
 
 
 def test_idle_time_weighs_against_loss():
@@ -57,7 +57,7 @@ def test_another_method_is_taken_only_where_it_is_clearly_better():
 def test_what_does_not_run_or_was_not_measured_is_never_taken():
     taken = option(gap=0.5, utilisation=0.1)
     assert pick([option(runs=False), option(gap=None), taken]) is taken
-    with pytest.raises(ValueError, match="expected an option"):
+    with pytest.raises(ValueError, match="no option was measured"):
         pick([option(runs=False)])
 
 
@@ -285,7 +285,7 @@ def test_impossible_plans_are_bad_input(run_toml, capsys, wrong):
 def test_a_model_that_a_processor_cannot_try_wants_a_step_time(tmp_path, capsys):
     words = ("--peers", "8", "--mbit", "100", "--model", "1b", "--device", "cpu")
     assert run("init", str(tmp_path / "RUN.toml"), *words) == cli.BAD_INPUT
-    assert "expected --step-ms" in capsys.readouterr().err
+    assert "with --step-ms" in capsys.readouterr().err
 
 
 def test_init_chooses_for_peers_and_links(tmp_path, capsys):
@@ -303,7 +303,7 @@ def test_init_chooses_for_peers_and_links(tmp_path, capsys):
     assert advice.measured_as(spec.method()) == MEASURED[chosen.method]
 
 
-def picked_for_30m() -> Option:
+def picked_for_30m() -> RunOption:
     spec = RunSpec.from_dict({"model": {"preset": "30m"}})
     setting = Setting(peers=8, mbit_s=100.0, step_s=0.2)
     return pick(advice.options(bare_model(spec), setting, step_tokens=spec.step_tokens))
@@ -333,14 +333,14 @@ def test_a_step_that_was_timed_on_a_busy_machine_says_so(run_toml, capsys, monke
 def test_one_peer_begins_alone_with_plain_settings(tmp_path, capsys):
     path = tmp_path / "RUN.toml"
     assert run("init", str(path), "--peers", "1") == 0
-    assert capsys.readouterr().out.startswith("One peer needs no exchange: diloco")
+    assert capsys.readouterr().out.startswith("A single peer exchanges nothing: use diloco")
     spec = RunSpec.load(path)
     assert (spec.round.min_peers, spec.outer) == (1, RunSpec().outer)
 
 
 def test_a_plan_for_one_peer_recommends_no_other_method(run_toml, capsys):
     assert run("plan", run_toml, "--peers", "1", "--mbit", "50", "--step-ms", "60") == 0
-    assert "One peer needs no exchange" in capsys.readouterr().out
+    assert "A single peer exchanges nothing" in capsys.readouterr().out
 
 
 def test_init_without_options_is_the_plain_template(tmp_path):

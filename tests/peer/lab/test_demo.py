@@ -17,7 +17,7 @@ from atoll.peer.cli.main import exit_code
 from atoll.peer.lab import children
 from atoll.peer.lab import demo as demo_module
 from atoll.peer.lab.children import ChildFailed, ChildRefused
-from atoll.peer.lab.demo import ChaosError, DemoStuck, OutError, Watch, expect_room_for_chaos
+from atoll.peer.lab.demo import ChaosError, DemoStuck, OutError, StallWatch, expect_room_for_chaos
 from atoll.peer.lab.summary import Compared
 
 SOON_S = 10.0  # processes start within a second; a busy machine takes longer
@@ -70,7 +70,7 @@ def test_a_peer_that_is_killed_ends_the_demo(stage, kit):
 def test_peers_that_end_before_the_run_does_end_the_demo(stage, kit):
     stage.status(position=2)
     told = fails(stage.demo(peer_0="exit 0", peer_1="exit 0"), kit, ChildFailed)
-    assert re.match(r"peer-[01] ended with exit code 0; expected it to run until the end", told)
+    assert re.match(r"peer-[01] ended with exit code 0 before the end of the run;", told)
 
 
 def test_peers_train_for_their_share_of_the_time(stage, kit):
@@ -241,14 +241,16 @@ def watch_until(watch, status, until_s, step_s=1.0):
 
 
 def test_a_coordinator_that_says_nothing_is_noticed():
-    with pytest.raises(DemoStuck, match="says nothing"):
-        watch_until(Watch(0.0, window_tokens=10), lambda now_s: None, demo_module.SILENT_S + 2)
+    with pytest.raises(DemoStuck, match="has not answered"):
+        watch_until(StallWatch(0.0, window_tokens=10), lambda now_s: None, demo_module.SILENT_S + 2)
 
 
 def test_a_run_that_does_not_move_is_noticed(stage, kit):
     status = trained(stage, kit, 3, 100, 100)
     with pytest.raises(DemoStuck, match="after round 3"):
-        watch_until(Watch(0.0, window_tokens=10), lambda now_s: status, demo_module.STUCK_S + 2)
+        watch_until(
+            StallWatch(0.0, window_tokens=10), lambda now_s: status, demo_module.STUCK_S + 2
+        )
 
 
 def test_training_without_rounds_is_no_progress_for_ever(stage, kit):
@@ -256,18 +258,20 @@ def test_training_without_rounds_is_no_progress_for_ever(stage, kit):
         return trained(stage, kit, 3, int(now_s), int(now_s))
 
     with pytest.raises(DemoStuck, match="after round 3"):
-        watch_until(Watch(0.0, window_tokens=20), status, 2 * demo_module.STUCK_S)
+        watch_until(StallWatch(0.0, window_tokens=20), status, 2 * demo_module.STUCK_S)
 
 
 def test_a_long_window_is_progress(stage, kit):
     def status(now_s):
         return trained(stage, kit, 3, int(now_s), int(now_s))
 
-    watch_until(Watch(0.0, window_tokens=100_000), status, 20 * demo_module.STUCK_S, step_s=50.0)
+    watch_until(
+        StallWatch(0.0, window_tokens=100_000), status, 20 * demo_module.STUCK_S, step_s=50.0
+    )
 
 
 def test_slow_rounds_are_progress(stage, kit):
     def status(now_s):
         return trained(stage, kit, int(now_s // 200), 1, 1)
 
-    watch_until(Watch(0.0, window_tokens=1), status, 20 * demo_module.STUCK_S, step_s=50.0)
+    watch_until(StallWatch(0.0, window_tokens=1), status, 20 * demo_module.STUCK_S, step_s=50.0)

@@ -11,9 +11,8 @@ from atoll.peer.cli import main as cli
 from atoll.peer.errors import SavedStateError, SetupError
 from atoll.peer.lab import simulation_plot, simulation_report
 from atoll.peer.lab.simulate import Bench, Folder, Simulation, parse_methods, simulate
-from atoll.peer.lab.simulation_report import rows
+from atoll.peer.lab.simulation_report import Network, ddp_bytes, rows, utilisation, wall_s
 from atoll.peer.lab.simulation_settings import Settings
-from atoll.peer.lab.simulation_time import Network, ddp_bytes, utilisation, wall_s
 from support.small_runs import TINY, command
 
 MBIT = 125_000  # bytes: a second at 1 Mbit/s

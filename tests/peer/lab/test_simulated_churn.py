@@ -120,18 +120,18 @@ def test_inner_optimizer_can_be_changed_for_methods_with_windows(settings):
 
 
 @pytest.mark.parametrize(
-    ("change", "spec"),
+    ("change", "spec", "message"),
     [
-        ({"drop": 1.0}, "diloco"),
-        ({"join_at": 1.0}, "diloco"),
-        ({"speeds": (0.0,)}, "diloco"),
-        ({"inner": "adam"}, "diloco"),
-        ({"workers": 1, "join_at": 0.5}, "diloco"),
-        ({"speeds": (1.0, 2.0)}, "demo"),
+        ({"drop": 1.0}, "diloco", "expected drop from 0"),
+        ({"join_at": 1.0}, "diloco", "expected join_at from 0"),
+        ({"speeds": (0.0,)}, "diloco", "expected speeds above 0"),
+        ({"inner": "adam"}, "diloco", "expected one of adamw"),
+        ({"workers": 1, "join_at": 0.5}, "diloco", "--join-at requires at least 2 workers"),
+        ({"speeds": (1.0, 2.0)}, "demo", "demo has no windows"),
     ],
 )
-def test_churn_that_makes_no_sense_is_refused(settings, change, spec):
-    with pytest.raises(SetupError, match="expected"):
+def test_churn_that_makes_no_sense_is_refused(settings, change, spec, message):
+    with pytest.raises(SetupError, match=message):
         trained(replace(settings, **change), spec, steps=0)
 
 

@@ -89,9 +89,9 @@ def test_methods_without_windows_are_simulated_beside_those_with(settings):
     [
         ({"growth": 0.0002}, "windows would not grow"),
         ({"growth": -1.0}, "at least 0"),
-        ({"speeds": (1.0, 2.0)}, "follow speeds or grow"),
-        ({"max_inner_steps": 2}, "longest window"),
-        ({"growth": 0.0}, "without --growth"),
+        ({"speeds": (1.0, 2.0)}, "--growth and --speeds"),
+        ({"max_inner_steps": 2}, "longest window above"),
+        ({"growth": 0.0}, "--max-inner-steps requires --growth"),
     ],
 )
 def test_windows_that_cannot_grow_are_refused(settings, changed, told):

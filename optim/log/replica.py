@@ -17,7 +17,7 @@ ledger, as the coordinator keeps it, drops nothing and never waits: it stores ea
 if need be without its body or without a state (`is_current`), so its head may be beyond its state.
 It also compares certified roots with its own; if one differs, or a certified entry does not apply,
 then this machine computes wrongly. A ledger reports that (`diverged`), keeps no more states, and
-goes on storing the log. A peer raises instead: it votes, so it must not pretend to follow.
+continues to store the log. A peer raises instead: it votes, so it must not pretend to follow.
 
 Snapshots are taken at multiples of `Module.snapshot_every`; the entry `snapshot_every` positions
 later carries their root. Peers keep them in memory too, from the newest one whose root is certified
@@ -35,9 +35,9 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from atoll.optim.log.claims import Claim, Place, certified_root, place_before, verify_claims
+from atoll.optim.log.claims import Claim, Place, place_before, verify_claims
 from atoll.optim.log.entry import (
     Certificate,
     ChainMismatch,
@@ -54,10 +54,9 @@ from atoll.optim.log.entry import (
     split_body,
 )
 from atoll.optim.log.module import Module
-from atoll.optim.log.replay import Replay
+from atoll.optim.log.standing import ReplicaStanding, ReplicaView
 from atoll.optim.log.store import Head, LogStore, NotStored, OutOfOrder, Record, StoreError
 from atoll.optim.reduction.cells import Bytes, UpdateError
-from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update
 
@@ -73,149 +72,6 @@ VerifyRun = Callable[[bytes, bytes], bool]
 
 class NotNext(ChainMismatch):
     """Not the entry that comes next here; nothing need be wrong with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaStanding:
-    """Where a replica stands. It is replaced as a whole, so all of it is of one moment."""
-
-    head: Head = field(default_factory=lambda: Head(epoch=0, position=0, chain=b""))
-    """The epoch, the next position, and the chain there."""
-    electorate: tuple[Elector, ...] = ()
-    """Those who vote on the next entry; nobody while the entries here are not the epoch's."""
-    state: OuterState | None = None
-    """The state at the head, or an older one (`ReplicaView.is_current`)."""
-    snapshots: dict[int, OuterState] = field(default_factory=dict)
-    """Those that joiners may fetch, by position."""
-    opened: Epoch | None = None
-    epoch_record: bytes = b""
-    """`opened` as the run's key signed it; empty before the first."""
-    diverged: str = ""
-    """Why the state here is no longer the run's; empty while it is."""
-    leaps: int = 0
-    """How often a state was put in place that no entry led to from the one before."""
-
-    def is_at_base(self, epoch: Epoch) -> bool:
-        """Return whether the head is where an epoch begins."""
-        return (self.head.position, self.head.chain) == (epoch.base_position, epoch.base_chain)
-
-
-class ReplicaView:
-    """What can be read of a replica without waiting."""
-
-    module: Module
-    store: LogStore
-    standing: ReplicaStanding
-    is_ledger: bool
-
-    @property
-    def run_id(self) -> bytes:
-        """The run's."""
-        return self.module.run_id
-
-    @property
-    def replay(self) -> Replay:
-        """The rules by which entries are applied."""
-        return self.module.replay
-
-    @property
-    def layout(self) -> Layout:
-        """The parameters that the log decides."""
-        return self.module.layout
-
-    @property
-    def snapshot_every(self) -> int:
-        """Positions between two snapshots."""
-        return self.module.snapshot_every
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is a state."""
-        return self.standing.state is not None
-
-    @property
-    def state(self) -> OuterState:
-        """The state at the head, or an older one if it is not `is_current`."""
-        if self.standing.state is None:
-            raise RuntimeError("this replica holds no state yet: resume or install one first")
-        return self.standing.state
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the state is the one at the head."""
-        at = self.standing
-        has_its_state = at.state is not None and at.state.position == at.head.position
-        return has_its_state and not at.diverged
-
-    @property
-    def head(self) -> Head:
-        """The epoch, the next position, and the chain there."""
-        return self.standing.head
-
-    @property
-    def epoch(self) -> int:
-        """The newest epoch that is known."""
-        return self.standing.head.epoch
-
-    @property
-    def position(self) -> int:
-        """The position that is decided next; the number of entries here or before them."""
-        return self.standing.head.position
-
-    @property
-    def chain(self) -> bytes:
-        """The chain that the next entry has to name."""
-        return self.standing.head.chain
-
-    @property
-    def electorate(self) -> tuple[Elector, ...]:
-        """Those who vote on the next entry; nobody while the entries here are not the epoch's."""
-        return self.standing.electorate
-
-    @property
-    def snapshots(self) -> dict[int, OuterState]:
-        """Snapshots in memory, by position."""
-        return self.standing.snapshots
-
-    @property
-    def opened(self) -> Epoch | None:
-        """The newest epoch that is known; None before the first."""
-        return self.standing.opened
-
-    @property
-    def epoch_record(self) -> bytes:
-        """That epoch as the run's key signed it; empty before the first."""
-        return self.standing.epoch_record
-
-    @property
-    def diverged(self) -> str:
-        """Why the state here is no longer the run's; empty while it is."""
-        return self.standing.diverged
-
-    @property
-    def leaps(self) -> int:
-        """How often a state was put in place that no entry led to from the one before."""
-        return self.standing.leaps
-
-    def root_scheduled(self, position: int) -> int | None:
-        """Return the position whose state root entry `position` has to carry."""
-        due = position > 0 and position % self.snapshot_every == 0
-        return position - self.snapshot_every if due else None
-
-    def root_due(self, position: int) -> tuple[int, bytes] | None:
-        """Return the state root that entry `position` carries; None too if it is not known here."""
-        scheduled = self.root_scheduled(position)
-        state = self.snapshots.get(scheduled) if scheduled is not None else None
-        return (state.position, state.root()) if state is not None else None
-
-    def certified_root(self, claims: Sequence[Claim], position: int) -> bytes | None:
-        """Return the certified root of the state at a position, from claims or the stored log."""
-        root = certified_root(claims, position)
-        record = self.store.get(position + self.snapshot_every)
-        if root is None and record is not None and self.electorate:  # else it may be void
-            stored = Entry.decode(record.entry).state_root
-            root = stored.root if stored is not None and stored.position == position else None
-        return root
 
 
 class Replica(ReplicaView):
@@ -469,30 +325,37 @@ class Replica(ReplicaView):
     # Snapshots and roots
 
     def _noted(self, at: ReplicaStanding, entry: Entry | None = None) -> ReplicaStanding:
-        """Keep a state whose turn it is, and compare it with the root that an entry certifies."""
-        state = at.state
+        """Note a state that came to be, and the root that the entry before it certifies."""
+        return self._compared(at, entry) if self.is_ledger else self._kept(at, entry)
+
+    def _compared(self, at: ReplicaStanding, entry: Entry | None) -> ReplicaStanding:
+        """Compare the roots here with those that entries certify."""
+        if at.state is not None and self._is_snapshot_due(at.state):
+            self._roots[at.state.position] = at.state.root()
+            for position in sorted(self._roots)[:-ROOTS]:
+                del self._roots[position]
         certified = entry.state_root if entry is not None else None
-        is_due = state is not None and state.position % self.snapshot_every == 0
-        if self.is_ledger:
-            if is_due and state is not None and not at.diverged:
-                self._roots[state.position] = state.root()
-                for position in sorted(self._roots)[:-ROOTS]:
-                    del self._roots[position]
-            ours = self._roots.get(certified.position) if certified is not None else None
-            if certified is not None and ours is not None and ours != certified.root:
-                why = (
-                    f"state {certified.position}: expected the certified root "
-                    f"{certified.root.hex()[:12]}, got {ours.hex()[:12]}; "
-                    "this machine computes wrongly, checkpoints stop here"
-                )
-                at = replace(at, diverged=why)
+        ours = self._roots.get(certified.position) if certified is not None else None
+        if certified is None or ours is None or ours == certified.root:
             return at
+        why = (
+            f"state {certified.position}: expected the certified root "
+            f"{certified.root.hex()[:12]}, got {ours.hex()[:12]}; "
+            "this machine computes wrongly, checkpoints stop here"
+        )
+        return replace(at, diverged=why)
+
+    def _kept(self, at: ReplicaStanding, entry: Entry | None) -> ReplicaStanding:
+        """Keep in memory what joiners may fetch."""
         snapshots = dict(at.snapshots)
-        if certified is not None:
-            self._forget_before(snapshots, certified.position)
-        if is_due and state is not None:
-            snapshots[state.position] = state
+        if entry is not None and entry.state_root is not None:
+            self._forget_before(snapshots, entry.state_root.position)
+        if at.state is not None and self._is_snapshot_due(at.state):
+            snapshots[at.state.position] = at.state
         return replace(at, snapshots=snapshots)
+
+    def _is_snapshot_due(self, state: OuterState) -> bool:
+        return state.position % self.snapshot_every == 0
 
     def _forget_before(self, snapshots: dict[int, OuterState], certified: int) -> None:
         """Drop those older than the newest one with a certified root: joiners take that one."""
@@ -503,7 +366,7 @@ class Replica(ReplicaView):
 
     def _save_when_due(self, at: ReplicaStanding) -> None:
         state, chain = at.state, at.head.chain
-        if state is None or state.position % self.snapshot_every or at.diverged:
+        if state is None or at.diverged or not self._is_snapshot_due(state):
             return
         if not self.is_ledger:
             self.store.save_snapshot(state, chain)

@@ -56,7 +56,7 @@ class Recovery:
         on_taken: OnTaken = lambda position: None,
         fallback: Source | None = None,
     ) -> None:
-        """Recover from other followers of the same log.
+        """Recover from others that follow the same log.
 
         Args:
             replica: what is brought to the head.

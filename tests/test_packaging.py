@@ -143,3 +143,8 @@ def test_names_of_tests_fit_a_line():
         name for path in (ROOT / "tests").rglob("*.py") for name in named.findall(path.read_text())
     ]
     assert long == []
+
+
+def test_no_page_holds_a_conflict():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert [page.name for page in pages if "\n<<<<<<< " in page.read_text(encoding="utf-8")] == []

@@ -23,7 +23,7 @@ class Measured:
     seeds: int
 
 
-_DATA = json.loads(resources.files(__package__).joinpath("measured.json").read_text("utf-8"))
+_DATA = json.loads(resources.files("atoll.peer.lab").joinpath("measured.json").read_text("utf-8"))
 
 GAP_BY_WINDOW: tuple[tuple[int, float], ...] = tuple(
     (int(inner_steps), float(gap)) for inner_steps, gap in _DATA["gap_by_window"]

@@ -1,1 +1,5 @@
-"""The coordinator: gRPC service, ledger, checkpoints, invites and the dashboard."""
+"""The coordinator of a run: it admits peers, opens epochs, keeps the log and shows the status.
+
+`run` and `rpc` hold what peers share with it, `coordinator` its decisions, `service` its process,
+`report` and `dashboard` its status as text and on a screen.
+"""

@@ -1,11 +1,11 @@
-"""When the coordinator's replica recovers: entries that it missed and that no peer publishes.
+"""Recovery of the coordinator's replica: entries that it missed and that no peer publishes.
 
 Peers keep the bodies of `round.log_mb` megabytes and all entries without bodies. A coordinator that
-was away for longer cannot have them published. It does as a joiner does: it takes the entries
-without their bodies, and a snapshot whose root one of them certifies. The updates in between are
-missing from its log for good, and it reports that (`RunStatus.gaps`).
+was away for longer cannot have them published. It recovers as a joining peer does: it takes the
+entries without their bodies, and a snapshot whose root one of them certifies. The updates in
+between are missing from its log for good, and it reports that (`RunStatus.gaps`).
 
-How it recovers is not decided here: `Recover` comes from the starter of the run's first DHT node.
+How it recovers is not decided here: the run's first DHT node brings a `Recover`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Taken:
 
     entry: Entry
     electorate: tuple[Elector, ...]
-    """Those who voted on it."""
+    """The electors that voted on it."""
     has_body: bool
 
 
@@ -49,11 +49,11 @@ class Lag:
     since_s: float = 0.0
 
     def is_due(self, position: int, furthest: int, now_s: float) -> bool:
-        """Return whether to look for what is missing; then not again for `LAG_S`.
+        """Return True if recovery is due; then not again for `LAG_S`.
 
         Args:
-            position: of the replica's state.
-            furthest: the highest position that a peer claims; a false one costs a look.
+            position: position of the replica's state.
+            furthest: highest position that a peer claims; a false claim costs one attempt.
             now_s: the time.
         """
         if position != self.position or furthest <= position:
@@ -73,29 +73,29 @@ class CatchUp:
         recover: Recover,
         *,
         on_taken: Callable[[Sequence[Taken]], None],
-        say: Callable[[Level, str], None],
+        report: Callable[[Level, str], None],
     ) -> None:
-        """`on_taken` gets the entries that came, `say` reports to people."""
+        """`on_taken` gets the recovered entries; `report` logs an event."""
         self._replica = replica
         self._recover = recover
         self._on_taken = on_taken
-        self._say = say
+        self._log_event = report
         self._lag = Lag()
         self._task: asyncio.Task[None] | None = None
         self._failure = ""
-        """why the last try failed"""
+        """Why the last attempt failed."""
 
     def look(self, furthest: int, now_s: float) -> None:
-        """Begin if it is due; `furthest` is the highest position of a peer."""
+        """Start recovery if it is due; `furthest` is the highest position of a peer."""
         running = self._task is not None and not self._task.done()
-        # A replica that diverged keeps no state any more: only its log can fall behind.
+        # A replica that diverged no longer updates its state: only its log can fall behind.
         replica = self._replica
         position = replica.position if replica.diverged else replica.state.position
         if not running and self._lag.is_due(position, furthest, now_s):
             self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """End what is under way; the replica itself completes the change that it makes."""
+        """Cancel a recovery under way; the replica completes a change that it has begun."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -111,13 +111,13 @@ class CatchUp:
         except (RecoveryError, StoreError, *DISK_ERRORS) as error:
             self._report_failure(str(error))
         except Exception:
-            log.exception("catching up failed; it is tried again")
+            log.exception("catching up failed; retrying")
         finally:
-            await self._replica.settled()  # when cancelled, the last entry may just be coming
+            await self._replica.settled()  # if cancelled, the last entry may still be arriving
             await self._note(positions)
 
     async def _note(self, positions: list[int]) -> Sequence[Taken]:
-        """Hand on the entries that came, once, even if the rest failed."""
+        """Pass the recovered entries on, once, even if the rest failed."""
         if not positions:
             return ()
         taken: list[Taken] = await self._replica.compute(self._read, tuple(positions))
@@ -136,17 +136,17 @@ class CatchUp:
         return taken
 
     def _report_failure(self, failure: str) -> None:
-        """Report each reason once: it is tried again each LAG_S."""
+        """Report each reason once: recovery is retried every `LAG_S`."""
         if failure != self._failure:
-            self._say("warning", f"catching up failed, it is tried again: {failure}")
+            self._log_event("warning", f"catching up failed, retrying: {failure}")
         self._failure = failure
 
     def _report(self, recovered: Recovered, before: int, taken: Sequence[Taken]) -> None:
         lost = [each.entry.position + 1 for each in taken if not each.has_body]
-        names = ", ".join(short(name) for name in recovered.donors) or "nobody"
+        names = ", ".join(short(name) for name in recovered.donors) or "no peer"
         snapshot = recovered.snapshot_position
         by_snapshot = "" if snapshot is None else f"the snapshot after round {snapshot} and "
-        self._say(
+        self._log_event(
             "warning" if lost else "info",
             f"caught up from round {before} to {recovered.to_position} by "
             f"{by_snapshot}entries of {names}"

@@ -1,6 +1,6 @@
-"""When checkpoints are written and removed; they are files beside the log, one a position.
+"""Writing and removing checkpoints on schedule; each is a file, named by its position.
 
-Only people need them: joiners fetch snapshots, and the log replays to any position.
+Only people need them: joining peers fetch snapshots, and the log replays to any position.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.standing import ReplicaView
 
-LANDMARK_EVERY = 10  # checkpoints; one of them stays for good
+LANDMARK_EVERY = 10  # one checkpoint in this many is never removed
 
 
 class Checkpointing:
-    """Writes checkpoints one after another, off the loop."""
+    """Writes checkpoints one after another, in threads."""
 
     def __init__(
-        self, spec: RunSpec, replica: ReplicaView, folder: Path, say: Callable[[Level, str], None]
+        self,
+        spec: RunSpec,
+        replica: ReplicaView,
+        folder: Path,
+        report: Callable[[Level, str], None],
     ) -> None:
-        """`say` reports what was written, and what could not be."""
+        """`report` logs an event for each checkpoint written or failed."""
         self._spec = spec
         self._replica = replica
         self._folder = folder
-        self._say = say
+        self._report = report
         self._newest = self._newest_on_disk()
         self._writing: asyncio.Task[None] | None = None
 
@@ -46,7 +50,7 @@ class Checkpointing:
         return self.path(position) if position >= 0 else None
 
     def look(self, *, last: bool = False) -> None:
-        """Begin to write if the position asks for it, or because it is the `last` one."""
+        """Start a checkpoint if one is due at this position, or if it is the `last` one."""
         position, every = self._replica.head.position, self._spec.coordinator.checkpoint_every
         due = last or (every and position % every == 0)
         if not due or not self._replica.is_current or position in (0, self._newest):
@@ -55,7 +59,7 @@ class Checkpointing:
         self._writing = asyncio.create_task(self._write(self._writing))
 
     async def close(self) -> None:
-        """Write the last one."""
+        """Write the last checkpoint."""
         self.look(last=True)
         if self._writing is not None:
             await self._writing
@@ -72,13 +76,13 @@ class Checkpointing:
             await before
         try:
             path = await asyncio.to_thread(self._write_state)
-            self._say("info", f"checkpoint {path.name} written")
+            self._report("info", f"checkpoint {path.name} written")
             await asyncio.to_thread(self._remove_old)
         except CheckpointError as error:
-            self._say("error", str(error))
+            self._report("error", str(error))
 
     def _write_state(self) -> Path:
-        at = self._replica.standing  # one read: the log moves on meanwhile
+        at = self._replica.standing  # read once: the log may move on meanwhile
         if at.state is None:
             raise CheckpointError("no state to write yet")
         checkpoint = Checkpoint(

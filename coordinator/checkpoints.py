@@ -1,19 +1,18 @@
 """Checkpoints: one safetensors file with parameters, outer memory, spec and chain.
 
     tensors    "params/NAME" and "momentum/NAME", fp32, for every trainable parameter; "memory",
-               fp32, where the method keeps more than a momentum (`atoll.optim.state.outer_state`)
+               fp32, if the method keeps more than a momentum (`atoll.optim.state.outer_state`)
     metadata   format "atoll checkpoint 1", spec (canonical JSON), layout (JSON: the order of the
                names), position, epoch, chain, run_id and root (hex)
 
-`root` is the state root (`atoll.optim.state.outer_state`) over all numbers, so a reader knows that
-what it
-has is what was written. A file is written under another name, synced and renamed; the checkpoint
-of another run is never replaced.
+`root` is the state root (`atoll.optim.state.outer_state`) over all numbers, so a reader can verify
+what was written. A file is written under another name, synced and renamed; the checkpoint of
+another run is never replaced.
 
 Exceptions:
 
     ValueError
-      CheckpointError     says what was expected, what was found, and what to do
+      CheckpointError     gives what was expected, what was found and the remedy
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ MEMORY = "memory"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used or written."""
+    """A checkpoint cannot be read or written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A run at one position."""
+    """The state of a run at one position."""
 
     spec: RunSpec
     run_id: bytes
     epoch: int
     position: int
-    """Entries applied."""
+    """Number of entries applied."""
     chain: bytes
     """The chain at that position."""
     state: OuterState
@@ -81,7 +80,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint, whole or not at all.
 
     Raises:
-        CheckpointError: when the file holds a checkpoint of another run, or cannot be written.
+        CheckpointError: the file holds a checkpoint of another run, or cannot be written.
     """
     _expect_own(path, checkpoint.run_id)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -101,7 +100,7 @@ def delete_checkpoint(path: Path, run_id: bytes) -> None:
     """Remove a checkpoint of this run.
 
     Raises:
-        CheckpointError: when the file is of another run, or cannot be removed.
+        CheckpointError: the file is of another run, or cannot be removed.
     """
     _expect_own(path, run_id)
     try:
@@ -114,7 +113,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint and verify it.
 
     Raises:
-        CheckpointError: when it is absent, damaged, or of another kind or version.
+        CheckpointError: it is absent, damaged, or of another kind or version.
     """
     path = Path(path)
     try:
@@ -126,8 +125,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: cannot be read: {reason}") from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(
-            f"{path}: expected a safetensors file, got a damaged or other one ({error}); "
-            "use an earlier checkpoint"
+            f"{path}: not an intact safetensors file ({error}); use an earlier checkpoint"
         ) from None
     return _checkpoint(path, metadata, state)
 
@@ -181,7 +179,8 @@ def _checked_format(path: Path, metadata: Mapping[str, str]) -> Mapping[str, str
         raise CheckpointError(f"{path}: expected the format '{FORMAT}', got {found[:40]!r}")
     missing = {"spec", "layout", "run_id", "epoch", "position", "chain", "root"} - set(metadata)
     if missing:
-        raise CheckpointError(f"{path}: damaged, it lacks {', '.join(sorted(missing))}")
+        names = ", ".join(sorted(missing))
+        raise CheckpointError(f"{path}: damaged: it lacks {names}; use an earlier checkpoint")
     return metadata
 
 
@@ -197,6 +196,8 @@ def _read_state(path: Path, metadata: Mapping[str, str], file: Any) -> OuterStat
             for name, piece in zip(layout.names, layout.split(vector_N), strict=True):
                 piece.copy_(file.get_tensor(f"{kind}/{name}"))
         root = state.root().hex()
+    except CheckpointError:
+        raise
     except (LayoutError, StateError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}; use an earlier checkpoint") from None
     if root != metadata["root"]:
@@ -214,7 +215,7 @@ def _expect_tensors(path: Path, layout: Layout, file: Any) -> None:  # noqa: ANN
         for name, shape in zip(layout.names, layout.shapes, strict=True)
     }
     if set(file.keys()) - {MEMORY} != set(expected):
-        raise CheckpointError(f"{path}: damaged: its tensors are not those of its layout")
+        raise CheckpointError(f"{path}: damaged: its tensors do not match its layout")
     for name, shape in expected.items():
         piece = file.get_slice(name)
         if piece.get_shape() != shape or piece.get_dtype() != "F32":
@@ -236,7 +237,7 @@ def _checkpoint(path: Path, metadata: Mapping[str, str], state: OuterState) -> C
         )
     except SpecError as error:
         raise CheckpointError(
-            f"{path}: its spec is not one that this version understands: {error}"
+            f"{path}: this version of Atoll cannot read its spec: {error}"
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}; use an earlier checkpoint") from None

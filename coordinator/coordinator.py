@@ -1,6 +1,6 @@
 """The coordinator's decisions: which entries it accepts, when an epoch opens, how the run is.
 
-`entrance` decides on admission; `presence` knows the peers in touch. It knows neither gRPC
+`admission_control` admits peers; `presence` knows which are online. This module knows neither gRPC
 nor TLS: `service` calls it. All methods run in one event loop and return soon; what blocks (the
 replica) runs in threads.
 """
@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from atoll.coordinator.admission_control import AdmissionControl, Refusal, RefusalStatus
 from atoll.coordinator.catching_up import CatchUp, Recover, Taken
 from atoll.coordinator.checkpointing import Checkpointing
-from atoll.coordinator.entrance import Entrance, Refusal, RefusalStatus
 from atoll.coordinator.epochs import Epochs
-from atoll.coordinator.gossip import FetchModel, KeptModels, ToldRounds
-from atoll.coordinator.history import History
-from atoll.coordinator.journal import Journal
-from atoll.coordinator.members import Publisher, common_position, window_s
+from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
+from atoll.coordinator.history import EventLog, History
+from atoll.coordinator.policies import PublisherChoice, common_position, window_s
 from atoll.coordinator.presence import Presence, mean
-from atoll.coordinator.rounds import Rounds, contributors
+from atoll.coordinator.rounds import RoundHistory, contributors
 from atoll.coordinator.rpc.messages import HEARTBEAT_S
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
@@ -35,12 +34,12 @@ from atoll.optim.log.replica import DISK_ERRORS, NotNext
 from atoll.optim.log.store import Head
 
 TICK_S = 0.5
-DISK_PAUSE_S = 15.0  # a body that cannot be stored is not sent again sooner
+DISK_PAUSE_S = 15.0  # a body that could not be stored is not requested again sooner
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
-    """The answer to a heartbeat."""
+class HeartbeatAnswer:
+    """The coordinator's decisions at a heartbeat."""
 
     publish_from: int | None
     admission: bytes
@@ -49,7 +48,7 @@ class Beat:
 
 
 class Coordinator:
-    """One run."""
+    """The coordinator of one run."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class Coordinator:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`replica` has resumed; `clock` tells the time, `steady` measures it."""
+        """`replica` has resumed; `clock` returns seconds since 1970, `steady` monotonic ones."""
         self.spec = spec
         self._codec = spec.method().codec.spec
         self.keys = keys
@@ -78,36 +77,36 @@ class Coordinator:
         self._bootstrap = bootstrap
         self._clock = clock
         self._steady = steady
-        self._journal = journal = Journal(history, self.now_s)
-        self.presence = Presence(history, journal, steady())
-        self.entrance = Entrance(
+        self._events = events = EventLog(history, self.now_s)
+        self.presence = Presence(history, events, steady())
+        self.admission = AdmissionControl(
             spec.coordinator,
             keys,
             self.run_id,
             verify=verify,
-            journal=journal,
+            events=events,
             clock=self.now_s,
             steady=lambda: self._steady(),
         )
         self._epochs = Epochs(
-            replica, sign=keys.sign, min_peers=spec.round.min_peers, say=journal.tell
+            replica, sign=keys.sign, min_peers=spec.round.min_peers, report=events.report
         )
-        self._publisher = Publisher()
-        self._checkpoints = Checkpointing(spec, replica, checkpoints, journal.tell)
+        self._publisher = PublisherChoice()
+        self._checkpoints = Checkpointing(spec, replica, checkpoints, events.report)
         self._catching_up: CatchUp | None = None
         self._models: KeptModels | None = None
         self._gaps = replica.store.gaps()
-        self._diverged_told = False
+        self._divergence_reported = False
         self._ask_from_s = 0.0
         self._started_s = self._stored_start()
         if self._is_finished():
             self.finished.set()
 
     def now_s(self) -> float:
-        """Seconds since 1970 by the clock of the run."""
+        """Return seconds since 1970 by the run's clock."""
         return self._clock()
 
-    # Being in touch
+    # Heartbeats
 
     def heartbeat(
         self,
@@ -117,36 +116,37 @@ class Coordinator:
         *,
         leaving: bool,
         retired: bool = False,
-    ) -> Beat:
-        """Take what an authenticated peer says about itself.
+    ) -> HeartbeatAnswer:
+        """Take the report of an authenticated peer.
 
         Args:
-            status: how it is.
-            events: what it tells people.
-            traces: its accounts of rounds.
-            leaving: it says goodbye.
-            retired: and has voted for nothing from where it stands on, and never will.
+            status: its status.
+            events: its events, for people.
+            traces: its reports on rounds.
+            leaving: True if it says goodbye.
+            retired: True if it resigns: it has voted for nothing from its position on and never
+                will.
         """
         now_s = self._steady()
         self.presence.report(status, now_s, leaving=leaving)
         if leaving and retired:
             self._epochs.retire(status)
         for event in events:
-            self._journal.say(event.level, status.peer_id, event.text, at_s=event.at)
+            self._events.add(event.level, status.peer_id, event.text, at_s=event.at)
         for trace in traces:
             self.rounds.trace(status.peer_id, trace, self._clock())
-        return Beat(
+        return HeartbeatAnswer(
             publish_from=self._publish_from(status.peer_id, now_s),
-            admission=self.entrance.renewed(status.peer_id, status.role),
+            admission=self.admission.renewed(status.peer_id, status.role),
             finished=self.finished.is_set(),
         )
 
     def heartbeat_s(self) -> float:
-        """How often peers should report: 200 reports a second at most."""
-        return max(HEARTBEAT_S, len(self.presence.members) / 200)
+        """Return the interval of heartbeats, at which at most 200 arrive per second."""
+        return max(HEARTBEAT_S, len(self.presence.peers) / 200)
 
     def bootstrap(self) -> list[str]:
-        """Multiaddrs of the run's first DHT node."""
+        """Return the multiaddrs of the run's first DHT node."""
         return list(self._bootstrap())
 
     # The log
@@ -154,7 +154,7 @@ class Coordinator:
     async def precheck(self, entry: bytes, certificate: bytes) -> Claim | None:
         """Check an offered entry; None if it is not the next one. Raises Refusal."""
         if self.replica.is_installing:
-            return None  # its body would come, and wait in memory until the state is in place
+            return None  # its body would wait in memory until the state is installed
         try:
             return await self.replica.claim(entry, certificate)
         except NotNext:
@@ -163,18 +163,19 @@ class Coordinator:
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
 
     async def accept(self, claim: Claim, body: bytearray, source: str) -> bool:
-        """Take an entry with its body; False if another peer was quicker. Raises Refusal."""
+        """Accept an entry with its body; False if another peer was quicker. Raises Refusal."""
         electorate = self.replica.electorate
         try:
             if not await self.replica.accept_claim(claim, body):
                 return False
         except LogError as error:
-            self._journal.say("warning", source, f"sent a wrong body: {error}")
+            self._events.add("warning", source, f"sent an invalid body: {error}")
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
         except DISK_ERRORS as error:
-            self.tell_disk(error)
+            self.report_disk(error)
             raise Refusal(
-                RefusalStatus.RESOURCE_EXHAUSTED, f"the coordinator's disk: {error}"
+                RefusalStatus.RESOURCE_EXHAUSTED,
+                f"the coordinator cannot write to its disk: {error}",
             ) from None
         left_out = _left_out(electorate, claim.entry)
         late = self._went_on(claim.entry)
@@ -188,19 +189,19 @@ class Coordinator:
     def recover_with(self, recover: Recover) -> CatchUp:
         """Let the replica recover what no peer publishes; the caller closes the result."""
         self._catching_up = CatchUp(
-            self.replica, recover, on_taken=self._on_recovered, say=self._journal.tell
+            self.replica, recover, on_taken=self._on_recovered, report=self._events.report
         )
         return self._catching_up
 
     def fetch_models_with(self, fetch: FetchModel) -> KeptModels:
-        """Fetch peers' models in this way; the caller closes the result."""
+        """Keep models that `fetch` gets from peers; the caller closes the result."""
         self._models = KeptModels(
             self.replica,
             fetch,
             every=self.spec.coordinator.checkpoint_every,
             last=self.spec.run.rounds,
             on_kept=self._on_kept,
-            say=self._journal.tell,
+            report=self._events.report,
         )
         return self._models
 
@@ -208,11 +209,11 @@ class Coordinator:
         self._note_finished()
         self._checkpoints.look(last=True)
 
-    def _open_rounds(self, history: History) -> Rounds:
+    def _open_rounds(self, history: History) -> RoundHistory:
         if not self._logged:
-            return ToldRounds(history, self._mean_valid_loss)
+            return ReportedRounds(history, self._mean_valid_loss)
         num_fragments = self._timetable.num_fragments
-        return Rounds(history, self.replica.store, num_fragments=num_fragments)
+        return RoundHistory(history, self.replica.store, num_fragments=num_fragments)
 
     def _mean_valid_loss(self) -> float | None:
         return self.presence.mean_valid_loss(self._steady())
@@ -224,12 +225,12 @@ class Coordinator:
                 each.entry, self._clock(), left_out=left_out, valid_loss=None, late=True
             )
         self._gaps = self.replica.store.gaps()
-        self._publisher = Publisher()
+        self._publisher = PublisherChoice()
         self._moved_on()
 
     def _moved_on(self) -> None:
         self._note_finished()
-        self._tell_divergence()
+        self._report_divergence()
         self._checkpoints.look(last=self.finished.is_set())
 
     def _note_started(self) -> None:
@@ -238,12 +239,12 @@ class Coordinator:
             self.replica.store.put_note("started", repr(self._started_s).encode())
 
     async def tick(self) -> None:
-        """What time alone brings about; to be called every TICK_S."""
+        """Do what is due by time alone; call it every `TICK_S`."""
         now_s = self._steady()
         self.presence.look(now_s)
         alive = self.presence.alive(now_s)
         self._epochs.note(alive, now_s)
-        if not self.finished.is_set() and (self._logged or not self.replica.opened is not None):
+        if not self.finished.is_set() and (self._logged or self.replica.opened is None):
             await self._epochs.look(alive, now_s, self._round_s(now_s))
             self._note_started()
         if self._catching_up is not None:
@@ -253,14 +254,14 @@ class Coordinator:
         await self.presence.save_when_due(now_s)
 
     async def close(self) -> None:
-        """Write the last checkpoint and what is known of the peers."""
+        """Write the last checkpoint and the peers' statuses."""
         await self._checkpoints.close()
         self.presence.save()
 
     # Status
 
     def status(self) -> RunStatus:
-        """The run as it is now."""
+        """Return the run's current status."""
         now_s, head = self._steady(), self.replica.head
         alive = [m.status for m in self.presence.alive(now_s)]
         trainers = [s for s in alive if s.role == "trainer"]
@@ -281,10 +282,10 @@ class Coordinator:
             loss=next((r.loss for r in reversed(history) if r.loss is not None), None),
             valid_loss=next((r.valid_loss for r in reversed(history) if r.valid_loss), None),
             utilisation=mean([s.utilisation for s in trainers]) or 0.0,
-            peers=[member.shown(now_s) for member in self.presence.members.all()],
+            peers=[peer.shown(now_s) for peer in self.presence.peers.all()],
             history=history,
             gaps=[Gap(first=start + 1, last=stop) for start, stop in self._gaps[-MAX_GAPS:]],
-            events=self._journal.newest(),
+            events=self._events.newest(),
             codec=self._codec,
             method=self.spec.outer.method,
             inner_steps=self._window(now_s),
@@ -292,22 +293,20 @@ class Coordinator:
         )
 
     def head(self) -> Head:
-        """The end of the log here."""
+        """Return the end of the coordinator's log."""
         return self.replica.head
 
     def last_checkpoint(self) -> Path | None:
-        """The newest checkpoint on disk."""
+        """Return the newest checkpoint on disk."""
         return self._checkpoints.last()
 
-    # Inside
-
-    def tell_disk(self, error: Exception) -> None:
+    def report_disk(self, error: Exception) -> None:
         """Report a failed write, and ask no peer for entries for `DISK_PAUSE_S`."""
         self._ask_from_s = self._steady() + DISK_PAUSE_S
-        self._journal.tell_once(
+        self._events.report_once(
             "error",
-            f"the coordinator cannot write its state ({error}): make room on its disk. Training "
-            "continues, and it fetches then what it misses",
+            f"the coordinator cannot write its state ({error}); free space on its disk. Training "
+            "continues, and the coordinator then fetches what it missed",
         )
 
     def _publish_from(self, peer_id: str, now_s: float) -> int | None:
@@ -329,23 +328,23 @@ class Coordinator:
         return max(self.rounds.interval_s(), window)
 
     def _window(self, now_s: float) -> int:
-        """H where the run is."""
+        """The inner steps of a window at the run's position."""
         return self._timetable.window(self._position(now_s))
 
     def _position(self, now_s: float) -> int:
-        """How far the run is: the end of the log; by gossip where half of the trainers are."""
+        """The end of the log; in a gossip run, the position that half of the trainers reached."""
         head = self.replica.head
         if self._logged:
             return head.position
         return max(head.position, common_position(self.presence.alive(now_s), epoch=head.epoch))
 
     def _went_on(self, entry: Entry) -> bool:
-        """Whether half of the trainers had decided what follows an entry before it came here."""
+        """True if half of the trainers decided the next entry before this one arrived."""
         alive = self.presence.alive(self._steady())
         return common_position(alive, epoch=entry.epoch) > entry.position + 1
 
     def _claimed(self, now_s: float) -> int:
-        """The highest position that anyone in touch claims to have."""
+        """The highest position that any peer online claims to have."""
         epoch = self.replica.head.epoch
         alive = (m.status for m in self.presence.alive(now_s))
         return max((s.position for s in alive if s.epoch == epoch), default=0)
@@ -355,7 +354,7 @@ class Coordinator:
     ) -> Literal["waiting", "training", "stalled", "finished"]:
         if self.finished.is_set():
             return "finished"
-        if not self.replica.opened is not None:
+        if self.replica.opened is None:
             return "waiting"
         stalled = self._epochs.is_stalled(now_s, self._round_s(now_s))
         return "stalled" if stalled or not alive else "training"
@@ -367,12 +366,13 @@ class Coordinator:
     def _note_finished(self) -> None:
         if self._is_finished() and not self.finished.is_set():
             self.finished.set()
-            self._journal.tell("info", f"finished: all {self.spec.run.rounds} rounds are done")
+            rounds = self.spec.run.rounds
+            self._events.report("info", f"run complete: all {rounds} rounds committed")
 
-    def _tell_divergence(self) -> None:
-        if self.replica.diverged and not self._diverged_told:
-            self._diverged_told = True
-            self._journal.tell("error", self.replica.diverged)
+    def _report_divergence(self) -> None:
+        if self.replica.diverged and not self._divergence_reported:
+            self._divergence_reported = True
+            self._events.report("error", self.replica.diverged)
 
     def _stored_start(self) -> float | None:
         note = self.replica.store.note("started")

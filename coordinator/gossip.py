@@ -1,10 +1,10 @@
-"""A coordinator's part in a run by gossip, which has no log: it opens the run and keeps a model.
+"""The coordinator's part in a gossip run, which has no log: it opens the run and keeps a model.
 
-    ModelKeeper    holds the model of one peer instead of the state at the end of a log
-    KeptModels     fetches it now and then, and at the end of the run
-    ToldRounds     summaries of rounds from what peers report
+    ModelKeeper       holds the model of one peer instead of the state at the end of a log
+    KeptModels        fetches it at regular intervals, and at the end of the run
+    ReportedRounds    summaries of rounds from the peers' reports
 
-Nobody certifies a model: the coordinator trusts the peer that gives it, which it admitted.
+No quorum certifies a model: the coordinator trusts the peer that sends it, which it admitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from atoll.coordinator.history import History
-from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, Rounds
+from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, RoundHistory
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import HISTORY, RoundSummary, RoundTrace
 from atoll.dht.identity import short
@@ -29,13 +29,13 @@ from atoll.optim.log.replica import NotNext, Replica
 from atoll.optim.log.store import Head
 from atoll.optim.state.outer_state import OuterState
 
-RETRY_S = 5.0  # between two tries to fetch a model
+RETRY_S = 5.0  # between two attempts to fetch a model
 
 log = logging.getLogger(__name__)
 
 
 class ModelKeeper(Replica):
-    """Holds the first state, or the newest model that a peer gave."""
+    """Holds the first state, or the newest model from a peer."""
 
     def resume(self) -> bool:
         """Hold the newest stored model."""
@@ -46,15 +46,11 @@ class ModelKeeper(Replica):
         return state is not None
 
     def check(self, entry: Entry, certificate: Certificate) -> Claim:
-        """Refuse: there are no entries.
-
-        Raises:
-            NotNext: always.
-        """
+        """Refuse every entry. Raises NotNext."""
         raise NotNext("a run by gossip has no entries")
 
     def keep(self, state: OuterState) -> None:
-        """Replace the model that is held by a peer's."""
+        """Replace the current model by a peer's."""
         self.store.save_snapshot(state, state.root())
         self._stand_at(state)
 
@@ -66,18 +62,18 @@ class ModelKeeper(Replica):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What one peer holds."""
+    """The model of one peer."""
 
     state: OuterState
     peer_id: str
 
 
 FetchModel = Callable[[int], Awaitable[Model | None]]
-"""Asks the peers for a model of at least this round; None if nobody gives one."""
+"""Asks the peers for a model of at least this round; None if no peer sends one."""
 
 
 class KeptModels:
-    """Brings a `ModelKeeper` up to the run."""
+    """Keeps the model of a `ModelKeeper` up to date."""
 
     def __init__(
         self,
@@ -87,20 +83,20 @@ class KeptModels:
         every: int,
         last: int,
         on_kept: Callable[[], None],
-        say: Callable[[Level, str], None],
+        report: Callable[[Level, str], None],
     ) -> None:
-        """Fetch a model each `every` rounds (0: not before the end), and one of round `last`."""
+        """Fetch a model every `every` rounds (0: only at the end), and one of round `last`."""
         self._replica = replica
         self._fetch = fetch
         self._every = every
         self._last = last
         self._on_kept = on_kept
-        self._say = say
+        self._report = report
         self._task: asyncio.Task[None] | None = None
         self._not_before_s = 0.0
 
     def look(self, position: int, now_s: float) -> None:
-        """Begin to fetch if it is due; `position` is how far the run is."""
+        """Start fetching if a model is due; `position` is that of the run."""
         due = due_round(position, self._replica.head.position, every=self._every, last=self._last)
         running = self._task is not None and not self._task.done()
         if due is not None and not running and now_s >= self._not_before_s:
@@ -108,7 +104,7 @@ class KeptModels:
             self._task = asyncio.create_task(self._run(due))
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel a fetch under way."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -122,11 +118,10 @@ class KeptModels:
                 return
             await self._replica.change(partial(keeper.keep, model.state))
         except Exception:
-            log.exception("no model could be kept; it is tried again")
+            log.exception("could not keep a model; retrying")
             return
-        self._say(
-            "info", f"kept the model of {short(model.peer_id)} of round {model.state.position}"
-        )
+        peer, position = short(model.peer_id), model.state.position
+        self._report("info", f"stored the model of {peer} after round {position}")
         self._on_kept()
 
 
@@ -134,10 +129,10 @@ def due_round(position: int, kept: int, *, every: int, last: int) -> int | None:
     """Return the earliest round of which a model is due; None if none is.
 
     Args:
-        position: how far the run is.
-        kept: the round of the model that is held.
-        every: rounds between two models, 0 for none before the end.
-        last: round at which the run ends, 0 if it does not.
+        position: position of the run.
+        kept: round of the current model.
+        every: rounds between two models; 0: only at the end.
+        last: last round of the run; 0: no end.
     """
     if last and position >= last:
         return last if kept < last else None
@@ -145,20 +140,16 @@ def due_round(position: int, kept: int, *, every: int, last: int) -> int | None:
     return due if due > kept else None
 
 
-class ToldRounds(Rounds):
-    """Summaries from what the members of each round report, which comes in over some rounds."""
+class ReportedRounds(RoundHistory):
+    """Summaries from the members' reports, which arrive over several rounds."""
 
     def __init__(self, history: History, valid_loss: Callable[[], float | None]) -> None:
-        """`valid_loss` returns the mean of what the peers measured last."""
-        self._history = history
-        self._num_fragments = 1
-        self._open: dict[int, OpenRound] = {}
+        """`valid_loss` returns the mean of the peers' last measurements."""
+        super().__init__(history)
         self._valid_loss = valid_loss
-        self.tokens_total = history.tokens_total()
-        self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
 
     def trace(self, peer_id: str, trace: RoundTrace, at_s: float) -> None:
-        """Take one peer's account of a round."""
+        """Take one peer's report on a round."""
         newest = self._newest[-1].position if self._newest else 0
         if not newest - KEPT_OPEN <= trace.position < newest + KEPT_OPEN:
             return
@@ -188,12 +179,12 @@ def _summary(
     at_s: float,
     valid_loss: float | None,
 ) -> RoundSummary:
-    told = [(t.loss, max(1, t.tokens)) for t in traces if t.loss is not None]
-    tokens = sum(tokens for _, tokens in told)
+    losses = [(t.loss, max(1, t.tokens)) for t in traces if t.loss is not None]
+    tokens = sum(tokens for _, tokens in losses)
     return RoundSummary(
         position=traces[0].position + 1,
         at=before.at if before is not None else at_s,
-        loss=sum(loss * count for loss, count in told) / tokens if told else None,
+        loss=sum(loss * count for loss, count in losses) / tokens if losses else None,
         valid_loss=valid_loss,
         tokens=sum(t.tokens for t in traces),
         members=sum(t.included for t in traces),

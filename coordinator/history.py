@@ -1,23 +1,27 @@
-"""What the coordinator remembers for people: rounds, events and peers, in one SQLite file.
+"""The coordinator's records for people: rounds, events and peers, in one SQLite file.
 
-Losing this file loses nothing that training needs; it is made again from the log. So a disk that
-takes nothing more is no failure here: what cannot be written is forgotten with the process.
+Training needs nothing in this file; it is rebuilt from the log. So a full disk is no failure here:
+what cannot be written is lost at the next restart.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from atoll.coordinator.run.status import Event, PeerStatus, RoundSummary, StatusError
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.status import EVENTS, Event, PeerStatus, RoundSummary, StatusError
 
 R = TypeVar("R", RoundSummary, Event, PeerStatus)
 
 MAX_EVENTS = 10_000  # on disk; some 2 MB
+LATE_S = 24 * 3600.0  # an event that claims to be older comes from a wrong clock
+REPEAT_S = 600.0  # a lasting fault is logged again after this
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rounds (
@@ -31,66 +35,66 @@ class History:
     """Rounds, events and peers of one run."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it; a damaged one is put aside and begun anew."""
+        """Open or create the file; a damaged one is renamed and replaced by a new one."""
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._db = _open(path)
-        except sqlite3.OperationalError:  # a full disk: the file may be whole
+        except sqlite3.OperationalError:  # a full disk; the file may be intact
             raise
         except sqlite3.DatabaseError:
             path.replace(path.with_name(f"{path.name}.damaged"))
             self._db = _open(path)
 
     def put_round(self, summary: RoundSummary) -> None:
-        """Keep a round, in place of what was known of it."""
+        """Save a round, replacing an earlier version of it."""
         row = (summary.position, summary.tokens, summary.to_json())
         with self._changing():
             self._db.execute("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?)", row)
 
     def rounds(self, newest: int) -> list[RoundSummary]:
-        """The newest rounds, oldest first."""
+        """Return the newest rounds, oldest first."""
         query = "SELECT record FROM rounds ORDER BY position DESC LIMIT ?"
         return [r for raw in self._blobs(query, newest) if (r := _read(RoundSummary, raw))]
 
     def forget_rounds(self, after: int) -> None:
-        """Drop rounds beyond a position: the log does not have them."""
+        """Delete rounds beyond a position, which the log does not have."""
         with self._changing():
             self._db.execute("DELETE FROM rounds WHERE position > ?", (after,))
 
     def last_round(self) -> int:
-        """Position of the newest round, 0 if there is none."""
+        """Return the position of the newest round, 0 if there is none."""
         with self._lock:
             row = self._db.execute("SELECT max(position) FROM rounds").fetchone()
         return row[0] or 0
 
     def tokens_total(self) -> int:
-        """Tokens of all rounds."""
+        """Return the tokens of all rounds."""
         with self._lock:
             row = self._db.execute("SELECT sum(tokens) FROM rounds").fetchone()
         return row[0] or 0
 
     def add_event(self, event: Event) -> None:
-        """Keep an event; the oldest go."""
+        """Save an event; delete the oldest beyond `MAX_EVENTS`."""
         with self._changing():
             cursor = self._db.execute("INSERT INTO events (record) VALUES (?)", (event.to_json(),))
             oldest = (cursor.lastrowid or 0) - MAX_EVENTS
             self._db.execute("DELETE FROM events WHERE id <= ?", (oldest,))
 
     def events(self, newest: int) -> list[Event]:
-        """The newest events, oldest first."""
+        """Return the newest events, oldest first."""
         query = "SELECT record FROM events ORDER BY id DESC LIMIT ?"
         return [e for raw in self._blobs(query, newest) if (e := _read(Event, raw))]
 
     def put_peers(self, peers: Iterable[PeerStatus]) -> None:
-        """Keep the last status of each of these peers, and of no others."""
+        """Save the last status of these peers, and of no others."""
         rows = [(peer.peer_id, peer.to_json()) for peer in peers]
         with self._changing():
             self._db.execute("DELETE FROM peers")
             self._db.executemany("INSERT INTO peers VALUES (?, ?)", rows)
 
     def peers(self) -> list[PeerStatus]:
-        """The last status of every peer."""
+        """Return the last status of every peer."""
         blobs = self._blobs("SELECT record FROM peers ORDER BY peer_id DESC LIMIT ?", 4096)
         return [p for raw in blobs if (p := _read(PeerStatus, raw))]
 
@@ -101,7 +105,7 @@ class History:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """All of the block's changes, or none where the disk takes no more."""
+        """Commit all of the block's changes, or none if the disk is full."""
         with suppress(sqlite3.OperationalError), self._lock, self._db:
             yield
 
@@ -109,6 +113,45 @@ class History:
         with self._lock:
             rows = self._db.execute(query, (limit,)).fetchall()
         return [bytes(row[0]) for row in reversed(rows)]
+
+
+class EventLog:
+    """The newest events; the history keeps more of them."""
+
+    def __init__(self, history: History, clock: Callable[[], float]) -> None:
+        """Continue from the history; `clock` returns seconds since 1970."""
+        self._history = history
+        self._clock = clock
+        self._events: deque[Event] = deque(history.events(EVENTS), maxlen=EVENTS)
+
+    def newest(self) -> list[Event]:
+        """Return the newest events, oldest first."""
+        return list(self._events)
+
+    def report(self, level: Level, text: str) -> None:
+        """Log an event of the coordinator."""
+        self.add(level, "coordinator", text)
+
+    def report_once(self, level: Level, text: str) -> None:
+        """Log an event of the coordinator unless it was logged within `REPEAT_S`."""
+        since_s = self._clock() - REPEAT_S
+        if not any(event.text == text and event.at > since_s for event in self._events):
+            self.report(level, text)
+
+    def add(self, level: Level, source: str, text: str, *, at_s: float | None = None) -> None:
+        """Log an event.
+
+        Args:
+            level: level of the event.
+            source: PeerID, or "coordinator".
+            text: the fact and its remedy, for people.
+            at_s: time by the run's clock as the source knows it; by default now.
+        """
+        now_s = self._clock()
+        at_s = now_s if at_s is None or not now_s - LATE_S <= at_s <= now_s else at_s
+        event = Event(at=at_s, level=level, source=source[:128], text=text[:1000])
+        self._events.append(event)
+        self._history.add_event(event)
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -126,5 +169,5 @@ def _open(path: Path) -> sqlite3.Connection:
 def _read(kind: type[R], raw: bytes) -> R | None:
     try:
         return kind.from_json(raw)
-    except StatusError:  # of an older version; it is for people to read only
+    except StatusError:  # of an older version; only people read it, so it is skipped
         return None

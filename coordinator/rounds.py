@@ -1,4 +1,4 @@
-"""The rounds of a run as people see them: entries of the log, with what the peers measured."""
+"""Summaries of a run's rounds, for people: entries of the log, completed by the peers' reports."""
 
 from __future__ import annotations
 
@@ -22,45 +22,48 @@ from atoll.coordinator.run.status import (
 from atoll.optim.log.entry import Entry, Member
 from atoll.optim.log.store import LogStore
 
-KEPT_OPEN = 64  # newest rounds that still take traces
-_AHEAD = 1024  # positions beyond the log for which traces are kept
-_RECENT = 8  # rounds whose pace counts
+KEPT_OPEN = 64  # newest rounds that still accept reports
+_AHEAD = 1024  # positions beyond the log for which reports are kept
+_RECENT = 8  # rounds that the interval is measured over
 
 
 @dataclass
 class OpenRound:
-    """A round that still takes traces."""
+    """A round that still accepts reports."""
 
     summary: RoundSummary | None = None
     counted: frozenset[str] | None = None
-    """PeerIDs of whose contribution something is in its entry; None where there is no log"""
+    """PeerIDs whose contribution is in its entry, at least in part; None without a log."""
     traces: dict[str, RoundTrace] = field(default_factory=dict)
 
 
-class Rounds:
-    """Summaries by position, completed as traces come in."""
+class RoundHistory:
+    """Summaries by position, completed as reports arrive."""
 
-    def __init__(self, history: History, store: LogStore, *, num_fragments: int) -> None:
-        """Bring the history up to the log, which may have ended before or after it.
+    def __init__(
+        self, history: History, store: LogStore | None = None, *, num_fragments: int = 1
+    ) -> None:
+        """Bring the history up to the log, which may end before or after it.
 
-        A token moves each of the run's fragments once, and is counted once.
+        A token counts once, although it contributes to each of the run's fragments.
         """
         self._history = history
         self._num_fragments = num_fragments
         self._open: dict[int, OpenRound] = {}
-        history.forget_rounds(store.head.position)
+        if store is not None:
+            history.forget_rounds(store.head.position)
         self.tokens_total = history.tokens_total()
         self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
-        for record in _records(store, history.last_round()):
+        for record in _records(store, history.last_round()) if store is not None else ():
             entry = Entry.decode(record)
             self.add(entry, time.time(), left_out=[], valid_loss=None, late=True)
 
     def newest(self) -> list[RoundSummary]:
-        """The newest summaries, oldest first."""
+        """Return the newest summaries, oldest first."""
         return list(self._newest)
 
     def interval_s(self) -> float:
-        """Median seconds between the last few rounds; 0 if there were none."""
+        """Return the median seconds between the last few rounds, 0 if there were none."""
         pairs = itertools.pairwise(list(self._newest)[-_RECENT:])
         found = [s for a, b in pairs if (s := seconds_between(a, b)) is not None]
         return statistics.median(found or [0.0])
@@ -74,7 +77,7 @@ class Rounds:
         valid_loss: float | None,
         late: bool = False,
     ) -> None:
-        """Take a decided position; `late` if the run has gone on since."""
+        """Add a decided position; `late` if the run has moved on since."""
         counted = contributors(entry)
         summary = RoundSummary(
             epoch=entry.epoch,
@@ -97,12 +100,12 @@ class Rounds:
         self._complete(current)
 
     def trace(self, peer_id: str, trace: RoundTrace, at_s: float) -> None:
-        """Take one member's account; of a round that is long past it is dropped.
+        """Take one member's report; drop it if its round is long past.
 
         Args:
-            peer_id: of the member.
-            trace: what it tells.
-            at_s: when it came, by the run's clock; the log says when a round was.
+            peer_id: the member.
+            trace: its report.
+            at_s: time of its arrival by the run's clock; not needed with a log.
         """
         newest = self._newest[-1].position if self._newest else 0
         if not newest - KEPT_OPEN <= trace.position < newest + _AHEAD:
@@ -134,30 +137,30 @@ class Rounds:
 
 
 def contributors(entry: Entry) -> list[Member]:
-    """The members of whose contribution at least one cell is in the entry.
+    """Return the members with at least one chunk of their contribution in the entry.
 
-    Of the others nothing counts; they offer the same tokens again.
+    The others offer the same tokens again, so nothing of theirs counts now.
     """
     empty = Counter(p.member for part in entry.parts for p in part.partial if not p.cells)
     return [m for i, m in enumerate(entry.members) if empty[i] < len(entry.parts)]
 
 
 def with_traces(summary: RoundSummary, traces: Mapping[str, RoundTrace]) -> RoundSummary:
-    """The summary with what its epoch's traces say: mean phase times, bytes, and reasons."""
-    told = {peer: t for peer, t in traces.items() if t.epoch == summary.epoch}
-    ours = list(told.values())
+    """Return the summary with the reports of its epoch: mean phase times, bytes and reasons."""
+    reports = {peer: t for peer, t in traces.items() if t.epoch == summary.epoch}
+    ours = list(reports.values())
     return replace(
         summary,
         rejected=min(math.hypot(*(t.rejected for t in ours)), sys.float_info.max),
         reasons=_reasons(ours),
         seconds=_mean_phases([t.seconds for t in ours if t.included] or [t.seconds for t in ours]),
         wire_bytes=min(sum(t.wire_bytes_sent for t in ours), 2**63 - 1),
-        peer_bytes=_most({peer: t.wire_bytes_sent for peer, t in told.items()}),
+        peer_bytes=_most({peer: t.wire_bytes_sent for peer, t in reports.items()}),
     )
 
 
 def _reasons(traces: Sequence[RoundTrace]) -> dict[str, str]:
-    """The first reason that anyone gives for each peer."""
+    """The first reason that any member gives for each peer."""
     reasons: dict[str, str] = {}
     for trace in traces:
         for peer, why in trace.reasons.items():

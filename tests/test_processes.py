@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.checkpoints import load_checkpoint
-from atoll.coordinator.members import STALL_S
+from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, template

@@ -1,4 +1,4 @@
-"""A Prometheus endpoint: the run's status as gauges, for those who watch many runs."""
+"""A Prometheus endpoint with the run's status as gauges."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _RUN = {
     "position": "Entries in the coordinator's log.",
     "epoch": "Current epoch.",
     "tokens_total": "Tokens in all rounds.",
-    "tokens_per_s": "Tokens a second of all peers together.",
-    "utilisation": "Mean share of the time that peers spend training.",
-    "loss": "Training loss of the last round, nats a token.",
-    "valid_loss": "Validation loss, nats a token.",
+    "tokens_per_s": "Tokens per second of all peers together.",
+    "utilisation": "Mean fraction of the time that peers spend training.",
+    "loss": "Training loss of the last round, in nats per token.",
+    "valid_loss": "Validation loss, in nats per token.",
 }
 _PEER = {
-    "tokens_per_s": "Tokens a second.",
+    "tokens_per_s": "Tokens per second.",
     "position": "Entries applied.",
     "wire_bytes_sent": "Bytes sent, as counted on the wire.",
     "wire_bytes_received": "Bytes received, as counted on the wire.",
-    "utilisation": "Share of the time spent training.",
+    "utilisation": "Fraction of the time spent training.",
     "last_seen_s": "Seconds since the last heartbeat.",
 }
 
@@ -33,11 +33,10 @@ class Metrics:
     """Gauges of one run."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register the gauges."""
         self._run = {
             name: Gauge(f"atoll_run_{name}", text, registry=registry) for name, text in _RUN.items()
         }
-        self._alive = Gauge("atoll_run_peers", "Peers in touch.", registry=registry)
+        self._alive = Gauge("atoll_run_peers", "Peers online.", registry=registry)
         self._peer = {
             name: Gauge(f"atoll_peer_{name}", text, ["peer_id"], registry=registry)
             for name, text in _PEER.items()
@@ -46,10 +45,10 @@ class Metrics:
     @classmethod
     @contextlib.contextmanager
     def served(cls, listen: str | None) -> Iterator[Metrics | None]:
-        """Serve over HTTP at 'host:port' inside the block; nothing if there is no address.
+        """Serve HTTP at 'host:port' inside the block; do nothing without an address.
 
         Raises:
-            OSError: naming the address that can't be taken.
+            OSError: the address is in use or not ours; the error names it.
         """
         if listen is None:
             yield None
@@ -60,8 +59,8 @@ class Metrics:
         try:
             server, thread = start_http_server(port, host, registry)
         except OSError as error:
-            told = f"{error.strerror}; choose another address for the metrics"
-            raise OSError(error.errno, told, listen) from error
+            reason = f"{error.strerror}; choose another address for the metrics"
+            raise OSError(error.errno, reason, listen) from error
         try:
             yield metrics
         finally:
@@ -70,7 +69,7 @@ class Metrics:
             thread.join(5)
 
     def update(self, status: RunStatus) -> None:
-        """Show this status."""
+        """Set the gauges to this status."""
         for name, gauge in self._run.items():
             value = getattr(status, name)
             gauge.set(float("nan") if value is None else value)

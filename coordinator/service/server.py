@@ -1,23 +1,23 @@
-"""Run a coordinator: state directory, keys, log, DHT node and gRPC server, up and down again.
+"""Running a coordinator: state directory, keys, log, DHT node and gRPC server.
 
-The state directory holds everything; a coordinator that was killed and is started again with it
-is the same one, with the same invite:
+The state directory holds everything: a coordinator restarted with it continues its run, with the
+same invite.
 
     lock            held while a coordinator uses the directory
     spec.json       the run's spec, canonical
     keys.json       see keys.py, 0600
-    node.known      where peers were, for the node to find them again
+    node.known      last addresses of peers, for the node to find them again
     node.key        identity of the run's first DHT node, 0600
     genesis.root    root of the first state
-    port            the port chosen when `listen` leaves it open
+    port            the port chosen if `listen` asks for any
     log/            the log and its snapshots (atoll.optim.log.store)
     history.db      rounds, events and peers, for people
     checkpoints/    NAME-POSITION.safetensors
 
 Exceptions:
 
-    SetupError
-      WrongDirectory    of another run (says where they differ), not a coordinator's, or damaged
+    StartError
+      WrongDirectory    the directory is of another run, not a coordinator's, or damaged
       InUse             the directory or the port is in use
 """
 
@@ -61,24 +61,24 @@ from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 512  # answered at once; more are refused by gRPC
+MAX_CALLS = 512  # at once; gRPC refuses more
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
-_DAMAGED = "damaged; put back a copy, or start the run in a new directory"
+_DAMAGED = "damaged; restore a copy, or start the run in a new directory"
 
 
-class SetupError(Exception):
-    """A coordinator that cannot start; nothing was overwritten."""
+class StartError(Exception):
+    """The coordinator cannot start; nothing was overwritten."""
 
 
-class WrongDirectory(SetupError):  # noqa: N818
-    """A state directory of another run, of something else, or a damaged one."""
+class WrongDirectory(StartError):  # noqa: N818
+    """The state directory is of another run, not a coordinator's, or damaged."""
 
 
-class InUse(SetupError):  # noqa: N818
-    """A directory or port that another process uses."""
+class InUse(StartError):  # noqa: N818
+    """Another process uses the directory or port."""
 
 
-class BootstrapNode(Protocol):
+class FirstNode(Protocol):
     """The run's first DHT node."""
 
     @property
@@ -92,16 +92,16 @@ class BootstrapNode(Protocol):
         ...
 
     def fetch_model(self, keeper: ReplicaView) -> FetchModel:
-        """What fetches a peer's model, in a run by gossip."""
+        """Return a function that fetches a peer's model, in a gossip run."""
         ...
 
     async def close(self) -> None:
-        """Leave."""
+        """Leave the network."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRequest:
-    """What the starter of the DHT node is given."""
+    """The arguments with which the DHT node is started."""
 
     run_id: bytes
     identity_path: Path
@@ -110,20 +110,20 @@ class NodeRequest:
     advertise: str | None
     check: AdmissionCheck
     admit: Callable[[str], bytes]
-    """Makes the credential of the node's own PeerID."""
+    """Returns the credential of the node's own PeerID."""
 
 
-StartNode = Callable[[NodeRequest], Awaitable[BootstrapNode]]
+StartNode = Callable[[NodeRequest], Awaitable[FirstNode]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A coordinator that is up."""
+    """A running coordinator."""
 
     invite: Invite
     coordinator: Coordinator
     address: str
-    """Where the gRPC server listens, 'host:port'."""
+    """Address of the gRPC server, 'host:port'."""
     state_dir: Path
 
 
@@ -139,15 +139,15 @@ async def serve(
     """Run a coordinator until `stop` is set; `on_ready` gets the invite.
 
     Args:
-        spec: the run.
-        genesis: makes the state at position 0; called only when the directory is new.
-        state_dir: made if absent.
-        stop: ends it; everything is on disk when this returns.
+        spec: description of the run.
+        genesis: returns the state at position 0; called only if the directory is new.
+        state_dir: created if absent.
+        stop: stops the coordinator; everything is on disk when this returns.
         start_node: starts the run's first DHT node.
         on_ready: called once peers can join.
 
     Raises:
-        SetupError, KeysError, StoreError: before anything was changed.
+        StartError, KeysError, StoreError: nothing was changed.
     """
     async with running(spec, genesis, state_dir, start_node=start_node) as up:
         on_ready(up)
@@ -162,7 +162,7 @@ async def running(
     *,
     start_node: StartNode | None = None,
 ) -> AsyncIterator[Running]:
-    """A coordinator that is up inside the block."""
+    """Run a coordinator inside the block."""
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_locked(state_dir))
         keys = RunKeys.load_or_create(state_dir / KEYS_FILE)
@@ -172,7 +172,7 @@ async def running(
         stack.push_async_callback(replica.close)
         history = History(state_dir / "history.db")
         stack.callback(history.close)
-        nodes: list[BootstrapNode] = []
+        nodes: list[FirstNode] = []
         coordinator = Coordinator(
             spec=spec,
             keys=keys,
@@ -199,8 +199,8 @@ async def running(
         )
 
 
-def _fetching(coordinator: Coordinator, node: BootstrapNode) -> CatchUp | KeptModels:
-    """What keeps the coordinator's copy up to the run."""
+def _fetching(coordinator: Coordinator, node: FirstNode) -> CatchUp | KeptModels:
+    """Start what keeps the coordinator's state up to date."""
     if isinstance(coordinator.replica.core, ModelKeeper):
         return coordinator.fetch_models_with(node.fetch_model(coordinator.replica))
     return coordinator.recover_with(node.recover)
@@ -213,7 +213,9 @@ def _locked(state_dir: Path) -> Iterator[None]:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise SetupError(f"{state_dir}: cannot be used: {error.strerror}") from None
+        raise StartError(
+            f"{state_dir}: cannot be used: {error.strerror}; choose another directory"
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -234,8 +236,8 @@ def _expect_directory(state_dir: Path) -> None:
     others = [name for name in names if name != "lock" and not name.startswith(".")]
     if others:
         raise WrongDirectory(
-            f"{state_dir}: expected an empty directory or that of a coordinator, got one with "
-            f"{others[0]!r} in it; choose another"
+            f"{state_dir}: expected an empty directory or a coordinator's, got one that "
+            f"contains {others[0]!r}; choose another"
         )
 
 
@@ -284,8 +286,8 @@ def _expect_spec(spec: RunSpec, path: Path) -> None:
         differences = stored.differences(spec)
         if differences:
             raise WrongDirectory(
-                f"{path.parent}: expected the state of this run, got that of another; it differs "
-                f"in {'; '.join(differences[:5])}. Choose another directory for the new run"
+                f"{path.parent}: holds the state of another run, which differs in "
+                f"{'; '.join(differences[:5])}. Choose another directory for the new run"
             )
     partial = path.with_name(".spec.json")
     partial.write_bytes(spec.canonical())
@@ -312,8 +314,8 @@ def _same_genesis(genesis: Callable[[], OuterState], root: bytes) -> OuterState:
     state = genesis()
     if state.root() != root:
         raise WrongDirectory(
-            "expected the first state that this run began with, got another: the start was "
-            "interrupted and the model has changed since; remove the directory"
+            "the first state is not the one with which this run began: its start was interrupted "
+            "and the model has changed since; remove the directory and start again"
         )
     return state
 
@@ -364,7 +366,7 @@ def _node_request(coordinator: Coordinator, state_dir: Path) -> NodeRequest:
         port=port,
         advertise=settings.advertise,
         check=AdmissionCheck(coordinator.keys.run_public_key, coordinator.run_id),
-        admit=lambda peer_id: coordinator.entrance.admit(peer_id, "coordinator"),
+        admit=lambda peer_id: coordinator.admission.admit(peer_id, "coordinator"),
     )
 
 
@@ -412,7 +414,7 @@ async def _tick(coordinator: Coordinator, metrics: Metrics | None) -> None:
             if metrics is not None:
                 metrics.update(coordinator.status())
         except DISK_ERRORS as error:
-            coordinator.tell_disk(error)
+            coordinator.report_disk(error)
         except Exception:
             log.exception("the coordinator continues, but something failed")
         await asyncio.sleep(TICK_S)

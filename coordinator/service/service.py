@@ -1,8 +1,8 @@
-"""The gRPC face of a coordinator: sizes, sessions and deadlines first, then its decisions.
+"""The gRPC interface of a coordinator: it checks sizes, sessions and deadlines first.
 
-Whatever a client sends, it harms nothing but its own call: messages are bounded by gRPC before they
-are parsed, records by their decoders, bodies by what the entry's certificate vouches for, and a
-client that neither sends nor reads is given up after a while.
+A client can harm nothing but its own call: gRPC bounds messages before they are parsed, decoders
+bound records, the entry's certificate bounds bodies, and the call of a client that neither sends
+nor reads is ended.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
+from atoll.coordinator.admission_control import JoinRequest, Refusal, RefusalStatus
 from atoll.coordinator.coordinator import Coordinator
-from atoll.coordinator.entrance import JoinRequest, Refusal, RefusalStatus
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.messages import (
     MAX_ENTRIES,
@@ -39,19 +39,18 @@ T = TypeVar("T")
 Context = Any
 """grpc.aio.ServicerContext; grpc has no types."""
 
-MAX_PUBLISHERS = 4  # bodies received at once: memory is bounded by this many
+MAX_PUBLISHERS = 4  # bodies received at once, which bounds memory
 
 
 class Service:
-    """Answers the methods of service.proto."""
+    """Serves one run by the methods of service.proto."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        """Serve one run."""
         self._run = coordinator
         self._receiving: set[int] = set()
 
     def handler(self) -> Any:  # noqa: ANN401  # grpc has no types
-        """What a grpc server registers."""
+        """Return the handler for a gRPC server."""
         return grpc.method_handlers_generic_handler(
             SERVICE, {method.name: self._method(method) for method in METHODS}
         )
@@ -71,12 +70,12 @@ class Service:
 
     async def _challenge(self, request: pb.ChallengeRequest, _: Context) -> pb.ChallengeReply:
         _expect_size("peer_id", request.peer_id, 128)
-        nonce = self._run.entrance.challenge(request.peer_id)
+        nonce = self._run.admission.challenge(request.peer_id)
         return pb.ChallengeReply(nonce=nonce, server_time_s=self._run.now_s())
 
     async def _join(self, request: pb.JoinRequest, _: Context) -> pb.JoinReply:
         _expect_size("peer_id", request.peer_id, 128)
-        welcome = self._run.entrance.join(
+        welcome = self._run.admission.join(
             JoinRequest(
                 protocol=request.protocol,
                 version=request.version,
@@ -104,7 +103,7 @@ class Service:
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, _: Context) -> pb.HeartbeatReply:
         self._authenticate(request.auth)
-        self._run.entrance.expect_pace(request.auth.peer_id)
+        self._run.admission.limit_reports(request.auth.peer_id)
         if max(len(request.events), len(request.traces)) > MAX_REPORTS:
             raise Refusal(
                 RefusalStatus.INVALID_ARGUMENT, f"expected at most {MAX_REPORTS} events and traces"
@@ -167,7 +166,7 @@ class Service:
     def _slot(self, position: int) -> Iterator[None]:
         if len(self._receiving) >= MAX_PUBLISHERS:
             raise Refusal(
-                RefusalStatus.RESOURCE_EXHAUSTED, "too many entries are on their way; try again"
+                RefusalStatus.RESOURCE_EXHAUSTED, "too many entries at once; try again later"
             )
         self._receiving.add(position)
         try:
@@ -236,7 +235,7 @@ class Service:
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
 
     async def _status(self, request: pb.StatusRequest, _: Context) -> pb.StatusReply:
-        self._run.entrance.expect_token(request.token)
+        self._run.admission.expect_token(request.token)
         return pb.StatusReply(status=self._run.status().to_json())
 
     @property
@@ -245,14 +244,14 @@ class Service:
 
     def _authenticate(self, auth: pb.Auth) -> None:
         _expect_size("peer_id", auth.peer_id, 128)
-        self._run.entrance.authenticate(auth.peer_id, auth.session)
+        self._run.admission.authenticate(auth.peer_id, auth.session)
 
 
 _MALFORMED: Any = object()
 
 
 def _reader(message: Any) -> Callable[[bytes], Any]:  # noqa: ANN401
-    """Parse, or pass on that it failed: grpc would log a stranger's rubbish with a traceback."""
+    """Return a parser that marks bad messages: gRPC would log a traceback for each."""
 
     def read(raw: bytes) -> Any:  # noqa: ANN401
         try:
@@ -301,7 +300,7 @@ async def _next(parts: AsyncIterator[pb.PublishRequest]) -> pb.PublishRequest | 
     except TimeoutError:
         raise Refusal(
             RefusalStatus.RESOURCE_EXHAUSTED,
-            f"nothing came for {PROGRESS_TIMEOUT_S:.0f} s: given up",
+            f"nothing arrived for {PROGRESS_TIMEOUT_S:.0f} s; the call is ended",
         ) from None
 
 
@@ -321,7 +320,7 @@ def _read_leaves(info: SnapshotInfo, indices: range) -> Iterator[tuple[int, byte
 def _guard_call(
     method: Callable[[Any, Context], Awaitable[T]],
 ) -> Callable[[Any, Context], Awaitable[T]]:
-    """Answer errors with a status; nothing of the service's inside gets out."""
+    """Answer errors with a status that reveals nothing of the service's internals."""
 
     async def call(request: Any, context: Context) -> T:  # noqa: ANN401
         try:
@@ -337,7 +336,7 @@ def _guard_call(
 def _guard_stream(
     method: Callable[[Any, Context], AsyncIterator[T]],
 ) -> Callable[[Any, Context], Awaitable[None]]:
-    """The same for a method that streams out, and no reader may stand still for long."""
+    """Guard a method that streams replies; end the call of a reader that stalls."""
 
     async def call(request: Any, context: Context) -> None:  # noqa: ANN401
         try:
@@ -361,6 +360,6 @@ def _answer(error: Exception) -> tuple[Any, str]:
     if isinstance(error, NotStored):
         return grpc.StatusCode.NOT_FOUND, str(error)[:500]
     if isinstance(error, TimeoutError):
-        return grpc.StatusCode.DEADLINE_EXCEEDED, "given up: nothing was read"
+        return grpc.StatusCode.DEADLINE_EXCEEDED, "the call is ended: nothing was read in time"
     log.error("a call failed", exc_info=error)
-    return grpc.StatusCode.INTERNAL, "the coordinator failed at this; its log says why"
+    return grpc.StatusCode.INTERNAL, "the coordinator failed at this call; its log gives the reason"

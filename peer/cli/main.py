@@ -126,7 +126,7 @@ def bad_inputs() -> tuple[type[Exception], ...]:
     Imported here: by the time an error is reported, its module is loaded anyway.
     """
     from atoll.coordinator.rpc import client_errors
-    from atoll.coordinator.service.server import SetupError
+    from atoll.coordinator.service.server import StartError
     from atoll.dht.identity import IdentityError
     from atoll.optim.log.store_file import StoreCorrupt, WrongRun
 
@@ -134,7 +134,7 @@ def bad_inputs() -> tuple[type[Exception], ...]:
         client_errors.NotWelcome,  # the coordinator does not accept the invite's token
         client_errors.WrongCertificate,  # another run's, at the invite's address
         client_errors.WrongRunOrVersion,
-        SetupError,  # a state directory or port that is in use
+        StartError,  # a state directory or port that is in use
         IdentityError,  # not a key file
         StoreCorrupt,  # the state directory holds a damaged log
         WrongRun,  # ... or another run's

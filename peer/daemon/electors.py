@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from atoll.coordinator.members import STALL_S
+from atoll.coordinator.policies import STALL_S
 from atoll.optim.log.entry import Elector, is_quorum
 
 

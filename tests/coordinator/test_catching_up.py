@@ -100,7 +100,7 @@ def test_donors_that_lie_are_reported_and_it_looks_again(long_log: Log) -> None:
             replica,
             lambda replica, on_taken: tries.pop(0)(replica, on_taken),
             on_taken=taken.extend,
-            say=lambda level, text: told.append((level, text)),
+            report=lambda level, text: told.append((level, text)),
         )
         catching_up.look(9, 0.0)
         for looks in (1, 2, 3):
@@ -114,7 +114,7 @@ def test_donors_that_lie_are_reported_and_it_looks_again(long_log: Log) -> None:
     assert told == [
         (
             "warning",
-            "catching up failed, it is tried again: none of 1 donors gave entries that hold",
+            "catching up failed, retrying: none of 1 donors gave entries that hold",
         ),
         (
             "warning",
@@ -143,7 +143,7 @@ def test_entries_that_came_before_a_recovery_failed_are_noted(long_log: Log) -> 
             LiveReplica(long_log.away, compute=asyncio.to_thread),
             fails,
             on_taken=taken.extend,
-            say=lambda level, text: told.append(text),
+            report=lambda level, text: told.append(text),
         )
         catching_up.look(9, 0.0)
         catching_up.look(9, LAG_S)
@@ -152,7 +152,7 @@ def test_entries_that_came_before_a_recovery_failed_are_noted(long_log: Log) -> 
 
     asyncio.run(asyncio.wait_for(main(), 30.0))
     assert [each.entry.position for each in taken] == [3, 4, 5]
-    assert told == ["catching up failed, it is tried again: nobody gave the body of entry 6"]
+    assert told == ["catching up failed, retrying: nobody gave the body of entry 6"]
 
 
 def test_a_ledger_that_diverged_stores_what_nobody_publishes(long_log: Log) -> None:
@@ -236,7 +236,7 @@ def test_a_coordinator_says_which_updates_it_lacks(kit: Any, tmp_path: Path) -> 
             again = net.up.coordinator.status()
             assert (again.gaps, again.history) == (status.gaps, status.history)
             texts = [event.text for event in again.events]
-            assert texts.count("finished: all 6 rounds are done") == 1
+            assert texts.count("run complete: all 6 rounds committed") == 1
             assert net.up.coordinator.last_checkpoint().name == "test-00000007.safetensors"
 
     kit.run(main())

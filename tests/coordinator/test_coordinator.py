@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from atoll.coordinator.members import FORGET_S, STALL_S
+from atoll.coordinator.policies import STALL_S
+from atoll.coordinator.presence import FORGET_S
 from atoll.optim.log.entry import (
     Partial,
 )
@@ -68,7 +69,7 @@ def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> N
             await pass_time(100, [])
             assert coordinator.head().epoch == 1
             events = [e.text for e in coordinator.status().events]
-            assert events.count("is silent") == 3
+            assert events.count("no report for 10 s; counts as gone") == 3
 
     kit.run(main())
 
@@ -164,7 +165,8 @@ def test_no_epoch_voids_what_most_peers_hold(kit: Any, tmp_path: Path) -> None:
             await stand_still((9, 9))
             assert coordinator.head().epoch == 0 and coordinator.status().state == "stalled"
             texts = [event.text for event in coordinator.status().events]
-            assert sum("8 rounds are missing here: no new epoch" in text for text in texts) == 1
+            behind = "8 rounds are missing here; a new epoch opens once they are fetched"
+            assert sum(behind in text for text in texts) == 1
             await stand_still((9, 1))  # one of two says so
             assert coordinator.head().epoch == 1
 
@@ -206,7 +208,7 @@ def test_a_restarted_peer_is_told_and_votes_in_the_next_epoch(kit: Any, tmp_path
             electors = coordinator.replica.electorate
             assert "2" in {elector.incarnation for elector in electors}
             texts = [event.text for event in (await one.status()).events]
-            assert "was started again" in texts
+            assert "restarted" in texts
 
     kit.run(main())
 

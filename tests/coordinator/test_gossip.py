@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atoll.coordinator.checkpoints import load_checkpoint
-from atoll.coordinator.gossip import Model, ModelKeeper, ToldRounds, due_round
+from atoll.coordinator.gossip import Model, ModelKeeper, ReportedRounds, due_round
 from atoll.coordinator.history import History
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import RoundTrace
@@ -132,7 +132,7 @@ def test_models_are_kept_as_checkpoints_and_given_to_joiners(tmp_path):
             assert node.asked[0] == 2
             status = coordinator.status()
             assert (status.position, status.peers[0].partner) == (3, "12D3KooWother")
-            assert any("kept the model of" in event.text for event in status.events)
+            assert any("stored the model of" in event.text for event in status.events)
             snapshot = await clients[0].fetch_snapshot()
             assert (snapshot.position, snapshot.root) == (3, model(3).state.root())
             for index, client in enumerate(clients):
@@ -174,7 +174,7 @@ def test_started_again_it_holds_the_same_model_and_the_run_has_begun(tmp_path):
 
 def test_rounds_are_what_their_members_tell(tmp_path):
     history = History(tmp_path / "history.db")
-    rounds = ToldRounds(history, lambda: 3.5)
+    rounds = ReportedRounds(history, lambda: 3.5)
 
     def tell(peer, position, at_s, **changes):
         values = {"included": True, "loss": 2.0, "tokens": 100, "wire_bytes_sent": 7}
@@ -192,7 +192,7 @@ def test_rounds_are_what_their_members_tell(tmp_path):
     assert rounds.tokens_total == 500
     tell("eve", 10**6, 14.0)
     assert len(rounds.newest()) == 3
-    again = ToldRounds(history, lambda: None)
+    again = ReportedRounds(history, lambda: None)
     assert again.tokens_total == 500
     assert [row.position for row in again.newest()] == [1, 2, 3]
     again.trace("late", RoundTrace(position=0, included=True, tokens=100), 15.0)

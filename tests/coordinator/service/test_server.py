@@ -154,7 +154,7 @@ def test_the_coordinator_may_move(kit: Any, tmp_path: Path) -> None:
 
 def test_a_directory_of_something_else(kit: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("chapter one")
-    refused(kit, kit.SPEC, tmp_path, WrongDirectory, "'thesis.tex' in it; choose another")
+    refused(kit, kit.SPEC, tmp_path, WrongDirectory, "contains 'thesis.tex'; choose another")
     refused(kit, kit.SPEC, tmp_path / "thesis.tex", WrongDirectory, "got a file")
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -232,7 +232,7 @@ def test_a_disk_that_is_full_is_told_once_and_the_run_goes_on(kit: Any, tmp_path
             assert beat.publish_from is None
             await coordinator.tick()
             told = [e.text for e in (await one.status()).events if e.level == "error"]
-            assert len(told) == 1 and "make room on its disk" in told[0]
+            assert len(told) == 1 and "free space on its disk" in told[0]
             limit_disk(coordinator, 2**31)
             assert await net.publish(two, entry, body)
             assert coordinator.head().position == 1
@@ -398,7 +398,7 @@ def test_a_proof_by_another_key_or_an_old_nonce(kit: Any, tmp_path: Path) -> Non
         async with kit.net(tmp_path / "run") as net:
             victim, thief = net.client(0), net.client(1)
             peer_id = net.swarm.identities[0].peer_id
-            nonce = net.up.coordinator.entrance.challenge(peer_id)
+            nonce = net.up.coordinator.admission.challenge(peer_id)
             request = thief._join_request(net.swarm.identities[1], nonce)
             request.peer_id = peer_id
             with pytest.raises(NotWelcome, match="signed by the key of the peer id"):
@@ -580,7 +580,7 @@ def test_a_publisher_that_stalls_is_given_up(
                 body_bytes=len(body),
             )
             await stream.write(pb.PublishRequest(header=header))
-            with pytest.raises(grpc.aio.AioRpcError, match="nothing came"):
+            with pytest.raises(grpc.aio.AioRpcError, match="nothing arrived"):
                 await answer(stream)
             assert await net.publish(two, entry, body)
 

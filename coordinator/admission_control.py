@@ -1,30 +1,36 @@
-"""Who may enter a run, and who is who in it: nonces, admissions, sessions, the invite's token.
+"""Admission control: nonces, admissions, sessions and the invite's token.
 
 Exceptions:
 
-    Refusal      `status` is for programs, the text for people on the other side
+    Refusal      `status` is for programs, the text for people at the other side
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import secrets
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from atoll.coordinator.journal import Journal
-from atoll.coordinator.members import MAX_MEMBERS, Pace
+from atoll.coordinator.history import EventLog
+from atoll.coordinator.policies import ReportLimit
+from atoll.coordinator.presence import MAX_PEERS
 from atoll.coordinator.rpc.messages import NONCE_TTL_S, PROTOCOL, join_payload
 from atoll.coordinator.run.admission import Admission, Role
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
-from atoll.coordinator.sessions import Sessions
 from atoll.optim.log.entry import Verify
+
+_NONCE_BYTES = 32
+_SESSION_BYTES = 40
 
 
 class RefusalStatus(StrEnum):
-    """The gRPC statuses by which the coordinator refuses, under their gRPC names."""
+    """The gRPC statuses with which the coordinator refuses, by their gRPC names."""
 
     UNAUTHENTICATED = "unauthenticated"
     PERMISSION_DENIED = "permission_denied"
@@ -35,17 +41,65 @@ class RefusalStatus(StrEnum):
 
 
 class Refusal(Exception):  # noqa: N818
-    """A request that is answered with no."""
+    """The coordinator refuses a request."""
 
     def __init__(self, status: RefusalStatus, message: str) -> None:
-        """`message` goes to the other side."""
+        """`message` is sent to the other side."""
         super().__init__(message)
         self.status = status
 
 
+class SessionTokens:
+    """Nonces and session tokens of one coordinator, without a table: HMACs under its secret.
+
+        nonce    u64 big-endian milliseconds | 8 random bytes | first 16 bytes of HMAC-SHA256
+        session  u64 big-endian seconds of expiry | HMAC-SHA256
+
+    The HMACs cover the PeerID. As the secret is on disk, tokens outlive a restart.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        """`secret` is 32 random bytes."""
+        self._secret = secret
+
+    def nonce(self, peer_id: str, now_s: float) -> bytes:
+        """Return a nonce for `peer_id` to sign."""
+        head = struct.pack(">Q", int(now_s * 1000)) + secrets.token_bytes(8)
+        return head + self._mac(b"nonce", peer_id, head)[:16]
+
+    def is_nonce(self, nonce: bytes, peer_id: str, now_s: float, *, ttl_s: float) -> bool:
+        """Return True if we made the nonce for this peer within the last `ttl_s`."""
+        if len(nonce) != _NONCE_BYTES:
+            return False
+        head, mac = nonce[:16], nonce[16:]
+        age_s = now_s - struct.unpack(">Q", head[:8])[0] / 1000
+        return self._same(mac, self._mac(b"nonce", peer_id, head)[:16]) and abs(age_s) <= ttl_s
+
+    def session(self, peer_id: str, expires_s: float) -> bytes:
+        """Return the secret token of `peer_id`."""
+        head = struct.pack(">Q", int(expires_s))
+        return head + self._mac(b"session", peer_id, head)
+
+    def is_session(self, session: bytes, peer_id: str, now_s: float) -> bool:
+        """Return True if this is a current token of `peer_id`."""
+        if len(session) != _SESSION_BYTES:
+            return False
+        head, mac = session[:8], session[8:]
+        current = now_s <= struct.unpack(">Q", head)[0]
+        return self._same(mac, self._mac(b"session", peer_id, head)) and current
+
+    def _mac(self, use: bytes, peer_id: str, head: bytes) -> bytes:
+        message = use + b"\0" + peer_id.encode(errors="replace") + b"\0" + head
+        return hmac.digest(self._secret, message, hashlib.sha256)
+
+    @staticmethod
+    def _same(one: bytes, other: bytes) -> bool:
+        return hmac.compare_digest(one, other)
+
+
 @dataclass(frozen=True, kw_only=True)
 class JoinRequest:
-    """What a peer says when it joins."""
+    """A peer's request to join."""
 
     protocol: int
     version: str
@@ -59,14 +113,14 @@ class JoinRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """What it gets, beside what all get."""
+    """The reply to one peer that joins, without what all get."""
 
     admission: bytes
     session: bytes
 
 
-class Entrance:
-    """Lets peers in, and knows them again."""
+class AdmissionControl:
+    """Admits peers, and authenticates those it has admitted."""
 
     def __init__(
         self,
@@ -75,24 +129,24 @@ class Entrance:
         run_id: bytes,
         *,
         verify: Verify,
-        journal: Journal,
+        events: EventLog,
         clock: Callable[[], float],
         steady: Callable[[], float],
     ) -> None:
-        """`clock` tells the time, `steady` measures it."""
+        """`clock` returns seconds since 1970, `steady` those of a monotonic clock."""
         self._settings = settings
         self._keys = keys
         self._run_id = run_id
         self._verify = verify
-        self._journal = journal
+        self._events = events
         self._clock = clock
         self._steady = steady
-        self._sessions = Sessions(keys.session_secret)
-        self._paces: dict[str, Pace] = {}
+        self._sessions = SessionTokens(keys.session_secret)
+        self._limits: dict[str, ReportLimit] = {}
         self._admitted_until_s: dict[str, float] = {}
 
     def challenge(self, peer_id: str) -> bytes:
-        """A nonce for `peer_id` to sign."""
+        """Return a nonce for `peer_id` to sign."""
         return self._sessions.nonce(peer_id, self._clock())
 
     def join(self, request: JoinRequest) -> Welcome:
@@ -108,16 +162,17 @@ class Entrance:
         self.expect_token(request.token)
         role = _role(request.role)
         text = f"joined as {role} (version {request.version[:32]})"
-        self._journal.say("info", request.peer_id, text)
+        self._events.add("info", request.peer_id, text)
         session = self._sessions.session(request.peer_id, self._clock() + self._admission_s())
         return Welcome(admission=self.admit(request.peer_id, role), session=session)
 
     def admit(self, peer_id: str, role: Role) -> bytes:
-        """A fresh credential."""
+        """Return a new credential."""
         now_s = self._clock()
         expires_s = now_s + self._admission_s()
-        if len(self._admitted_until_s) > 2 * MAX_MEMBERS:
-            self._admitted_until_s.clear()  # whoever is here gets another with its next report
+        if len(self._admitted_until_s) > 2 * MAX_PEERS:
+            # Anyone can join under invented names. Peers online get another with their next report.
+            self._admitted_until_s.clear()
         self._admitted_until_s[peer_id] = expires_s
         admission = Admission(
             peer_id=peer_id,
@@ -129,24 +184,24 @@ class Entrance:
         return admission.sign(self._keys.signer)
 
     def renewed(self, peer_id: str, role: Role) -> bytes:
-        """A fresh credential at half the life of the last one; empty before."""
+        """Return a new credential at half the life of the last one; empty before."""
         left_s = self._admitted_until_s.get(peer_id, 0.0) - self._clock()
         return self.admit(peer_id, role) if left_s < self._admission_s() / 2 else b""
 
     def authenticate(self, peer_id: str, session: bytes) -> None:
-        """Raises Refusal unless this is the peer's current session."""
+        """Raise Refusal unless this is a current session of the peer."""
         if not self._sessions.is_session(session, peer_id, self._clock()):
-            raise Refusal(RefusalStatus.UNAUTHENTICATED, "expected a current session: join first")
+            raise Refusal(RefusalStatus.UNAUTHENTICATED, "no current session; join first")
 
-    def expect_pace(self, peer_id: str) -> None:
-        """Raises Refusal when an authenticated peer reports far too often."""
-        if len(self._paces) > 2 * MAX_MEMBERS:
-            self._paces.clear()
-        if not self._paces.setdefault(peer_id, Pace()).take(self._steady()):
-            raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "expected fewer reports; slow down")
+    def limit_reports(self, peer_id: str) -> None:
+        """Raise Refusal if an authenticated peer reports far too often."""
+        if len(self._limits) > 2 * MAX_PEERS:
+            self._limits.clear()
+        if not self._limits.setdefault(peer_id, ReportLimit()).take(self._steady()):
+            raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "too many reports; slow down")
 
     def expect_token(self, token: bytes) -> None:
-        """Raises Refusal if the run is closed and this is not its token."""
+        """Raise Refusal if the run is invite-only and this is not its token."""
         if self._settings.invite_only and not hmac.compare_digest(token, self._keys.token):
             raise Refusal(
                 RefusalStatus.PERMISSION_DENIED,

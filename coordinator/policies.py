@@ -1,0 +1,169 @@
+"""The coordinator's policies: pure functions and small state machines over the peers it hears from.
+
+Times are seconds of any steady clock; the caller passes them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from atoll.coordinator.presence import KnownPeer
+from atoll.coordinator.run.status import PeerStatus
+from atoll.optim.log.entry import Elector, is_quorum
+
+STALL_S = 60.0  # without progress for this long a new epoch opens (docs/protocol.md, part 1)
+MAX_STALL_S = 3600.0  # epochs that bring no progress open ever more rarely, down to this
+PUBLISH_S = 15.0  # a peer asked for entries that sends none for this long is passed over
+REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items per report
+REPORTS_PER_S = 10.0
+SHUN_S = 300.0  # a peer that claimed entries and sent none is asked again after this
+
+_ELECTABLE = ("ready", "training", "syncing")
+
+MAX_INCARNATION_CHARS = 32
+
+Retired = dict[tuple[str, str], tuple[int, int]]
+"""By (PeerID, incarnation) of a peer that left: the (epoch, position) from which it never votes."""
+
+
+def electable(alive: Iterable[KnownPeer], *, epoch: int | None) -> list[PeerStatus]:
+    """Return the peers that may vote in a new epoch: trainers that hold a state.
+
+    Before the first epoch (None) these are only the peers that reported ready.
+    """
+    states = ("ready",) if epoch is None else _ELECTABLE
+    return [
+        member.status
+        for member in alive
+        if member.status.role == "trainer"
+        and member.status.state in states
+        and 0 < len(member.status.incarnation) <= MAX_INCARNATION_CHARS
+    ]
+
+
+def can_decide(
+    electorate: Sequence[Elector],
+    retired: Mapping[tuple[str, str], tuple[int, int]],
+    at: tuple[int, int],
+) -> bool:
+    """Return True if anything may have been decided at (epoch, position), or still may be.
+
+    It cannot if the electors that have not resigned no longer form a quorum. True if the electorate
+    is unknown.
+    """
+    since = [retired.get((e.peer_id, e.incarnation)) for e in electorate]
+    voters = [i for i, place in enumerate(since) if place is None or place > at]
+    return not electorate or is_quorum(voters, len(electorate))
+
+
+@dataclass
+class StallClock:
+    """Measures how long a run makes no progress."""
+
+    position: int = -1
+    since_s: float = 0.0
+    reopened: int = 0
+    """Epochs opened since the last progress."""
+
+    def note(self, position: int, now_s: float) -> None:
+        """Note the furthest position of any peer."""
+        if position > self.position:
+            self.position, self.since_s, self.reopened = position, now_s, 0
+
+    def restart(self, now_s: float, *, again: bool) -> None:
+        """Restart the clock after an epoch opened; `again` unless it was the first."""
+        self.since_s = now_s
+        self.reopened += again
+
+    def pause(self, now_s: float) -> None:
+        """Exclude time in which no peer is online that could make progress."""
+        self.since_s = now_s
+
+    def is_stalled(self, now_s: float, round_s: float) -> bool:
+        """Return True if a new epoch is due; `round_s` is the length of a round, 0 if unknown.
+
+        A slow run gets three rounds, so that a long round is not taken for a stall. Each epoch that
+        brings no progress doubles the wait.
+        """
+        patience_s = max(STALL_S, 3 * round_s) * 2.0 ** min(self.reopened, 10)
+        return now_s - self.since_s > min(patience_s, max(MAX_STALL_S, 3 * round_s))
+
+
+def window_s(alive: Iterable[KnownPeer], *, tokens: int) -> float:
+    """Return the median length of a window of `tokens` by the trainers' reported speeds, or 0."""
+    speeds = (m.status.tokens_per_s for m in alive if m.status.role == "trainer")
+    times = sorted(tokens / speed for speed in speeds if speed > 0)
+    return times[(len(times) - 1) // 2] if times else 0.0
+
+
+@dataclass
+class ReportLimit:
+    """Limits how often one peer may report: a token bucket."""
+
+    left: float = REPORT_BURST
+    at_s: float = 0.0
+
+    def take(self, now_s: float) -> bool:
+        """Take one token; return False if none is left."""
+        self.left = min(REPORT_BURST, self.left + (now_s - self.at_s) * REPORTS_PER_S)
+        self.at_s = now_s
+        if self.left < 1:
+            return False
+        self.left -= 1
+        return True
+
+
+def common_position(alive: Sequence[KnownPeer], *, epoch: int) -> int:
+    """Return the position that at least half of the online trainers have reached.
+
+    One peer that lies cannot move it.
+    """
+    reported = sorted(
+        m.status.position if m.status.epoch == epoch else 0
+        for m in alive
+        if m.status.role == "trainer"
+    )
+    return reported[(len(reported) - 1) // 2] if reported else 0
+
+
+@dataclass
+class PublisherChoice:
+    """Chooses the one peer that sends the coordinator the entries that it lacks."""
+
+    peer_id: str = ""
+    position: int = -1
+    since_s: float = 0.0
+    shunned: dict[str, float] = field(default_factory=dict)
+    """By PeerID, the time until which a peer is not asked."""
+
+    def asked(
+        self, peer_id: str, alive: Sequence[KnownPeer], *, epoch: int, position: int, now_s: float
+    ) -> bool:
+        """Return True if `peer_id` is to send the entries from `position` on."""
+        ahead = [
+            m.status.peer_id
+            for m in alive
+            if m.status.epoch == epoch
+            and m.status.position > position
+            and self.shunned.get(m.status.peer_id, now_s) <= now_s
+        ]
+        if peer_id not in ahead:
+            return False
+        if now_s - self.since_s > PUBLISH_S and position == self.position:
+            ahead = self._shun(ahead, now_s)
+        if self.peer_id not in ahead:
+            self._choose(ahead[position % len(ahead)], position, now_s)
+        if position != self.position:
+            self._choose(self.peer_id, position, now_s)
+        return peer_id == self.peer_id
+
+    def _shun(self, ahead: list[str], now_s: float) -> list[str]:
+        others = [peer_id for peer_id in ahead if peer_id != self.peer_id]
+        self.shunned = {p: until_s for p, until_s in self.shunned.items() if until_s > now_s}
+        if others:
+            self.shunned[self.peer_id] = now_s + SHUN_S
+        return others or ahead
+
+    def _choose(self, peer_id: str, position: int, now_s: float) -> None:
+        self.peer_id, self.position, self.since_s = peer_id, position, now_s

@@ -1,0 +1,166 @@
+from atoll.coordinator.policies import (
+    PublisherChoice,
+    ReportLimit,
+    StallClock,
+    can_decide,
+    common_position,
+    electable,
+    window_s,
+)
+from atoll.coordinator.presence import KnownPeers
+from atoll.coordinator.run.status import PeerStatus
+from atoll.optim.log.entry import Elector
+
+
+def peer(peer_id: str, **changes: object) -> PeerStatus:
+    values = {"peer_id": peer_id, "incarnation": "1", "state": "training"}
+    return PeerStatus(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_who_is_silent_is_gone_and_later_forgotten() -> None:
+    peers = KnownPeers()
+    peers.update(peer("a"), 0.0)
+    peers.update(peer("b"), 8.0)
+    assert [m.status.peer_id for m in peers.alive(11.0)] == ["b"]
+    shown = {m.status.peer_id: m.shown(11.0).state for m in peers.all()}
+    assert shown == {"a": "gone", "b": "training"}
+    peers.forget(3605.0)
+    assert len(peers) == 1
+
+
+def test_who_says_goodbye_is_gone_at_once() -> None:
+    peers = KnownPeers()
+    peers.update(peer("a"), 0.0, left=True)
+    assert not peers.alive(0.0)
+
+
+def test_a_flood_of_names_pushes_out_the_oldest() -> None:
+    peers = KnownPeers()
+    for index in range(5000):
+        peers.update(peer(f"p{index}"), float(index))
+    assert len(peers) == 4096 and peers.get("p0") is None and peers.get("p4999")
+
+
+def test_electors_of_the_first_epoch_are_ready_trainers() -> None:
+    peers = KnownPeers()
+    peers.update(peer("a", state="ready"), 0.0)
+    peers.update(peer("b", state="joining"), 0.0)
+    peers.update(peer("c", state="ready", role="follower"), 0.0)
+    peers.update(peer("d", state="ready", incarnation=""), 0.0)
+    assert [p.peer_id for p in electable(peers.alive(0.0), epoch=None)] == ["a"]
+
+
+def test_electors_of_a_later_epoch_hold_a_state() -> None:
+    peers = KnownPeers()
+    for peer_id, state in (("a", "training"), ("b", "syncing"), ("c", "recovering")):
+        peers.update(peer(peer_id, state=state), 0.0)
+    assert [p.peer_id for p in electable(peers.alive(0.0), epoch=0)] == ["a", "b"]
+
+
+def test_who_can_be_no_elector_is_not_electable() -> None:
+    peers = KnownPeers()
+    for peer_id, incarnation in (("a", "1" * 32), ("b", "1" * 33), ("c", "")):
+        peers.update(peer(peer_id, incarnation=incarnation), 0.0)
+    assert [p.peer_id for p in electable(peers.alive(0.0), epoch=0)] == ["a"]
+
+
+def test_nothing_is_decided_without_the_votes_of_those_who_left() -> None:
+    first, second, third = (Elector(peer_id=p, incarnation="1") for p in "abc")
+    pair, trio = (first, second), (first, second, third)
+    assert can_decide(pair, {}, (0, 5))
+    assert not can_decide(pair, {("a", "1"): (0, 5)}, (0, 5))
+    assert can_decide(pair, {("b", "1"): (0, 5)}, (0, 5))  # half with the first
+    assert can_decide(trio, {("a", "1"): (0, 5)}, (0, 5))
+    assert not can_decide(trio, {("a", "1"): (0, 5), ("c", "1"): (0, 4)}, (0, 5))
+    assert not can_decide(pair, {("a", "1"): (0, 9)}, (1, 5))  # an epoch later
+    assert can_decide(pair, {("a", "1"): (0, 6)}, (0, 5))  # it may have voted here
+    assert can_decide(pair, {("a", "2"): (0, 5)}, (0, 5))  # another process
+    assert can_decide((), {}, (0, 5))
+
+
+def test_a_stall_is_60_s_and_new_epochs_come_ever_more_slowly() -> None:
+    stall = StallClock()
+    stall.note(5, 0.0)
+    assert not stall.is_stalled(59.0, 1.0) and stall.is_stalled(61.0, 1.0)
+    assert not stall.is_stalled(290.0, 100.0)  # rounds that take 100 s
+    stall.restart(61.0, again=True)
+    assert not stall.is_stalled(170.0, 1.0) and stall.is_stalled(182.0, 1.0)
+    for _ in range(20):
+        stall.restart(200.0, again=True)
+    assert stall.is_stalled(200.0 + 3601, 1.0)
+    stall.note(6, 300.0)
+    assert stall.is_stalled(361.0, 1.0)
+
+
+def test_a_window_takes_what_the_median_trainer_says() -> None:
+    peers = KnownPeers()
+    assert window_s(peers.alive(0.0), tokens=1000) == 0.0
+    for peer_id, speed in (("a", 10.0), ("b", 1e-6), ("c", 5.0), ("unknown", 0.0)):
+        peers.update(peer(peer_id, tokens_per_s=speed), 0.0)
+    peers.update(peer("follower", tokens_per_s=1e-6, role="follower"), 0.0)
+    assert window_s(peers.alive(0.0), tokens=1000) == 200.0
+
+
+def test_time_without_anybody_does_not_count() -> None:
+    stall = StallClock()
+    stall.note(5, 0.0)
+    stall.pause(1000.0)
+    assert not stall.is_stalled(1059.0, 1.0)
+
+
+def test_one_peer_publishes_until_it_fails_to() -> None:
+    peers = KnownPeers()
+    for peer_id in ("a", "b", "c"):
+        peers.update(peer(peer_id, position=4), 0.0)
+    peers.update(peer("behind", position=2), 0.0)
+    publisher = PublisherChoice()
+
+    def asked(position: int, now_s: float) -> list[str]:
+        alive = peers.alive(0.0)
+        names = ["a", "b", "c", "behind"]
+        return [
+            p for p in names if publisher.asked(p, alive, epoch=0, position=position, now_s=now_s)
+        ]
+
+    (first,) = asked(2, 0.0)
+    assert asked(2, 10.0) == [first]
+    assert asked(3, 20.0) == [first]
+    (second,) = asked(3, 40.0)[-1:]
+    assert second != first
+    assert asked(4, 41.0) == []
+
+
+def test_a_liar_is_asked_once_in_a_while_only() -> None:
+    peers, publisher = KnownPeers(), PublisherChoice()
+    peers.update(peer("honest", position=2), 0.0)
+    peers.update(peer("liar", position=2**62), 0.0)
+    asked = {"honest": 0, "liar": 0}
+    for second in range(100):
+        for name in asked:
+            chosen = publisher.asked(
+                name, peers.alive(0.0), epoch=0, position=1, now_s=float(second)
+            )
+            asked[name] += chosen
+    assert min(asked.values()) <= 17
+
+
+def test_one_liar_does_not_move_the_common_position() -> None:
+    peers = KnownPeers()
+    for peer_id, position in (("a", 5), ("b", 6), ("liar", 2**62)):
+        peers.update(peer(peer_id, position=position), 0.0)
+    assert common_position(peers.alive(0.0), epoch=0) == 6
+    peers.update(peer("a", position=9, epoch=1), 0.0)
+    assert common_position(peers.alive(0.0), epoch=0) == 6
+    assert common_position([], epoch=0) == 0
+
+
+def test_reports_are_limited() -> None:
+    limit = ReportLimit()
+    assert [limit.take(0.0) for _ in range(60)] == [True] * 50 + [False] * 10
+    assert [limit.take(1.0) for _ in range(12)] == [True] * 10 + [False] * 2
+
+
+def test_a_peer_of_another_epoch_is_not_asked() -> None:
+    peers = KnownPeers()
+    peers.update(peer("a", position=4, epoch=1), 0.0)
+    assert not PublisherChoice().asked("a", peers.alive(0.0), epoch=0, position=2, now_s=0.0)

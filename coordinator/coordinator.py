@@ -26,14 +26,14 @@ from atoll.coordinator.rounds import RoundHistory, contributors
 from atoll.coordinator.rpc.messages import HEARTBEAT_S
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundTrace, RunStatus
+from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundReport, RunStatus
 from atoll.optim.log.claims import Claim
 from atoll.optim.log.entry import Elector, Entry, LogError, Verify
 from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.replica import DISK_ERRORS, NotNext
 from atoll.optim.log.store import Head
 
-TICK_S = 0.5
+TICK_S = 0.5  # a new epoch opens at most this long after it is due
 DISK_PAUSE_S = 15.0  # a body that could not be stored is not requested again sooner
 
 
@@ -112,7 +112,7 @@ class Coordinator:
         self,
         status: PeerStatus,
         events: Sequence[Event],
-        traces: Sequence[RoundTrace],
+        traces: Sequence[RoundReport],
         *,
         leaving: bool,
         retired: bool = False,

@@ -20,7 +20,7 @@ from functools import partial
 from atoll.coordinator.history import History
 from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, RoundHistory
 from atoll.coordinator.run.levels import Level
-from atoll.coordinator.run.status import HISTORY, RoundSummary, RoundTrace
+from atoll.coordinator.run.status import HISTORY, RoundReport, RoundSummary
 from atoll.dht.identity import short
 from atoll.optim.log.claims import Claim
 from atoll.optim.log.entry import Certificate, Entry
@@ -148,7 +148,7 @@ class ReportedRounds(RoundHistory):
         super().__init__(history)
         self._valid_loss = valid_loss
 
-    def trace(self, peer_id: str, trace: RoundTrace, at_s: float) -> None:
+    def trace(self, peer_id: str, trace: RoundReport, at_s: float) -> None:
         """Take one peer's report on a round."""
         newest = self._newest[-1].position if self._newest else 0
         if not newest - KEPT_OPEN <= trace.position < newest + KEPT_OPEN:
@@ -174,7 +174,7 @@ class ReportedRounds(RoundHistory):
 
 
 def _summary(
-    traces: Sequence[RoundTrace],
+    traces: Sequence[RoundReport],
     before: RoundSummary | None,
     at_s: float,
     valid_loss: float | None,

@@ -16,7 +16,7 @@ STALL_S = 60.0  # without progress for this long a new epoch opens (docs/protoco
 MAX_STALL_S = 3600.0  # epochs that bring no progress open ever more rarely, down to this
 PUBLISH_S = 15.0  # a peer asked for entries that sends none for this long is passed over
 REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items per report
-REPORTS_PER_S = 10.0
+REPORTS_PER_S = 10.0  # far above a heartbeat per second
 SHUN_S = 300.0  # a peer that claimed entries and sent none is asked again after this
 
 _ELECTABLE = ("ready", "training", "syncing")

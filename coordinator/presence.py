@@ -14,9 +14,9 @@ from atoll.coordinator.rpc.messages import ALIVE_S
 from atoll.coordinator.run.status import PeerStatus
 
 FORGET_S = 3600.0  # gone peers stay in view this long
-MAX_PEERS = 4096
+MAX_PEERS = 4096  # a flood of new identities pushes out the oldest peers
 LONG_AGO_S = 60.0  # a peer known from the history counts as gone until it reports
-SAVE_EVERY_S = 5.0
+SAVE_EVERY_S = 5.0  # a restart shows statuses at most this old
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from atoll.coordinator.history import History
 from atoll.coordinator.run.status import (
     HISTORY,
     NAMED_PEERS,
+    RoundReport,
     RoundSummary,
-    RoundTrace,
     seconds_between,
 )
 from atoll.optim.log.entry import Entry, Member
@@ -34,7 +34,7 @@ class OpenRound:
     summary: RoundSummary | None = None
     counted: frozenset[str] | None = None
     """PeerIDs whose contribution is in its entry, at least in part; None without a log."""
-    traces: dict[str, RoundTrace] = field(default_factory=dict)
+    traces: dict[str, RoundReport] = field(default_factory=dict)
 
 
 class RoundHistory:
@@ -99,7 +99,7 @@ class RoundHistory:
         self._close_old(entry.position)
         self._complete(current)
 
-    def trace(self, peer_id: str, trace: RoundTrace, at_s: float) -> None:
+    def trace(self, peer_id: str, trace: RoundReport, at_s: float) -> None:
         """Take one member's report; drop it if its round is long past.
 
         Args:
@@ -145,7 +145,7 @@ def contributors(entry: Entry) -> list[Member]:
     return [m for i, m in enumerate(entry.members) if empty[i] < len(entry.parts)]
 
 
-def with_traces(summary: RoundSummary, traces: Mapping[str, RoundTrace]) -> RoundSummary:
+def with_traces(summary: RoundSummary, traces: Mapping[str, RoundReport]) -> RoundSummary:
     """Return the summary with the reports of its epoch: mean phase times, bytes and reasons."""
     reports = {peer: t for peer, t in traces.items() if t.epoch == summary.epoch}
     ours = list(reports.values())
@@ -159,7 +159,7 @@ def with_traces(summary: RoundSummary, traces: Mapping[str, RoundTrace]) -> Roun
     )
 
 
-def _reasons(traces: Sequence[RoundTrace]) -> dict[str, str]:
+def _reasons(traces: Sequence[RoundReport]) -> dict[str, str]:
     """The first reason that any member gives for each peer."""
     reasons: dict[str, str] = {}
     for trace in traces:

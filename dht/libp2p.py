@@ -55,10 +55,10 @@ GREETING_S = 10.0  # for OPEN to arrive
 CALL_STREAM_S = 60.0  # for 3 MiB over a bad link, and for the next call to arrive
 CALL_REUSE_S = 20.0  # well before the other side stops waiting, and while an admission holds
 MAX_IDLE_CALLS = 2  # per peer and method
-PARTING_S = 0.5
+PARTING_S = 0.5  # for others to close their streams too, before ours are aborted
 MESSAGE_COST_BYTES = 64  # counted for an empty message, so that endless ones fill the window too
 LINGER_S = 5.0  # for the other side to close; cutting earlier could lose what we sent last
-MAX_STREAMS_PER_PEER = 256
+MAX_STREAMS_PER_PEER = 256  # bounds the memory that one peer can claim
 DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
 

@@ -29,13 +29,13 @@ from atoll.dht.wirecount import WireCounter, WireTotals
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 1.0
+WATCH_S = 1.0  # between two looks; the death of p2pd is noticed at once
 REJOIN_EVERY = 30  # watches; a bootstrap peer that is gone for good is dialled twice a minute
 PING_EVERY = 5  # watches; a p2pd that hangs is found within 5 s + PING_TIMEOUT_S
 PING_TIMEOUT_S = 10.0
-BOOTSTRAP_S = 10.0
-DHT_WAIT_S = 3.0
-RESTART_PAUSE_S = 1.0
+BOOTSTRAP_S = 10.0  # to dial one bootstrap peer
+DHT_WAIT_S = 3.0  # hivemind's own wait for a node that does not answer
+RESTART_PAUSE_S = 1.0  # between two attempts to restart p2pd
 
 OnRestart = Callable[[], Awaitable[None]]
 

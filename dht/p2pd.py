@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 20  # LIST_PEERS of a thousand peers is a tenth of it
 STARTUP_S = 60.0  # for a busy machine; usually 0.2 s
-STOP_S = 5.0
-LISTEN_BACKLOG = 256
-ACCEPT_RETRY_S = 1.0
+STOP_S = 5.0  # from SIGTERM to SIGKILL
+LISTEN_BACKLOG = 256  # streams that p2pd may bring before we accept them
+ACCEPT_RETRY_S = 1.0  # when accepting failed, most likely out of descriptors
 GREETING_S = 10.0  # for p2pd to name the peer whose stream it brings
 FOLDER_PREFIX = "atoll-p2pd-"
 LEFT_AFTER_S = 60.0  # a younger folder may not have its lock yet

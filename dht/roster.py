@@ -41,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 VERSION = 2
 DOMAIN = b"atoll roster 1\0"
-MAX_TTL_S = 300.0
+MAX_TTL_S = 300.0  # the DHT keeps the record that expires last: a far date would block later ones
 GOODBYE_S = 5.0  # life of the last record, unless the one before lasts longer
-CLOCK_SLACK_S = 10.0
+CLOCK_SLACK_S = 10.0  # by which the clock of a record's writer may be ahead of ours
+# Limits of a record: a stranger's bytes are refused before they cost much.
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 256
 MAX_ARRAY = 32
@@ -64,7 +65,7 @@ AMOUNTS = (
 )
 
 T = TypeVar("T")
-Role = Literal["trainer", "follower", "left"]
+RosterRole = Literal["trainer", "follower", "left"]
 
 
 class RosterError(Exception):
@@ -84,7 +85,7 @@ class PeerRecord:
     """Multiaddrs at which it can be dialed."""
     incarnation: str
     """32 hex digits, new at each start: a restarted peer is a new elector."""
-    role: Role
+    role: RosterRole
     """"left" is the last record of a peer that says goodbye; readers skip it."""
     epoch: int
     position: int
@@ -193,7 +194,7 @@ def _checked(record: PeerRecord) -> PeerRecord:
     for address in record.addresses:
         _expect(_is_address(address), "addresses")
     _expect(_is_hex(record.incarnation, INCARNATION_CHARS), "incarnation")
-    _expect(record.role in get_args(Role), "role")
+    _expect(record.role in get_args(RosterRole), "role")
     for name in ("epoch", "position", "protocol"):
         value = getattr(record, name)
         _expect(type(value) is int and 0 <= value < MAX_INTEGER, name)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+# From linux/netlink.h, sock_diag.h and inet_diag.h.
 SOCK_DIAG = 4
 SOCK_DIAG_BY_FAMILY = 20
 REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_ROOT | NLM_F_MATCH
@@ -29,16 +30,16 @@ WITH_TCP_INFO = 1 << 1
 # All states but TIME_WAIT (6) and LISTEN (10), which have no bytes.
 STATES = 0xFFF & ~(1 << 6) & ~(1 << 10)
 HEADER = struct.Struct("=IHHII")
-DIAG_BYTES = 72
+DIAG_BYTES = 72  # struct inet_diag_msg
 ATTRIBUTE = struct.Struct("=HH")
-TCP_INFO = 2
+TCP_INFO = 2  # INET_DIAG_INFO
 REPLY_BYTES = 1 << 16
 REPLY_TIMEOUT_S = 1.0
 MIN_POLL_S = 0.02  # calls closer together than this share one reading
 
 IP_HEADER_BYTES = {socket.AF_INET: 20, socket.AF_INET6: 40}
 TCP_HEADER_BYTES = 20
-TIMESTAMP_BYTES = 12
+TIMESTAMP_BYTES = 12  # the TCP option, when both ends use it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from atoll.coordinator.run.admission import AdmissionCheck, AdmissionRefused, Ro
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
-from atoll.coordinator.run.status import Event, PeerStatus, RoundTrace
+from atoll.coordinator.run.status import Event, PeerStatus, RoundReport
 from atoll.dht import Identity
 from atoll.optim.log.store import Head
 from atoll.optim.state.layout import Layout, LayoutError
@@ -167,7 +167,7 @@ class CoordinatorClient(StatusClient):
         status: PeerStatus,
         *,
         events: Sequence[Event] = (),
-        traces: Sequence[RoundTrace] = (),
+        traces: Sequence[RoundReport] = (),
         leaving: bool = False,
         retired: bool = False,
     ) -> Beat:

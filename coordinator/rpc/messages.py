@@ -32,7 +32,7 @@ MAX_REPORTS: Final = 32  # events or traces of one heartbeat
 
 CALL_TIMEOUT_S: Final = 10.0  # for a call with small messages, connecting included
 PROGRESS_TIMEOUT_S: Final = 15.0  # for one message of a stream: 1 MiB at 0.6 Mbit/s
-NONCE_TTL_S: Final = 60.0
+NONCE_TTL_S: Final = 60.0  # for a peer to sign a challenge
 HEARTBEAT_S: Final = 1.0  # about the age of what the dashboard shows
 ALIVE_S: Final = 10.0  # a peer that is silent for longer counts as gone
 

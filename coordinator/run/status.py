@@ -1,6 +1,6 @@
 """The state of a run and its peers: plain records that travel as JSON.
 
-Peers send `PeerStatus`, `Event` and `RoundTrace` with their heartbeats; the coordinator answers
+Peers send `PeerStatus`, `Event` and `RoundReport` with their heartbeats; the coordinator answers
 anyone who asks with a `RunStatus`. The dashboard reads nothing else.
 
 Every record is a frozen, keyword-only dataclass of plain values. `to_json` returns compact UTF-8
@@ -27,7 +27,7 @@ MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is belo
 MAX_RUN_BYTES = 16 * 1024 * 1024  # 4,096 peers and 512 rounds are about 6 MB
 HISTORY = 512  # rounds in a RunStatus; the coordinator's database keeps them all
 EVENTS = 256  # newest events in a RunStatus
-MAX_GAPS = 64
+MAX_GAPS = 64  # newest gaps in a RunStatus
 
 RunState = Literal["waiting", "training", "stalled", "finished"]
 PeerState = Literal["joining", "ready", "training", "syncing", "recovering", "leaving", "gone"]
@@ -37,7 +37,7 @@ Text = Annotated[str, Field(max_length=1000)]
 Hex = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0)]
 Seconds = Annotated[dict[Name, Amount], Field(max_length=32)]
 Reason = Annotated[str, Field(max_length=200)]
 NAMED_PEERS = 64  # peers that a round names individually; 64 in 512 rounds are about 4 MB
@@ -111,7 +111,7 @@ class Event(StatusRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundTrace(StatusRecord):
+class RoundReport(StatusRecord):
     """One peer's report on one round, sent once the round is settled."""
 
     __pydantic_config__ = _CONFIG
@@ -171,10 +171,10 @@ class PeerStatus(StatusRecord):
     uplink_mbit_s: Amount = 0.0
     """Measured capacity of the link; 0 if unknown."""
     downlink_mbit_s: Amount = 0.0
-    uplink_use: Share = 0.0
+    uplink_use: Fraction = 0.0
     """Fraction of the capacity in use."""
-    downlink_use: Share = 0.0
-    utilisation: Share = 0.0
+    downlink_use: Fraction = 0.0
+    utilisation: Fraction = 0.0
     """Fraction of the time spent training."""
     last_seen_s: Amount = 0.0
     """Seconds since the coordinator last heard from it."""
@@ -262,7 +262,7 @@ class RunStatus(StatusRecord):
     tokens_per_s: Amount = 0.0
     loss: float | None = None
     valid_loss: float | None = None
-    utilisation: Share = 0.0
+    utilisation: Fraction = 0.0
     peers: Annotated[list[PeerStatus], Field(max_length=4096)] = field(default_factory=list)
     history: Annotated[list[RoundSummary], Field(max_length=HISTORY)] = field(default_factory=list)
     """The newest rounds, oldest first."""

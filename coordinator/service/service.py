@@ -28,7 +28,7 @@ from atoll.coordinator.rpc.messages import (
     PROGRESS_TIMEOUT_S,
     SERVICE,
 )
-from atoll.coordinator.run.status import Event, PeerStatus, RoundTrace, StatusError
+from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
 from atoll.optim.log.claims import Claim
 from atoll.optim.log.store import Head, LogStore, NotStored, SnapshotInfo
 from atoll.optim.state.outer_state import LEAF_BYTES
@@ -114,7 +114,7 @@ class Service:
         beat = self._run.heartbeat(
             status,
             [Event.from_json(raw) for raw in request.events],
-            [RoundTrace.from_json(raw) for raw in request.traces],
+            [RoundReport.from_json(raw) for raw in request.traces],
             leaving=request.leaving,
             retired=request.retired,
         )

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Protocol
 
 from atoll.coordinator.run.phases import AT_REST, RoundPhase
-from atoll.coordinator.run.status import NAMED_PEERS, PeerState, PeerStatus, RoundTrace
+from atoll.coordinator.run.status import NAMED_PEERS, PeerState, PeerStatus, RoundReport
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log.entry import Elector
 from atoll.optim.state.outer_state import OuterState
@@ -75,7 +75,7 @@ class RoundsView:
 
     phase: RoundPhase
     """part of the round that this peer is in"""
-    last: rounds_trace.RoundTrace | None
+    last: rounds_trace.RoundReport | None
     encode_s: float
     """what encoding the last contribution took"""
     partner: str = ""
@@ -122,7 +122,7 @@ class Reporter:
 
     def keep(
         self,
-        trace: rounds_trace.RoundTrace,
+        trace: rounds_trace.RoundReport,
         *,
         epoch: int,
         position: int,
@@ -134,7 +134,7 @@ class Reporter:
         sent, received = self.wire_bytes()
         before, self._wire_before = self._wire_before, (sent, received)
         self._env.outbox.traces.append(
-            RoundTrace(
+            RoundReport(
                 epoch=epoch,
                 position=position,
                 included=included,
@@ -224,7 +224,7 @@ class Reporter:
         return self._digest
 
 
-def _phases(trace: rounds_trace.RoundTrace, encode_s: float) -> dict[str, float]:
+def _phases(trace: rounds_trace.RoundReport, encode_s: float) -> dict[str, float]:
     return {
         "wait": trace.wait_s,
         "encode": encode_s,

@@ -10,7 +10,7 @@ from atoll.coordinator.checkpoints import load_checkpoint
 from atoll.coordinator.gossip import Model, ModelKeeper, ReportedRounds, due_round
 from atoll.coordinator.history import History
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import RoundTrace
+from atoll.coordinator.run.status import RoundReport
 from atoll.coordinator.service.server import running
 from atoll.optim.state.outer_state import OuterState
 from support.kit import LAYOUT, Net, Swarm, genesis, run
@@ -178,7 +178,7 @@ def test_rounds_are_what_their_members_tell(tmp_path):
 
     def tell(peer, position, at_s, **changes):
         values = {"included": True, "loss": 2.0, "tokens": 100, "wire_bytes_sent": 7}
-        rounds.trace(peer, RoundTrace(position=position, **(values | changes)), at_s)
+        rounds.trace(peer, RoundReport(position=position, **(values | changes)), at_s)
 
     tell("ann", 0, 10.0)
     tell("bob", 0, 11.0, loss=4.0, tokens=300)
@@ -195,6 +195,6 @@ def test_rounds_are_what_their_members_tell(tmp_path):
     again = ReportedRounds(history, lambda: None)
     assert again.tokens_total == 500
     assert [row.position for row in again.newest()] == [1, 2, 3]
-    again.trace("late", RoundTrace(position=0, included=True, tokens=100), 15.0)
+    again.trace("late", RoundReport(position=0, included=True, tokens=100), 15.0)
     assert again.newest() == rounds.newest()
     history.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll.coordinator.report.text import short_id
 from atoll.coordinator.report.view import without
-from atoll.coordinator.run.status import RoundTrace
+from atoll.coordinator.run.status import RoundReport
 
 
 def test_who_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_who_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -> None:
             assert await net.publish(one, entry, body)
             member, slow = entry.members[0].peer_id, "12D3KooWslow"
             reasons = {member: "stalled", slow: "not ready in time"}
-            trace = RoundTrace(position=0, included=True, reasons=reasons)
+            trace = RoundReport(position=0, included=True, reasons=reasons)
             net.up.coordinator.rounds.trace(entry.members[1].peer_id, trace, 0.0)
             (row,) = net.up.coordinator.status().history
             assert row.left_out == [slow]

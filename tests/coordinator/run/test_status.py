@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from atoll.coordinator.run.status import (
     Event,
     PeerStatus,
+    RoundReport,
     RoundSummary,
-    RoundTrace,
     RunStatus,
     StatusError,
 )
@@ -19,11 +19,11 @@ ROUND = RoundSummary(position=3, at=1.5, loss=2.0, left_out=["q"], seconds={"wai
 RUN = RunStatus(
     run_name="r", run_id="ab", peers=[PEER], history=[ROUND], events=[Event(at=1.0, text="héllo")]
 )
-TRACE = RoundTrace(position=3, included=True, seconds={"send": 0.25}, wire_bytes_sent=10)
+TRACE = RoundReport(position=3, included=True, seconds={"send": 0.25}, wire_bytes_sent=10)
 
 
 @pytest.mark.parametrize("record", [PEER, ROUND, RUN, TRACE, RUN.events[0]])
-def test_round_trip(record: PeerStatus | RoundSummary | RunStatus | RoundTrace | Event) -> None:
+def test_round_trip(record: PeerStatus | RoundSummary | RunStatus | RoundReport | Event) -> None:
     assert type(record).from_json(record.to_json()) == record
 
 
@@ -63,6 +63,6 @@ def test_too_long_is_refused_before_it_is_parsed() -> None:
 
 @given(st.binary(max_size=300))
 def test_hostile_bytes(raw: bytes) -> None:
-    for kind in (PeerStatus, RoundSummary, RunStatus, RoundTrace, Event):
+    for kind in (PeerStatus, RoundSummary, RunStatus, RoundReport, Event):
         with pytest.raises(StatusError):
             kind.from_json(raw)

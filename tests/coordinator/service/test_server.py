@@ -22,7 +22,7 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import KeysError
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import RoundTrace
+from atoll.coordinator.run.status import RoundReport
 from atoll.coordinator.service.server import (
     InUse,
     NodeRequest,
@@ -48,7 +48,7 @@ def test_started_again_it_knows_all_it_knew(kit: Any, tmp_path: Path) -> None:
             for _ in range(3):
                 entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
                 await net.publish(one, entry, body)
-            trace = RoundTrace(position=2, included=True, seconds={"send": 1.0})
+            trace = RoundReport(position=2, included=True, seconds={"send": 1.0})
             await one.heartbeat(swarm.status(0, position=3), traces=[trace])
             before, invite = await one.status(), str(net.up.invite)
             record = net.up.coordinator.replica.epoch_record

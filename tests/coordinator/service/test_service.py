@@ -32,7 +32,7 @@ from atoll.coordinator.rpc.messages import METHODS
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
-from atoll.coordinator.run.status import Event, RoundTrace
+from atoll.coordinator.run.status import Event, RoundReport
 from atoll.dht import Identity
 from atoll.optim.log.entry import Certificate, SignedEpoch
 from atoll.optim.state.outer_state import Assembly
@@ -146,7 +146,7 @@ def test_heartbeats_become_status_and_rounds(kit: Any, tmp_path: Path) -> None:
         async with kit.net(tmp_path / "run") as net:
             one, two, three = await net.started()
             entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
-            trace = RoundTrace(
+            trace = RoundReport(
                 position=0, included=True, seconds={"send": 1.0, "wait": 2.0}, wire_bytes_sent=7
             )
             await one.heartbeat(net.swarm.status(0), traces=[trace])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.coordinator.run.status import RoundTrace
+from atoll.coordinator.run.status import RoundReport
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.options import LinkRates
 from atoll.peer.daemon.outbox import MAX_KEPT, MAX_TEXT, Outbox
@@ -153,7 +153,7 @@ def test_a_trace_that_leaves_out_thousands_is_short_enough_to_be_taken(tmp_path)
         settled.trace.left_out = {f"12D3KooW{n:044d}": "x" * 1000 for n in range(4000)}
         reporter.trace(settled)
         (trace,) = reporter.outbox.traces
-        assert RoundTrace.from_json(trace.to_json()) == trace
+        assert RoundReport.from_json(trace.to_json()) == trace
         assert len(trace.left_out) == MAX_LEFT_OUT
 
     with_reporter(tmp_path, use, position=1)

@@ -6,7 +6,7 @@ import pytest
 
 from atoll.coordinator.report.text import ABSENT
 from atoll.coordinator.rounds import with_traces
-from atoll.coordinator.run.status import NAMED_PEERS, RoundSummary, RoundTrace, StatusError
+from atoll.coordinator.run.status import NAMED_PEERS, RoundReport, RoundSummary, StatusError
 from atoll.peer.cli.rounds import table, trace
 from atoll.peer.daemon.reporting import MAX_REASON, reasons
 
@@ -16,7 +16,7 @@ ROUND = RoundSummary(
 
 
 def told(position=11, **fields):
-    return RoundTrace(epoch=1, position=position, included=True, **fields)
+    return RoundReport(epoch=1, position=position, included=True, **fields)
 
 
 def test_a_summary_has_the_reasons_and_the_bytes_of_its_traces():
@@ -27,7 +27,7 @@ def test_a_summary_has_the_reasons_and_the_bytes_of_its_traces():
         "12D3KooWothers": told(
             reasons={"12D3KooWbbbbbb": "stalled"}, wire_bytes_sent=5, seconds={"send": 4.0}
         ),
-        "12D3KooWearlier": RoundTrace(epoch=0, position=11, included=True, wire_bytes_sent=1000),
+        "12D3KooWearlier": RoundReport(epoch=0, position=11, included=True, wire_bytes_sent=1000),
     }
     summary = with_traces(ROUND, traces)
     assert summary.reasons == {"12D3KooWbbbbbb": "bad-cell: NaN"}

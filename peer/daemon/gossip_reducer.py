@@ -28,7 +28,7 @@ from atoll.peer.daemon.progress import TrainerProgress
 from atoll.peer.daemon.run_reducer import STOP_POLL_S, expect_layout
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
-from atoll.peer.gossip.exchange import GossipWindow
+from atoll.peer.gossip.meeting import GossipWindow
 
 if TYPE_CHECKING:
     from atoll.peer.daemon.peer import Peer

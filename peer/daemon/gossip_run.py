@@ -32,7 +32,7 @@ from atoll.peer.daemon.progress import TrainerProgress, TrainerView
 from atoll.peer.daemon.reporting import Reporter, RoundsView
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
-from atoll.peer.gossip.messages import Standing
+from atoll.peer.gossip.messages import GossipHead
 from atoll.peer.gossip.snapshots import fetch_state
 from atoll.peer.rounds.context import RoundSettings
 
@@ -250,7 +250,7 @@ class StateSearch:
             timeout_s = 2 * ctx.settings.stall_s
             with suppress(TransportError, LogError):
                 reply = await ctx.transport.call(peer, "gossip-head", b"", timeout_s=timeout_s)
-                if at := Standing.decode(reply).round:
+                if at := GossipHead.decode(reply).round:
                     ahead.append((at, peer))
 
         await together(*map(ask, await ctx.trainers()))

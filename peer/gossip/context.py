@@ -1,4 +1,4 @@
-"""What every piece of a run by gossip shares: identity, links, settings, and how vectors travel."""
+"""Context of a gossip peer: identity, links, settings, and how its vectors are encoded."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from atoll.peer.rounds.context import PeerContext
 
 @dataclass(kw_only=True)
 class GossipContext(PeerContext):
-    """One peer's view of a run by gossip."""
+    """Context that all parts of one gossip peer share."""
 
     run_id: bytes
     method: PairedMethod
     layout: Layout
     last_round: int = 0
-    """round at which the run ends, 0 if it does not"""
+    """Round at which the run ends; 0 for a run without an end."""
     fragment: Fragment = field(init=False)
     cells: Cells = field(init=False)
 
     def __post_init__(self) -> None:
-        """Cut the layout as the method does."""
         self.fragment = self.method.fragments(self.layout)[0]
         self.cells = Cells(codec=self.method.codec, fragment=self.fragment)
 
     async def trainers(self) -> dict[str, PeerRecord]:
-        """The live trainers but this one."""
+        """Return the live trainers except this peer."""
         records = await self.roster_peers()
         me = self.me.peer_id
         return {p: r for p, r in records.items() if p != me and r.role == "trainer"}

@@ -1,14 +1,14 @@
-"""A peer's rounds by gossip: it draws a partner, asks it or waits to be asked, and steps.
+"""Rounds of a gossip peer: draw a partner, invite it or wait for its invitation, and step.
 
-A round ends in one of four ways, and none of them takes longer than its deadlines:
+A round ends in one of four ways, within its deadlines:
 
-    met      both committed; this peer's window is counted
-    alone    there was nobody to meet: the step is taken on this peer's own pseudo-gradient
-    kept     a meeting broke before it was agreed: no step, the window goes on
-    doubt    it broke when this peer was prepared: it asks until it knows, then met or kept
+    met      both committed; this peer's window counts
+    alone    there was no partner; the step uses this peer's own pseudo-gradient
+    kept     the meeting broke before it was agreed; no step, and the window continues
+    doubt    it broke when this peer was prepared; it asks for the outcome, then met or kept
 
-A peer in doubt whose partner can't tell any more goes on without its mass, so that what it may
-have handed over is not counted twice (`atoll.optim.inprocess.gossip`).
+If the partner of a peer in doubt no longer knows the outcome, the peer continues without its mass,
+so that mass that it may have handed over is not counted twice (`atoll.optim.inprocess.gossip`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.optim.inprocess.gossip import Met, Side, meet
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.gossip.asked import Asked
-from atoll.peer.gossip.asking import Asking
 from atoll.peer.gossip.context import GossipContext
-from atoll.peer.gossip.exchange import GossipWindow
-from atoll.peer.gossip.place import GossipStatistics, Place, Round
+from atoll.peer.gossip.invitations import Invitee, Inviter
+from atoll.peer.gossip.meeting import GossipWindow
+from atoll.peer.gossip.peer import GossipPeer, GossipRound, GossipStatistics
 from atoll.peer.gossip.policies import LATE_BY, Draw, draw, patience_s
 from atoll.peer.gossip.snapshots import Lender
 from atoll.peer.rounds.guard import guarded_stream
@@ -32,11 +31,11 @@ from atoll.peer.rounds.trace import RoundTrace
 
 @dataclass(frozen=True, kw_only=True)
 class GossipSettled:
-    """What became of a round."""
+    """Result of a round."""
 
     state: OuterState
     number: int
-    """of the window that was on offer"""
+    """Number of the window that was on offer."""
     included: bool
     members: int
     loss: float | None
@@ -45,7 +44,10 @@ class GossipSettled:
 
 
 class Gossip:
-    """Single-loop: what blocks runs in the context's `compute`."""
+    """A peer's rounds in a gossip run.
+
+    All methods run on one event loop; blocking work runs in the context's `compute`.
+    """
 
     def __init__(
         self,
@@ -57,108 +59,115 @@ class Gossip:
         on_phase: OnPhase,
         uplink_mbit_s: float = 0.0,
     ) -> None:
-        """Stand at `state` with `mass`; `begin` lets rounds start."""
+        """Start with a state; rounds start after `begin`.
+
+        Args:
+            ctx: context of this peer.
+            state: the state to start with.
+            mass: push-sum weight of the state.
+            on_settled: called with the result of each round.
+            on_phase: called when the phase changes.
+            uplink_mbit_s: declared rate of the uplink; 0 to measure it.
+        """
         self._ctx = ctx
-        self._place = Place(ctx, state, mass=mass, on_phase=on_phase)
-        self._asking = Asking(self._place)
-        self._asked = Asked(self._place)
+        self._peer = GossipPeer(ctx, state, mass=mass, on_phase=on_phase)
+        self._inviter = Inviter(self._peer)
+        self._invitee = Invitee(self._peer)
         self._on_settled = on_settled
         self._hungry = 0
-        """rounds in a row whose partner was there, but not ready"""
+        """Rounds in a row whose partner was online but not ready."""
         self._window_s = 0.0
         self._settled_s: float | None = None
-        self._lender = Lender(ctx, self._place)
+        self._lender = Lender(ctx, self._peer)
         ctx.link.declare(uplink_mbit_s)
 
     @property
     def state(self) -> OuterState:
-        """What this peer holds."""
-        return self._place.state
+        """Current state of this peer."""
+        return self._peer.state
 
     @property
     def mass(self) -> float:
-        """Its push-sum weight."""
-        return self._place.mass
+        """Push-sum weight of the state."""
+        return self._peer.mass
 
     @property
     def position(self) -> int:
-        """The round that this peer is in."""
-        return self._place.position
+        """Round of this peer."""
+        return self._peer.position
 
     @property
     def begun(self) -> bool:
-        """Whether the run has."""
-        return self._place.begun
+        """Whether the run has begun."""
+        return self._peer.begun
 
     def statistics(self) -> GossipStatistics:
-        """How the rounds go."""
-        return self._place.statistics()
+        """Return the latest statistics."""
+        return self._peer.statistics()
 
     def serve(self) -> None:
-        """Answer others from now on."""
+        """Register the calls and streams of gossip."""
         transport, fault = self._ctx.transport, self._ctx.fault
-        transport.serve("gossip-head", self._place.serve_head)
-        transport.serve_stream("gossip", guarded_stream(self._asked.serve, fault))
-        self._place.outcomes.serve()
+        transport.serve("gossip-head", self._peer.serve_head)
+        transport.serve_stream("gossip", guarded_stream(self._invitee.serve, fault))
+        self._peer.outcomes.serve()
         self._lender.serve()
 
     def begin(self) -> None:
-        """The run has begun: meet others from now on."""
-        self._place.begun = True
-        self._place.wake()
+        """Start rounds, because the run has begun."""
+        self._peer.begun = True
+        self._peer.wake()
 
     def offer(self, window: GossipWindow) -> None:
-        """A window is done."""
+        """Offer a completed window for the next round."""
         if self._settled_s is not None:
             self._window_s = self._ctx.now() - self._settled_s
-        self._place.window = window
-        self._place.wake()
+        self._peer.window = window
+        self._peer.wake()
 
     def install(self, state: OuterState) -> None:
-        """Stand somewhere else, without mass; between two rounds."""
-        self._place.move(state, 0.0)
+        """Replace the state, without mass; call only between two rounds."""
+        self._peer.move(state, 0.0)
 
     async def close(self) -> None:
-        """Meet nobody any more; a meeting in progress breaks with the transport."""
-        self._place.closing = True
+        """Start no more meetings; one in progress breaks when the transport closes."""
+        self._peer.closing = True
 
     async def run(self) -> None:
-        """Take round after round, for ever."""
-        place = self._place
+        """Hold rounds until cancelled."""
+        peer = self._peer
         while True:
-            while place.window is None or not place.begun or place.closing:
-                await place.change()
-            window = place.window
+            while peer.window is None or not peer.begun or peer.closing:
+                await peer.change()
+            window = peer.window
             try:
                 await self._hold(window)
             except Exception:
-                place.window = window  # whoever looks after us starts again
+                peer.window = window  # for the restart by the supervising task
                 raise
             finally:
-                place.round = None
-                place.enter(RoundPhase.TRAIN)
-
-    # one round
+                peer.round = None
+                peer.enter(RoundPhase.TRAIN)
 
     async def _hold(self, window: GossipWindow) -> None:
         await self._bring_level(by=LATE_BY)
         draw = await self._draw()
         now = self._ctx.now()
-        here = Round(
+        here = GossipRound(
             window=window,
             since_s=now,
             deadline_s=now + patience_s(self._ctx.settings.grace_s, self._window_s, self._hungry),
             draw=draw,
         )
-        self._place.enter(RoundPhase.WAIT)
-        self._place.round, self._place.window = here, None
+        self._peer.enter(RoundPhase.WAIT)
+        self._peer.round, self._peer.window = here, None
         met = await self._meet_somebody(here)
         self._settle(here, met, members=2 if here.times.accepted else 1)
 
-    async def _meet_somebody(self, here: Round) -> Met | None:
-        """What the round leaves this peer with; None where its window is kept."""
+    async def _meet_somebody(self, here: GossipRound) -> Met | None:
+        """Return the result of the round; None if the window is kept."""
         while not self._is_over and (partner := here.draw.partner) is not None:
-            reach = self._asking.invite if here.draw.invites else self._asked.wait
+            reach = self._inviter.invite if here.draw.invites else self._invitee.wait
             met = await reach(here, partner)
             if here.times.accepted:
                 self._hungry = 0
@@ -174,22 +183,21 @@ class Gossip:
         return 0 < self._ctx.last_round <= self.position
 
     async def _catch_up_with(self, partner: str) -> bool:
-        """Take over the others' round where the partner is ahead; whether that is another one."""
-        if self._place.others.heard(partner) <= self.position:
+        """Adopt the others' round if the partner is ahead; return whether that changed it."""
+        if self._peer.known.heard(partner) <= self.position:
             return False
-        await self._place.others.ask_around(self.position)
+        await self._peer.known.ask_around(self.position)
         before = self.position
         await self._bring_level(by=1)
         return self.position > before
 
     async def _bring_level(self, *, by: int) -> None:
-        """Take over the round of those that are further."""
-        level = await self._place.others.level(self.position, by=by)
+        level = await self._peer.known.level(self.position, by=by)
         if level > self.position:
-            self._place.state = self.state.at(level)
+            self._peer.state = self.state.at(level)
 
     async def _draw(self) -> Draw:
-        ctx, others = self._ctx, await self._place.others.rounds()
+        ctx, others = self._ctx, await self._peer.known.rounds()
         return draw(ctx.me.peer_id, others, run_id=ctx.run_id, position=self.position)
 
     async def _alone(self, window: GossipWindow) -> Met:
@@ -207,13 +215,13 @@ class Gossip:
         )
         return met
 
-    def _settle(self, here: Round, met: Met | None, *, members: int) -> None:
+    def _settle(self, here: GossipRound, met: Met | None, *, members: int) -> None:
         if met is None and not self._is_over:
-            self._place.state = self.state.at(self.position + 1)
+            self._peer.state = self.state.at(self.position + 1)
         elif met is not None and met.state is not self.state:
-            self._place.move(met.state, met.mass)
+            self._peer.move(met.state, met.mass)
         trace = self._trace(here)
-        self._place.ended(trace, here.times.encode_s)
+        self._peer.ended(trace, here.times.encode_s)
         self._settled_s = self._ctx.now()
         self._on_settled(
             GossipSettled(
@@ -227,7 +235,7 @@ class Gossip:
             )
         )
 
-    def _trace(self, here: Round) -> RoundTrace:
+    def _trace(self, here: GossipRound) -> RoundTrace:
         now, times = self._ctx.now(), here.times
         trace = RoundTrace(position=self.position - 1, left_out=dict(here.without))
         if times.accepted is None:

@@ -1,19 +1,20 @@
-"""What two peers that meet say to each other.  Rules: `docs/protocol.md`, part "Gossip".
+"""Messages of gossip peers; docs/protocol.md, part "Gossip", has the rules.
 
-Calls (one message, one reply)::
+Calls (one message, one reply):
 
-    gossip-head      b""        -> Standing      where a peer is; also the test whether it is alive
-    gossip-outcome   Question   -> Outcome       what became of an exchange that broke
-    gossip-snapshot  b""        -> SnapshotMeta  lends the present state to a joiner
+    gossip-head      b""        -> GossipHead      round and readiness; also a liveness check
+    gossip-outcome   Question   -> MeetingOutcome  outcome of a meeting that broke
+    gossip-snapshot  b""        -> SnapshotMeta    lends the current state to a joiner
 
-Streams (duplex; an empty message is a sign of life)::
+Streams (duplex; an empty message is a keepalive):
 
-    gossip           Terms -> ; <- Terms, or Ahead and a refusal ; <-> cells, Sent ; <- PREPARED ;
-                     COMMIT -> ; <- end
-    gossip-leaves    LeafRequest -> ; <- leaves of a state that was lent
+    gossip           Terms -> ; <- Terms, or Ahead and a refusal ; <-> cells, VectorsSent ;
+                     <- PREPARED ; COMMIT -> ; <- end
+    gossip-leaves    LeafRequest -> ; <- leaves of a lent state
 
-A message of the stream `gossip` is one byte naming the kind, then the record; for cells the kind
-`CELL` and whole frames, each with its length before it (`atoll.optim.reduction.cells`).
+A message of the stream `gossip` is one byte for its kind, then the record. A message of kind `CELL`
+holds a piece of the frames, each preceded by its length (`atoll.optim.reduction.cells`); frames may
+begin and end anywhere in it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pydantic import Field, FiniteFloat
 
 from atoll.optim.log.entry import Count, Digest, Incarnation, Record
 
-PROTOCOL = 2  # a refusal `ahead` follows a record with the round
+PROTOCOL = 2  # since 2, a record with the round precedes the refusal `ahead`
 
 Amount = Annotated[FiniteFloat, Field(ge=0)]
 Mass = Annotated[FiniteFloat, Field(ge=0, le=1)]
@@ -34,19 +35,19 @@ ALIVE = b""
 TERMS, AHEAD, CELL, SENT, PREPARED, COMMIT = b"T", b"A", b"C", b"D", b"P", b"M"
 
 
-class Standing(Record):
-    """Where a peer is, and what it is doing."""
+class GossipHead(Record):
+    """A peer's round, and whether it can meet."""
 
     protocol: Count
     round: Count
     ready_in_s: Amount | None
-    """until its window ends; None where it does not train"""
+    """Seconds until its window ends; None if it does not train."""
     partner: str
-    """PeerID of whom it is meeting; empty for nobody"""
+    """PeerID of the partner of a meeting in progress; empty if there is none."""
 
 
 class Terms(Record):
-    """What one of the two says of itself before vectors travel."""
+    """A side's description of itself, before any vectors are sent."""
 
     protocol: Count
     round: Count
@@ -54,40 +55,40 @@ class Terms(Record):
     incarnation: Incarnation
     mass: Mass
     weight: Amount
-    """of its pseudo-gradient: 0, or what follows from tokens and steps"""
+    """Weight of its pseudo-gradient: 0, or the value that follows from tokens and steps."""
     tokens: Count
     steps: Count
     uplink_mbit_s: Amount
     patience_s: Amount
-    """how long it waits for the other to be ready"""
+    """Seconds that it waits for the other side to be ready."""
 
 
 class Ahead(Record):
-    """The invited peer is in a later round; the refusal `ahead` follows."""
+    """Round of an invited peer that is ahead; the refusal `ahead` follows."""
 
     round: Count
 
 
-class Sent(Record):
-    """All frames are sent: their bytes, lengths included, and the SHA-256 of these."""
+class VectorsSent(Record):
+    """End of the vectors: the number of bytes sent, including lengths, and their SHA-256."""
 
     wire_bytes: Count
     digest: Digest
 
 
 class Question(Record):
-    """What became of an exchange?"""
+    """Question for the outcome of a meeting."""
 
     exchange: ExchangeId
 
 
-class Outcome(Record):
-    """The answer of who decided."""
+class MeetingOutcome(Record):
+    """Answer of the peer that decided a meeting."""
 
     incarnation: Incarnation
     decided: Literal["committed", "pending", "not committed"]
 
 
 def tagged(kind: bytes, record: Record) -> bytes:
-    """A stream message."""
+    """Return a stream message of a kind."""
     return kind + record.encode()

@@ -1,4 +1,4 @@
-"""The coordinator's way to a peer's model, in a run by gossip."""
+"""Fetch a peer's model for the coordinator of a gossip run."""
 
 from __future__ import annotations
 
@@ -11,34 +11,41 @@ from atoll.dht.transport import Transport, TransportError
 from atoll.optim.log.entry import LogError
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import StateError
-from atoll.peer.gossip.messages import Standing
+from atoll.peer.gossip.messages import GossipHead
 from atoll.peer.gossip.snapshots import fetch_state
 
-CONNECT_S = 10.0  # libp2p does not dial again for 5 s after a failure
-PATIENCE_S = 10.0  # for a piece of 1 MiB
-ASKED = 8  # peers, the furthest by their records first
+CONNECT_S = 10.0  # longer than the 5 s for which libp2p does not redial after a failure
+PATIENCE_S = 10.0  # for a leaf of 1 MiB
+ASKED = 8  # peers, those with the highest rounds in the roster first
 
 _log = logging.getLogger(__name__)
 
 
 class ModelFetcher:
-    """Asks one peer after another."""
+    """Asks one peer after another for its model."""
 
     def __init__(
         self, *, transport: Transport, roster: Roster, layout: Layout, memory_numel: int
     ) -> None:
-        """Of the coordinator's node, for states of this layout and memory."""
+        """Fetch with the coordinator's node.
+
+        Args:
+            transport: transport of the coordinator.
+            roster: roster of the run.
+            layout: layout of the run's model.
+            memory_numel: values that the outer step keeps in addition to the parameters.
+        """
         self._transport = transport
         self._roster = roster
         self._layout = layout
         self._memory_numel = memory_numel
 
     async def __call__(self, at_least: int) -> Model | None:
-        """A model of at least this round; None where nobody gives one."""
+        """Return a model of at least this round; None if no peer has one."""
         try:
             records = (await self._roster.peers()).values()
         except (RosterError, TransportError, TimeoutError, OSError) as error:
-            _log.info("the roster cannot be read: %s", error)
+            _log.info("cannot read the roster: %s", error)
             return None
         trainers = [record for record in records if record.role == "trainer"]
         furthest = sorted(trainers, key=lambda record: (-record.position, record.peer_id))
@@ -53,7 +60,7 @@ class ModelFetcher:
         peer = record.peer_id
         await self._transport.connect(peer, record.addresses, timeout_s=CONNECT_S)
         reply = await self._transport.call(peer, "gossip-head", b"", timeout_s=PATIENCE_S)
-        if Standing.decode(reply).round < at_least:
+        if GossipHead.decode(reply).round < at_least:
             return None
         state = await fetch_state(
             self._transport, peer, self._layout, self._memory_numel, patience_s=PATIENCE_S

@@ -1,12 +1,12 @@
-"""Who meets whom, and who is told no: pure functions of what one peer knows.
+"""Policies of gossip: which peers meet and which invitations are refused, as pure functions.
 
-Without a log a **round** is a peer's own count of outer steps.  At the end of a window a peer that
-is behind takes over the count of those that are further, so that pairs are drawn for the same
-round: a count is the run's, not a measure of the peer's work.
+Without a log, a round is a peer's own count of outer steps. At the end of a window, a peer that is
+behind adopts the count of the peers ahead, so that all draw pairs for the same round. The count
+belongs to the run; it does not measure a peer's work.
 
-Who is ready waits for its partner for a grace.  Windows of two that never overlap by so much, as
-those of a joiner and of the others, would never meet: who met nobody in its last rounds waits
-longer, for a window at most, and is in step with the others from then on.
+A ready peer waits a grace period for its partner. Peers of equal speed whose windows end further
+apart, such as a joiner and the others, would never meet. A peer that met no partner in its last
+rounds therefore waits longer, up to a whole window, and is in step with the others from then on.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ REFUSALS = frozenset(
         RefusalCode.NOT_BEGUN,
     }
 )
-"""Codes by which an invited peer declines; declining is no fault."""
+"""Codes with which an invited peer declines; declining is not a fault."""
 
-LATE_BY = 2  # rounds; one behind is late, and its partner may still be waiting
-HUNGRY_ROUNDS = 2  # in a row without a partner that was ready, until a whole window is waited for
+# Rounds behind at which a peer catches up. A peer only one round behind may still meet its partner;
+# if it caught up, it would wait a window for a partner that has just begun one.
+LATE_BY = 2
+HUNGRY_ROUNDS = 2  # rounds in a row without a ready partner, after which it waits a whole window
 
 
 class Verdict(Enum):
-    """What an invited peer does, unless it refuses."""
+    """Decision of an invited peer that does not refuse."""
 
     ACCEPT = "accept"
     WAIT = "wait"
@@ -47,37 +49,42 @@ class Draw:
     """One peer's part in a round."""
 
     partner: str | None
-    """whom it meets; None for the odd one out"""
+    """Partner; None for the odd one out."""
     invites: bool = False
-    """whether it asks, or waits to be asked"""
+    """Whether it invites its partner instead of waiting for an invitation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invited:
-    """What an invited peer looks at before it answers."""
+    """View on which an invited peer decides."""
 
     remote: str
     their_round: int
     own_round: int
     partner: str | None
-    """whom this peer's own draw of its round names"""
+    """Partner by this peer's own draw for its round."""
     meeting: str | None
-    """whom it is meeting now"""
+    """Partner of a meeting in progress."""
     has_window: bool
-    """whether its window is done and on offer"""
+    """Whether its window is complete and on offer."""
     is_open: bool
-    """whether it waits to be asked"""
+    """Whether it waits for an invitation."""
     ready_in_s: float | None
-    """until it is; None where nothing will come"""
+    """Seconds until its window is complete; None if it does not train."""
     left_s: float
-    """how long the other one may be kept waiting"""
+    """Seconds that the inviting peer still waits."""
 
 
 def brought_level(own: int, others: Iterable[int], *, by: int = LATE_BY) -> int:
-    """The round that a peer goes on with.
+    """Return the round in which a peer continues.
 
-    It is the furthest that two others have reached (the only other one, where there is one), if
-    that is at least `by` beyond its own: so one liar moves nobody who knows two.
+    This is the highest round that two others have reached (or the only other one), if that is at
+    least `by` rounds ahead. A single liar cannot move a peer that knows two others.
+
+    Args:
+        own: round of this peer.
+        others: rounds of the other peers.
+        by: least lead of the others for which this peer moves.
     """
     reached = sorted(others, reverse=True)
     level = reached[min(1, len(reached) - 1)] if reached else own
@@ -85,26 +92,26 @@ def brought_level(own: int, others: Iterable[int], *, by: int = LATE_BY) -> int:
 
 
 def patience_s(grace_s: float, window_s: float, hungry: int) -> float:
-    """How long a peer waits for its partner to be ready.
+    """Return the seconds for which a peer waits for its partner to be ready.
 
     Args:
-        grace_s: of the run.
-        window_s: what this peer's last window took.
+        grace_s: grace period of the run.
+        window_s: seconds that this peer's last window took.
         hungry: rounds in a row in which its partner was not ready in time.
     """
     return max(grace_s, window_s * min(1.0, hungry / HUNGRY_ROUNDS))
 
 
 def draw(me: str, others: Collection[str], *, run_id: bytes, position: int) -> Draw:
-    """This peer's partner in a round.
+    """Draw this peer's partner in a round.
 
-    All who know the same live trainers draw the same pairs; where views differ, who is asked says
-    no.
+    Peers that know the same live trainers draw the same pairs. If their views differ, the invited
+    peer refuses.
 
     Args:
-        me: this peer.
-        others: live trainers of the run.
-        run_id: of the run.
+        me: PeerID of this peer.
+        others: PeerIDs of the run's other live trainers.
+        run_id: id of the run.
         position: the round.
     """
     for pair in pairs(sorted({me, *others}), run_id.hex(), position):
@@ -115,7 +122,7 @@ def draw(me: str, others: Collection[str], *, run_id: bytes, position: int) -> D
 
 
 def answer(view: Invited) -> Verdict | RefusalCode:
-    """Decide on an invitation; WAIT while this peer may still become able to meet."""
+    """Decide on an invitation; WAIT while this peer may still become ready."""
     if view.own_round > view.their_round:
         return RefusalCode.AHEAD
     if view.own_round == view.their_round and view.has_window:

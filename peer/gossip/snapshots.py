@@ -1,8 +1,8 @@
-"""States for joiners, from any neighbour: lent by one peer, fetched and checked by another.
+"""Lend a state to a joiner of a gossip run, or fetch one from any peer.
 
-Nobody certifies a state by gossip: each peer has one of its own.  A joiner trusts the peer that it
-asks, which the run admitted, as it would trust it when they meet; the digests keep what arrives
-what was sent.
+No certificate exists for a state in a gossip run, because each peer has its own. A joiner trusts
+the peer that it asks, which the run admitted, as it would in a meeting. Digests only ensure that
+the state arrives as it was sent.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ from atoll.peer.gossip.context import GossipContext
 from atoll.peer.rounds.guard import guarded_stream
 from atoll.peer.rounds.messages import LeafRequest, SnapshotMeta
 
-LENT = 2  # states beside the present one that wait for joiners, 8 bytes a parameter each
-LEND_S = 60.0  # since somebody asked for a piece
-MAX_STREAMS = 4  # of leaves at once; more would starve this peer's own exchanges
+LENT = 2  # states kept for joiners, of 8 bytes per parameter each
+LEND_S = 60.0  # since the last request for a leaf
+MAX_STREAMS = 4  # of leaves at once; more would starve this peer's own meetings
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 DIGEST_BYTES = 32
 
 
 class Holder(Protocol):
-    """Who has a state to lend."""
+    """Owner of the state to lend."""
 
     @property
     def state(self) -> OuterState:
-        """The present one."""
+        """Current state."""
         ...
 
 
 class Lender:
-    """The donor's side."""
+    """Serves the current state of a peer to joiners."""
 
     def __init__(self, ctx: GossipContext, holder: Holder) -> None:
-        """Lend what `holder` has."""
         self._ctx = ctx
         self._holder = holder
         self._lent: OrderedDict[int, tuple[OuterState, float]] = OrderedDict()
         self._slots = asyncio.Semaphore(MAX_STREAMS)
 
     def serve(self) -> None:
-        """Answer from now on."""
+        """Register the call and the stream for snapshots."""
         transport = self._ctx.transport
         transport.serve("gossip-snapshot", self._serve_snapshot)
         handler = guarded_stream(self._serve_leaves, self._ctx.fault)
@@ -80,7 +79,8 @@ class Lender:
         state, _ = self._lent.get(request.position, (None, 0.0))
         if state is None or not request.start < request.stop <= state.num_leaves:
             raise Refused(
-                RefusalCode.NOT_HERE, f"expected the state after round {request.position}; ask anew"
+                RefusalCode.NOT_HERE,
+                f"the state after round {request.position} is not lent; request a new snapshot",
             )
         return state
 
@@ -88,19 +88,19 @@ class Lender:
 async def fetch_state(
     transport: Transport, peer: str, layout: Layout, memory_numel: int, *, patience_s: float
 ) -> OuterState:
-    """A peer's present state.
+    """Fetch a peer's current state.
 
     Args:
-        transport: of this peer.
-        peer: of whom to ask.
-        layout: of the run.
-        memory_numel: values that the outer step keeps beside the parameters.
-        patience_s: for each piece.
+        transport: transport of this peer.
+        peer: PeerID of the donor.
+        layout: layout of the run's model.
+        memory_numel: values that the outer step keeps in addition to the parameters.
+        patience_s: time limit for each leaf.
 
     Raises:
-        TransportError: the peer cannot be reached or lends it no longer.
-        LogError: it sends something else.
-        StateError: what it sends is no state of this layout.
+        TransportError: the donor cannot be reached or no longer lends the state.
+        LogError: the donor sends an invalid record.
+        StateError: the leaves are not a state of this layout.
     """
     reply = await transport.call(peer, "gossip-snapshot", b"", timeout_s=patience_s)
     meta = SnapshotMeta.decode(reply)
@@ -128,5 +128,5 @@ async def _fetch_leaves(
         for index in range(request.start, request.stop):
             leaf = await stream.recv(timeout_s=patience_s)
             if leaf is None:
-                raise PeerUnreachable("the stream ended before every leaf was there", peer=peer)
+                raise PeerUnreachable("the stream ended before all leaves arrived", peer=peer)
             assembly.add(index, leaf)

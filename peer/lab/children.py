@@ -68,7 +68,7 @@ class Child:
             log: file that its stderr is appended to.
             arguments: arguments of `atoll`.
             on_line: called with each line of its stdout.
-            program: command in place of `atoll`.
+            program: command instead of `atoll`.
             environment: variables added to this process's environment.
         """
         with log.open("ab") as errors:

@@ -25,7 +25,7 @@ from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
-from atoll.peer.gossip.exchange import GossipWindow
+from atoll.peer.gossip.meeting import GossipWindow
 from atoll.peer.rounds.context import RoundSettings
 
 RUN_ID = b"g" * 32

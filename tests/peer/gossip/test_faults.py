@@ -15,7 +15,7 @@ from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import pack
 from atoll.optim.state.layout import CELL
-from atoll.peer.gossip import exchange
+from atoll.peer.gossip import meeting
 from atoll.peer.gossip.messages import AHEAD, PROTOCOL, TERMS, Ahead, Terms, tagged
 from support.crowd import in_crowd, kept, spread
 
@@ -178,7 +178,7 @@ def test_random_breaks_keep_the_mean():
         mass, total_N = kept(peers)
         start = spread(peers)
         await crowd.rounds(30)
-        await crowd.until(lambda: all(p.gossip._place.round is None for p in peers))
+        await crowd.until(lambda: all(p.gossip._peer.round is None for p in peers))
         after, after_N = kept(peers)
         assert after == mass
         assert (after_N - total_N).abs().max() < 1e-5
@@ -263,7 +263,7 @@ def spoil(change):
     """Let a peer's cells be something else on their way out."""
 
     async def compute(function, *args):
-        if function is not exchange.show:
+        if function is not meeting.show:
             return function(*args)
         side, data = function(*args)
         frames = []
@@ -288,8 +288,8 @@ def nan_cells(frames):
     ("change", "told"),
     [
         (nan_cells, "got nan"),
-        (lambda frames: frames[:-1], "expected 4 cells"),
-        (lambda frames: [*frames, frames[-1]], "expected at most 4 cells"),
+        (lambda frames: frames[:-1], "expected 4 chunks"),
+        (lambda frames: [*frames, frames[-1]], "expected at most 4 chunks"),
         (lambda frames: [b"\xff\xff\xff\x7f" + frames[0][4:], *frames[1:]], "at most 262152"),
         (lambda frames: [frames[0][:-4], *frames[1:]], "checksum|codec number"),
     ],
@@ -395,7 +395,7 @@ def test_a_peer_that_was_frozen_for_minutes_goes_on_and_counts_once():
         await crowd.rounds(5)
         mass, _ = kept(peers)
         frozen = peers[2]
-        await crowd.until(lambda: frozen.gossip._place.meeting is None)
+        await crowd.until(lambda: frozen.gossip._peer.meeting is None)
         crowd.network.freeze(frozen.peer_id)
         before = frozen.position
         await asyncio.sleep(180.0)

@@ -74,7 +74,7 @@ def test_a_joiner_counts_only_once_it_has_met_somebody():
         await joiner.start()
         await crowd.until(lambda: joiner.met)
         await crowd.rounds(6)
-        await crowd.until(lambda: all(p.gossip._place.round is None for p in crowd.peers))
+        await crowd.until(lambda: all(p.gossip._peer.round is None for p in crowd.peers))
         after, after_N = kept(crowd.peers)
         assert after == pytest.approx(mass, rel=1e-12)
         assert (after_N - total_N).abs().max() < 2e-5

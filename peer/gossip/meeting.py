@@ -1,4 +1,4 @@
-"""One meeting, from one of its two sides: vectors in both directions on one stream, then a commit.
+"""One side of a meeting: vectors in both directions on one stream, then a commit.
 
     inviter    terms ->                      <- terms             invited
                cells, sent ->                <- cells, sent
@@ -6,9 +6,9 @@
                commits, commit ->                                 commits
                                              <- end
 
-Who asked decides, and decides to commit only once both hold and have checked everything; what it
-has not committed never was.  An invited peer that is prepared and hears no more is in doubt and
-asks (`atoll.peer.gossip.asked`).  Until the commit nobody's state has moved.
+The inviter decides. It commits only after both sides hold and have checked everything; a meeting
+that it has not committed has no effect. A prepared invited peer that loses the inviter is in doubt
+and asks for the outcome (`atoll.peer.gossip.invitations`). No state changes before the commit.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from atoll.peer.gossip.messages import (
     SENT,
     TERMS,
     Ahead,
-    Sent,
     Terms,
+    VectorsSent,
     tagged,
 )
 from atoll.peer.rounds.messages import PACED_BYTES
@@ -51,12 +51,12 @@ from atoll.peer.rounds.policies import round_deadline_s
 
 
 class InDoubt(Exception):  # noqa: N818
-    """The other side may have committed, and cannot be heard."""
+    """The other side may have committed and cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GossipWindow:
-    """What a peer learned in one window, on offer to a partner."""
+    """Result of one window, on offer to a partner."""
 
     number: int
     delta_N: Tensor  # noqa: N815
@@ -68,8 +68,8 @@ class GossipWindow:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Mine:
-    """What one side brings: frozen while it meets."""
+class OwnSide:
+    """One side's window, state and mass, fixed during a meeting."""
 
     window: GossipWindow
     state: OuterState
@@ -77,22 +77,22 @@ class Mine:
 
 
 @dataclass(kw_only=True)
-class Times:
-    """When things were done, seconds on the context's clock; None while they are not."""
+class MeetingTimes:
+    """Times of a meeting, in seconds on the context's clock; None until the event."""
 
     accepted: float | None = None
     sent: float | None = None
     received: float | None = None
     encode_s: float = 0.0
     met_s: float = 0.0
-    """how long the step took"""
+    """Seconds of the step."""
 
 
-class Incoming:
-    """The other side's vectors, checked and decoded as they come."""
+class IncomingVectors:
+    """Checks and decodes the other side's vectors as they arrive."""
 
     def __init__(self, cells: Cells, vectors: int) -> None:
-        """Expect so many vectors of all cells, one after the other."""
+        """Expect `vectors` whole vectors of these chunks, one after the other."""
         self._cells = cells
         self._limits = [cells.max_sent_bytes(i) for i in range(len(cells))]
         self._values = torch.empty(vectors, cells.numel)
@@ -101,14 +101,14 @@ class Incoming:
         self._wire_bytes = 0
         self._hash = hashlib.sha256()
         self._rest = bytearray()
-        """of a frame that is not whole yet"""
+        """Bytes of an incomplete frame."""
 
     def take(self, data: memoryview) -> None:
-        """Take what came; frames may begin and end anywhere in it.
+        """Decode a piece of the stream; frames may begin and end anywhere in it.
 
         Raises:
-            UpdateError: it holds more than there is to come, or a frame that is too long.
-            CodecError: a frame is no cell of the codec, or holds NaN or infinity.
+            UpdateError: there are too many frames, or one is too long.
+            CodecError: a frame is invalid, or holds NaN or infinity.
         """
         self._hash.update(data)
         self._wire_bytes += len(data)
@@ -120,15 +120,15 @@ class Incoming:
         del self._rest[:at]
 
     def _end_of_frame(self, at: int) -> int | None:
-        """Where the frame that begins here ends; None where it is not whole."""
+        # None if the frame that starts here is not complete.
         if at + LENGTH.size > len(self._rest):
             return None
         if self._count == self._due:
-            raise UpdateError(f"expected at most {self._due} cells, got more")
+            raise UpdateError(f"expected at most {self._due} chunks, got more")
         (length,) = LENGTH.unpack_from(self._rest, at)
         limit = self._limits[self._count % len(self._cells)]
         if length > limit:
-            raise UpdateError(f"expected a cell of at most {limit} bytes, got one of {length}")
+            raise UpdateError(f"expected a chunk of at most {limit} bytes, got {length}")
         end = at + LENGTH.size + length
         return end if end <= len(self._rest) else None
 
@@ -136,21 +136,21 @@ class Incoming:
         vector, index = divmod(self._count, len(self._cells))
         values = self._cells.decode_sent(index, frame)
         if not is_finite(values):
-            raise CodecError(f"cell {index}: expected finite numbers, got NaN or infinity")
+            raise CodecError(f"chunk {index}: expected finite numbers, got NaN or infinity")
         self._values[vector, self._cells.values(index, index + 1)] = values
         self._count += 1
 
-    def finish(self, sent: Sent) -> Sequence[Tensor]:
-        """The vectors.
+    def finish(self, sent: VectorsSent) -> Sequence[Tensor]:
+        """Return the vectors.
 
         Raises:
-            MalformedRecord: cells are missing, or their bytes are not those that were sent.
+            MalformedRecord: chunks are missing, or the digest does not match.
         """
         whole = self._count == self._due and not self._rest
         if not whole or (self._wire_bytes, self._hash.digest()) != (sent.wire_bytes, sent.digest):
             raise MalformedRecord(
-                f"expected {self._due} cells with the digest that was told, got {self._count}, "
-                "or other bytes"
+                f"expected {self._due} chunks with the announced digest, got {self._count} chunks "
+                "or another digest"
             )
         return list(self._values)
 
@@ -167,11 +167,11 @@ class PartnerAhead(Refused):
         self.round = round_
 
 
-class Exchange:
+class Meeting:
     """One side of a meeting on an open stream."""
 
-    def __init__(self, ctx: GossipContext, stream: Stream, mine: Mine, exchange: bytes) -> None:
-        """`exchange` names the meeting."""
+    def __init__(self, ctx: GossipContext, stream: Stream, mine: OwnSide, exchange: bytes) -> None:
+        """Use an open stream for the meeting with the id `exchange`."""
         self._ctx = ctx
         self._stream = stream
         self._mine = mine
@@ -179,12 +179,12 @@ class Exchange:
         self._stall_s = ctx.settings.stall_s
         self._lock = asyncio.Lock()
         self._theirs: Terms | None = None
-        self.times = Times()
+        self.times = MeetingTimes()
 
     # terms
 
     async def send_terms(self, *, patience_s: float = 0.0) -> None:
-        """Say who is here, with what, and how long it waits."""
+        """Send this side's terms, with the seconds that it waits for the other side."""
         window = self._mine.window
         terms = Terms(
             protocol=PROTOCOL,
@@ -201,12 +201,12 @@ class Exchange:
         await self._say(tagged(TERMS, terms))
 
     async def receive_terms(self) -> None:
-        """Wait for the other side's; signs of life may come before them.
+        """Wait for the other side's terms; keepalives may precede them.
 
         Raises:
-            PartnerAhead: it is in a later round.
-            Refused: it does not meet this peer.
-            MalformedRecord: of another round or exchange.
+            PartnerAhead: the other side is in a later round.
+            Refused: it declines.
+            MalformedRecord: its terms name another round or meeting.
         """
         message = await self._next()
         if message[:1] == AHEAD:
@@ -216,11 +216,11 @@ class Exchange:
         self.take_terms(Terms.decode(message[1:]))
 
     def take_terms(self, terms: Terms) -> None:
-        """Take the other side's.
+        """Accept the other side's terms.
 
         Raises:
-            MalformedRecord: of another round or exchange.
-            WorkRefused: a weight that does not follow from its work.
+            MalformedRecord: they name another round or meeting.
+            WorkRefused: the weight does not follow from its work.
         """
         expected = (self._mine.state.position, self._exchange)
         if (terms.round, terms.exchange) != expected:
@@ -232,11 +232,11 @@ class Exchange:
     # vectors
 
     async def trade(self) -> Met:
-        """Send all, receive all, and compute what this side would be left with.
+        """Send and receive all vectors, and compute this side's result of the meeting.
 
         Raises:
-            TransportError, TimeoutError: the other side is gone, or too slow.
-            MalformedRecord, UpdateError, CodecError: it sends something else than it should.
+            TransportError, TimeoutError: the other side is gone or too slow.
+            MalformedRecord, UpdateError, CodecError: it sends invalid data.
         """
         async with asyncio.timeout(self._deadline_s()):
             alive = asyncio.create_task(self._stay_alive())
@@ -269,7 +269,7 @@ class Exchange:
     @property
     def _terms(self) -> Terms:
         if self._theirs is None:
-            raise RuntimeError("expected the terms to have been taken")
+            raise RuntimeError("the other side's terms have not been accepted")
         return self._theirs
 
     async def _send(self) -> Side:
@@ -281,7 +281,7 @@ class Exchange:
         for start in range(0, len(data), PACED_BYTES):
             await self._send_paced(data[start : start + PACED_BYTES], start)
         digest = await self._ctx.compute(sha256, data)
-        await self._say(tagged(SENT, Sent(wire_bytes=len(data), digest=digest)))
+        await self._say(tagged(SENT, VectorsSent(wire_bytes=len(data), digest=digest)))
         self.times.sent = self._ctx.now()
         return side
 
@@ -297,7 +297,7 @@ class Exchange:
     async def _receive(self) -> Side:
         terms = self._terms
         gives = handed_over(terms.mass, self._mine.mass) > 0
-        incoming = Incoming(self._ctx.cells, 3 if gives else 2)
+        incoming = IncomingVectors(self._ctx.cells, 3 if gives else 2)
         while True:
             message = await self._next()
             kind, data = message[:1], memoryview(message)[1:]
@@ -306,8 +306,8 @@ class Exchange:
             elif kind == SENT:
                 break
             else:
-                raise MalformedRecord("expected cells, got another message")
-        delta_N, params_N, *momentum = incoming.finish(Sent.decode(bytes(data)))
+                raise MalformedRecord("expected chunks, got another message")
+        delta_N, params_N, *momentum = incoming.finish(VectorsSent.decode(bytes(data)))
         self.times.received = self._ctx.now()
         return Side(
             delta_N=delta_N,
@@ -321,24 +321,25 @@ class Exchange:
     # the commit
 
     async def decide(self, commit: Callable[[], None]) -> None:
-        """The inviter's end: commit once the other side is prepared, and tell it.
+        """Commit as the inviter once the other side is prepared, and notify it.
 
         Raises:
-            TransportError, MalformedRecord: it is not; nothing is committed.
+            TransportError, TimeoutError, MalformedRecord: the other side is not prepared; nothing
+                is committed.
         """
         async with asyncio.timeout(self._deadline_s()):
             if await self._next() != PREPARED:
-                raise MalformedRecord("expected word that the other side is prepared")
+                raise MalformedRecord("expected the message that the other side is prepared")
         commit()
         with suppress(TransportError, TimeoutError):
             await self._say(COMMIT)
             await self._stream.recv(timeout_s=self._stall_s)
 
     async def follow(self) -> None:
-        """The invited side's end: returns when the inviter has committed.
+        """Report as the invited side that it is prepared, and wait for the inviter's commit.
 
         Raises:
-            InDoubt: nobody can tell yet.
+            InDoubt: the inviter may or may not have committed.
         """
         try:
             await self._say(PREPARED)
@@ -370,23 +371,24 @@ class Exchange:
 
 
 def check_weight(ctx: GossipContext, terms: Terms) -> None:
-    """Refuse a weight that does not follow from tokens and steps.
+    """Check that a weight is 0 or follows from tokens and steps.
 
     Raises:
-        WorkRefused: it does not, or these are absurd.
+        WorkRefused: it does not, or the tokens or steps are out of range.
     """
     due = work_weight(terms.tokens, terms.steps, ctx.method.weights)
     if terms.weight not in (0.0, due):
         raise WorkRefused(f"expected a weight of {due} or 0, got {terms.weight}")
 
 
-def show(cells: Cells, mine: Mine, gives: bool) -> tuple[Side, bytes]:
-    """What the other side decodes of this one, and the bytes that it is sent.
+def show(cells: Cells, mine: OwnSide, gives: bool) -> tuple[Side, bytes]:
+    """Return this side as the other one decodes it, and the bytes to send.
 
     Args:
-        cells: of the run.
-        mine: what this side brings.
-        gives: whether it hands over mass, and so its momentum.
+        cells: chunks of the run's vectors.
+        mine: this side of the meeting.
+        gives: whether it hands over mass. Its momentum must then travel too, because otherwise
+            the receiver would count its own momentum twice.
     """
     state = mine.state
     packed: list[bytes] = []
@@ -410,7 +412,7 @@ def show(cells: Cells, mine: Mine, gives: bool) -> tuple[Side, bytes]:
 async def _both(
     first: Coroutine[Any, Any, Side], second: Coroutine[Any, Any, Side]
 ) -> tuple[Side, Side]:
-    """Both results; the first failure of either ends the other."""
+    # The first failure of either cancels the other.
     tasks = [asyncio.create_task(first), asyncio.create_task(second)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -425,4 +427,4 @@ async def _both(
 
 
 BROKEN = (TransportError, TimeoutError, MalformedRecord, UpdateError, CodecError, WorkRefused)
-"""What ends a meeting before it is agreed."""
+"""Errors that end a meeting before it is agreed."""

@@ -19,7 +19,7 @@ from textual.content import Content
 
 from atoll.coordinator.report.text import count, fit
 
-Point = tuple[float, float]
+ChartPoint = tuple[float, float]
 
 _DOT_BITS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [x % 2][y % 4]
 _MAX_VALUE: Final = 1e12  # no loss is larger; differences and ratios below it stay finite
@@ -34,7 +34,7 @@ _LOG_STEPS: Final = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
 class Series:
     """One curve; later series are drawn over earlier ones."""
 
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
     style: str
     dots: bool = False
     """Draw separate points instead of a line; few enough that the curve below stays visible."""
@@ -123,7 +123,7 @@ def _log_ticks(scale: Scale, num_max: int) -> list[float]:
     return inside[:: max(1, math.ceil(len(inside) / num_max))] if len(inside) >= 2 else []
 
 
-def smoothed(points: Sequence[Point]) -> list[Point]:
+def smoothed(points: Sequence[ChartPoint]) -> list[ChartPoint]:
     """Smooth by a local weighted linear fit, in which near points count more.
 
     Unlike a running mean it neither lags behind a falling loss nor bends at the ends.
@@ -135,7 +135,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _local_line(near: Sequence[Point], at: float, otherwise: float) -> float:
+def _local_line(near: Sequence[ChartPoint], at: float, otherwise: float) -> float:
     span = 1.001 * max(abs(x - at) for x, _ in near) or 1.0
     weights = [(1 - (abs(x - at) / span) ** 3) ** 3 for x, _ in near]
     mass = sum(weights)
@@ -148,12 +148,12 @@ def _local_line(near: Sequence[Point], at: float, otherwise: float) -> float:
     return mean_y + slant / spread * (at - mean_x)
 
 
-def thinned(points: Sequence[Point], num_max: int) -> list[Point]:
+def thinned(points: Sequence[ChartPoint], num_max: int) -> list[ChartPoint]:
     """Keep the lowest and highest point of each of `num_max / 2` stretches, so no spike is lost."""
     if len(points) <= num_max:
         return list(points)
     num_stretches = max(1, num_max // 2)
-    result: list[Point] = []
+    result: list[ChartPoint] = []
     for i in range(num_stretches):
         start = i * len(points) // num_stretches
         stretch = points[start : (i + 1) * len(points) // num_stretches]
@@ -162,16 +162,16 @@ def thinned(points: Sequence[Point], num_max: int) -> list[Point]:
     return result
 
 
-def spaced(points: Sequence[Point], num_max: int) -> list[Point]:
+def spaced(points: Sequence[ChartPoint], num_max: int) -> list[ChartPoint]:
     """Return at most `num_max` of the points: the newest, and others evenly spaced before it."""
     return list(points[:: -max(1, math.ceil(len(points) / max(1, num_max)))])
 
 
-def _height(point: Point) -> float:
+def _height(point: ChartPoint) -> float:
     return point[1]
 
 
-def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
+def drawable(points: Sequence[ChartPoint], *, log: bool) -> list[ChartPoint]:
     """Return the points that an axis of this kind can show."""
     least = 1 / _MAX_VALUE if log else -_MAX_VALUE
     return [(x, y) for x, y in points if least <= y <= _MAX_VALUE]

@@ -36,7 +36,7 @@ from atoll.optim.state.outer_state import LEAF_BYTES
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Context = Any
+_Call = Any
 """grpc.aio.ServicerContext; grpc has no types."""
 
 MAX_PUBLISHERS = 4  # bodies received at once, which bounds memory
@@ -68,12 +68,12 @@ class Service:
             response_serializer=method.reply.SerializeToString,
         )
 
-    async def _challenge(self, request: pb.ChallengeRequest, _: Context) -> pb.ChallengeReply:
+    async def _challenge(self, request: pb.ChallengeRequest, _: _Call) -> pb.ChallengeReply:
         _expect_size("peer_id", request.peer_id, 128)
         nonce = self._run.admission.challenge(request.peer_id)
         return pb.ChallengeReply(nonce=nonce, server_time_s=self._run.now_s())
 
-    async def _join(self, request: pb.JoinRequest, _: Context) -> pb.JoinReply:
+    async def _join(self, request: pb.JoinRequest, _: _Call) -> pb.JoinReply:
         _expect_size("peer_id", request.peer_id, 128)
         welcome = self._run.admission.join(
             JoinRequest(
@@ -101,7 +101,7 @@ class Service:
             heartbeat_s=self._run.heartbeat_s(),
         )
 
-    async def _heartbeat(self, request: pb.HeartbeatRequest, _: Context) -> pb.HeartbeatReply:
+    async def _heartbeat(self, request: pb.HeartbeatRequest, _: _Call) -> pb.HeartbeatReply:
         self._authenticate(request.auth)
         self._run.admission.limit_reports(request.auth.peer_id)
         if max(len(request.events), len(request.traces)) > MAX_REPORTS:
@@ -133,7 +133,7 @@ class Service:
         )
 
     async def _publish(
-        self, requests: AsyncIterator[pb.PublishRequest], _: Context
+        self, requests: AsyncIterator[pb.PublishRequest], _: _Call
     ) -> AsyncIterator[pb.PublishReply]:
         parts = aiter(requests)
         first = await _next(parts)
@@ -174,7 +174,7 @@ class Service:
         finally:
             self._receiving.discard(position)
 
-    async def _fetch(self, request: pb.FetchRequest, _: Context) -> AsyncIterator[pb.FetchReply]:
+    async def _fetch(self, request: pb.FetchRequest, _: _Call) -> AsyncIterator[pb.FetchReply]:
         self._authenticate(request.auth)
         kinds: dict[str | None, Callable[[Any], AsyncIterator[pb.FetchReply]]] = {
             "entries": self._entries,
@@ -234,7 +234,7 @@ class Service:
             async for index, data in _in_thread(_read_leaves(info, indices)):
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
 
-    async def _status(self, request: pb.StatusRequest, _: Context) -> pb.StatusReply:
+    async def _status(self, request: pb.StatusRequest, _: _Call) -> pb.StatusReply:
         self._run.admission.expect_token(request.token)
         return pb.StatusReply(status=self._run.status().to_json())
 
@@ -318,11 +318,11 @@ def _read_leaves(info: SnapshotInfo, indices: range) -> Iterator[tuple[int, byte
 
 
 def _guard_call(
-    method: Callable[[Any, Context], Awaitable[T]],
-) -> Callable[[Any, Context], Awaitable[T]]:
+    method: Callable[[Any, _Call], Awaitable[T]],
+) -> Callable[[Any, _Call], Awaitable[T]]:
     """Answer errors with a status that reveals nothing of the service's internals."""
 
-    async def call(request: Any, context: Context) -> T:  # noqa: ANN401
+    async def call(request: Any, context: _Call) -> T:  # noqa: ANN401
         try:
             return await method(_expect_parsed(request), context)
         except Exception as error:
@@ -334,11 +334,11 @@ def _guard_call(
 
 
 def _guard_stream(
-    method: Callable[[Any, Context], AsyncIterator[T]],
-) -> Callable[[Any, Context], Awaitable[None]]:
+    method: Callable[[Any, _Call], AsyncIterator[T]],
+) -> Callable[[Any, _Call], Awaitable[None]]:
     """Guard a method that streams replies; end the call of a reader that stalls."""
 
-    async def call(request: Any, context: Context) -> None:  # noqa: ANN401
+    async def call(request: Any, context: _Call) -> None:  # noqa: ANN401
         try:
             replies = method(_expect_parsed(request), context)
             async with contextlib.aclosing(replies):  # type: ignore[type-var]

@@ -18,8 +18,8 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.environment import Environment
 from atoll.peer.daemon.meter import Meter
 from atoll.peer.daemon.progress import TrainerProgress
-from atoll.peer.rounds import trace as rounds_trace
 from atoll.peer.rounds.engine import Settled
+from atoll.peer.rounds.trace import RoundTrace
 
 MAX_REASON = 200
 MAX_LEFT_OUT = 512  # PeerIDs; a trace with more would be refused for its length, again and again
@@ -75,7 +75,7 @@ class RoundsView:
 
     phase: RoundPhase
     """part of the round that this peer is in"""
-    last: rounds_trace.RoundReport | None
+    last: RoundTrace | None
     encode_s: float
     """what encoding the last contribution took"""
     partner: str = ""
@@ -122,7 +122,7 @@ class Reporter:
 
     def keep(
         self,
-        trace: rounds_trace.RoundReport,
+        trace: RoundTrace,
         *,
         epoch: int,
         position: int,
@@ -224,7 +224,7 @@ class Reporter:
         return self._digest
 
 
-def _phases(trace: rounds_trace.RoundReport, encode_s: float) -> dict[str, float]:
+def _phases(trace: RoundTrace, encode_s: float) -> dict[str, float]:
     return {
         "wait": trace.wait_s,
         "encode": encode_s,

@@ -143,7 +143,7 @@ class SwarmPeer:
             store,
             verify=verify,
             verify_run=verify_run,
-            clock=asyncio.get_running_loop().time,
+            clock=self.swarm.now,
         )
         self.replica = LiveReplica(core, compute=inline)
         self.ctx = Context(

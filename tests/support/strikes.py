@@ -100,7 +100,7 @@ async def check_strike(swarm: Swarm, strike: Strike, expect: Expect) -> float | 
     await swarm.until(lambda: passed(alive, most + 2))
     await swarm.until(lambda: settled_down(alive))
     assert swarm.same_bits(alive)
-    assert swarm.network.errors == []
+    assert swarm.network.errors == [], swarm.network.errors
     for peer in alive:
         assert peer.resets == 0
         expect_no_work_lost(peer)
@@ -227,7 +227,7 @@ async def expect_equal_end(swarm: Swarm, alive: list[SwarmPeer]) -> None:
     await asyncio.sleep(QUIET_S)
     assert len({p.replica.position for p in alive}) == 1
     assert swarm.same_bits(alive)
-    assert swarm.network.errors == []
+    assert swarm.network.errors == [], swarm.network.errors
     for peer in alive:
         expect_no_work_lost(peer)
     expect_sums(swarm, next(p for p in alive if p.resets == 0 and p.recovered is None))

@@ -12,6 +12,7 @@ members once a part has a new owner. The arithmetic is in `sums`.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from heapq import heapify, heapreplace
 
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import beside, end, together
+from atoll.dht.tasks import beside, race, together
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.peer.rounds.allreduce.owner import OwnedPart, Owner
 from atoll.peer.rounds.allreduce.reduction import CellRefused, Norms, PartReceiver, batches
@@ -212,14 +213,12 @@ class RowReduction:
         self._owner = owner
         self._sender = sender
         self._relay_norms = Norms()
-        self._attempts: dict[int, tuple[int, asyncio.Task[None]]] = {}
-        """by part: the relay that it is exchanged with, and the task"""
+        self._gone: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        """by member: set once it is gone"""
 
     def gone(self, member: int) -> None:
         """Give up the exchanges with a relay that is gone: those parts go to their owners."""
-        for relay, attempt in self._attempts.values():
-            if relay == member:
-                attempt.cancel()
+        self._gone[member].set()
 
     # as the owner of a part
 
@@ -318,20 +317,16 @@ class RowReduction:
         return True
 
     async def _exchange_with(self, relay: int, part: int) -> None:
-        if relay in self._state.gone:
+        gone = self._gone[relay]
+
+        async def lose_relay() -> None:
+            await gone.wait()
             raise PartLost("its relay is gone")
+
+        if gone.is_set():
+            await lose_relay()
         exchange = self._sender.exchange(self._state.peer(relay), part, 0)
-        attempt = asyncio.create_task(exchange)
-        self._attempts[part] = relay, attempt
-        try:
-            await asyncio.wait({attempt})
-        finally:
-            del self._attempts[part]
-            if not attempt.done():
-                await end(attempt)
-        if attempt.cancelled():
-            raise PartLost("its relay is gone")
-        attempt.result()
+        await race(exchange, lose_relay(), expected=LOST)
 
     async def _relay(self, owner: str, part: int) -> None:
         """Add up the row's cells, send the sums, and pass the results back."""

@@ -1,11 +1,13 @@
-"""A part whose cells travel as factors: two reductions one after the other (``optim.lowrank``).
+"""A part whose cells are sent as factors P and Q: two reductions, one after the other.
 
 On a stream of a part, in both directions, the frames of P of all its cells come first, then those
-of Q.  The owner sends each P, orthonormal, as soon as no live sender's is missing; a member answers
-it with its Q.  What counts of a member are the cells of which its Q came: the update is the mean of
-these members' matrices projected on the span of P, whoever helped to find it.  So a member that
-dies in between is left out of Q and nothing else changes; an owner that dies takes its part back to
-the beginning, and Q is computed from the new owner's P.
+of Q (`optim.reduction.lowrank`). The owner sends each mean P, made orthonormal, as soon as no live
+sender's is missing, and a member answers it with its Q.
+
+A member counts in the cells of which its Q came. The update is the mean of these members' matrices,
+projected on the span of P, whichever members contributed to P. So a member that dies between P and
+Q is left out of Q, and nothing else changes. If an owner dies, its part begins again, and Q is
+computed from the new owner's P.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from atoll.peer.rounds.messages import PartDone
 
 
 class FactorReducer:
-    """The owner's side; the face of ``PartReducer``."""
+    """The owner's side, with the interface of `PartReducer`."""
 
-    credit_N: Tensor | None = None  # noqa: N815 - what encoding lost is in the members' errors
+    credit_N: Tensor | None = None  # noqa: N815 - members keep what encoding lost as their own errors
     rejected = 0.0
 
     def __init__(
         self, *, part: PartRange, cells: LowRankCells, shares: Mapping[int, Share], norms: Norms
     ) -> None:
-        """Expect both frames of each cell of every member in ``shares``."""
+        """Expect both frames of each cell of every member in `shares`."""
         self.part = part
         self._cells = cells
         first, second = replace(part, cells=cells.first), replace(part, cells=cells.second)
@@ -52,12 +54,12 @@ class FactorReducer:
 
     @property
     def num_frames(self) -> int:
-        """How many the owner sends."""
+        """How many frames the owner sends."""
         return 2 * self.part.num_cells
 
     @property
     def frames(self) -> list[bytes]:
-        """What is encoded, in the order in which it is sent."""
+        """The frames that are encoded, in the order in which they are sent."""
         return self._first.frames + (self._second.frames if self._first.finished else [])
 
     @property
@@ -67,41 +69,41 @@ class FactorReducer:
 
     @property
     def waiting_for(self) -> set[int]:
-        """Members of which frames are still missing."""
+        """The members whose frames are missing."""
         return self._first.waiting_for | self._second.waiting_for
 
     def waits_for(self, member: int) -> bool:
-        """Whether frames of a member are still missing."""
+        """Return whether frames of a member are missing."""
         return self._first.waits_for(member) or self._second.waits_for(member)
 
     def arrived(self, member: int) -> int:
-        """How many cells of ``member`` arrived, both frames."""
+        """Return of how many cells both frames of `member` have arrived."""
         return self._second.arrived(member)
 
     def add(self, member: int, frame: bytes | memoryview) -> None:
-        """Take the next frame of ``member``; raises as ``PartReducer.add``."""
+        """Add the next frame of `member`; raise as `PartReducer.add`."""
         whole = self._first.arrived(member) == self.part.num_cells
         (self._second if whole else self._first).add(member, frame)
 
     def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
-        """Take the next frames of ``member``; raises as ``PartReducer.add_all``."""
+        """Add the next frames of `member`; raise as `PartReducer.add_all`."""
         if member not in self._incoming:
             return
         for frame in self._incoming[member].frames_of(cells):
             self.add(member, frame)
 
     def drop(self, member: int) -> None:
-        """Expect nothing more of ``member``; the cells of which both frames came stay."""
+        """Expect no more of `member`; its cells of which both frames came still count."""
         self._first.drop(member)
         self._second.drop(member)
 
     def advance(self) -> bool:
-        """Encode what is complete; whether there was something."""
+        """Encode the cells that are complete; return whether there were any."""
         first, second = self._first.advance(), self._second.advance()
         return first or second
 
     def done(self, part: int, generation: int) -> tuple[bytes, PartDone]:
-        """The part's bytes and the owner's word on them; decoded once, whoever asks first."""
+        """Return the part's bytes and the report on them, decoded at the first call."""
         if self._done is None:
             self._done = self._decode(part, generation)
         return self._done
@@ -119,7 +121,7 @@ class FactorReducer:
 
 
 class FactorReceiver:
-    """The other members' side; the face of ``PartReceiver``."""
+    """The other members' side, with the interface of `PartReceiver`."""
 
     def __init__(self, *, part: PartRange, cells: LowRankCells) -> None:
         """Expect both frames of each cell."""
@@ -129,11 +131,11 @@ class FactorReceiver:
         self.decoded_N = torch.empty(part.count)
 
     def take(self, data: memoryview) -> list[bytes]:
-        """Take a message; the frames of P in it, which this peer has to answer.
+        """Take a message; return its frames of P, which this peer has to answer.
 
         Raises:
             CellRefused: it holds more than the part, or does not end where a frame ends.
-            CodecError: a frame is none of the codec's.
+            CodecError: a frame is not valid for the codec.
         """
         came = [bytes(frame) for frame in self._buffer.feed(data)]
         before, count = len(self._frames), self._part.num_cells
@@ -144,10 +146,10 @@ class FactorReceiver:
         return came[: max(0, count - before)]
 
     def finish(self, done: PartDone) -> bytes:
-        """The part's bytes.
+        """Return the part's bytes.
 
         Raises:
-            CellRefused: they are not those that the owner names.
+            CellRefused: they do not have the owner's digest.
             CodecError: a cell is not finite.
         """
         count = self._part.num_cells
@@ -162,23 +164,23 @@ class FactorReceiver:
 
 
 def first_frames(factors: Factors, start_cell: int, stop_cell: int) -> list[bytes]:
-    """What a member sends of the cells of a part, before it knows P."""
+    """Return what a member sends of the cells of a part before it knows P."""
     return [factors.first(index) for index in range(start_cell, stop_cell)]
 
 
 def answers(factors: Factors, start_cell: int, p_frames: Sequence[bytes]) -> list[bytes]:
-    """What a member answers to the frames of P of some cells, from ``start_cell`` on."""
+    """Return a member's answers to frames of P, from the cell `start_cell` on."""
     return [factors.second(index, frame) for index, frame in enumerate(p_frames, start_cell)]
 
 
 def _limits(part: PartRange, cells: LowRankCells) -> list[int]:
-    """Longest frames of a part, those of P first."""
+    """Return the longest frames of a part, those of P first."""
     indices = range(part.start_cell, part.stop_cell)
     return [each.max_sent_bytes(i) for each in (cells.first, cells.second) for i in indices]
 
 
 def _decoded(part: PartRange, cells: LowRankCells, frames: Sequence[bytes], out_N: Tensor) -> bytes:
-    """The bytes of a part of whole frames, after decoding them."""
+    """Decode the whole frames of a part into `out_N`, and return the part's bytes."""
     for index, frame in enumerate(frames):
         cells.decode_reduced(part.start_cell + index, frame, out_N[part.cell(index)])
     return b"".join(map(pack, frames))

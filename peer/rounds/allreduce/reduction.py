@@ -1,13 +1,13 @@
-"""The owner's side of a part: what arrives is accumulated, what is complete is encoded once.
+"""The arithmetic of a part: cells are added as they arrive, and encoded once when complete.
 
-Cells of a member arrive in order, so what a part holds of a member is always a prefix: the cells
-that came before the member stalled.  The mean of a cell is taken over the members whose cell
-arrived, sum(w c d) / sum(w), with weight w, clip factor c and decoded contribution d.
+The cells of a member arrive in order, so a part always holds a prefix of them: those that came
+before the member stalled. The mean of a cell is taken over the members whose cell arrived,
+sum(w c d) / sum(w), with weight w, clip factor c and decoded contribution d.
 
-A robust rule (``atoll.optim.reduction.robust``) takes the place of that mean where the run has
-chosen one:
-then the encoded cells are held until all are there or late, and what the rule took out is counted.
-Where the method gathers, they are held too, and sent on together (``atoll.optim.reduction.cells``).
+If the run has a robust rule (`atoll.optim.reduction.robust`), it replaces that mean: the encoded
+cells are held until all are there or late, and the difference to the mean is measured. If the
+method gathers, the encoded cells are held too and sent on together
+(`atoll.optim.reduction.cells`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec w
 
 
 class CellRefused(ValueError):  # noqa: N818
-    """A cell that is not what its sender declared."""
+    """A cell contradicts what its sender declared, or the part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How a member enters the mean."""
+    """A member's share of the mean."""
 
     weight: float
     clip: float
@@ -53,12 +53,11 @@ class Norms:
     """Sums of squares of what members sent to one owner, over its parts and threads."""
 
     def __init__(self) -> None:
-        """Nothing came yet."""
         self._squares: defaultdict[tuple[int, int], float] = defaultdict(float)
         self._lock = threading.Lock()
 
     def add(self, member: int, exchange: int, squares: float) -> float:
-        """The member's L2 norm so far, in the first or second exchange of a round."""
+        """Add to a member's sum; return its L2 norm so far in this exchange of the round."""
         with self._lock:
             self._squares[member, exchange] += squares
             return math.sqrt(self._squares[member, exchange])
@@ -74,7 +73,7 @@ class PartRange:
 
     @property
     def num_cells(self) -> int:
-        """Cells of the part."""
+        """Number of the part's cells."""
         return self.stop_cell - self.start_cell
 
     @property
@@ -84,33 +83,33 @@ class PartRange:
 
     @property
     def count(self) -> int:
-        """Values of the part."""
+        """Number of the part's values."""
         values = self.values
         return int(values.stop - values.start)
 
     def cell(self, index: int) -> slice:
-        """The values of the part's cell ``index`` within the part."""
+        """Return the values of the part's cell `index`, within the part."""
         values = self.cells.values(self.start_cell + index, self.start_cell + index + 1)
         return slice(values.start - self.values.start, values.stop - self.values.start)
 
     def max_sent_bytes(self, index: int) -> int:
-        """Longest frame of a member for the part's cell ``index``."""
+        """Return the longest frame of a member for the part's cell `index`."""
         return self.cells.max_sent_bytes(self.start_cell + index)
 
     def max_reduced_bytes(self, index: int, members: int) -> int:
-        """Longest reduced frame of the part's cell ``index``."""
+        """Return the longest reduced frame of the part's cell `index`."""
         return self.cells.max_reduced_bytes(self.start_cell + index, members)
 
     def max_bytes(self, members: int) -> int:
-        """Longest the part can be when so many members reduced it."""
+        """Return the longest that the part can be if so many members reduce it."""
         return self.cells.max_body_bytes(members, self.start_cell, self.stop_cell)
 
 
 class PartReducer:
-    """Accumulates one part.  Not thread safe: its owner calls it from one task at a time."""
+    """Accumulates one part. Not thread safe: its owner calls it from one task at a time."""
 
     adds_rows: ClassVar[bool] = False
-    """Whether sums of rows come or are made, which have all values"""
+    """whether it takes or makes sums of rows, which are dense even if cells are sparse"""
 
     def __init__(
         self,
@@ -122,10 +121,10 @@ class PartReducer:
         exchange: int = 0,
         out_N: Tensor | None = None,
     ) -> None:
-        """Expect cells of every member in ``shares``; without a rule they are averaged.
+        """Expect cells of every member in `shares`; without a rule they are averaged.
 
-        ``norms`` are those of all parts of one owner, by which it checks what members declared,
-        in each ``exchange`` of a round by itself. ``out_N`` is where the decoded part goes.
+        `norms` covers all parts of one owner, which checks the declared norms with it, separately
+        in each `exchange` of a round. `out_N` takes the decoded part.
         """
         self._rule = rule
         self._keeps = rule is not None or part.cells.gathers
@@ -139,7 +138,7 @@ class PartReducer:
         self._incoming = {member: FrameBuffer(limits) for member in shares}
         self._live = set(shares)
         self._last = -1
-        """one of the members of whom the fewest cells came; -1 while none is known"""
+        """a member of which no other has fewer cells here; -1 while none is known"""
         self._done: tuple[bytes, PartDone] | None = None
         self._sparse: SparseMean | None = None
         if part.cells.scatters and rule is None and not self.adds_rows:
@@ -147,7 +146,7 @@ class PartReducer:
         dense = self._sparse is None
         self._sum_N = vectors.empty(part.count * dense) if out_N is None else out_N
         self._begun = 0
-        """cells of which there is a sum"""
+        """number of cells that have a sum"""
         self._weight = [0.0] * part.num_cells
         self._credit_N = vectors.empty(part.count * (dense and not part.cells.gathers))
         self.frames: list[bytes] = []
@@ -155,32 +154,32 @@ class PartReducer:
 
     @property
     def finished(self) -> bool:
-        """Whether every cell is encoded; `frames` holds each with its length before it."""
+        """Whether every cell is encoded; `frames` holds each, prefixed with its length."""
         return len(self.frames) == self.part.num_cells
 
     @property
     def num_frames(self) -> int:
-        """How many the owner sends."""
+        """How many frames the owner sends."""
         return self.part.num_cells
 
     @property
     def waiting_for(self) -> set[int]:
-        """Members of which cells are still missing."""
+        """The members whose cells are missing."""
         return {m for m in self._live if self.waits_for(m)}
 
     def waits_for(self, member: int) -> bool:
-        """Whether cells of a member are still missing."""
+        """Return whether cells of a member are missing."""
         return member in self._live and self._arrived[member] < self.part.num_cells
 
     def arrived(self, member: int) -> int:
-        """How many cells of ``member`` arrived."""
+        """Return how many cells of `member` have arrived."""
         return self._arrived.get(member, 0)
 
     def add(self, member: int, frame: bytes | memoryview) -> None:
-        """Take the next cell of ``member``.
+        """Add the next cell of `member`.
 
         Raises:
-            CodecError: the frame is no cell of the codec.
+            CodecError: the frame is not valid for the codec.
             CellRefused: more cells than the part has, or a norm above the declared one.
         """
         if member not in self._live:
@@ -188,10 +187,10 @@ class PartReducer:
         self._add_frames(member, [frame])
 
     def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
-        """Take the next cells of ``member``, as frames or as the message that holds them.
+        """Add the next cells of `member`, as frames or as the message that holds them.
 
         Raises:
-            CodecError, CellRefused: as ``add``, or the message does not end where a cell ends.
+            CodecError, CellRefused: as `add`, or the message does not end where a cell ends.
         """
         if member not in self._live:
             return
@@ -199,11 +198,11 @@ class PartReducer:
             self._add_frames(member, frames)
 
     def drop(self, member: int) -> None:
-        """Expect nothing more of ``member``; what arrived stays."""
+        """Expect no more of `member`; its cells that arrived still count."""
         self._live.discard(member)
 
     def advance(self) -> bool:
-        """Encode the cells that are complete; whether there was one."""
+        """Encode the cells that are complete; return whether any are."""
         first, ready = len(self.frames), self._ready_cells()
         if first < ready:
             frames = [pack(frame) for frame in self._encode(first, ready)]
@@ -212,7 +211,7 @@ class PartReducer:
         return ready > 0
 
     def done(self, part: int, generation: int) -> tuple[bytes, PartDone]:
-        """The part's bytes and the owner's word on them; put together once, whoever asks first."""
+        """Return the part's bytes and the report on them, joined at the first call."""
         if self._done is None:
             self._done = self._put_together(part, generation)
         return self._done
@@ -236,26 +235,28 @@ class PartReducer:
 
     @property
     def rejected(self) -> float:
-        """L2 norm of what the rule took away from the weighted mean of this part, or put there."""
+        """L2 norm of the rule's result minus the weighted mean, over this part."""
         return math.sqrt(self._rejected_squares)
 
     @property
     def decoded_N(self) -> Update:  # noqa: N802
-        """What the frames decode to, once all cells are encoded."""
+        """The values that the frames decode to, once all cells are encoded."""
         return self._sum_N if self._sparse is None else self._sparse.decoded
 
     @property
     def credit_N(self) -> Update | None:  # noqa: N802
-        """What encoding the mean lost, times the weight behind it: W (a - u) on this part.
+        """The error of encoding the mean, times the sum of weights: W (a - u) on this part.
 
-        None where frames are gathered: nothing is lost.
+        None if frames are gathered: their mean is not encoded, so nothing is lost.
         """
         if self._sparse is not None:
             return self._sparse.lost
         return None if self.part.cells.gathers else self._credit_N
 
     def _ready_cells(self) -> int:
-        """Cells of which nobody's is missing; found anew once the last of all has come further."""
+        """Return how many cells are complete: as many as the slowest live member has sent."""
+        # Searching all members at every message costs P x P steps a part, so it is done only
+        # when the slowest one has come further.
         encoded = len(self.frames)
         if self._last in self._live and self._arrived[self._last] == encoded:
             return encoded
@@ -263,7 +264,7 @@ class PartReducer:
         return self._arrived[self._last] if self._last >= 0 else self.part.num_cells
 
     def _add_frames(self, member: int, frames: Sequence[bytes | memoryview]) -> None:
-        """Take the next cells of a member, by runs that are decoded at once."""
+        """Add the next cells of a member, in runs that are decoded together."""
         first, start = self._arrived[member], self.part.start_cell
         if first + len(frames) > self.part.num_cells:
             raise CellRefused(f"expected {self.part.num_cells} cells, got one more")
@@ -285,14 +286,14 @@ class PartReducer:
         self._arrived[member] += len(frames)
 
     def _sum_of(self, first: int, stop: int) -> Tensor:
-        """The sums of the cells ``[first, stop)``; those that nobody has begun are made 0 first."""
+        """Return the sums of the cells `[first, stop)`, and zero those that no cell has begun."""
         if stop > self._begun:
             self._values(self._sum_N, self._begun, stop).zero_()
             self._begun = stop
         return self._values(self._sum_N, first, stop)
 
     def _encode(self, first: int, stop: int) -> list[bytes]:
-        """The reduced frames of some cells, which are complete."""
+        """Return the reduced frames of some complete cells."""
         if self._sparse is not None:
             return self._sparse.encode(list(self._weights(first, stop)))
         start, mean_N = self.part.start_cell, self._sum_of(first, stop)
@@ -314,13 +315,13 @@ class PartReducer:
         return frames
 
     def _weights(self, first: int, stop: int) -> Iterator[tuple[range, float]]:
-        """Runs of the cells ``[first, stop)`` with one weight behind them."""
+        """Return runs of the cells `[first, stop)` that have the same sum of weights."""
         for weight, run in itertools.groupby(range(first, stop), self._weight.__getitem__):
             cells = list(run)
             yield range(cells[0], cells[-1] + 1), weight
 
     def _gather(self, index: int) -> bytes:
-        """All frames of a cell as one; nothing is lost, so there is no credit."""
+        """Join all members' frames of a cell to one."""
         held = sorted(self._held.pop(index, {}).items())
         shares = self._shares
         return self.part.cells.encode_terms(
@@ -331,7 +332,7 @@ class PartReducer:
         )
 
     def _reject(self, rule: Rule, index: int) -> None:
-        """Put what the rule makes of the held cells in the place of their mean."""
+        """Replace the mean of the held cells by the rule's result."""
         held, mean_N = self._held.pop(index, {}), self._values(self._sum_N, index)
         if not held:
             return
@@ -346,7 +347,7 @@ class PartReducer:
         return self.part.cells.decode_sent(self.part.start_cell + index, frame)
 
     def _values(self, vector_N: Tensor, first: int, stop: int | None = None) -> Tensor:
-        """Those of the cell ``first``, or of the cells ``[first, stop)``."""
+        """Return the values of the cell `first`, or of the cells `[first, stop)`."""
         last = first if stop is None else stop - 1
         return vector_N[self.part.cell(first).start : self.part.cell(last).stop]
 
@@ -359,15 +360,15 @@ class PartReducer:
 
 
 class PartReceiver:
-    """The other members' side: reduced cells are checked, decoded and hashed as they come."""
+    """The other members' side: it checks, decodes and hashes reduced cells as they arrive."""
 
     def __init__(self, *, part: PartRange, members: int, out_N: Tensor | None = None) -> None:
-        """Expect all cells of a part of so many members; ``out_N`` is where their values go."""
+        """Expect all cells of a part that so many members reduce; `out_N` takes their values."""
         self._part = part
         limits = [part.max_reduced_bytes(i, members) for i in range(part.num_cells)]
         self._buffer = FrameBuffer(limits)
         self.frames: list[bytes] = []
-        """as they came, each with its length before it"""
+        """as they came, each prefixed with its length"""
         self._hash = hashlib.sha256()
         self._decoded: list[Update] = []
         self._out_N = out_N
@@ -375,11 +376,11 @@ class PartReceiver:
             self._out_N = vectors.empty(part.count)
 
     def take(self, data: memoryview) -> list[bytes]:
-        """Take a message; there is nothing to answer.
+        """Take a message; return no frames, since none is to be answered.
 
         Raises:
             CellRefused: it holds more than the part, or does not end where a cell ends.
-            CodecError: a frame is no cell of the codec.
+            CodecError: a frame is not valid for the codec.
         """
         frames = self._buffer.feed(data)
         if frames:
@@ -398,14 +399,14 @@ class PartReceiver:
 
     @property
     def decoded_N(self) -> Update:  # noqa: N802
-        """What the frames decode to, once all are there and `finish` was called."""
+        """The values that the frames decode to, after `finish`."""
         return self._decoded[0] if self._out_N is None else self._out_N
 
     def finish(self, done: PartDone) -> bytes:
-        """The part's bytes.
+        """Return the part's bytes.
 
         Raises:
-            CellRefused: they are not those that the owner names.
+            CellRefused: cells are missing, or the bytes do not have the owner's digest.
         """
         if len(self.frames) != self._part.num_cells or self._hash.digest() != done.digest:
             raise CellRefused("the bytes that came are not those that the owner names")
@@ -415,21 +416,21 @@ class PartReceiver:
 
 
 class FrameBuffer:
-    """The frames in a stream's messages.
+    """Splits a stream's messages into frames.
 
-    A message holds whole frames, each with its length before it. One that is longer than a piece
-    with its length has messages of its own.
+    A message holds whole frames, each prefixed with its length. A frame that is longer than a piece
+    with its length is cut over messages of its own.
     """
 
     def __init__(self, limits: Sequence[int]) -> None:
-        """Expect frames that may be so long, at most."""
+        """Expect frames, each of at most the length in `limits`."""
         self._limits = limits
         self._next = 0
         self._long: bytearray | None = None
         self._length = 0
 
     def feed(self, data: memoryview) -> list[memoryview]:
-        """The frames that a message completes.
+        """Return the frames that a message completes.
 
         Raises:
             CellRefused: it holds too many frames, one that is too long, or ends inside a short one.
@@ -448,11 +449,11 @@ class FrameBuffer:
     def frames_of(
         self, cells: memoryview | Sequence[bytes]
     ) -> Sequence[bytes] | Sequence[memoryview]:
-        """Frames as they are, or those that a message completes; raises as ``feed``."""
+        """Return frames as they are, or those that a message completes; raise as `feed`."""
         return self.feed(memoryview(cells)) if isinstance(cells, memoryview) else cells
 
     def _begins_long(self, data: memoryview) -> int:
-        """Length of a frame that comes in several messages; 0 for any other message."""
+        """Return the length of a frame that comes in several messages; 0 for other messages."""
         if len(data) < LENGTH.size or self._next == len(self._limits):
             return 0
         (length,) = LENGTH.unpack_from(data)
@@ -461,9 +462,10 @@ class FrameBuffer:
 
 
 def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
-    """Join consecutive frames to messages of at most ``limit`` bytes, at least one frame each.
+    """Join consecutive frames to messages of at most `limit` bytes, at least one frame each.
 
-    A frame that is longer than a piece is cut, so that signs of life do not wait behind it.
+    A frame that is longer than a piece is cut. Keepalives wait behind a whole message: cells of
+    256 KiB in one message each stalled a link of 2 Mbit/s.
     """
     out: deque[bytes] = deque()
     batch: list[bytes] = []
@@ -483,7 +485,7 @@ def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
 
 
 def split_frames(data: memoryview, limits: Sequence[int]) -> list[memoryview]:
-    """The frames in a message, of which each may be so long.
+    """Return the frames in a message, each of at most the length in `limits`.
 
     Raises:
         CellRefused: the message does not end where a cell ends, or holds too many cells.

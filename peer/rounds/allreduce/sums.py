@@ -1,9 +1,11 @@
-"""Sums of rows: what a relay makes of its row's cells, and how an owner adds them up.
+"""The arithmetic of rows: a relay adds its row's cells, an owner adds the sums.
 
-A sum travels as a frame: a bit for each member of the row, set if its cell is in the sum, then
-sum(w c d) in fp32, little-endian.  A member that is missing in one cell is missing in all later
-ones, as everywhere.  An owner counts a member once: what its row's sums hold of it is skipped when
-it comes by itself, and what comes by itself waits while its row's sums may still hold it.
+A sum is sent as one frame a cell: a bit for each member of the row, lowest bit first, set if its
+cell is in the sum; then sum(w c d) in fp32, little-endian. A member that is missing in one cell is
+missing in all later ones, as in a small group.
+
+An owner counts each cell of a member once. A member of another row may also send its cells itself:
+the owner skips those that came in its row's sums, and holds back those that may still come in them.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from atoll.peer.rounds.policies import SUM_BYTES
 
 
 def mask_bytes(members: int) -> int:
-    """Bytes before the values: one bit a member."""
+    """Return the bytes before the values: one bit a member."""
     return -(-members // 8)
 
 
 class RowReducer(PartReducer):
-    """A relay's side: adds the cells of its row; its frames are the sums."""
+    """A relay's side: it adds the cells of its row. Its frames are the sums."""
 
     adds_rows = True
 
     def __init__(self, *, row: Sequence[int], **options: Any) -> None:  # noqa: ANN401
-        """``options`` are those of `PartReducer`; ``row`` names all members of the row in order."""
+        """Take the options of `PartReducer`, and all members of the row in order."""
         super().__init__(**options)
         self._row = row
 
@@ -55,33 +57,33 @@ class RowReducer(PartReducer):
 
 @dataclass(kw_only=True)
 class RowState:
-    """A row whose sums still come."""
+    """A row that still sends sums."""
 
     members: tuple[int, ...]
     covered: set[int]
-    """members of which all cells were in all sums so far"""
+    """members that are in all sums so far"""
     limit: float
-    """the L2 norm that its sums can have"""
+    """the highest L2 norm that its sums can have"""
     incoming: FrameBuffer
     cells: int = 0
 
 
 @dataclass(kw_only=True)
 class Direct:
-    """Cells that a member of another row sent to the owner by itself."""
+    """Cells that a member of another row sent to the owner itself."""
 
     taken: int = 0
     early: list[bytes] = field(default_factory=list)
-    """while its row's sums may still hold them"""
+    """held back while its row's sums may still hold them"""
 
 
 class TreeReducer(PartReducer):
-    """An owner's side: adds its own row's members, and the other rows' sums."""
+    """An owner's side: it adds the cells of its own row, and the other rows' sums."""
 
     adds_rows = True
 
     def __init__(self, *, rows: Mapping[int, Sequence[int]], **options: Any) -> None:  # noqa: ANN401
-        """``options`` are those of `PartReducer`; ``rows`` are the other rows' members."""
+        """Take the options of `PartReducer`, and the members of the other rows."""
         super().__init__(**options)
         self._row_of = {m: row for row, members in rows.items() for m in members}
         self._direct = {m: Direct() for m in self._row_of if m in self._shares}
@@ -103,27 +105,27 @@ class TreeReducer(PartReducer):
 
     @property
     def open_rows(self) -> set[int]:
-        """Rows whose sums are still missing."""
+        """The rows whose sums are incomplete."""
         return {row for row, state in self._rows.items() if state.cells < self.part.num_cells}
 
     def is_dissolved(self, row: int) -> bool:
-        """Whether no more sums of a row are taken, although cells are missing."""
+        """Return whether a row's sums are refused, although cells are missing."""
         return row not in self._rows
 
     def is_covered(self, member: int) -> bool:
-        """Whether a member may still come in its row's sums."""
+        """Return whether its row's sums may still hold a member."""
         state = self._rows.get(self._row_of.get(member, -1))
         return state is not None and member in state.covered
 
     def alone(self) -> set[int]:
-        """Members of other rows that are in no sums any more, and of whom cells are missing."""
+        """Return members of other rows with missing cells that no sums can hold any more."""
         return {m for m in self._direct if self.waits_for(m) and not self.is_covered(m)}
 
     def add_sums(self, row: int, message: memoryview) -> None:
-        """Take the next sums of a row; none once it was dissolved.
+        """Add the next sums of a row; ignore them once it is dissolved.
 
         Raises:
-            CellRefused: they are longer, larger, or hold others than they can.
+            CellRefused: a sum is too long or too large, or names a member that it cannot hold.
         """
         state = self._rows.get(row)
         if state is not None:
@@ -131,18 +133,18 @@ class TreeReducer(PartReducer):
                 self._add_sum(row, state, frame)
 
     def dissolve(self, row: int) -> None:
-        """Expect no more sums of a row: its members come by themselves, from the cell after."""
+        """Expect no more sums of a row: its members send the cells after them themselves."""
         state = self._rows.pop(row, None)
         if state is not None:
             self._uncover(state, state.covered)
 
     def drop(self, member: int) -> None:
-        """Expect nothing more of a member by itself."""
+        """Expect no more cells from a member itself, unless its row's sums may hold it."""
         if not self.is_covered(member):
             super().drop(member)
 
     def _add_frames(self, member: int, frames: Sequence[bytes | memoryview]) -> None:
-        """Take the next cells that a member sends by itself, but those that are in sums."""
+        """Add the next cells that a member sends itself, except those that sums hold."""
         direct = self._direct.get(member)
         if direct is None:
             return super()._add_frames(member, frames)
@@ -167,7 +169,7 @@ class TreeReducer(PartReducer):
         norm = self._norms.add(-1 - row, self._exchange, float(torch.dot(sum_N, sum_N)))
         if not norm <= state.limit + 1e-12:
             raise CellRefused(f"expected a norm of at most {state.limit:.3g}, got {norm:.3g}")
-        if named:  # else the cell may be encoded already
+        if named:  # a sum of nobody may come after the cell was encoded without its row
             values.add_(sum_N)
         for member in named:
             self._arrived[member] += 1
@@ -178,7 +180,7 @@ class TreeReducer(PartReducer):
             self._uncover(state, state.covered)
 
     def _uncover(self, state: RowState, members: Collection[int]) -> None:
-        """Members are in no more sums: what they sent by themselves counts from here on."""
+        """Take members out of a row's sums: the cells that they sent themselves count from here."""
         members = set(members)
         state.covered -= members
         for member in sorted(members):

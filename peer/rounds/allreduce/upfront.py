@@ -1,10 +1,10 @@
-"""Codes that leave before the group closes.
+"""Eager send: codes leave before the group closes.
 
-Who reports ready waits for the group: for stragglers, and at least for a round trip.  Its codes
-need not wait.  The parts of a position are expected to be those of the last entry of its fragment,
-with the same owners, which every peer knows by the log.  Codes go to these owners at once, and an
-owner keeps them, as bytes, until the group says what they weigh.  Where the leader cuts the parts
-anew they are forgotten, and sent again as the group says.
+A member that has reported waits for the group: for stragglers, and for a round trip at least. Its
+codes need not wait. The parts of a position are expected to be those of the last entry of its
+fragment, with the same owners, and every peer knows them from the log. The codes go to these owners
+at once; an owner keeps them, as bytes, until the group gives their weights. If the leader cuts the
+parts differently, the codes are forgotten and sent again as the group requires.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from atoll.peer.rounds.messages import (
     tagged,
 )
 
-SEND_STALLS = 20  # for one message to an owner that is there, but may be on a slow link
+SEND_STALLS = 20  # for one message: the owner reads it at once, but may have a slow link
 
 
 def plan_of(group: Group) -> Plan:
-    """How a group cuts its position."""
+    """Return how a group cuts its position."""
     parts = planned_parts(group.parts, group.members)
     return Plan(epoch=group.epoch, position=group.position, parts=parts)
 
 
 def expected_plan(ctx: Context, position: int) -> Plan | None:
-    """How a position will be cut if nothing changes; None where that is not known."""
+    """Return how a position will be cut if nothing changes; None if that is unknown."""
     parts = ctx.last_parts.get(ctx.replay.fragment_at(position))
+    # A Q answers an owner's P, so a low-rank contribution is not complete before its group closes.
     if parts is None or isinstance(ctx.replay.cells_at(position), LowRankCells):
         return None
     return Plan(epoch=ctx.replica.epoch, position=position, parts=parts)
 
 
 def begin_upfront(ctx: Context, ready: Ready, codes: Sequence[bytes]) -> UpfrontCodes | None:
-    """Send a contribution to its expected owners; None where that would be in vain."""
+    """Begin to send a contribution to its expected owners; return None if that is useless."""
     plan = expected_plan(ctx, ready.position)
     if plan is None or not ready.weight or ready.term:
         return None
@@ -66,16 +67,20 @@ def begin_upfront(ctx: Context, ready: Ready, codes: Sequence[bytes]) -> Upfront
 
 
 class UpfrontCodes:
-    """One contribution on its way to the owners of a plan."""
+    """One contribution on its way to the owners of a plan.
+
+    Owners are served in turn, beginning with this peer's successor, so that all do not send to the
+    same owner first.
+    """
 
     def __init__(self, ctx: Context, plan: Plan, codes: Sequence[bytes], norm: float) -> None:
         """Begin to send.
 
         Args:
             ctx: the sender's.
-            plan: whom to send what.
+            plan: the expected parts and their owners.
             codes: a frame for each cell of the position.
-            norm: declared for the contribution; it names the one that the codes are of.
+            norm: declared for the contribution; owners tell contributions apart by it.
         """
         self._ctx = ctx
         self._plan = plan
@@ -93,16 +98,16 @@ class UpfrontCodes:
         self._ending = asyncio.create_task(self._end_watch())
 
     async def stream(self, part: int) -> Stream | None:
-        """The stream that a part's codes go by; None where its owner was not reached."""
+        """Return the stream of a part's codes; None if its owner was not reached."""
         opened = self._streams.get(part)
         return await asyncio.shield(opened) if opened is not None else None
 
     async def sent(self, part: int) -> None:
-        """Return when a part's codes have left, or could not."""
+        """Wait until a part's codes have left, or could not leave."""
         await asyncio.wait({self._sends[part]})
 
     async def close(self) -> None:
-        """End what is under way, and all streams."""
+        """End all sends and streams."""
         await end(*self._sends.values(), self._ending)
         self._watch.close()
         for opened in self._streams.values():
@@ -111,7 +116,7 @@ class UpfrontCodes:
                 await stream.close()
 
     async def _end_watch(self) -> None:
-        """The link is read while codes leave, not while the group is waited for."""
+        # Codes that have left make no load: the link is not measured while the group is awaited.
         if self._sends:
             await asyncio.wait(self._sends.values())
         self._watch.pause()
@@ -138,7 +143,7 @@ class UpfrontCodes:
             turn=self._turn(part.owner),
             timeout_s=SEND_STALLS * stall_s,
         )
-        with suppress(TransportError):  # whoever reads the owner's answers learns of it
+        with suppress(TransportError):  # the reader of the owner's answers gets the same error
             await stream.send(tagged(UPFRONT, head), timeout_s=stall_s)
             await send_paced(self._ctx, stream, batches(frames, PACED_BYTES), 0, bulk)
 
@@ -148,10 +153,10 @@ class UpfrontCodes:
 
 
 def check_upfront(ctx: Context, remote: str, head: Upfront) -> int:
-    """How many bytes of a peer's codes an owner keeps.
+    """Return how many bytes of a peer's codes an owner keeps.
 
     Raises:
-        Refused: they are of no use here; the sender keeps them for the group.
+        Refused: they fit no group that is expected here; the sender sends them again.
     """
     plan = expected_plan(ctx, head.position)
     if (
@@ -167,20 +172,20 @@ def check_upfront(ctx: Context, remote: str, head: Upfront) -> int:
 
 
 def _known(ctx: Context) -> set[str]:
-    """Peers of the roster, and electors."""
+    # Codes are kept in memory before any group names their sender, so strangers' are refused.
     return {*ctx.seen, *(elector.peer_id for elector in ctx.replica.electorate)}
 
 
 def not_upfront(position: int) -> Refused:
-    """The answer to codes that fit no group."""
+    """Return the refusal of codes that do not fit the group."""
     return Refused(
         RefusalCode.NOT_UPFRONT,
-        f"round {position + 1} is not cut like that; send when it is closed",
+        f"round {position + 1} has other parts or owners; send again when its group is closed",
     )
 
 
 def most_bytes(cells: Cells, part: PlannedPart) -> int:
-    """What a member sends of a part at most, each message with its kind."""
+    """Return the most bytes that a member sends of a part, with a byte of kind a message."""
     frames = [cells.max_sent_bytes(index) for index in range(part.start_cell, part.stop_cell)]
     messages = sum(1 + frame // PACED_BYTES for frame in frames)
     return sum(LENGTH.size + frame for frame in frames) + messages
@@ -192,10 +197,10 @@ class _Failed:
 
 
 class HeldStream:
-    """A stream whose messages are kept from the start, and read later; a `Stream`."""
+    """A `Stream` whose messages are read from the start and handed out later."""
 
     def __init__(self, stream: Stream, limit: int, stall_s: float) -> None:
-        """Begin to read, at most ``limit`` bytes of cells in all."""
+        """Begin to read, at most `limit` bytes in all."""
         self.remote, self.method = stream.remote, stream.method
         self._stream = stream
         self._limit = limit
@@ -205,11 +210,11 @@ class HeldStream:
 
     @property
     def ended(self) -> bool:
-        """Whether `read_all` would return."""
+        """Whether the other side has sent its last message, or the stream broke."""
         return self._reading.done()
 
     async def read_all(self) -> None:
-        """Return when the other side has sent its last message, or the stream broke."""
+        """Wait until the stream has ended."""
         await asyncio.wait({self._reading})
 
     async def _read(self) -> None:
@@ -218,7 +223,7 @@ class HeldStream:
         while isinstance(message, bytes):
             try:
                 message = await self._stream.recv(timeout_s=self._stall_s)
-            except DeadlineExceeded:
+            except DeadlineExceeded:  # the sender has nothing to send while the group is awaited
                 continue
             except TransportError as error:
                 message = _Failed(error)
@@ -230,11 +235,11 @@ class HeldStream:
             self._messages.put_nowait(message)
 
     async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-        """As the stream's."""
+        """Send at once."""
         await self._stream.send(data, timeout_s=timeout_s)
 
     async def recv(self, *, timeout_s: float) -> bytes | None:
-        """As the stream's, of what was kept first."""
+        """Return the next message, from those that were kept first."""
         try:
             async with asyncio.timeout(timeout_s):
                 message = await self._messages.get()
@@ -247,7 +252,7 @@ class HeldStream:
         return message
 
     async def end(self, *, timeout_s: float) -> None:
-        """As the stream's."""
+        """End this direction."""
         await self._stream.end(timeout_s=timeout_s)
 
     async def close(self) -> None:
@@ -257,10 +262,9 @@ class HeldStream:
 
     async def _stop(self) -> None:
         await end(self._reading)
-        self._messages = asyncio.Queue()  # the frame of a cancelled task keeps this object
+        self._messages = asyncio.Queue()  # a cancelled task's frame keeps `self`, so free the bytes
 
     async def __aenter__(self) -> Self:
-        """The stream itself."""
         return self
 
     async def __aexit__(
@@ -269,5 +273,6 @@ class HeldStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop reading; the stream stays open for a refusal."""
+        # The stream stays open: a refusal is sent on it after this. A wrapper that closed it here
+        # turned `not-upfront` into a plain end, which reads as the owner's death.
         await self._stop()

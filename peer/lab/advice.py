@@ -31,7 +31,7 @@ from atoll.peer.lab.plan import Prediction, Setting, fragments_of, predict
 from atoll.peer.lab.simulation_settings import RATE_SHARES
 
 PLAIN = "diloco"
-WINDOWS = (10, 30, 50, 100)
+WINDOWS = (10, 30, 50, 100)  # values of H to compare
 LOSS_BY_TOKENS = 0.137
 """Loss falls with tokens to this power, which gives the cost of idle time: data-parallel training
 of 0.93M parameters ends at 1.455 after 2.5M tokens and at 1.158 after 13.1M

@@ -172,18 +172,17 @@ class _Baseline:
         losses = [self._step() for _ in range(num_steps)]
         taken = [loss for loss in losses if loss is not None]
         self._seconds += perf_counter() - began_s
+        valid_loss = None
+        if measured:
+            valid_loss = self._evaluator.loss(self._layout.flatten(self._learner.model))
         point = BaselinePoint(
             position=position,
-            tokens=self._taken * self._tokens_per_step,
+            tokens=self._taken * len(self._streams) * self._spec.step_tokens,
             loss=sum(taken) / len(taken) if taken else float("nan"),
-            valid_loss=self._valid_loss() if measured else None,
+            valid_loss=valid_loss,
         )
         self._history.append(point)
         return point
-
-    @property
-    def _tokens_per_step(self) -> int:
-        return len(self._streams) * self._spec.step_tokens
 
     def _step(self) -> float | None:
         repeats = self._spec.inner.grad_accumulation
@@ -205,9 +204,6 @@ class _Baseline:
                 f"{self._skips_in_a_row} steps of the baseline in a row had no finite loss and "
                 "gradient; check the run's learning rate"
             )
-
-    def _valid_loss(self) -> float:
-        return self._evaluator.loss(self._layout.flatten(self._learner.model))
 
     def result(self) -> BaselineResult:
         last = self._history[-1]

@@ -371,7 +371,9 @@ class Demo:
             await asyncio.gather(watching, showing, return_exceptions=True)
 
     async def _supervise(self) -> None:
-        watch = StallWatch(time.monotonic(), window_tokens=self._window_tokens())
+        spec = self.options.spec
+        window_tokens = self.options.peers * spec.outer.longest * spec.step_tokens
+        watch = StallWatch(time.monotonic(), window_tokens=window_tokens)
         while True:
             ended = [peer for peer in self._peers if self._has_ended(peer)]
             self._expect_coordinator()
@@ -381,15 +383,13 @@ class Demo:
                 await self._revive_when_due(status)
             watch.note(status, time.monotonic())
             finished = status is not None and status.state == "finished"
-            for peer in ended:
-                self._expect_ended_well(peer, in_time=finished or status is None)
+            for peer in ended:  # only a finished run lets a peer end, and then with exit code 0
+                in_time = finished or status is None
+                if peer.child is not None and not (in_time and peer.child.exit_code == 0):
+                    raise peer.child.failure()
             if finished and len(ended) == len(self._peers):
                 return
             await asyncio.sleep(POLL_S)
-
-    def _window_tokens(self) -> int:
-        spec = self.options.spec
-        return self.options.peers * spec.outer.longest * spec.step_tokens
 
     def _has_ended(self, peer: PeerProcess) -> bool:
         dead = self._kill is not None and not self._kill.restarted
@@ -398,11 +398,6 @@ class Demo:
     def _expect_coordinator(self) -> None:
         if self._coordinator is not None and not self._coordinator.running:
             raise self._coordinator.failure()
-
-    def _expect_ended_well(self, peer: PeerProcess, *, in_time: bool) -> None:
-        # Only a finished run lets a peer end, and then with exit code 0.
-        if peer.child is not None and not (in_time and peer.child.exit_code == 0):
-            raise peer.child.failure()
 
     def _finished_status(self) -> RunStatus:
         if self._status is None:

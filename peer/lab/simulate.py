@@ -242,7 +242,14 @@ class Simulation:
         if self.sent_bytes > before:
             self.sent.append((self.step, self.sent_bytes - before))
         if self.step * settings.points // settings.steps > len(self.points):
-            self.points.append(self._measure())
+            self.points.append(
+                Point(
+                    step=self.step,
+                    tokens=self.tokens,
+                    sent_bytes=self.sent_bytes,
+                    valid_loss=self._evaluator.loss(self.workers[0].synced_N),
+                )
+            )
         self.seconds += time.perf_counter() - began_s
 
     def _size_window(self, worker: Worker) -> None:
@@ -275,14 +282,6 @@ class Simulation:
             torch.nn.utils.clip_grad_norm_(worker.model.parameters(), limit)
         worker.step(tokens=tokens_BT[:, 1:].numel(), loss=loss)
         self.tokens += tokens_BT[:, 1:].numel()
-
-    def _measure(self) -> Point:
-        return Point(
-            step=self.step,
-            tokens=self.tokens,
-            sent_bytes=self.sent_bytes,
-            valid_loss=self._evaluator.loss(self.workers[0].synced_N),
-        )
 
     def result(self) -> Result:
         """Return the result so far."""

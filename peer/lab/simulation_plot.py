@@ -28,7 +28,8 @@ def draw(results: Sequence[Result], settings: Settings, path: Path, *, step_s: f
     firsts = list({result.spec: result for result in reversed(results)}.values())[::-1]
     for number, (result, label) in enumerate(zip(firsts, _labels(firsts), strict=True)):
         color = COLORS[number % len(COLORS)]
-        _plot(panels[0], _against_bytes(result), color, label)
+        against_bytes = [(point.sent_bytes / 1e6, point.valid_loss) for point in result.points]
+        _plot(panels[0], against_bytes, color, label)
         for axes, rate in zip(panels[1:], RATES_MBIT_S, strict=True):
             network = Network(mbit_s=rate, step_s=step_s)
             _plot(axes, _against_time(result, settings, network), color, label)
@@ -59,10 +60,6 @@ def _title(results: Sequence[Result], settings: Settings, step_s: float) -> str:
         f"{settings.tokens / 1e6:.3g}M tokens, H={settings.inner_steps}, "
         f"{1000 * step_s:.0f} ms per step" + (f"\n{settings.churn}" if settings.churn else "")
     )
-
-
-def _against_bytes(result: Result) -> Curve:
-    return [(point.sent_bytes / 1e6, point.valid_loss) for point in result.points]
 
 
 def _against_time(result: Result, settings: Settings, network: Network) -> Curve:

@@ -14,8 +14,8 @@ from typing import Any
 from atoll.peer.lab.simulate import Result
 from atoll.peer.lab.simulation_settings import Settings
 
-RATES_MBIT_S = (50, 200, 1_000)
-SPEC_CHARS = 32
+RATES_MBIT_S = (50, 200, 1_000)  # links in the table and in the plot
+SPEC_CHARS = 32  # the width of a method in the table and in the legend
 
 
 @dataclass(frozen=True, kw_only=True)

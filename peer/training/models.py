@@ -130,7 +130,8 @@ class Rope(nn.Module):
         pairs = x_BTHE.view(*x_BTHE.shape[:-1], -1, 2)
         eager = x_BTHE.device.type == "cpu" and not torch.compiler.is_compiling()
         if eager and x_BTHE.dtype == torch.float32:  # half the time; torch.compile lacks complex
-            return _rotate_complex(pairs, turn).flatten(-2)
+            turned = torch.view_as_complex(pairs) * torch.view_as_complex(turn)
+            return torch.view_as_real(turned).flatten(-2)
         return rotate(pairs, turn).flatten(-2).to(x_BTHE.dtype)
 
 
@@ -138,10 +139,6 @@ def rotate(pairs: Tensor, turn: Tensor) -> Tensor:
     """Rotate each pair in the last dimension by an angle given as cosine and sine."""
     (a, b), (cos, sin) = pairs.unbind(-1), turn.unbind(-1)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def _rotate_complex(pairs: Tensor, turn: Tensor) -> Tensor:
-    return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turn))
 
 
 class Attention(nn.Module):

@@ -70,7 +70,7 @@ class TrainerStatistics:
 
 
 @dataclass(kw_only=True)
-class TrainerProgress:
+class TrainerCounters:
     """Counters of a trainer; all of them are saved."""
 
     position: int

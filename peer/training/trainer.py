@@ -46,7 +46,7 @@ from atoll.peer.training.statistics import (
     LONGER,
     WARM_STEPS,
     StepPace,
-    TrainerProgress,
+    TrainerCounters,
     TrainerStatistics,
 )
 from atoll.peer.training.watched_reducer import WatchedReducer
@@ -139,7 +139,7 @@ class Trainer:
         )
         self._reducer = WatchedReducer(reducer, self._committed)
         at = self.options.position
-        self._progress = TrainerProgress(position=at, seen_position=at)
+        self._progress = TrainerCounters(position=at, seen_position=at)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
         self._steps_s: deque[float] = deque(maxlen=SHARE_STEPS)
         self._pace = StepPace()
@@ -208,7 +208,8 @@ class Trainer:
             self._pace.measure(busy_s, self._progress.steps)
         self._size_window()
         began_s = self.options.clock()
-        torch.manual_seed(self._step_seed())
+        name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
         inner = self.spec.inner
         batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
         gradient = self.learner.gradient(batches, step=self.schedule_step)
@@ -287,7 +288,7 @@ class Trainer:
         here = {"position": at, "seen_position": at, "since_commit": 0}
         before = self._progress
         # The counters come first: loading the method delivers later commits, which advance them.
-        self._progress = TrainerProgress(**(state["progress"] | ({} if exact else here)))
+        self._progress = TrainerCounters(**(state["progress"] | ({} if exact else here)))
         try:
             if exact:
                 self.worker.load_state_dict(state["worker"])
@@ -318,10 +319,6 @@ class Trainer:
         """
         state = saved.load(path, kind="trainer", run=self.spec.digest())
         self.load_state_dict(state, exact=exact)
-
-    def _step_seed(self) -> int:
-        name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
     def _rest(self, step_s: float) -> None:
         """Sleep so that training takes only this peer's share of the time.

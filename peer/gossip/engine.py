@@ -161,10 +161,10 @@ class Gossip:
         )
         self._peer.enter(RoundPhase.WAIT)
         self._peer.round, self._peer.window = here, None
-        met = await self._meet_somebody(here)
+        met = await self._meet(here)
         self._settle(here, met, members=2 if here.times.accepted else 1)
 
-    async def _meet_somebody(self, here: GossipRound) -> Met | None:
+    async def _meet(self, here: GossipRound) -> Met | None:
         """Return the result of the round; None if the window is kept."""
         while not self._is_over and (partner := here.draw.partner) is not None:
             reach = self._inviter.invite if here.draw.invites else self._invitee.wait

@@ -387,8 +387,8 @@ def show(cells: Cells, mine: OwnSide, gives: bool) -> tuple[Side, bytes]:
     Args:
         cells: chunks of the run's vectors.
         mine: this side of the meeting.
-        gives: whether it hands over mass. Its momentum must then travel too, because otherwise
-            the receiver would count its own momentum twice.
+        gives: whether it hands over mass. Its momentum then travels too, because
+            w (x + mu / (1 - mu) m) is conserved; without it, the giver's momentum would double.
     """
     state = mine.state
     packed: list[bytes] = []

@@ -272,7 +272,7 @@ def preset(
     if config.vocab_size < vocab_size or config.max_seq_len < seq_len:
         raise ModelError(
             f"the model must hold {vocab_size} tokens and {seq_len} positions, but the overrides "
-            f"say vocab_size={config.vocab_size} and max_seq_len={config.max_seq_len}; drop them"
+            f"set vocab_size={config.vocab_size} and max_seq_len={config.max_seq_len}; drop them"
         )
     return config
 

@@ -1,4 +1,4 @@
-"""Meetings that break, at every message, and peers that die, freeze, lie or lose each other."""
+"""Test meetings that break at any message, and peers that die, freeze, lie or are separated."""
 
 import asyncio
 import re
@@ -19,11 +19,11 @@ from atoll.peer.gossip import meeting
 from atoll.peer.gossip.messages import AHEAD, PROTOCOL, TERMS, Ahead, Terms, tagged
 from support.crowd import in_crowd, kept, spread
 
-MESSAGES = 19  # one more than the first meeting of two takes, signs of life among them
+MESSAGES = 19  # one more than the first meeting of two takes, including keepalives
 
 
 def struck(how, at, *, victim=0):
-    """Two peers, of which one is struck at the n-th message of their meetings; what came of it."""
+    """Run two peers, strike one at the n-th message of their meetings and return the result."""
     came = {}
 
     async def use(crowd):
@@ -84,7 +84,7 @@ def freeze(crowd, victim, pair):
 
 @pytest.mark.parametrize("at", range(1, MESSAGES))
 def test_a_connection_that_breaks_at_any_message_loses_nothing(at):
-    """Whoever is in doubt asks, so both sides agree in the end, and the mean is kept."""
+    """A peer in doubt asks, so both sides agree in the end and the mean is kept."""
     came = struck(reset, at)
     assert came["after"] == came["before"] == 2.0
     assert came["moved"] < 1e-5
@@ -141,7 +141,7 @@ def test_a_peer_that_freezes_at_any_message_holds_nobody_up(at, victim):
 
 
 def test_what_a_window_learned_counts_once_however_meetings_break():
-    """Connections that break at random: what is trained is counted or still in the drift."""
+    """Connections break at random; every window is counted or remains in the drift."""
 
     async def use(crowd):
         peers = await crowd.start(4)
@@ -225,7 +225,7 @@ def test_halves_that_lose_each_other_go_on_and_come_together_again():
 
 
 def test_messages_that_are_lost_cost_a_round_at_most():
-    """A lost message of a stream is a stall."""
+    """Lose a message of a stream, which stalls it."""
 
     async def use(crowd):
         peers = await crowd.start(4)
@@ -242,7 +242,7 @@ def test_messages_that_are_lost_cost_a_round_at_most():
 
 
 def with_liar(tamper, *, rounds=6):
-    """Three peers of which one sends something else; the other two after some rounds."""
+    """Run three peers, one of which lies; return the other two after some rounds."""
     came = {}
 
     async def use(crowd):
@@ -260,7 +260,7 @@ def with_liar(tamper, *, rounds=6):
 
 
 def spoil(change):
-    """Let a peer's cells be something else on their way out."""
+    """Change a peer's chunks before they are sent."""
 
     async def compute(function, *args):
         if function is not meeting.show:
@@ -276,7 +276,7 @@ def spoil(change):
 
 
 def nan_cells(frames):
-    """An intact fp32 frame, checksum and all, of a cell in which one value is NaN."""
+    """Return an intact fp32 frame, with its checksum, of a chunk with one NaN."""
     payload = torch.zeros(CELL)
     payload[-1] = torch.nan
     payload = payload.view(torch.uint8)
@@ -333,7 +333,7 @@ def terms_of(peer, **changes):
 
 
 def refused(message, *, twice=False):
-    """What a peer answers a stranger's first message."""
+    """Return a peer's answer to the first message of a stranger."""
     told = []
 
     async def use(crowd):
@@ -381,14 +381,14 @@ def terms_of_fields(mass):
 
 
 def test_a_meeting_is_not_begun_twice():
-    """Who was not drawn is told so; the same meeting again is a replay."""
+    """A peer that was not drawn is refused; repeating the same meeting is a replay."""
     told = refused(lambda peer: tagged(TERMS, terms_of(peer)), twice=True)
     assert told[0] in (RefusalCode.TRAINING, RefusalCode.ELSEWHERE, RefusalCode.PAIRED)
     assert told[1] == RefusalCode.REPLAYED
 
 
 def test_a_peer_that_was_frozen_for_minutes_goes_on_and_counts_once():
-    """It takes over the others' count; its weights and its mass are what they were."""
+    """It adopts the others' count and keeps its weights and its mass."""
 
     async def use(crowd):
         peers = await crowd.start(4)

@@ -1,4 +1,4 @@
-"""Joiners: states lent by neighbours, and what they count for."""
+"""Test joiners: the states that they are lent, and their mass."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_state_arrives_as_it_was_sent():
 
 
 def test_a_state_that_was_lent_stays_while_its_owner_goes_on():
-    """Digests first, leaves two rounds later; a third state that is lent ends the first loan."""
+    """Fetch leaves two rounds after the digests; lending a third state ends the first loan."""
 
     async def use(crowd):
         (peer,) = await crowd.start(1)
@@ -63,7 +63,7 @@ def test_a_state_that_was_lent_stays_while_its_owner_goes_on():
 
 
 def test_a_joiner_counts_only_once_it_has_met_somebody():
-    """It comes with a neighbour's state and no mass; the mean over all stays."""
+    """It joins with another peer's state and no mass, so the mean is unchanged."""
 
     async def use(crowd):
         peers = await crowd.start(3)

@@ -1,4 +1,4 @@
-"""Rounds by gossip over the network in memory: who meets, what is kept, who is left alone."""
+"""Test gossip rounds over the network in memory: pairs, kept windows and peers left alone."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_meetings_keep_the_mean_and_bring_peers_together(size, codec):
 
 
 def test_two_peers_that_meet_hold_the_formula():
-    """Against NoLoCo's rule by hand, over three rounds with pseudo-gradients."""
+    """Compare three rounds with NoLoCo's rule, computed by hand."""
 
     async def use(crowd):
         one, two = await crowd.start(2)
@@ -48,7 +48,7 @@ def test_two_peers_that_meet_hold_the_formula():
 
 @pytest.mark.parametrize("windows", [(5.0, 5.0, 5.0, 10.0), (4.0, 5.0, 6.0, 7.0, 15.0)])
 def test_peers_of_unequal_speed_meet_and_count_the_same_rounds(windows):
-    """A slow peer takes over the count of the others, and nobody trains without it."""
+    """A slow peer adopts the others' count, and no peer trains without it."""
 
     async def use(crowd):
         peers = [crowd.add(window_s=window_s) for window_s in windows]
@@ -68,7 +68,7 @@ def test_peers_of_unequal_speed_meet_and_count_the_same_rounds(windows):
 
 
 def test_a_peer_out_of_step_comes_into_step():
-    """Windows of a minute, a joiner half a minute late, a grace of three seconds."""
+    """Windows of 60 s, a joiner 30 s late, a grace period of 3 s."""
 
     async def use(crowd):
         peers = await crowd.start(3, window_s=60.0)
@@ -97,7 +97,7 @@ def test_a_run_ends_for_all_at_its_last_round():
 
 
 def test_a_slow_link_takes_its_time_and_a_declared_pace():
-    """2 x 70,000 fp32 values at 2 Mbit/s: 2.3 s, which is no stall."""
+    """2 x 70,000 fp32 values at 2 Mbit/s take 2.3 s, which is not a stall."""
 
     async def use(crowd):
         one, _ = await crowd.start(2, link_mbit_s=2.0)

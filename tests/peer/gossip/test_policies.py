@@ -1,4 +1,4 @@
-"""Who meets whom and who says no, from one peer's view."""
+"""Test which peers meet and which invitations are refused, from one peer's view."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What a demo by gossip came to, from what its processes left behind."""
+"""Test the summary of a gossip demo, from the files of its processes."""
 
 import types
 
@@ -16,7 +16,7 @@ SPEC = RunSpec.from_dict({"outer": {"method": "noloco"}})
 
 
 def left_behind(folder, values, **changes):
-    """A run whose peers saved models of these values."""
+    """Return a run whose peers saved models of these values."""
     peers = []
     for number, value in enumerate(values):
         peer = PeerProcess(name=f"peer-{number}", folder=folder / f"peer-{number}")

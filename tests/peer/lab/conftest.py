@@ -1,4 +1,4 @@
-"""Demos whose processes are small programs that do as the test says."""
+"""Demos whose processes are small scripts that a test controls."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ PROGRAM = """
 
 
 class Told:
-    """A `StatusClient` that says what the test says; None: nobody answers."""
+    """A `StatusClient` that returns the test's status; None for no answer."""
 
     status_now = None
 
@@ -101,7 +101,7 @@ class Stage:
         )
 
     def shares(self):
-        """What each peer was told of its time."""
+        """Return the value of --share of each peer."""
         told = [
             json.loads(path.read_text()) for path in sorted(self.folder.glob("peer*.arguments"))
         ]
@@ -141,7 +141,7 @@ async def until(condition, timeout_s=20.0):
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
-    """When the test ends no process of it is left."""
+    """Check that no process outlives the test."""
     monkeypatch.setattr(demo_module, "StatusClient", Told)
     monkeypatch.setattr(demo_module, "POLL_S", 0.02)
     monkeypatch.setattr(Told, "status_now", None)
@@ -152,7 +152,7 @@ def stage(tmp_path, monkeypatch):
 
 @pytest.fixture
 def kit():
-    """The helpers above, which tests cannot import by name."""
+    """Return the helpers above, which tests cannot import by name."""
     return types.SimpleNamespace(
         PeerStatus=PeerStatus, show_for_ever=show_for_ever, until=until, is_alive=is_alive
     )

@@ -1,4 +1,4 @@
-"""Which method is taken, and what `atoll plan` and `atoll init` say and write."""
+"""Test the recommended method, and the output of `atoll plan` and `atoll init`."""
 
 import json
 from dataclasses import replace
@@ -185,7 +185,7 @@ def test_what_does_not_fit_the_model_or_the_window_is_left_out():
 
 @pytest.mark.parametrize("spec", MEASURED)
 def test_what_runs_is_what_a_run_toml_takes(spec):
-    """The fields that are written name the method that was meant."""
+    """The fields written to RUN.toml parse to the same method."""
     method = methods.parse(spec)
     inner_steps = 1 if method.every_step else max(37, method.hidden_steps(37))
     assert runs_over_network(spec)

@@ -1,4 +1,4 @@
-"""The supervision of a demo: whatever happens to a process, the demo says so and leaves none."""
+"""Test the supervision of a demo: it reports any process that ends, and leaves none behind."""
 
 import asyncio
 import functools
@@ -120,7 +120,7 @@ def test_who_leaves_the_dashboard_ends_the_demo(stage, kit):
 
 @pytest.fixture
 def not_ignored(number):
-    """Whoever runs the tests under nohup lets them ignore SIGHUP."""
+    """Tests under nohup ignore SIGHUP."""
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The real demo leaves no process, however it ends."""
+"""Test that the real demo leaves no process behind, however it ends."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""What `atoll plan` predicts: bytes that groups really send, rounds that were measured, memory."""
+"""Compare the predictions of `atoll plan` with groups' traffic, measured rounds and memory."""
 
 import itertools
 from dataclasses import replace
@@ -41,7 +41,7 @@ def net() -> nn.Module:
 
 
 def sent_in_a_window(spec: str, size: int, inner_steps: int = 6) -> int:
-    """Payload of all workers over the second window, of random gradients."""
+    """Return the payload of all workers in the second window, with random gradients."""
     method = methods.parse(spec)
     group, workers = in_process(size, method), []
     for index in range(size):

@@ -1,4 +1,4 @@
-"""Windows that grow as the rate falls: the same at every peer, whenever it came."""
+"""Test windows that grow as the rate falls: equal at every peer, whenever it joined."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def make(corpus, spec, member, position=0, peer="one", **options):
 
 
 class Seen:
-    """Steps of a trainer: where each stood in its schedule, and in a window of what length."""
+    """Return each step's position in the schedule and the length of its window."""
 
     def __init__(self, trainer):
         self.trainer, self.schedule, self.windows = trainer, [], []

@@ -1,4 +1,4 @@
-"""Windows by a peer's speed: what is measured, what others tell, and what a share costs."""
+"""Test windows by a peer's speed: the measured pace, the reported ones, and shares of time."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ class Clock:
 
 
 class Crew:
-    """Trainers of one run in one process; each knows what the others tell of their pace."""
+    """Trainers of one run in one process; each knows the paces that the others report."""
 
     def __init__(self, corpus, steps_s, *, windows="deadline", claims=(), **outer):
         self.spec = RunSpec.from_dict(
@@ -79,7 +79,7 @@ class Crew:
         return [pace_s for pace_s in told if pace_s > 0] + self.claims
 
     def window(self):
-        """Everyone trains a window; seconds that each took for it."""
+        """Train a window at every peer; return the seconds that each took."""
         before_s = [clock.now_s for clock in self.clocks]
         for trainer in self.trainers:
             done = trainer.statistics().windows

@@ -58,7 +58,7 @@ def test_another_kind_or_run_is_refused(path, wrong):
 
 @pytest.fixture
 def little_room():
-    """No file may grow beyond 4 kB: as a full disk, but for the number of the error."""
+    """Limit files to 4 kB, like a full disk except for the error number."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     yield
@@ -67,7 +67,7 @@ def little_room():
 
 @pytest.mark.usefixtures("little_room")
 def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(path):
-    """As the system tells it, by which people are told what to do; it was safetensors' own."""
+    """The error carries the system's number instead of a safetensors text, so a remedy is known."""
     with pytest.raises(OSError, match="File too large") as raised:
         saved.save(path, {"other": torch.zeros(10_000)}, kind="trainer", run="r1")
     assert raised.value.errno == errno.EFBIG and raised.value.filename == str(path)

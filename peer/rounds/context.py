@@ -15,8 +15,8 @@ from atoll.optim.log.entry import Elector, Entry, Verify
 from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.replay import Replay
 from atoll.optim.reduction.robust import Rule
+from atoll.optim.state.updates import Update
 from atoll.peer.rounds.conduct import Conduct, Fault
-from atoll.peer.rounds.holdings import Holdings
 from atoll.peer.rounds.messages import Closed, Group, PlannedPart, planned_parts
 from atoll.peer.rounds.pacing import Link
 from atoll.peer.rounds.policies import is_large
@@ -122,6 +122,70 @@ class TakesGroup(Protocol):
     def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
         """Begin with a group; raises MalformedRecord where it is not the leader's."""
         ...
+
+
+class Arriving(Protocol):
+    """A reduction under way."""
+
+    async def arrival(self, start_cell: int, stop_cell: int) -> bool:
+        """Wait until a part is complete here or brings nothing for a while.
+
+        Returns:
+            Whether it may still arrive.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldPart:
+    """A part's bytes, and its values if they were decoded as they came."""
+
+    body: bytes
+    decoded: Update | None
+
+
+class Holdings:
+    """Reduced parts of the positions in flight, and of the one that was decided last.
+
+    Parts are held by position and digest, because equal bytes at two positions may decode to
+    different values. The bytes of the last decided position stay for peers that its commit has not
+    reached yet; older ones are in the log.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, dict[bytes, HeldPart]] = {}
+        self.arriving: dict[int, Arriving] = {}
+        """by position: the reduction that may still bring its parts"""
+
+    def put(self, position: int, digest: bytes, body: bytes, decoded: Update | None = None) -> None:
+        """Keep a part until the position after its own is decided."""
+        at = self._parts.setdefault(position, {})
+        if decoded is not None or digest not in at:
+            at[digest] = HeldPart(body=body, decoded=decoded)
+
+    def body(self, digest: bytes) -> bytes | None:
+        """Return the bytes of a part of any position."""
+        for at in self._parts.values():
+            if digest in at:
+                return at[digest].body
+        return None
+
+    def decoded(self, position: int, digest: bytes) -> Update | None:
+        """Return the values of a part, if they were decoded as they came."""
+        held = self._parts.get(position, {}).get(digest)
+        return held.decoded if held is not None else None
+
+    def decided_up_to(self, position: int) -> None:
+        """Keep the parts from `position` on, and the bytes of the entry before it."""
+        for decided in [p for p in self._parts if p < position - 1]:
+            del self._parts[decided]
+        last = self._parts.get(position - 1, {})
+        for digest, held in last.items():
+            last[digest] = HeldPart(body=held.body, decoded=None)
+
+    def clear(self) -> None:
+        """Drop all parts: their epoch is over."""
+        self._parts.clear()
 
 
 @dataclass(kw_only=True)

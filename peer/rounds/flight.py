@@ -216,7 +216,7 @@ class Flight:
         leadership = self._host.leading.at(self.place, term)
         if leadership is not None and leadership.parts is not None:
             leadership.parts.exchange = exchange
-            exchange.call_on_part(leadership.changed.set)
+            exchange.on_part = leadership.changed.set
         self._show(RoundPhase.REDUCE)
 
     async def _line_to(self, leader: str) -> Stream:

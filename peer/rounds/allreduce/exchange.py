@@ -96,8 +96,13 @@ class Exchange:
         for index, plan in enumerate(group.parts):
             self._start(index, plan.owner, everyone)
 
-    def call_on_part(self, callback: Callable[[], None]) -> None:
-        """Call back whenever a part is complete here, so that a leader continues at once."""
+    @property
+    def on_part(self) -> Callable[[], None]:
+        """Called whenever a part is complete here, so that a leader continues at once."""
+        return self._state.on_part
+
+    @on_part.setter
+    def on_part(self, callback: Callable[[], None]) -> None:
         self._state.on_part = callback
 
     def range_of(self, part: int) -> PartRange:

@@ -214,8 +214,8 @@ class LibP2PStream(StreamEnd):
         if self._is_lost:
             return
         self._is_lost = True
-        told = (error.strerror or error) if isinstance(error, OSError) else error
-        why = f": {told}" if told else ""
+        reason = (error.strerror or error) if isinstance(error, OSError) else error
+        why = f": {reason}" if reason else ""
         lost = PeerUnreachable(f"the stream to {self.remote} broke{why}", peer=self.remote)
         self.opened.cancel()
         self.on_lost(lost)

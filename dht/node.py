@@ -152,7 +152,7 @@ class Node:
             identity_path: the key file, made if missing; None for a key that lives in memory.
             run_id: names the run's protocol and DHT key; other runs are invisible.
             listen_maddrs: where to listen; port 0 is any free one.
-            announce_maddrs: what others are told to dial, if that differs.
+            announce_maddrs: addresses announced for others to dial, if they differ.
             bootstrap: multiaddrs with /p2p/ of peers in the run; none for the first.
             admission: our credential, which goes with every exchange.
             check: judges the credentials of others.

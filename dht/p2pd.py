@@ -69,7 +69,7 @@ class P2pdOptions:
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     """Multiaddrs to listen on; port 0 means any, and the chosen one is kept over restarts."""
     announce: tuple[str, ...] = ()
-    """Multiaddrs that others are told to dial, if they differ."""
+    """Multiaddrs announced for others to dial, if they differ."""
     relay: bool = True
     """Reach peers, and be reached, through relays."""
     auto_relay: bool = False
@@ -349,7 +349,7 @@ class P2pd:
 def claim_folder() -> tuple[Path, IO[bytes]]:
     """Create a private folder for the sockets, with a lock that shows that its owner is alive.
 
-    Folders of ours that a SIGKILL left behind are removed: nobody holds their locks any more.
+    Folders of ours that a SIGKILL left behind are removed: no process holds their locks.
     """
     for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):

@@ -11,7 +11,7 @@ Ed25519 signature by the PeerID named in the body over
 
 A DHT node stores or believes a record only if `RosterValidator` does: the key is the run's, the
 subkey is the PeerID that signed, every field has its type and range, nothing is left over, and it
-expires within `MAX_TTL_S` at the very time the DHT was told (a far date would block later records).
+expires within `MAX_TTL_S` at the very time given to the DHT (a far date would block later records).
 The reader judges the admission, not the validator: one that expires must not make a whole
 dictionary of records unreadable.
 
@@ -382,7 +382,7 @@ class DhtRoster:
     async def _from_dht(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the DHT's answer if it comes in time; a longer search runs on to its own end.
 
-        Cancelling it would leave tasks behind that wait for it for ever (hivemind 1.1.12).
+        Cancelling it would leave tasks behind that wait for it without end (hivemind 1.1.12).
         """
         search = asyncio.create_task(work)
         self._searches.add(search)

@@ -52,7 +52,7 @@ class Handlers:
         """Answer a call of an admitted peer. Raises whatever the handler raises."""
         handler = self._calls.get(method)
         if handler is None:
-            raise Refused(RefusalCode.UNKNOWN_METHOD, f"nobody serves calls of {method} here")
+            raise Refused(RefusalCode.UNKNOWN_METHOD, f"this peer serves no calls of {method}")
         reply = await handler(remote, body)
         checked_size("an answer", len(reply), MAX_CALL_BYTES)
         self.num_served += 1
@@ -63,7 +63,7 @@ class Handlers:
         handler = self._streams.get(stream.method)
         if handler is None:
             raise Refused(
-                RefusalCode.UNKNOWN_METHOD, f"nobody serves streams of {stream.method} here"
+                RefusalCode.UNKNOWN_METHOD, f"this peer serves no streams of {stream.method}"
             )
         await handler(stream.remote, stream)
 

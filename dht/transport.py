@@ -75,7 +75,7 @@ class TransportStatistics:
     """Exchanges that this side refused."""
     streams_open: int = 0
     restarts: int = 0
-    """How often the daemon died and was restarted."""
+    """Number of times the daemon died and was restarted."""
 
 
 class Stream(Protocol):

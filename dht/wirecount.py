@@ -134,15 +134,15 @@ class WireCounter:
         if not self.is_available:
             return []
         try:
-            told = list(tcp_sockets())
+            sockets = list(tcp_sockets())
         except OSError:
             self.is_available = False
             return []
-        self._tell_apart({inode for inode, _ in told})
-        counts = (_parse(message) for inode, message in told if inode in self._ours)
+        self._sort({inode for inode, _ in sockets})
+        counts = (_parse(message) for inode, message in sockets if inode in self._ours)
         return [count for count in counts if count is not None]
 
-    def _tell_apart(self, inodes: set[int]) -> None:
+    def _sort(self, inodes: set[int]) -> None:
         """Sort sockets into ours and others: listing a process's takes longer than reading all.
 
         A socket belongs to others once two listings lack it: one that is being accepted is in the

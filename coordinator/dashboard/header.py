@@ -175,7 +175,7 @@ def _rate(status: RunStatus) -> Content:
 
 
 def _wrapped(facts: list[Fact], width: int) -> list[Content]:
-    """As many lines as the facts need."""
+    """Wrap the facts into lines of `width` cells."""
     lines: list[Content] = []
     line = Content("")
     for label, value in facts:

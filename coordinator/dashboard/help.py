@@ -13,7 +13,7 @@ from textual.widgets import Static
 from atoll.coordinator.dashboard.marks import PHASES, legend
 
 _KEYS: Final = (
-    ("tab, 1-5", "next pane: peers, loss, phases, rounds, events"),
+    ("tab, 1-5", "pane: peers, loss, phases, rounds, events"),
     ("↑ ↓ pgup pgdn", "choose a peer or round; scroll the events"),
     ("l", "linear or logarithmic loss"),
     ("s", "smoothed or raw loss"),
@@ -24,10 +24,10 @@ _KEYS: Final = (
 )
 _WORDS: Final = (
     ("util", "share of the time spent training"),
-    ("window", "inner steps done until the peer's next round"),
-    ("up, down", "use of the link, as a share of its measured speed"),
+    ("window", "inner steps done in the current window"),
+    ("up, down", "share of the link's measured speed in use"),
     ("bytes", "counted on the wire, in both directions"),
-    ("seen", "time since the coordinator last heard from the peer"),
+    ("seen", "time since the peer's last report"),
 )
 _WORD_CELLS: Final = 15
 

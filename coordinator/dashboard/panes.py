@@ -308,7 +308,7 @@ class LossPane(Pane):
 
 
 class PhasesPane(Pane):
-    """Where a round's time went: the chosen round, and each peer's last one."""
+    """The phases of the chosen round, and of each peer's last one."""
 
     heading = "phases"
     chosen: RoundSummary | None = None

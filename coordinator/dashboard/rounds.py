@@ -15,7 +15,7 @@ from atoll.coordinator.report.view import is_gone, is_held, label, missing, sort
 from atoll.coordinator.run.status import Gap, RoundSummary, RunStatus
 
 NUM_DETAIL_LINES: Final = 2
-_PHASES_CELLS: Final = 16  # beside the peers left out, which need the room more
+_PHASES_CELLS: Final = 16  # leaves room for the reasons of peers left out
 _NAME_CELLS: Final = 14
 _SECONDS_CELLS: Final = 7
 

@@ -1,5 +1,6 @@
-"""A run's status as plain text, for `atoll status`, `atoll rounds` and logs; needs no terminal UI.
+"""A run's status as plain text, for `atoll status`, `atoll rounds` and logs, without a terminal."""
 
-`render_status` and `follow` (`plain`) print it, `read` (`feed`) fetches it, `View` (`view`) is what
-the dashboard draws.
-"""
+from atoll.coordinator.report.feed import Feed, FeedError, read
+from atoll.coordinator.report.plain import follow, lines, render_status, round_line
+
+__all__ = ["Feed", "FeedError", "follow", "lines", "read", "render_status", "round_line"]

@@ -1,4 +1,4 @@
-"""What a peer is doing in its round, for its log, its heartbeats and the dashboard."""
+"""Phases of a peer in its round, for its log, its heartbeats and the dashboard."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ over libp2p:
   until `thaw`, not even by their own deadline.
 - `kill`: SIGKILL. Streams end at the other side with PeerUnreachable (`clean=True`: with None, as a
   peer that closed them all first); operations of the dead peer never return. `transport` of the
-  same PeerID starts it anew.
+  same PeerID starts it again.
 
 `on_message(src, dst, method, n)` is called before the n-th message (from 1; questions, answers,
 opens, ends and stream messages all count) is sent: it may inject any fault, or return False to drop

@@ -202,7 +202,7 @@ def test_a_change_is_completed_when_its_caller_is_cancelled(long_log: Log) -> No
         hold.set()
 
 
-def test_a_coordinator_says_which_updates_it_lacks(kit: Any, tmp_path: Path) -> None:
+def test_a_coordinator_reports_the_updates_it_lacks(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, *_ = await net.started()
@@ -289,7 +289,7 @@ def ledger_recovery(swarm: in_memory.Swarm) -> LedgerRecovery:
 
 
 async def publish(peer: Any, replica: LiveReplica) -> None:
-    """What a peer sends the coordinator over gRPC, as long as it has it."""
+    """Publish entries to the coordinator as a peer does, as long as it has them."""
     store = peer.replica.store
     for position in range(replica.position, peer.replica.position):
         record = store.get(position)

@@ -157,7 +157,7 @@ class Replica:
 
 
 def positions_kept(folder: Path, *, last: int, **coordinator: int) -> list[int]:
-    """Of a run that wrote its checkpoints up to a position."""
+    """The positions of checkpoints that a run has kept at a position."""
     spec = RunSpec.from_dict({"run": {"name": "test"}, "coordinator": coordinator})
     replica, said = Replica(), []
 

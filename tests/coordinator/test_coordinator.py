@@ -24,7 +24,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_member_of_whom_no_cell_came_counts_as_left_out(kit: Any, tmp_path: Path) -> None:
+def test_a_member_without_a_chunk_in_the_entry_is_left_out(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, *_ = await net.started()
@@ -125,7 +125,7 @@ def test_an_elector_that_left_beyond_the_head_may_have_voted_at_it(
     kit.run(main())
 
 
-def test_a_run_that_all_have_left_goes_on_with_who_comes_back(kit: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_with_a_peer_that_comes_back(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             coordinator, swarm = net.up.coordinator, net.swarm
@@ -195,7 +195,7 @@ def test_long_windows_are_no_stall(kit: Any, tmp_path: Path) -> None:
     kit.run(main())
 
 
-def test_a_restarted_peer_is_told_and_votes_in_the_next_epoch(kit: Any, tmp_path: Path) -> None:
+def test_a_restarted_peer_is_logged_and_votes_in_the_next_epoch(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             clock, coordinator = Clock(), net.up.coordinator

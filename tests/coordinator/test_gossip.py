@@ -172,7 +172,7 @@ def test_started_again_it_holds_the_same_model_and_the_run_has_begun(tmp_path):
     run(second())
 
 
-def test_rounds_are_what_their_members_tell(tmp_path):
+def test_rounds_are_summed_up_from_reports(tmp_path):
     history = History(tmp_path / "history.db")
     rounds = ReportedRounds(history, lambda: 3.5)
 

@@ -1,4 +1,4 @@
-"""What a round says of those whom it went on without."""
+"""Peers that a round continued without, and the reasons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atoll.coordinator.report.view import without
 from atoll.coordinator.run.status import RoundReport
 
 
-def test_who_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -> None:
+def test_a_peer_that_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -> None:
     """Electors or not: a slow peer is seldom one."""
 
     async def main() -> None:

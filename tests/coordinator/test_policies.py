@@ -17,7 +17,7 @@ def peer(peer_id: str, **changes: object) -> PeerStatus:
     return PeerStatus(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_who_is_silent_is_gone_and_later_forgotten() -> None:
+def test_a_silent_peer_is_gone_and_later_forgotten() -> None:
     peers = KnownPeers()
     peers.update(peer("a"), 0.0)
     peers.update(peer("b"), 8.0)
@@ -28,7 +28,7 @@ def test_who_is_silent_is_gone_and_later_forgotten() -> None:
     assert len(peers) == 1
 
 
-def test_who_says_goodbye_is_gone_at_once() -> None:
+def test_a_peer_that_says_goodbye_is_gone_at_once() -> None:
     peers = KnownPeers()
     peers.update(peer("a"), 0.0, left=True)
     assert not peers.alive(0.0)
@@ -57,14 +57,14 @@ def test_electors_of_a_later_epoch_hold_a_state() -> None:
     assert [p.peer_id for p in electable(peers.alive(0.0), epoch=0)] == ["a", "b"]
 
 
-def test_who_can_be_no_elector_is_not_electable() -> None:
+def test_a_peer_that_cannot_vote_is_not_electable() -> None:
     peers = KnownPeers()
     for peer_id, incarnation in (("a", "1" * 32), ("b", "1" * 33), ("c", "")):
         peers.update(peer(peer_id, incarnation=incarnation), 0.0)
     assert [p.peer_id for p in electable(peers.alive(0.0), epoch=0)] == ["a"]
 
 
-def test_nothing_is_decided_without_the_votes_of_those_who_left() -> None:
+def test_nothing_is_decided_without_the_votes_of_peers_that_left() -> None:
     first, second, third = (Elector(peer_id=p, incarnation="1") for p in "abc")
     pair, trio = (first, second), (first, second, third)
     assert can_decide(pair, {}, (0, 5))
@@ -92,7 +92,7 @@ def test_a_stall_is_60_s_and_new_epochs_come_ever_more_slowly() -> None:
     assert stall.is_stalled(361.0, 1.0)
 
 
-def test_a_window_takes_what_the_median_trainer_says() -> None:
+def test_a_window_takes_as_long_as_the_median_trainer_reports() -> None:
     peers = KnownPeers()
     assert window_s(peers.alive(0.0), tokens=1000) == 0.0
     for peer_id, speed in (("a", 10.0), ("b", 1e-6), ("c", 5.0), ("unknown", 0.0)):

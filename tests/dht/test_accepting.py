@@ -45,7 +45,7 @@ def test_a_stream_accepted_just_before_the_end_is_closed(steps):
     theirs.close()
 
 
-def test_whoever_p2pd_has_not_named_yet_is_closed_with_it(tmp_path):
+def test_a_stream_without_a_greeting_is_closed_with_p2pd(tmp_path):
     async def main():
         accepted = []
         daemon = await P2pd.start(Identity.ephemeral(), P2pdOptions())

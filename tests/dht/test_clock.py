@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from atoll.dht import clock, engine
+from atoll.dht import bindings, clock
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def test_hivemind_follows_the_learnt_offset(an_hour_off):
     from hivemind.dht import node, protocol
     from hivemind.utils import timed_storage
 
-    assert engine.DHTNode is node.DHTNode
+    assert bindings.DHTNode is node.DHTNode
     for module in (node, protocol, timed_storage):
         assert module.get_dht_time() == pytest.approx(clock.now_s(), abs=1)
     assert clock.now_s() - time.time() == pytest.approx(3600, abs=1)

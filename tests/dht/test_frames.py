@@ -47,7 +47,7 @@ def frame(mark, payload=b""):
 
 
 def push(reader, data):
-    """As asyncio's buffered protocol does."""
+    """Feed a reader as asyncio's buffered protocol does."""
     view = memoryview(data)
     while view:
         buffer = reader.get_buffer()

@@ -249,7 +249,7 @@ def test_hostile_bytes_end_the_stream_and_nothing_else(swarm, a, b, data):
     swarm.run(main())
 
 
-def test_a_stream_that_says_nothing_is_cut_off(swarm, a, b, monkeypatch):
+def test_a_stream_without_an_open_is_cut_off(swarm, a, b, monkeypatch):
     monkeypatch.setattr(libp2p, "GREETING_S", 0.1)
 
     async def main():

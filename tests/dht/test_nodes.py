@@ -117,7 +117,7 @@ def test_a_peer_whose_clock_is_an_hour_off_joins_with_the_learnt_offset(swarm, b
     swarm.run(main())
 
 
-def test_a_node_that_knows_somebody_looks_for_bootstrap_peers_that_it_lost(swarm, a, b):
+def test_a_node_with_peers_looks_for_lost_bootstrap_peers(swarm, a, b):
     """Two halves of a run that was cut apart each know somebody."""
 
     def known(node):

@@ -4,7 +4,7 @@ import tempfile
 
 import pytest
 
-from atoll.dht import daemon
+from atoll.dht import p2pd
 from atoll.dht.p2pd import P2pdOptions, claim_folder, command, parse_address
 
 
@@ -54,9 +54,9 @@ def test_loopback_nodes_ask_nothing_of_the_router(tmp_path):
 
 def test_ports_that_were_found_are_kept_over_a_restart():
     found = ["/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.1/tcp/4001"]
-    assert daemon._with_ports(("/ip4/0.0.0.0/tcp/0",), found) == ("/ip4/0.0.0.0/tcp/4001",)
-    assert daemon._with_ports(("/ip4/127.0.0.1/tcp/0",), found) == ("/ip4/127.0.0.1/tcp/4001",)
-    assert daemon._with_ports(("/ip4/127.0.0.1/tcp/7",), found) == ("/ip4/127.0.0.1/tcp/7",)
+    assert p2pd._with_ports(("/ip4/0.0.0.0/tcp/0",), found) == ("/ip4/0.0.0.0/tcp/4001",)
+    assert p2pd._with_ports(("/ip4/127.0.0.1/tcp/0",), found) == ("/ip4/127.0.0.1/tcp/4001",)
+    assert p2pd._with_ports(("/ip4/127.0.0.1/tcp/7",), found) == ("/ip4/127.0.0.1/tcp/7",)
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "/ip4/300.1.1.1/tcp/1", "/ip4/1.2.3.4/tcp/x"])

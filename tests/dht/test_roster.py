@@ -227,7 +227,7 @@ def test_a_later_record_replaces_also_with_a_shorter_ttl():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_search_that_takes_too_long_goes_on_to_its_own_end(fails, caplog):
+def test_a_search_that_takes_too_long_runs_to_its_own_end(fails, caplog):
     """Cancelled, it would leave tasks of hivemind's behind that wait for ever."""
 
     async def main():
@@ -259,7 +259,7 @@ def test_a_search_that_takes_too_long_goes_on_to_its_own_end(fails, caplog):
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_goodbye_that_nobody_takes_does_not_blame_the_clock(answers, caplog):
+def test_a_goodbye_that_fails_does_not_blame_the_clock(answers, caplog):
     async def main():
         dht = FakeDht()
         ours = roster(dht)
@@ -288,7 +288,7 @@ def test_readers_skip_peers_without_admission_and_garbage():
     asyncio.run(main())
 
 
-def test_what_the_dht_does_not_take_is_an_error():
+def test_a_record_that_the_dht_refuses_is_an_error():
     async def main():
         dht = FakeDht()
         dht.takes = False

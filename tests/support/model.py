@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from atoll.coordinator import members
+from atoll.coordinator import policies
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import (
     Certificate,
@@ -137,11 +137,11 @@ class Model:
 
     def is_given_up(self, state: State) -> bool:
         """Whether the coordinator opens an epoch here, by what peers said that left."""
-        gone: members.Retired = {}
+        gone: policies.Retired = {}
         for index, process in enumerate(state.processes):
             if process.gone_from is not None:
                 gone[f"p{index}", "0"] = process.gone_from
-        return not members.can_decide(self.electorate, gone, HERE)
+        return not policies.can_decide(self.electorate, gone, HERE)
 
     def start(self) -> State:
         """Every leader has asked, nobody has answered."""

@@ -81,7 +81,7 @@ def shown(app):
     return [pane.id for pane in app.query(Pane) if pane.display]
 
 
-def test_the_header_says_what_run_this_is_and_how_far(sample):
+def test_the_header_names_the_run_and_its_progress(sample):
     async def check(app, source, clock, pilot):
         text = plain(app, RunHeader)
         for piece in (
@@ -312,7 +312,7 @@ def test_the_waterfall_follows_the_chosen_round(sample):
     with_app(sample(37), check)
 
 
-def test_rounds_are_listed_newest_first_with_who_was_left_out(sample):
+def test_rounds_are_listed_newest_first_with_peers_left_out(sample):
     async def check(app, source, clock, pilot):
         rows = plain(app, RoundsPane).split("\n")
         assert [row.split()[0] for row in rows[:4]] == ["round", "13", "12", "11"]
@@ -321,7 +321,7 @@ def test_rounds_are_listed_newest_first_with_who_was_left_out(sample):
     with_app(sample(13), check, size=(200, 60))
 
 
-def test_the_chosen_round_says_who_was_left_out_and_why(sample):
+def test_the_chosen_round_shows_peers_left_out_and_why(sample):
     status = sample(13)
     absent, partial = status.peers[4].peer_id, status.peers[2].peer_id
     last = replace(status.history[-1], reasons={absent: "sent nothing", partial: HOSTILE})
@@ -452,7 +452,7 @@ def test_a_failure_with_markup_is_shown_as_it_is(sample):
     with_app(sample(3), check)
 
 
-def test_q_quits_and_tells_who_embeds_it(sample):
+def test_q_quits_and_calls_the_embedding_program(sample):
     told = []
 
     async def check(app, source, clock, pilot):
@@ -494,7 +494,7 @@ def test_any_key_keeps_a_finished_run_on_the_screen(sample):
     with_app(sample(9, state="finished"), check, linger_s=5.0)
 
 
-def test_a_waiting_run_says_for_whom(sample):
+def test_a_waiting_run_shows_how_many_peers_it_needs(sample):
     async def check(app, source, clock, pilot):
         assert " WAITING " in plain(app, RunHeader)
         assert "1 of 2 peers online; the run starts with 1 more" in plain(app, RunHeader)

@@ -91,7 +91,7 @@ def test_a_run_is_called_finished_after_its_last_round(sample):
     assert end.startswith("finished after 3 rounds")
 
 
-def test_a_run_that_everybody_left_is_not_said_to_be_slow(sample):
+def test_a_run_without_peers_is_not_reported_as_slow(sample):
     status = sample(3, state="stalled")
     (slow,) = without_clock(lines(sample(3), status))
     (left,) = without_clock(lines(sample(3), replace(status, peers=[])))
@@ -99,7 +99,7 @@ def test_a_run_that_everybody_left_is_not_said_to_be_slow(sample):
     assert left == "stalled: no peer is online; training resumes when peers return"
 
 
-def test_waiting_training_and_finished_are_said(sample):
+def test_waiting_training_and_finished_are_printed(sample):
     waiting = sample(0, state="waiting", num_peers=2, num_gone=1)
     started, done = sample(0), sample(1, state="finished")
     assert without_clock(lines(None, waiting)) == ["waiting for peers: 1 of 2 online"]
@@ -112,7 +112,7 @@ def test_waiting_training_and_finished_are_said(sample):
     )
 
 
-def test_who_has_not_trained_yet_has_no_utilisation(sample):
+def test_a_peer_that_has_not_trained_has_no_utilisation(sample):
     status = sample(0, state="waiting", num_peers=2, num_gone=0)
     idle = replace(status.peers[0], tokens_total=0, utilisation=1.0)
     busy = replace(status.peers[1], tokens_total=5, utilisation=0.5)
@@ -194,7 +194,7 @@ def test_follow_reports_a_lost_connection_once_and_ends_with_the_run(sample):
     assert told[-1].startswith("finished after 3 rounds")
 
 
-def test_follow_says_nothing_of_what_is_known_already(sample):
+def test_follow_prints_nothing_that_is_known_already(sample):
     steps, written = [sample(12), sample(13, state="finished")], []
 
     async def feed():
@@ -205,8 +205,8 @@ def test_follow_says_nothing_of_what_is_known_already(sample):
     assert [line.split()[1] for line in rounds] == ["13/120"]
 
 
-def test_of_a_round_that_nobody_told_of_speed_and_bytes_are_unknown(sample):
-    """As when the coordinator was away, and learned of some rounds at once."""
+def test_a_round_without_reports_has_no_speed_and_bytes(sample):
+    """The coordinator was away, and learned of some rounds at once."""
     after = sample(37)
     *others, last = after.history
     untold = replace(last, seconds={}, wire_bytes=0)
@@ -221,7 +221,7 @@ def test_a_long_run_can_be_joined_late(sample, position):
     assert len(found) == min(position, 512)
 
 
-def test_why_a_member_was_left_out_is_said_with_the_round(sample):
+def test_the_line_of_a_round_says_why_a_member_was_left_out(sample):
     status = sample(13)
     absent, partial = status.peers[4].peer_id, status.peers[2].peer_id
     row = replace(
@@ -235,7 +235,7 @@ def test_why_a_member_was_left_out_is_said_with_the_round(sample):
     )
 
 
-def test_peers_are_called_by_name_in_what_others_say_of_them(sample):
+def test_messages_name_peers_instead_of_their_ids(sample):
     status = sample(2)
     one, two = status.peers[0].peer_id, status.peers[1].peer_id
     said = Event(
@@ -257,7 +257,7 @@ def test_an_end_that_two_peers_share_stays_as_it_is():
     assert name("left out SAMEND, cccccc, 12D3KooWbbSAMEND") == "left out SAMEND, three, two"
 
 
-def test_updates_that_are_not_held_are_told(sample):
+def test_updates_that_are_not_held_are_listed(sample):
     assert "missing" not in render_status(sample(13))
     gaps = [Gap(first=4, last=4), Gap(first=7, last=9)]
     told = render_status(replace(sample(13), gaps=gaps))

@@ -42,7 +42,7 @@ def problems(text: str) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_all_problems_are_told_at_once_with_their_lines() -> None:
+def test_all_problems_are_listed_with_their_lines() -> None:
     found = problems(BAD)
     starts = {problem.split(":")[0] + problem.split(":")[1] for problem in found}
     assert starts == {

@@ -208,7 +208,7 @@ def test_an_event_has_the_time_at_which_it_happened(kit: Any, tmp_path: Path) ->
     kit.run(main())
 
 
-def test_a_disk_that_is_full_is_told_once_and_the_run_goes_on(kit: Any, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_the_run_continues(kit: Any, tmp_path: Path) -> None:
     """It was a traceback every half second, and peers thought that they were out of touch."""
 
     def limit_disk(coordinator: Coordinator, pages: int) -> None:
@@ -324,7 +324,7 @@ def test_strangers_are_turned_away(kit: Any, tmp_path: Path) -> None:
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "host:7700: no answer in time"),
     ],
 )
-def test_why_a_call_failed_is_told_in_few_words(
+def test_the_reason_of_a_failed_call_is_short(
     code: grpc.StatusCode, details: str, told: str
 ) -> None:
     metadata = grpc.aio.Metadata()
@@ -335,7 +335,7 @@ def test_why_a_call_failed_is_told_in_few_words(
 def test_a_call_fails_when_another_call_closes_its_connection(
     kit: Any,
 ) -> None:
-    """Who waits for a status would take a cancellation for an order to stop."""
+    """A caller that waits for a status would take a cancellation for an order to stop."""
 
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -431,7 +431,7 @@ def test_sessions_are_their_owners_only(kit: Any, tmp_path: Path) -> None:
 # Those who send rubbish
 
 
-def test_entries_that_nobody_certified_are_refused(kit: Any, tmp_path: Path) -> None:
+def test_entries_without_a_certificate_are_refused(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, *_ = await net.started()
@@ -587,7 +587,7 @@ def test_a_publisher_that_stalls_is_given_up(
     kit.run(main())
 
 
-def test_nobody_there(kit: Any) -> None:
+def test_no_coordinator_at_the_address(kit: Any) -> None:
     async def main() -> None:
         invite = Invite(
             addresses=("127.0.0.1:1", "127.0.0.1:2"),
@@ -601,7 +601,7 @@ def test_nobody_there(kit: Any) -> None:
     kit.run(main())
 
 
-def test_a_status_of_a_newer_version_is_said_to_be_one(kit: Any, tmp_path: Path) -> None:
+def test_a_status_of_a_newer_version_is_named_so(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             client = net.client(0)

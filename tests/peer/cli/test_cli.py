@@ -354,7 +354,7 @@ def test_a_file_without_an_invite_is_refused(atoll, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["status", "rounds"])
-def test_nobody_at_the_address_is_a_failure_with_a_remedy(atoll, command):
+def test_an_unreachable_coordinator_is_a_failure_with_a_remedy(atoll, command):
     result = atoll(command, INVITE)
     assert (result.code, result.out) == (1, "")
     assert "127.0.0.1:9: the coordinator cannot be reached (connection refused)" in result.err

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from atoll.coordinator import members
+from atoll.coordinator import policies
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.log_run import LAST_VOTE_S
 from atoll.peer.rounds.consensus.ballot import leader_of
@@ -87,7 +87,7 @@ class Office:
             await asyncio.sleep(TICK_S)
             for peer in self.swarm.peers:
                 at = peer.replica
-                if at.epoch == self.epochs and not members.can_decide(
+                if at.epoch == self.epochs and not policies.can_decide(
                     at.electorate, self.gone, (at.epoch, at.position)
                 ):
                     await self.open(at.position, at.chain)

@@ -5,7 +5,7 @@ Each broken rule below is one that somebody could write; the same search has to 
 
 import pytest
 
-from atoll.coordinator import members
+from atoll.coordinator import policies
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log import entry as log
@@ -232,6 +232,6 @@ def test_what_a_process_says_further_on_does_not_hold_here(monkeypatch):
     def name(elector):
         return elector.peer_id, elector.incarnation
 
-    monkeypatch.setattr(members, "can_decide", can_decide)
+    monkeypatch.setattr(policies, "can_decide", can_decide)
     with pytest.raises(Voided):
         Model(2, terms(1), 0, leaving=True).explore()

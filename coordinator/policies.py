@@ -13,7 +13,7 @@ from atoll.coordinator.run.status import PeerStatus
 from atoll.optim.log.entry import Elector, is_quorum
 
 STALL_S = 60.0  # without progress for this long a new epoch opens (docs/protocol.md, part 1)
-MAX_STALL_S = 3600.0  # epochs that bring no progress open ever more rarely, down to this
+MAX_STALL_S = 3600.0  # each epoch without progress doubles the wait for the next, up to this
 PUBLISH_S = 15.0  # a peer asked for entries that sends none for this long is passed over
 REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items per report
 REPORTS_PER_S = 10.0  # far above a heartbeat per second

@@ -91,7 +91,7 @@ class Presence:
         self._history = history
         self._events = events
         self._seen: set[str] = set()
-        """PeerIDs that came, and whose going is not logged yet"""
+        """PeerIDs whose coming is logged, but not yet their going."""
         self._saved_s = now_s
         for status in history.peers():
             self.peers.update(status, now_s - LONG_AGO_S)

@@ -395,7 +395,7 @@ def test_sample_refuses_a_damaged_checkpoint(atoll, tmp_path):
         ("--chaos --rounds 4", "expected at least 5 rounds, got 4"),
         ("--rounds many", "expected a whole number above 0, got 'many'"),
         ("--peers 0", "expected a whole number above 0, got '0'"),
-        ("--shares 1,0", "expected shares above 0 up to 1"),
+        ("--shares 1,0", "expected shares above 0 and at most 1"),
         ("--shares all", "expected numbers such as 1,0.5, got 'all'"),
         ("--windows long", "outer.windows"),
     ],

@@ -159,7 +159,9 @@ class FactorReceiver:
         frames = [first + second for first, second in pairs]
         body = _decoded(self._part, self._cells, frames, self.decoded_N)
         if hashlib.sha256(body).digest() != done.digest:
-            raise CellRefused("the bytes that came are not those that the owner names")
+            raise CellRefused(
+                "the bytes of the part do not have the digest that its owner reported"
+            )
         return body
 
 

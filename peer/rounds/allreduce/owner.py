@@ -248,7 +248,7 @@ class Owner:
                 await self.drop(owned, *silent, reason="sent nothing")
             elif now >= complete_by:
                 late = await owned.give_up()
-                await self.drop(owned, *late, reason="was past the deadline")
+                await self.drop(owned, *late, reason="missed the deadline")
             else:
                 await owned.await_end(state.ctx.alive_s)
 

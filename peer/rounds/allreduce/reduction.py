@@ -409,7 +409,9 @@ class PartReceiver:
             CellRefused: cells are missing, or the bytes do not have the owner's digest.
         """
         if len(self.frames) != self._part.num_cells or self._hash.digest() != done.digest:
-            raise CellRefused("the bytes that came are not those that the owner names")
+            raise CellRefused(
+                "the bytes of the part do not have the digest that its owner reported"
+            )
         if self._out_N is None:
             self._decoded = [joined(self._decoded)]
         return b"".join(self.frames)

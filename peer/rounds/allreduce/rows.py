@@ -283,7 +283,7 @@ class RowReduction:
                     await owned.add_sums(row, memoryview(message)[1:])
             if owned.tree.is_dissolved(row):
                 raise Refused(
-                    RefusalCode.LATE_SUMS, "the members of the row are to come by themselves"
+                    RefusalCode.LATE_SUMS, "sums are late; the row's members send to the owner"
                 )
         except Refused:
             raise

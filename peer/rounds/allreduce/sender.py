@@ -196,7 +196,7 @@ class Sender:
             elif message[:1] == PART_DONE:
                 done = PartDone.decode(message[1:])
                 if (done.part, done.generation) != (part, generation):
-                    raise PartLost("the owner names another part")
+                    raise PartLost("the owner reports another part")
                 body = await state.ctx.compute(receiver.finish, done)
                 return state.complete(part, body, done, receiver.decoded_N)
         raise DeadlineExceeded(f"expected the part within {state.group.deadline_s:.1f} s")

@@ -317,7 +317,7 @@ def test_other_bytes_than_the_owner_names_are_refused():
     with pytest.raises(CellRefused, match="expected 10 frames, got 5"):
         receiver.finish(done)
     receiver.take(memoryview(b"".join(owner.frames[len(CELLS) :])))
-    with pytest.raises(CellRefused, match="owner names"):
+    with pytest.raises(CellRefused, match="owner reported"):
         receiver.finish(done.model_copy(update={"digest": bytes(32)}))
 
 

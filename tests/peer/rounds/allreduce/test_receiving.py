@@ -54,7 +54,7 @@ def test_a_receiver_ends_with_the_owners_bytes_and_values():
 
 def test_bytes_of_another_part_are_refused_at_the_end():
     _, done = reduced(0).done(0, 0)
-    with pytest.raises(CellRefused, match="not those that the owner names"):
+    with pytest.raises(CellRefused, match="digest that its owner reported"):
         receive([pack(frame) for frame in frames(5)]).finish(done)
 
 

@@ -31,7 +31,7 @@ from atoll.optim.log.claims import Claim
 from atoll.optim.log.entry import Elector, Entry, LogError, Verify
 from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.replica import DISK_ERRORS, NotNext
-from atoll.optim.log.store import Head
+from atoll.optim.log.store import StoreHead
 
 TICK_S = 0.5  # a new epoch opens at most this long after it is due
 DISK_PAUSE_S = 15.0  # a body that could not be stored is not requested again sooner
@@ -292,7 +292,7 @@ class Coordinator:
             params=self.replica.state.layout.numel,
         )
 
-    def head(self) -> Head:
+    def head(self) -> StoreHead:
         """Return the end of the coordinator's log."""
         return self.replica.head
 

@@ -26,7 +26,7 @@ from atoll.optim.log.claims import Claim
 from atoll.optim.log.entry import Certificate, Entry
 from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.replica import NotNext, Replica
-from atoll.optim.log.store import Head
+from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState
 
 RETRY_S = 5.0  # between two attempts to fetch a model
@@ -56,7 +56,7 @@ class ModelKeeper(Replica):
 
     def _stand_at(self, state: OuterState) -> None:
         # Nothing is chained: the root stands in for the chain, so that an epoch names the model.
-        head = Head(epoch=self.epoch, position=state.position, chain=state.root())
+        head = StoreHead(epoch=self.epoch, position=state.position, chain=state.root())
         self.standing = replace(self.standing, head=head, state=state)
 
 

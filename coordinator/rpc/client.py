@@ -39,7 +39,7 @@ from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport
 from atoll.dht import Identity
-from atoll.optim.log.store import Head
+from atoll.optim.log.store import StoreHead
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
 
@@ -58,7 +58,7 @@ class Joined:
     genesis_root: bytes
     epoch: bytes
     """Newest signed epoch (atoll.optim.log.entry.SignedEpoch); empty before the run starts."""
-    head: Head
+    head: StoreHead
     bootstrap: tuple[str, ...]
     clock_offset_s: float
     """Add this to our clock to get the coordinator's."""
@@ -71,7 +71,7 @@ class Beat:
 
     epoch: bytes
     """Newest signed epoch; empty before the run starts."""
-    head: Head
+    head: StoreHead
     bootstrap: tuple[str, ...]
     publish_from: int | None
     """Position from which the coordinator asks this peer to publish entries."""
@@ -87,7 +87,7 @@ class Published:
 
     accepted: bool
     """False if the coordinator has it already, or expects another position: see `head`."""
-    head: Head
+    head: StoreHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,8 +394,8 @@ def _read_snapshot(info: pb.SnapshotInfo) -> FetchedSnapshot:
     )
 
 
-def _head(head: pb.Head) -> Head:
-    return Head(epoch=head.epoch, position=head.position, chain=_digest(head.chain))
+def _head(head: pb.Head) -> StoreHead:
+    return StoreHead(epoch=head.epoch, position=head.position, chain=_digest(head.chain))
 
 
 def _digest(raw: bytes) -> bytes:

@@ -30,7 +30,7 @@ from atoll.coordinator.rpc.messages import (
 )
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
 from atoll.optim.log.claims import Claim
-from atoll.optim.log.store import Head, LogStore, NotStored, SnapshotInfo
+from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
 from atoll.optim.state.outer_state import LEAF_BYTES
 
 log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ def _expect_parsed(message: T) -> T:
     return message
 
 
-def _head(head: Head) -> pb.Head:
+def _head(head: StoreHead) -> pb.Head:
     return pb.Head(epoch=head.epoch, position=head.position, chain=head.chain)
 
 

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from atoll.optim.inprocess.group import Group, GroupError, Misses, nobody
+from atoll.optim.inprocess.group import GroupError, Misses, WorkerGroup, nobody
 from atoll.optim.methods.base import Method
 from atoll.optim.methods.paired import PairedMethod
 from atoll.optim.reducer import Commit, Contribution
@@ -197,7 +197,7 @@ def _mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return sum_N / (sum(weights) or 1.0)
 
 
-class GossipGroup(Group):
+class GossipGroup(WorkerGroup):
     """Pairs that a shared seed draws each round; with an odd number one worker stays alone.
 
     A worker sends its pseudo-gradient and its weights. Whose partner is away, or misses the round,
@@ -213,7 +213,7 @@ class GossipGroup(Group):
         misses: Misses = nobody,
         **options: object,
     ) -> None:
-        """As `Group`; the seed draws the pairs.
+        """As `WorkerGroup`; the seed draws the pairs.
 
         Raises:
             GroupError: for a method with a common state.

@@ -70,7 +70,7 @@ def at_random(share: float, seed: int) -> Misses:
     return lambda position, index: random.Random(f"{seed}/{position}/{index}").random() < share
 
 
-class Group(ABC):
+class WorkerGroup(ABC):
     """Workers of one process; each takes its `member`."""
 
     def __init__(
@@ -195,7 +195,7 @@ class Group(ABC):
 class InProcessMember:
     """The reducer that one worker of a group holds."""
 
-    def __init__(self, group: Group, index: int) -> None:
+    def __init__(self, group: WorkerGroup, index: int) -> None:
         """Made by the group."""
         self.index = index
         self.contributions: dict[int, Contribution] = {}

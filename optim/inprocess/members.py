@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.optim.inprocess.gossip import GossipGroup
-from atoll.optim.inprocess.group import Group, GroupError, Misses, chosen, common_lr, nobody
+from atoll.optim.inprocess.group import GroupError, Misses, WorkerGroup, chosen, common_lr, nobody
 from atoll.optim.inprocess.reduction import SHAPES, LowRankReduction, Reduction
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Commit, Contribution
@@ -22,7 +22,7 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 
 
-class InProcessGroup(Group):
+class InProcessGroup(WorkerGroup):
     """Workers of one process that share one state, as replicas of a log do."""
 
     def __init__(
@@ -33,7 +33,7 @@ class InProcessGroup(Group):
         misses: Misses = nobody,
         **options: object,
     ) -> None:
-        """As `Group`.
+        """As `WorkerGroup`.
 
         Raises:
             GroupError: for a method by gossip.
@@ -143,11 +143,11 @@ class InProcessGroup(Group):
 
 def in_process(
     size: int, method: Method | str, *, misses: Misses = nobody, **options: object
-) -> Group:
+) -> WorkerGroup:
     """The group for a method: with a common state, or by gossip.
 
     Raises:
-        ValueError: as `Group`.
+        ValueError: as `WorkerGroup`.
     """
     method = chosen(method, options)
     kind = GossipGroup if method.reduction == "pairs" else InProcessGroup

@@ -32,7 +32,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LogPlace:
     """Where the log stands before an entry: the chain, and who votes."""
 
     chain: bytes
@@ -43,7 +43,7 @@ def verify_claims(
     records: Sequence[tuple[bytes, bytes]],
     *,
     run_id: bytes,
-    here: Place | None,
+    here: LogPlace | None,
     opened: Epoch,
     verify: Verify,
 ) -> list[Claim]:
@@ -65,9 +65,9 @@ def verify_claims(
         entry, certificate = Entry.decode(entry_bytes), Certificate.decode(certificate_bytes)
         if entry.position == opened.base_position:
             _expect_base_chain(here, opened)
-            here = Place(chain=opened.base_chain, electorate=opened.electorate)
+            here = LogPlace(chain=opened.base_chain, electorate=opened.electorate)
         if here is None:
-            here = Place(chain=entry.previous_chain, electorate=())
+            here = LogPlace(chain=entry.previous_chain, electorate=())
         is_certified = entry.position >= opened.base_position
         check_follows(
             entry,
@@ -78,13 +78,13 @@ def verify_claims(
         )
         if is_certified:
             check_certificate(entry, certificate, here.electorate, verify)
-        here = Place(chain=entry.chain, electorate=entry.electorate)
+        here = LogPlace(chain=entry.chain, electorate=entry.electorate)
         verified.append(Claim(entry=entry, certificate=certificate))
     _expect_reaches_base(verified, opened)
     return verified
 
 
-def _expect_base_chain(here: Place | None, opened: Epoch) -> None:
+def _expect_base_chain(here: LogPlace | None, opened: Epoch) -> None:
     if here is not None and here.chain != opened.base_chain:
         raise ChainMismatch(
             f"expected the chain {opened.base_chain.hex()[:12]} at the base "
@@ -113,14 +113,14 @@ def certified_root(claims: Sequence[Claim], position: int) -> bytes | None:
     return None
 
 
-def place_before(claims: Sequence[Claim], position: int, opened: Epoch | None) -> Place | None:
+def place_before(claims: Sequence[Claim], position: int, opened: Epoch | None) -> LogPlace | None:
     """Return the place before the entry at `position`; None if the claims do not show it."""
     if opened is not None and position == opened.base_position:
-        return Place(chain=opened.base_chain, electorate=opened.electorate)
+        return LogPlace(chain=opened.base_chain, electorate=opened.electorate)
     for claim in claims:
         if claim.entry.position + 1 == position:
-            return Place(chain=claim.entry.chain, electorate=claim.entry.electorate)
+            return LogPlace(chain=claim.entry.chain, electorate=claim.entry.electorate)
         if claim.entry.position == position:
             # Before it lies an entry that nobody sent, so who votes here is not known.
-            return Place(chain=claim.entry.previous_chain, electorate=())
+            return LogPlace(chain=claim.entry.previous_chain, electorate=())
     return None

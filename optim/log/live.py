@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from atoll.optim.log.claims import Claim, Place
+from atoll.optim.log.claims import Claim, LogPlace
 from atoll.optim.log.entry import Certificate, Elector, Entry, Epoch
 from atoll.optim.log.replica import NotNext, Replica
 from atoll.optim.log.standing import ReplicaView
@@ -137,7 +137,7 @@ class LiveReplica(ReplicaView):
         return claim
 
     async def verify(
-        self, records: Sequence[tuple[bytes, bytes]], here: Place | None
+        self, records: Sequence[tuple[bytes, bytes]], here: LogPlace | None
     ) -> list[Claim]:
         """Verify entries that somebody sent; see `Replica.verify`."""
         claims: list[Claim] = await self.compute(self.core.verify, records, here)

@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from atoll.optim.log.claims import Claim, Place, place_before, verify_claims
+from atoll.optim.log.claims import Claim, LogPlace, place_before, verify_claims
 from atoll.optim.log.entry import (
     Certificate,
     ChainMismatch,
@@ -55,7 +55,14 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.log.module import Module
 from atoll.optim.log.standing import ReplicaStanding, ReplicaView
-from atoll.optim.log.store import Head, LogStore, NotStored, OutOfOrder, Record, StoreError
+from atoll.optim.log.store import (
+    LogStore,
+    NotStored,
+    OutOfOrder,
+    StoredEntry,
+    StoreError,
+    StoreHead,
+)
 from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update
@@ -134,7 +141,7 @@ class Replica(ReplicaView):
         if state is None:
             return False
         chain = self.store.snapshot(state.position).chain
-        head = Head(epoch=self.epoch, position=state.position, chain=chain)
+        head = StoreHead(epoch=self.epoch, position=state.position, chain=chain)
         snapshots = {} if self.is_ledger else {state.position: state}
         at = replace(self.standing, head=head, state=state, snapshots=snapshots)
         at = self._replayed(replace(at, leaps=at.leaps + 1))
@@ -175,13 +182,13 @@ class Replica(ReplicaView):
                 break
         return at
 
-    def _records_after(self, at: ReplicaStanding) -> Iterator[Record]:
+    def _records_after(self, at: ReplicaStanding) -> Iterator[StoredEntry]:
         position = at.state.position if at.state is not None else 0
         while records := self.store.headers(position, PAGE):
             yield from records
             position = records[-1].position + 1
 
-    def _stored_electorate(self, head: Head) -> tuple[Elector, ...]:
+    def _stored_electorate(self, head: StoreHead) -> tuple[Elector, ...]:
         opened, before = self.opened, self.store.get(head.position - 1)
         if opened is not None and head.position == opened.base_position:
             return opened.electorate if head.chain == opened.base_chain else ()
@@ -222,7 +229,7 @@ class Replica(ReplicaView):
         self.replay.check(entry)
         return Claim(entry=entry, certificate=certificate)
 
-    def verify(self, records: Sequence[tuple[bytes, bytes]], here: Place | None) -> list[Claim]:
+    def verify(self, records: Sequence[tuple[bytes, bytes]], here: LogPlace | None) -> list[Claim]:
         """Verify consecutive entries that somebody sent; see `verify_claims`.
 
         Raises:
@@ -316,7 +323,7 @@ class Replica(ReplicaView):
         )
 
     def _after(self, at: ReplicaStanding, entry: Entry) -> ReplicaStanding:
-        head = Head(epoch=at.head.epoch, position=entry.position + 1, chain=entry.chain)
+        head = StoreHead(epoch=at.head.epoch, position=entry.position + 1, chain=entry.chain)
         at = replace(at, head=head, electorate=entry.electorate)
         if at.opened is not None and at.is_at_base(at.opened):
             at = replace(at, electorate=at.opened.electorate)
@@ -418,7 +425,7 @@ class Replica(ReplicaView):
         self._begin_store(state.position, place.chain, before)
         self.standing = replace(
             self.standing,
-            head=Head(epoch=self.epoch, position=state.position, chain=place.chain),
+            head=StoreHead(epoch=self.epoch, position=state.position, chain=place.chain),
             electorate=place.electorate,
             state=state,
             snapshots={},
@@ -441,10 +448,10 @@ class Replica(ReplicaView):
                 f"{state.position + self.snapshot_every} certifies, got {state.root().hex()[:12]}"
             )
 
-    def _place_of(self, state: OuterState, claims: Sequence[Claim]) -> Place:
+    def _place_of(self, state: OuterState, claims: Sequence[Claim]) -> LogPlace:
         place = place_before(claims, state.position, self.opened)
         if place is None and state.position == 0:
-            return Place(chain=self.store.genesis_chain, electorate=())
+            return LogPlace(chain=self.store.genesis_chain, electorate=())
         if place is None:
             raise ChainMismatch(f"snapshot {state.position}: expected the entry before it")
         return place
@@ -578,14 +585,14 @@ class Replica(ReplicaView):
         return is_done
 
 
-def _not_next(entry: Entry, head: Head) -> NotNext:
+def _not_next(entry: Entry, head: StoreHead) -> NotNext:
     return NotNext(
         f"expected the entry at epoch {head.epoch}, position {head.position}, "
         f"got epoch {entry.epoch}, position {entry.position}"
     )
 
 
-def _missing_before(state: OuterState, head: Head) -> NotNext:
+def _missing_before(state: OuterState, head: StoreHead) -> NotNext:
     return NotNext(
         f"snapshot {state.position}: expected the entries before it from {head.position} on"
     )

@@ -9,7 +9,7 @@ from atoll.optim.log.claims import Claim, certified_root
 from atoll.optim.log.entry import Elector, Entry, Epoch
 from atoll.optim.log.module import Module
 from atoll.optim.log.replay import Replay
-from atoll.optim.log.store import Head, LogStore
+from atoll.optim.log.store import LogStore, StoreHead
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 
@@ -18,7 +18,7 @@ from atoll.optim.state.outer_state import OuterState
 class ReplicaStanding:
     """Where a replica stands. It is replaced as a whole, so all of it is of one moment."""
 
-    head: Head = field(default_factory=lambda: Head(epoch=0, position=0, chain=b""))
+    head: StoreHead = field(default_factory=lambda: StoreHead(epoch=0, position=0, chain=b""))
     """The epoch, the next position, and the chain there."""
     electorate: tuple[Elector, ...] = ()
     """Those who vote on the next entry; nobody while the entries here are not the epoch's."""
@@ -87,7 +87,7 @@ class ReplicaView:
         return has_its_state and not at.diverged
 
     @property
-    def head(self) -> Head:
+    def head(self) -> StoreHead:
         """The epoch, the next position, and the chain there."""
         return self.standing.head
 

@@ -41,15 +41,15 @@ from atoll.optim.state.outer_state import OuterState
 
 __all__ = [
     "Conflict",
-    "Head",
     "LogStore",
     "NotStored",
     "OutOfOrder",
-    "Record",
     "SnapshotInfo",
     "StoreCorrupt",
     "StoreError",
+    "StoreHead",
     "StoreStatistics",
+    "StoredEntry",
     "WrongRun",
 ]
 
@@ -57,7 +57,7 @@ CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class StoreHead:
     """The end of the log."""
 
     epoch: int
@@ -68,7 +68,7 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class StoredEntry:
     """One stored position without its body."""
 
     epoch: int
@@ -141,14 +141,14 @@ class LogStore:
         return self._genesis_chain
 
     @property
-    def head(self) -> Head:
+    def head(self) -> StoreHead:
         """The epoch, position and chain that the next entry must have."""
         with self._lock:
             row = self._one("SELECT position, epoch, chain FROM entries ORDER BY position DESC")
             epoch = self._one("SELECT max(epoch) FROM epochs")[0] or 0
         if row is None:
-            return Head(epoch=epoch, position=self._base()[0], chain=self._base()[1])
-        return Head(epoch=max(epoch, row[1]), position=row[0] + 1, chain=row[2])
+            return StoreHead(epoch=epoch, position=self._base()[0], chain=self._base()[1])
+        return StoreHead(epoch=max(epoch, row[1]), position=row[0] + 1, chain=row[2])
 
     def append(
         self,
@@ -210,11 +210,11 @@ class LogStore:
             with self._changing():
                 self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
-    def get(self, position: int) -> Record | None:
+    def get(self, position: int) -> StoredEntry | None:
         """Return the entry at a position, if it is here."""
         return next(iter(self.headers(position, 1)), None)
 
-    def headers(self, start: int, count: int) -> list[Record]:
+    def headers(self, start: int, count: int) -> list[StoredEntry]:
         """Return at most `count` entries from `start` on, without bodies."""
         columns = "epoch, position, entry, certificate, chain, body_bytes, has_body"
         query = f"SELECT {columns} FROM entries WHERE position >= ? AND position < ? ORDER BY 2"
@@ -484,8 +484,8 @@ class LogStore:
                 del self._leases[position]
 
 
-def _record(row: tuple[Any, ...]) -> Record:
-    return Record(
+def _record(row: tuple[Any, ...]) -> StoredEntry:
+    return StoredEntry(
         epoch=row[0],
         position=row[1],
         entry=row[2],

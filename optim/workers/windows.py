@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pending:
+class PendingWindow:
     """My contribution under way: where local stood, and the work that it stands for."""
 
     local_N: Tensor  # noqa: N815
@@ -26,7 +26,7 @@ class Pending:
 class Window:
     """The open window of one fragment, and the contribution of the last one."""
 
-    pending: Pending | None = None
+    pending: PendingWindow | None = None
     tokens: int = 0
     steps: int = 0
     step_in_window: int = 0
@@ -66,7 +66,7 @@ class Window:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         pending = state["pending"]
-        self.pending = None if pending is None else Pending(**pending)
+        self.pending = None if pending is None else PendingWindow(**pending)
         self.tokens, self.steps = state["tokens"], state["steps"]
         self.step_in_window = state["step_in_window"]
         self.losses = list(state["losses"])

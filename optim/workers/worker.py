@@ -29,7 +29,7 @@ from atoll.optim.state.difference import Difference
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import is_finite
-from atoll.optim.workers.windows import Pending, Window
+from atoll.optim.workers.windows import PendingWindow, Window
 
 _log = logging.getLogger(__name__)
 
@@ -381,7 +381,7 @@ class Worker(ABC):
         loss = sum(losses) / len(losses) if losses else float("nan")
         number = self._statistics.windows
         self._statistics = replace(self._statistics, windows=number + 1, loss=loss)
-        window.pending = Pending(local_N=local_F, tokens=window.tokens, steps=window.steps)
+        window.pending = PendingWindow(local_N=local_F, tokens=window.tokens, steps=window.steps)
         window.step_in_window = 0
         window.losses = []
         return Contribution(

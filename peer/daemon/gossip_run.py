@@ -20,7 +20,7 @@ from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector, LogError
-from atoll.optim.log.store import Head
+from atoll.optim.log.store import StoreHead
 from atoll.optim.methods.paired import PairedMethod
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.peer.daemon.environment import Environment
@@ -170,7 +170,7 @@ class GossipRun:
 
     # the coordinator's answers
 
-    def note_head(self, head: Head) -> None:
+    def note_head(self, head: StoreHead) -> None:
         """Take which model the coordinator has."""
         self._kept_round = head.position
 

@@ -15,7 +15,7 @@ from atoll.coordinator.rpc.client_errors import (
     CoordinatorUnreachable,
     NotWelcome,
 )
-from atoll.optim.log.store import Head
+from atoll.optim.log.store import StoreHead
 from atoll.peer.daemon.environment import Environment
 from atoll.peer.daemon.reporting import Reporter
 
@@ -26,7 +26,7 @@ MAX_PAUSE_S = 15.0  # between tries while it is away
 class Listener(Protocol):
     """What a kind of run does with the coordinator's answers."""
 
-    def note_head(self, head: Head) -> None:
+    def note_head(self, head: StoreHead) -> None:
         """Take where the coordinator stands."""
         ...
 

@@ -13,7 +13,7 @@ from atoll.coordinator.rpc.client import Beat
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.optim.log.entry import Certificate, Entry, LogError
 from atoll.optim.log.live import LiveReplica
-from atoll.optim.log.store import Head, NotStored
+from atoll.optim.log.store import NotStored, StoreHead
 from atoll.peer.daemon.environment import Environment
 from atoll.peer.recovery.sources import CoordinatorSource
 from atoll.peer.rounds.engine import Rounds
@@ -55,7 +55,7 @@ class Publisher:
         """Return whether this peer has given up its vote from here on."""
         return self._rounds.retired
 
-    def note_head(self, head: Head) -> None:
+    def note_head(self, head: StoreHead) -> None:
         """Take where the coordinator stands."""
         self._source.epoch = head.epoch
         self._source.position = head.position

@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.tasks import end
-from atoll.optim.log.claims import Claim, Place
+from atoll.optim.log.claims import Claim, LogPlace
 from atoll.optim.log.entry import Entry, LogError
 from atoll.optim.log.live import LiveReplica, OnTaken, Recovered, RecoveryError
 from atoll.optim.state.outer_state import Assembly, OuterState, StateError
@@ -231,7 +231,7 @@ class Recovery:
         sources = [d for d in donors if d.head.first_body <= start]
         if not sources or not (restored or self._replay_is_cheaper(furthest.head)):
             return False
-        here = Place(chain=replica.chain, electorate=replica.electorate)
+        here = LogPlace(chain=replica.chain, electorate=replica.electorate)
         claims = await self._claims(furthest, start, here)
         async with Bodies([c.entry for c in claims], sources, self._on_failure) as bodies:
             for claim in claims:
@@ -260,7 +260,7 @@ class Recovery:
             return last.body_bytes
         return replica.replay.cells_at(replica.position).max_body_bytes(len(replica.electorate))
 
-    async def _claims(self, donor: Donor, start: int, here: Place | None) -> list[Claim]:
+    async def _claims(self, donor: Donor, start: int, here: LogPlace | None) -> list[Claim]:
         fetched: list[tuple[bytes, bytes]] = []
         while start + len(fetched) < donor.head.position:
             more = await donor.source.headers(start + len(fetched), donor.head.position)
@@ -295,7 +295,7 @@ class Recovery:
         offered = {p for d in donors for p in d.head.snapshots}
         if replica.is_ledger:
             start = replica.position
-            here: Place | None = Place(chain=replica.chain, electorate=replica.electorate)
+            here: LogPlace | None = LogPlace(chain=replica.chain, electorate=replica.electorate)
             have = replica.position if replica.diverged else replica.state.position
             offered = {p for p in offered if p > have}
         else:

@@ -42,7 +42,7 @@ class Barred:
 
 
 @dataclass(kw_only=True)
-class Record:
+class FaultCount:
     """What is held against one peer."""
 
     faults: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_FAULTS))
@@ -58,11 +58,11 @@ class Conduct:
 
     def __init__(self) -> None:
         """Nobody has."""
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, FaultCount] = {}
 
     def fault(self, peer: str, why: Fault, now: float) -> Barred | None:
         """Note a fault; the bar that it earns, if it is one too many."""
-        record = self._records.pop(peer, None) or Record()
+        record = self._records.pop(peer, None) or FaultCount()
         self._records[peer] = record
         if len(self._records) > MAX_PEERS:
             del self._records[next(iter(self._records))]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.entry import Elector, Entry, Verify
-from atoll.optim.log.live import LiveReplica
+from atoll.optim.log.live import Compute, LiveReplica
 from atoll.optim.log.replay import Replay
 from atoll.optim.reduction.robust import Rule
 from atoll.optim.state.updates import Update
@@ -23,14 +23,6 @@ from atoll.peer.rounds.policies import is_large
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
-
-
-class Compute(Protocol):
-    """Runs a function off the event loop (or on it, in tests with a virtual clock)."""
-
-    def __call__(self, function: Callable[..., Any], /, *args: Any) -> Awaitable[Any]:  # noqa: ANN401
-        """The function's result."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

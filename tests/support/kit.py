@@ -30,7 +30,7 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.optim.log.replay import Replay
-from atoll.optim.log.store import Head
+from atoll.optim.log.store import StoreHead
 from atoll.optim.reduction.cells import body_of
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
@@ -72,7 +72,7 @@ class Swarm:
         values = {"peer_id": self.identities[index].peer_id, "incarnation": "1", "state": "ready"}
         return PeerStatus(**{**values, **changes})
 
-    def entry(self, run_id: bytes, head: Head, **changes: Any) -> tuple[Entry, bytes]:
+    def entry(self, run_id: bytes, head: StoreHead, **changes: Any) -> tuple[Entry, bytes]:
         generator = torch.Generator().manual_seed(head.position)
         frames = REPLAY.cells_at(head.position).encode(
             torch.randn(LAYOUT.numel, generator=generator)
@@ -113,7 +113,7 @@ class Swarm:
         }
         return Entry(**{**values, **changes}), body
 
-    def null(self, run_id: bytes, head: Head) -> Entry:
+    def null(self, run_id: bytes, head: StoreHead) -> Entry:
         return self.entry(run_id, head, kind="null", members=(), parts=())[0]
 
     def certify(self, entry: Entry, voters: Sequence[int] = (0, 1)) -> Certificate:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from atoll.optim.inprocess.group import Group, Misses, nobody
+from atoll.optim.inprocess.group import Misses, WorkerGroup, nobody
 from atoll.optim.inprocess.members import in_process
 from atoll.optim.methods import Method, parse
 from atoll.optim.workers.worker import Worker
@@ -80,7 +80,7 @@ class Team:
         **options: object,
     ) -> None:
         self.method = parse(method, **options) if isinstance(method, str) else method
-        self.group: Group = in_process(size, self.method, misses=misses)
+        self.group: WorkerGroup = in_process(size, self.method, misses=misses)
         self._make, self._inner, self._inner_steps = make, inner, inner_steps
         self._worker_of: dict[int, Worker] = {}
         for index in range(size if present is None else present):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
-from atoll.optim.log.claims import Place
+from atoll.optim.log.claims import LogPlace
 from atoll.optim.log.entry import (
     CertificateInvalid,
     ChainMismatch,
@@ -387,7 +387,7 @@ def test_a_ledger_takes_no_entries_with_a_hole(long_log: LongLog) -> None:
 def test_recovered_entries_need_their_certificates(any_log: LongLog) -> None:
     """A donor can send anything: entries of its own, or those of the log in another order."""
     away, claims = any_log.away, any_log.claims(start=3)
-    here = Place(chain=away.chain, electorate=away.electorate)
+    here = LogPlace(chain=away.chain, electorate=away.electorate)
     assert away.verify(encoded(claims), here) == claims
     forged = replace(claims[2], entry=claims[2].entry.model_copy(update={"lr": 0.0}))
     few = replace(claims[2], certificate=any_log.swarm.certify(claims[2].entry, voters=(1,)))

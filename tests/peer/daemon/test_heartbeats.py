@@ -10,7 +10,7 @@ from atoll.coordinator.rpc.client import Beat, Published
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable, NotWelcome
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht.testing.memory import run_virtual
-from atoll.optim.log.store import Head
+from atoll.optim.log.store import StoreHead
 from atoll.peer.daemon.heartbeats import MAX_PAUSE_S, Heartbeats
 from atoll.peer.daemon.outbox import MAX_SENT
 from atoll.peer.daemon.publisher import Publisher
@@ -26,7 +26,7 @@ class Client:
     """A coordinator that answers what the test says and keeps what it is told."""
 
     def __init__(self):
-        self.head = Head(epoch=1, position=0, chain=bytes(32))
+        self.head = StoreHead(epoch=1, position=0, chain=bytes(32))
         self.failures = []  # raised by the next heartbeats
         self.answer = {}
         self.beats, self.published, self.joins = [], [], 0
@@ -51,7 +51,7 @@ class Client:
         if position >= self.refuse_from:
             raise AWAY
         self.published.append((position, len(body)))
-        self.head = Head(epoch=epoch, position=position + 1, chain=bytes(32))
+        self.head = StoreHead(epoch=epoch, position=position + 1, chain=bytes(32))
         return Published(accepted=True, head=self.head)
 
 
@@ -195,7 +195,7 @@ def test_a_coordinator_that_is_ahead_makes_us_catch_up(tmp_path):
     async def use(peer):
         there = peer.peer.replica.position
         for ahead, kicks in ((1, 0), (2, 1)):  # one ahead is a commit on its way here
-            peer.client.head = Head(epoch=1, position=there + ahead, chain=bytes(32))
+            peer.client.head = StoreHead(epoch=1, position=there + ahead, chain=bytes(32))
             await peer.heartbeats.beat()
             assert peer.catch_ups == kicks
 

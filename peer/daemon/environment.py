@@ -11,6 +11,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.optim.log.entry import Elector
+from atoll.optim.log.live import Compute
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.enrolment import Enrolment
@@ -19,7 +20,7 @@ from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.outbox import Outbox
 from atoll.peer.daemon.peer_tasks import PeerTasks
 from atoll.peer.paths import PeerPaths
-from atoll.peer.rounds.context import Compute, OnEvent
+from atoll.peer.rounds.context import OnEvent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
+from atoll.optim.log.live import Compute
 from atoll.optim.reduction.cells import LENGTH
 from atoll.optim.reduction.lowrank import LowRankCells
 from atoll.optim.state.updates import Update
@@ -25,7 +26,6 @@ from atoll.peer.rounds.allreduce.factors import FactorReducer
 from atoll.peer.rounds.allreduce.reduction import CellRefused, Norms, PartReducer, batches
 from atoll.peer.rounds.allreduce.state import CONNECT_STALLS, RESULTS, ExchangeState
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.context import Compute
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,

@@ -214,8 +214,8 @@ class Flight:
     def _joined(self, term: int, exchange: Exchange) -> None:
         self.pending.exchange = exchange
         leadership = self._host.leading.at(self.place, term)
-        if leadership is not None and leadership.parts is not None:
-            leadership.parts.exchange = exchange
+        if leadership is not None:
+            leadership.exchange = exchange
             exchange.on_part = leadership.changed.set
         self._show(RoundPhase.REDUCE)
 

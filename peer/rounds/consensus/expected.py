@@ -1,4 +1,4 @@
-"""Whom the leader of a forming group waits for, and until when.
+"""The peers for which the leader of a forming group waits, and until when.
 
 The roster shows what a trainer was up to some seconds ago, so each is asked where it stands.
 """
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 from atoll.optim.log.entry import Elector
-from atoll.peer.rounds.consensus.votes import ask_head
+from atoll.peer.rounds.consensus.polls import ask_head
 from atoll.peer.rounds.context import Context
 
 PROBE_S = 1.0  # how often peers that are waited for are asked
@@ -29,28 +29,18 @@ class Expected:
         *,
         electorate: Callable[[], Sequence[Elector]],
         ready: Callable[[], Collection[str]],
-        on_change: Callable[[], None],
     ) -> None:
-        """Nothing is known before ``run``; ``ready`` tells who has a session with the leader."""
+        """`ready` returns the peers that have a session with the leader."""
         self._ctx = ctx
         self._electorate = electorate
         self._ready = ready
-        self._on_change = on_change
-        self.ready_at: dict[str, float] = {}
-        """by peer, on the leader's clock"""
-        self.known = False
-        """whether all were asked once"""
 
-    async def run(self) -> None:
-        """Keep it true, until cancelled."""
-        while True:
-            trainers, here = await self._trainers(), self._ready()
-            asked = await self._ask([peer for peer in trainers if peer not in here])
-            now = self._ctx.now()
-            self.ready_at = {peer: now for peer in trainers if peer in here} | asked | self._mine()
-            self.known = True
-            self._on_change()
-            await asyncio.sleep(PROBE_S)
+    async def ask(self) -> dict[str, float]:
+        """Ask all once; when each expects to be ready, on the leader's clock."""
+        trainers, here = await self._trainers(), self._ready()
+        asked = await self._ask([peer for peer in trainers if peer not in here])
+        now = self._ctx.now()
+        return {peer: now for peer in trainers if peer in here} | asked | self._mine()
 
     async def _ask(self, peers: Sequence[str]) -> dict[str, float]:
         heads = await asyncio.gather(*(ask_head(self._ctx, peer) for peer in peers))

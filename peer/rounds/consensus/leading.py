@@ -70,7 +70,7 @@ class Leading:
         found: dict[str, str] = {}
         for (epoch, position, _), leadership in self._leaderships.items():
             if (epoch, position) == place:
-                found |= leadership.left_out
+                found |= leadership.round.left_out
         return found
 
     async def close(self) -> None:
@@ -205,7 +205,7 @@ class Leading:
         self, leadership: Leadership, entry: Entry, certificate: Certificate
     ) -> None:
         decided = Decided(entry=entry.encode(), certificate=certificate.encode())
-        live = sorted(peer for peer, session in leadership.sessions.items() if session.alive)
+        live = sorted(leadership.round.live)
         others = set(leadership.sessions) | set(self._ctx.seen)
         others |= {elector.peer_id for elector in entry.electorate}
         await self._spreading.tell(decided, [*live, *sorted(others)])

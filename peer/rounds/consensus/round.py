@@ -1,0 +1,574 @@
+"""One term of one position, as its leader goes through it: a machine without sockets.
+
+Events and the time go in, actions come out; nothing here waits or sends. `leader.py` owns the
+sessions, tasks and timers, feeds this machine, and does what it asks for. `receive` takes an event
+as it happens; `advance` looks at the clock, at the log and at the parts in hand. Both return what
+is to be done now.
+
+    CALLED      a later term, until it is wanted: by a quorum that reports, or by the absence of the
+                leader before
+    PREPARING   promises, before any ballot but the first (docs/protocol.md, part 2)
+    FORMING     reports come in until the group closes (part 4, step 2)
+    REDUCING    owners finish their parts; parts of owners that are lost are repaired (steps 5 to 7)
+    REDUCED     all parts are done before the position's turn
+    VOTING      the entry is proposed; back to REDUCING if a part of it is lost meanwhile (step 8)
+    DECIDED     a quorum voted: there is a certificate
+    FAILED      this term decides nothing; the next leader tries
+
+The rules of ballots are those of `ballot.py`, of groups those of `policies.py`, of parts those of
+`parts.py`. `tests/peer/rounds/consensus/test_round_check.py` drives these same classes through
+every order of events within a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from atoll.coordinator.run.levels import Level
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import Refused
+from atoll.optim.log.entry import Certificate, Elector, Entry, Member, Part, Vote, is_quorum
+from atoll.optim.reduction.cells import Cells
+from atoll.peer.rounds.consensus.ballot import TERM, Accepted, Leads, Place, Proposer, term_of
+from atoll.peer.rounds.consensus.parts import Fetch, FetchEnded, Parts, RepairPart
+from atoll.peer.rounds.messages import Group, PartDone, Ready
+from atoll.peer.rounds.policies import Close, Rendezvous, close_decision
+
+# A group without a quorum of electors closes after so many graces all the same: its work is
+# reduced, and may still be voted for by electors that trained nothing.
+ALONE_GRACES = 3
+LATE_STALLS = 2  # past the group's deadline: owners may finish at it, and their word takes a moment
+
+
+class RoundState(Enum):
+    """Where a term stands; the module's docstring describes each."""
+
+    CALLED = "called"
+    PREPARING = "preparing"
+    FORMING = "forming"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+    VOTING = "voting"
+    DECIDED = "decided"
+    FAILED = "failed"
+
+
+OVER = frozenset({RoundState.DECIDED, RoundState.FAILED})
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What a leader sees when it looks; `now` and `opened_at` are seconds on one clock."""
+
+    now: float
+    turn: bool
+    """whether the position is the one that is decided next"""
+    electorate: tuple[Elector, ...]
+    """of the position that is decided next"""
+    opened_at: float
+    """when that position came to be decided next"""
+    last_s: float
+    """how long the position before was next"""
+    held: frozenset[int] = frozenset()
+    """parts whose named bytes are in hand"""
+    coming: frozenset[int] = frozenset()
+    """parts that the leader's own exchange may still bring"""
+
+
+# Events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """A member's session began with its report."""
+
+    peer: str
+    ready: Ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """A member's session ended."""
+
+    peer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unreachable:
+    """A message to a member could not be sent; its session is about to end."""
+
+    peer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """All who may come were asked: when each expects to be ready, on the leader's clock."""
+
+    ready_at: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderAbsent:
+    """The leader of the term before does not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartReduced:
+    """A member says that it has finished a part."""
+
+    peer: str
+    done: PartDone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promised:
+    """An elector promised an attempt; what it accepted before."""
+
+    attempt: int
+    elector: int
+    accepted: Accepted | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voted:
+    """An elector voted for the entry of an attempt, with a signature that was checked."""
+
+    attempt: int
+    elector: int
+    signature: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polled:
+    """All electors have answered the question of an attempt, or will not."""
+
+    attempt: int
+
+
+Event = (
+    Reported
+    | Left
+    | Unreachable
+    | Probed
+    | LeaderAbsent
+    | PartReduced
+    | FetchEnded
+    | Promised
+    | Voted
+    | Polled
+)
+
+
+# Actions
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskPromises:
+    """Ask all electors for promises."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseGroup:
+    """Bring a group to its members."""
+
+    group: Group
+    uplinks_mbit_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellGone:
+    """Report to all members that one is gone, by its index."""
+
+    member: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Propose:
+    """Ask all electors for votes."""
+
+    attempt: int
+    entry: Entry
+    deadline_s: float | None
+    """for each vote; None before there is a group"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopPoll:
+    """Wait for no more answers to the last question."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decide:
+    """The position is decided."""
+
+    entry: Entry
+    certificate: Certificate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fail:
+    """The term ends without a decision."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Tell people."""
+
+    level: Level
+    text: str
+
+
+Action = (
+    AskPromises
+    | CloseGroup
+    | TellGone
+    | Fetch
+    | RepairPart
+    | Propose
+    | StopPoll
+    | Decide
+    | Fail
+    | Report
+)
+
+Kind = Literal["update", "null"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What follows from the run and the log; pure functions of the moment of asking."""
+
+    form: Callable[[Mapping[str, Ready]], Group]
+    """the group of these members, in their order"""
+    entry: Callable[[Kind, Sequence[Member], Sequence[Part], Sequence[Elector]], Entry]
+    """(kind, members, parts, electorate) -> the entry of the position"""
+    cells: Cells
+    """of the position's fragment"""
+    grace_s: float
+
+
+class Round:
+    """One term of a position that one process leads."""
+
+    def __init__(self, place: Place, term: int, *, leads: Leads, rules: Rules, view: View) -> None:
+        """Begin.
+
+        Raises:
+            Refused: it is the position's turn, and another's to lead, or was led before.
+        """
+        self.place = place
+        self.term = term
+        self.state = RoundState.CALLED if term else RoundState.FORMING
+        self.group: Group | None = None
+        self.parts: Parts | None = None
+        self.left_out: dict[str, str] = {}
+        """peers that the group was closed without, and why"""
+        self.expected: Mapping[str, float] | None = None
+        """by peer, when it expects to be ready; None before all were asked once"""
+        self._leads = leads
+        self._rules = rules
+        self._reports: dict[str, Ready] = {}
+        self._gone: set[str] = set()
+        self._told_gone: set[str] = set()
+        self._electorate: tuple[Elector, ...] | None = None
+        self._proposer: Proposer | None = None
+        self._wanted_since = view.now
+        self._first_at: float | None = None
+        self._quorum_at: float | None = None
+        self._reduce_by: float | None = None
+        self._failure = ""
+        self._absent = False
+        self._proposed: Entry | None = None
+        self._is_own = False
+        """whether the proposed entry is an update of this leader's group"""
+        self._signatures: dict[int, bytes] = {}
+        self._polled = False
+        if view.turn:
+            self._fix(view)
+
+    def electorate(self, view: View) -> tuple[Elector, ...]:
+        """Who votes at the position; before its turn, who will if nothing changes."""
+        return self._electorate if self._electorate is not None else view.electorate
+
+    def is_live(self, peer: str) -> bool:
+        """Whether a peer has a session."""
+        return peer in self._reports and peer not in self._gone
+
+    @property
+    def live(self) -> list[str]:
+        """Who has a session, in the order of the first reports."""
+        return [peer for peer in self._reports if peer not in self._gone]
+
+    @property
+    def reported(self) -> list[str]:
+        """Who ever had one."""
+        return list(self._reports)
+
+    @property
+    def question(self) -> int | None:
+        """The attempt about which electors are asked, if they are."""
+        asking = self.state in (RoundState.PREPARING, RoundState.VOTING)
+        return self._proposer.attempt if asking and self._proposer is not None else None
+
+    # events
+
+    def receive(self, event: Event) -> list[Action]:
+        """Take an event; what is to be done at once.
+
+        Raises:
+            Refused: a report after the group was closed.
+        """
+        match event:
+            case Reported():
+                self._take_report(event)
+            case Unreachable():
+                self._gone.add(event.peer)
+            case Left():
+                return self._take_end(event.peer)
+            case Probed():
+                self.expected = event.ready_at
+            case LeaderAbsent():
+                self._absent = True
+            case PartReduced() if self.parts is not None:
+                self.parts.note(event.peer, event.done)
+            case FetchEnded() if self.parts is not None:
+                self.parts.fetched(event)
+            case Promised() if self._is_asked(RoundState.PREPARING, event.attempt):
+                self._voting().promise(event.elector, event.accepted)
+            case Voted() if self._is_asked(RoundState.VOTING, event.attempt):
+                self._signatures[event.elector] = event.signature
+            case Polled() if event.attempt == self.question:
+                self._polled = True
+            case _:
+                pass  # late: of an earlier question, or of a group that is not there yet
+        return []
+
+    def _take_report(self, event: Reported) -> None:
+        if self.group is not None:
+            self.left_out.setdefault(event.peer, "came after the group was closed")
+            raise Refused(
+                RefusalCode.CLOSED,
+                f"the group of round {self.place.position + 1} is closed; "
+                "what you learned stays in your next contribution",
+            )
+        self._reports[event.peer] = event.ready
+        self._gone.discard(event.peer)
+
+    def _take_end(self, peer: str) -> list[Action]:
+        """Owners stop waiting for streams that the member has not opened."""
+        self._gone.add(peer)
+        members = [m.peer_id for m in self.group.members] if self.group is not None else []
+        if peer not in members or peer in self._told_gone or self.state in OVER:
+            return []
+        self._told_gone.add(peer)
+        return [TellGone(member=members.index(peer))]
+
+    def _is_asked(self, state: RoundState, attempt: int) -> bool:
+        return self.state is state and attempt == self.question
+
+    # time
+
+    def advance(self, view: View) -> list[Action]:
+        """Look at the clock, the log and the parts in hand; what is to be done.
+
+        Call it again after doing that, until nothing is left to do.
+
+        Raises:
+            Refused: the term is not this process's to lead, now that its turn has come.
+        """
+        match self.state:
+            case RoundState.CALLED:
+                return self._wait_for_call(view)
+            case RoundState.PREPARING:
+                return self._count_promises(view)
+            case RoundState.FORMING:
+                return self._form(view)
+            case RoundState.REDUCING:
+                return self._reduce(view)
+            case RoundState.REDUCED:
+                return self._propose_own(view) if view.turn else []
+            case RoundState.VOTING:
+                return self._count_votes(view)
+            case RoundState.DECIDED | RoundState.FAILED:
+                return []
+
+    def _fix(self, view: View) -> Proposer:
+        """Fix what the term is about, once: its electorate and its first attempt."""
+        if self._proposer is None:
+            attempt = self.term * TERM
+            self._proposer = self._leads.begin(self.place, attempt, view.electorate)
+            self._electorate = view.electorate
+        return self._proposer
+
+    def _voting(self) -> Proposer:
+        if self._proposer is None:
+            raise RuntimeError("expected a ballot to have begun")
+        return self._proposer
+
+    def _wait_for_call(self, view: View) -> list[Action]:
+        """One peer with a bad link to a healthy leader must not end that leader's round."""
+        patience_s = ALONE_GRACES * self._rules.grace_s
+        overdue = view.now > self._wanted_since + patience_s
+        if not (overdue or self._absent or self._has_quorum(view)):
+            return []
+        self._fix(view)
+        return self._ask_promises()
+
+    def _ask_promises(self) -> list[Action]:
+        self.state, self._polled = RoundState.PREPARING, False
+        return [AskPromises(attempt=self._voting().attempt)]
+
+    def _count_promises(self, view: View) -> list[Action]:
+        proposer = self._voting()
+        if not proposer.free:
+            return self._expect_more(proposer.promises, f"promised attempt {proposer.attempt}")
+        adopted = proposer.adopted()
+        if adopted is not None:
+            return [StopPoll(), *self._propose(Entry.decode(adopted), is_own=False)]
+        if self.group is None:
+            self.state = RoundState.FORMING
+            return [StopPoll()]
+        return [StopPoll(), *self._propose_own(view)]
+
+    def _expect_more(self, answers: Mapping[int, object], did: str) -> list[Action]:
+        """Wait for a quorum unless all electors are through."""
+        if not self._polled:
+            return []
+        electors = len(self._electorate or ())
+        return self._fail(f"{len(answers)} of {electors} electors {did}, expected a quorum")
+
+    def _fail(self, why: str) -> list[Action]:
+        self.state = RoundState.FAILED
+        return [Fail(why=why)]
+
+    # the group
+
+    def _has_quorum(self, view: View) -> bool:
+        live, electorate = set(self.live), self.electorate(view)
+        return is_quorum(
+            [i for i, e in enumerate(electorate) if e.peer_id in live], len(electorate)
+        )
+
+    def _form(self, view: View) -> list[Action]:
+        live = self.live
+        self._first_at = (self._first_at or view.now) if live else None
+        self._quorum_at = (self._quorum_at or view.now) if self._has_quorum(view) else None
+        if self.expected is None or not live:
+            return []
+        rendezvous = Rendezvous(
+            ready=live,
+            expected=self.expected,
+            electors={elector.peer_id for elector in self.electorate(view)},
+            opened_at=view.opened_at if view.turn else math.inf,
+            last_s=view.last_s,
+            first_ready_at=self._first_at if self._first_at is not None else view.now,
+            quorum_ready_at=self._quorum_at,
+            grace_s=self._rules.grace_s,
+            alone_s=ALONE_GRACES * self._rules.grace_s,
+        )
+        if close_decision(rendezvous, view.now) is Close.WAIT:
+            return []
+        ready = {peer: self._reports[peer] for peer in live}
+        self.group = self._rules.form(ready)
+        self.parts = Parts(self.group, self._rules.cells, now=view.now)
+        self.left_out = {peer: "not ready in time" for peer in self.expected if peer not in ready}
+        self.state = RoundState.REDUCING
+        uplinks = {peer: report.uplink_mbit_s for peer, report in ready.items()}
+        return [CloseGroup(group=self.group, uplinks_mbit_s=uplinks)]
+
+    # the reduction
+
+    def _closed(self) -> tuple[Group, Parts]:
+        if self.group is None or self.parts is None:
+            raise RuntimeError("expected the group to be closed")
+        return self.group, self.parts
+
+    def _reduce(self, view: View) -> list[Action]:
+        """Repair what is lost, until all parts are done and here or coming, or it is too late."""
+        group, parts = self._closed()
+        if self._reduce_by is None:
+            self._reduce_by = view.now + group.deadline_s + LATE_STALLS * group.stall_s
+        if not any(member.weight > 0 for member in group.members):
+            return self._end_reduction(view, "nobody brought work that counts")
+        actions: list[Action] = list(parts.look_after(view, self.is_live))
+        if parts.settled(view, self.is_live):
+            return [*actions, *self._end_reduction(view, "")]
+        if view.now > self._reduce_by:
+            return [*actions, *self._end_reduction(view, "no part of it could be reduced in time")]
+        if not self.live:
+            return [*actions, *self._end_reduction(view, "every member left")]
+        return actions
+
+    def _end_reduction(self, view: View, failure: str) -> list[Action]:
+        self._failure = failure
+        if self._proposed is not None:
+            return self._try_again()
+        if view.turn:
+            return self._propose_own(view)
+        if failure:
+            return self._fail(f"reduced early: {failure}")
+        self.state = RoundState.REDUCED
+        return []
+
+    # votes
+
+    def _try_again(self) -> list[Action]:
+        """Begin the term's next attempt, for an entry instead of one that nobody could vote for."""
+        attempt = self._voting().attempt + 1
+        if term_of(attempt) != self.term:
+            return self._fail(f"{TERM} proposals lost a part")
+        self._proposer = self._leads.begin(self.place, attempt, self._electorate or ())
+        return self._ask_promises()
+
+    def _propose_own(self, view: View) -> list[Action]:
+        """Propose the group's update; NULL if it cannot be reduced."""
+        self._fix(view)
+        group, parts = self._closed()
+        electorate = self._electorate or ()
+        if not self._failure:
+            # Nothing of a member of weight 0 is counted. One that left does not vote next.
+            gone = [
+                index
+                for index, member in enumerate(group.members)
+                if member.weight == 0 and not self.is_live(member.peer_id)
+            ]
+            update = self._rules.entry("update", group.members, parts.logged(gone), electorate)
+            return self._propose(update, is_own=True)
+        given_up = f"round {self.place.position + 1}: given up: {self._failure}"
+        null = self._rules.entry("null", (), (), electorate)
+        return [Report(level="error", text=given_up), *self._propose(null, is_own=False)]
+
+    def _propose(self, entry: Entry, *, is_own: bool) -> list[Action]:
+        proposer = self._voting()
+        self.state, self._polled = RoundState.VOTING, False
+        self._signatures, self._is_own = {}, is_own
+        self._proposed = Entry.decode(proposer.choose(entry.encode()))
+        deadline_s = self.group.deadline_s if self.group is not None else None
+        return [Propose(attempt=proposer.attempt, entry=self._proposed, deadline_s=deadline_s)]
+
+    def _count_votes(self, view: View) -> list[Action]:
+        attempt, electors = self._voting().attempt, len(self._electorate or ())
+        if is_quorum(list(self._signatures), electors) and self._proposed is not None:
+            self.state = RoundState.DECIDED
+            votes = tuple(Vote(elector=i, signature=s) for i, s in sorted(self._signatures.items()))
+            certificate = Certificate(attempt=attempt, votes=votes)
+            return [StopPoll(), Decide(entry=self._proposed, certificate=certificate)]
+        if self._polled:
+            return self._expect_more(self._signatures, "voted")
+        if not self._is_own:
+            return []
+        _, parts = self._closed()
+        actions: list[Action] = list(parts.fetch_missing(view, self.is_live))
+        if parts.lost(view, self.is_live):
+            # Electors may wait for its bytes in vain until their deadlines.
+            self.state = RoundState.REDUCING
+            actions.append(StopPoll())
+        return actions

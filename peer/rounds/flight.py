@@ -1,35 +1,46 @@
-"""A contribution under way to one position: from its offer to its decision.
+"""A contribution under way to one position: the driver of its `Membership`.
 
-A position that is not decided next is reduced early, by the leader that its first term will have
-if the electorate stays as it is.  When its turn comes the term goes on where it stands.  If by
-then another elector leads it, or the early reduction failed, the same frozen contribution begins
-anew: nothing was decided with it.
+The machine in `consensus/membership.py` decides which leader this peer reports to, and when; a
+flight owns the session with that leader, and the timers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from atoll.coordinator.run.phases import RoundPhase
-from atoll.dht.identity import short
-from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import race
+from atoll.dht.tasks import beside, end
 from atoll.dht.transport import Refused, Stream, TransportError
-from atoll.optim.log.entry import Elector
 from atoll.optim.reduction.feedback import Offer
 from atoll.peer.rounds.allreduce.exchange import Exchange
-from atoll.peer.rounds.consensus.ballot import Place, leader_of
+from atoll.peer.rounds.consensus.ballot import Place
 from atoll.peer.rounds.consensus.leading import Leading
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, AttemptFailed, join
+from atoll.peer.rounds.consensus.membership import (
+    Action,
+    CatchUp,
+    CountFailure,
+    Failed,
+    Grouped,
+    Join,
+    Leave,
+    Membership,
+    MemberState,
+    MemberView,
+    NoteTurn,
+    Report,
+    ReportTurn,
+    Show,
+)
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, failure_key
 from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, tagged
-
-CLOSED_STALLS = 20  # how long who came too late waits for the decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,120 +95,101 @@ class Flight:
         self._host = host
         self.place = place
         self.pending = pending
-        self.phase = RoundPhase.WAIT
+        self._member = Membership(place, stall_s=ctx.settings.stall_s)
+        self._changed = asyncio.Event()
+        self._session: asyncio.Task[None] | None = None
         self._stream: Stream | None = None
 
     @property
-    def _is_early(self) -> bool:
-        return self._ctx.replica.position < self.place.position
-
-    @property
-    def _is_over(self) -> bool:
-        replica = self._ctx.replica
-        return replica.epoch != self.place.epoch or replica.position > self.place.position
+    def phase(self) -> RoundPhase:
+        """What this contribution is up to."""
+        return self._member.phase
 
     async def run(self) -> None:
         """One term after the other, until the position is decided."""
-        term = 0
-        while not self._is_over:
-            electorate = self._ctx.replica.electorate
-            if not electorate:
-                await asyncio.sleep(self._ctx.alive_s)
-                continue
-            if not self._is_early:
-                term = max(term, self._host.voter.term)
-            leader = leader_of(electorate, self.place.position, term)
-            if await self._may_try_again(leader, term):
-                continue
-            term += 1
-            if term % len(electorate) == 0:
-                await asyncio.sleep(self._ctx.settings.stall_s)
-
-    async def _may_try_again(self, leader: Elector, term: int) -> bool:
-        """Go through a term; whether the same one is next, else the next leader's is."""
         try:
-            await self._attempt(leader, term)
-        except (AttemptFailed, TransportError) as error:
-            if self._is_early:
-                return await self._failed_early(error)
-            if self._lost_lead(leader, term):
-                return True
-            if isinstance(error, Refused):
-                return await self._refused(error, leader.peer_id)
-            self._host.count_failure()
-            text = f"round {self.place.position + 1}, term {term}: {error}"
-            key = "term failed", self.place.position, failure_key(error)
-            self._ctx.on_event("warning", text, key=key)
-            return False
-        return True
+            async with beside(self._watch_log()):
+                while self._member.state is not MemberState.OVER:
+                    self._changed.clear()
+                    while actions := self._member.advance(self._view()):
+                        await self._do_all(actions)
+                    await self._await_change()
+                    if self._session is not None and self._session.done():
+                        self._session.result()
+        finally:
+            await self._leave()
 
-    def _lost_lead(self, leader: Elector, term: int) -> bool:
-        """Whether the entry before gave the term to another: it was a wrong leader that failed."""
-        electorate = self._ctx.replica.electorate
-        return bool(electorate) and leader_of(electorate, self.place.position, term) != leader
-
-    async def _failed_early(self, error: Exception) -> bool:
-        """Begin anew with the next entry: it may name another leader, or bring the turn."""
-        self._show(RoundPhase.LATE)
-        stands_at = self._ctx.replica.position
-        if isinstance(error, Refused) and error.code is RefusalCode.DECIDED:
-            await self._host.catch_up()
-        await self._ctx.replica.passed(stands_at)
-        return True
-
-    async def _refused(self, error: Refused, leader: str) -> bool:
-        """Whether the decision came; else it is the next leader's turn."""
-        position, replica = self.place.position, self._ctx.replica
-        if error.code in (RefusalCode.CLOSED, RefusalCode.BARRED):
-            self._show(RoundPhase.LATE)
-            self._ctx.on_event("info", f"round {position + 1}: {error.message}")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(CLOSED_STALLS * self._ctx.settings.stall_s):
-                    await replica.passed(position)
-                return True
-            return False
-        if error.code is RefusalCode.DECIDED:
-            await self._host.catch_up()
-            return replica.position > position
-        self._ctx.on_event(
-            "warning",
-            f"round {position + 1}: {short(leader)} refused: {error}",
-            key=("leader refused", position, leader, failure_key(error)),
+    def _view(self) -> MemberView:
+        replica = self._ctx.replica
+        place = Place(replica.epoch, replica.position)
+        return MemberView(
+            now=self._ctx.now(),
+            place=place,
+            electorate=tuple(replica.electorate),
+            term=self._host.voter.term if place == self.place else 0,
         )
-        return False
 
-    async def _attempt(self, leader: Elector, term: int) -> None:
-        """Take part until that fails, or until an entry gives the first term to another."""
-        self._show(RoundPhase.WAIT)
-        joining, watching = self._join(leader.peer_id, term), self._watch(leader, term)
-        await race(joining, watching, expected=(AttemptFailed,))
+    async def _watch_log(self) -> None:
+        while True:
+            await self._ctx.replica.passed(self._ctx.replica.position)
+            self._changed.set()
 
-    async def _watch(self, leader: Elector, term: int) -> None:
-        """Return when the leader is the wrong one; at the turn, tell the right one."""
-        replica, early = self._ctx.replica, self._is_early
-        while self._is_early:
-            await replica.passed(replica.position)
-            electorate = replica.electorate
-            if self._is_over or not electorate:
-                return
-            if leader_of(electorate, self.place.position, term) != leader:
-                self._tell_in_vain(leader)
-                return
-        if self.pending.turn_at is None:
-            self.pending.turn_at = self._ctx.now()
-        self._show(self.phase)
-        if early and self._stream is not None:
-            with suppress(TransportError):
-                await self._report(self._stream, term)
-        await replica.passed(self.place.position)
+    async def _await_change(self) -> None:
+        """Return when something happened, or the member wants to look again."""
+        limit_s = self._ctx.alive_s  # an electorate may come without an entry
+        if self._member.state is not MemberState.SEEKING:
+            wake_at = self._member.wake_at
+            limit_s = math.inf if wake_at is None else max(0.0, wake_at - self._ctx.now())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if limit_s == math.inf else limit_s):
+                await self._changed.wait()
 
-    def _tell_in_vain(self, leader: Elector) -> None:
-        if self.pending.exchange is not None:
-            self._ctx.on_event(
-                "info",
-                f"round {self.place.position + 1}: what was reduced early is reduced again: "
-                f"{short(leader.peer_id)} does not lead it",
+    # what the machine asks for
+
+    async def _do_all(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            await self._do(action)
+
+    async def _do(self, action: Action) -> None:
+        match action:
+            case Join():
+                await self._leave()
+                self._session = asyncio.create_task(self._take_part(action.leader, action.term))
+            case Leave():
+                await self._leave()
+            case ReportTurn():
+                await self._report_turn(action.term)
+            case NoteTurn():
+                if self.pending.turn_at is None:
+                    self.pending.turn_at = self._ctx.now()
+            case CatchUp():
+                await self._host.catch_up()
+            case CountFailure():
+                self._host.count_failure()
+            case Show():
+                self._host.show(self)
+            case Report():
+                self._ctx.on_event(action.level, action.text, key=action.key)
+
+    async def _leave(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await end(session)
+
+    async def _take_part(self, leader: str, term: int) -> None:
+        """Hold a session with a leader; its end is an event."""
+        try:
+            await self._join(leader, term)
+        except Refused as error:
+            failed = Failed(
+                why=str(error), code=error.code, reason=error.message, key=failure_key(error)
             )
+        except (AttemptFailed, TransportError) as error:
+            failed = Failed(why=str(error), key=failure_key(error))
+        else:
+            return
+        self._member.receive(failed)
+        self._changed.set()
 
     async def _join(self, leader: str, term: int) -> None:
         stream = await self._line_to(leader)
@@ -217,7 +209,9 @@ class Flight:
         if leadership is not None:
             leadership.exchange = exchange
             exchange.on_part = leadership.changed.set
-        self._show(RoundPhase.REDUCE)
+        for action in self._member.receive(Grouped()):
+            if isinstance(action, Show):  # all that a group asks for
+                self._host.show(self)
 
     async def _line_to(self, leader: str) -> Stream:
         if leader == self._ctx.me.peer_id:
@@ -225,9 +219,11 @@ class Flight:
         connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
         return await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
 
-    async def _report(self, stream: Stream, term: int) -> None:
-        message = tagged(READY, self._ready(term))
-        await stream.send(message, timeout_s=self._ctx.settings.stall_s)
+    async def _report_turn(self, term: int) -> None:
+        if self._stream is not None:
+            message = tagged(READY, self._ready(term))
+            with suppress(TransportError):  # the end of the session shows in what is read from it
+                await self._stream.send(message, timeout_s=self._ctx.settings.stall_s)
 
     def _ready(self, term: int) -> Ready:
         replica, window = self._ctx.replica, self.pending.window
@@ -246,7 +242,3 @@ class Flight:
             norm=window.offer.norm,
             uplink_mbit_s=self._ctx.link.uplink_mbit_s,
         )
-
-    def _show(self, phase: RoundPhase) -> None:
-        self.phase = phase
-        self._host.show(self)

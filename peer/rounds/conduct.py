@@ -1,8 +1,8 @@
-"""Who broke the rules lately, and who is left out for a while because of it.
+"""Faults of other peers, and bans for those that repeat them.
 
 Every peer judges by what it saw itself: as an owner the cells, as a leader the reports.
-Accusations are not passed on, so nobody can have another one barred.  Being slow, dying or being
-cut off is no fault: it is dealt with in its round.  Nothing here waits or sends.
+Accusations are not passed on, so nobody can have another one barred. Being slow, dying or being
+cut off is no fault: it is dealt with in its round. Nothing here waits or sends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Barred:
 
 @dataclass(kw_only=True)
 class FaultCount:
-    """What is held against one peer."""
+    """The record of one peer's faults."""
 
     faults: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_FAULTS))
     """when the last ones were"""
@@ -54,7 +54,7 @@ class FaultCount:
 
 
 class Conduct:
-    """A score for every peer that broke a rule.  Times are seconds on one clock."""
+    """A score for every peer that broke a rule. Times are seconds on one clock."""
 
     def __init__(self) -> None:
         """Nobody has."""

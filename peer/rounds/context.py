@@ -1,4 +1,4 @@
-"""What every piece of a round shares: identity, log, links, settings, and the bytes in hand."""
+"""The context that all modules of a round share: identity, log, links, settings, parts in hand."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ class PeerContext:
     compute: Compute
     on_event: OnEvent
     ready_in_s: Callable[[], float | None] = lambda: None
-    """seconds until this peer's own contribution is expected; None where none will come"""
+    """seconds until this peer's own contribution is expected; None if none will come"""
     conduct: Conduct = field(default_factory=Conduct)
-    """who broke the rules lately, as this peer saw it"""
+    """faults that this peer saw, by peer"""
     link: Link = field(default_factory=Link)
     _seen: dict[str, PeerRecord] = field(default_factory=dict)
     _seen_until: float = 0.0
 
     async def roster_peers(self) -> dict[str, PeerRecord]:
-        """Who is in the run; what was known before where the roster cannot be read now.
+        """Return the peers of the run, or those known before if the roster cannot be read now.
 
         The more there are, the longer what was read holds.
         """
@@ -88,7 +88,7 @@ class PeerContext:
 
     @property
     def seen(self) -> dict[str, PeerRecord]:
-        """Who was in the run when it was last looked at."""
+        """The peers of the run when the roster was last read."""
         return self._seen
 
     @property
@@ -102,7 +102,7 @@ class PeerContext:
         return asyncio.get_running_loop().time()
 
     def fault(self, peer: str, why: Fault) -> None:
-        """Note that a peer broke a rule; say so where it is left out from now on."""
+        """Note that a peer broke a rule; report it if that bans the peer."""
         barred = self.conduct.fault(peer, why, self.now())
         if barred is not None:
             self.on_event("error", f"{short(peer)} is {barred}")
@@ -112,7 +112,7 @@ class TakesGroup(Protocol):
     """A place in an attempt, for which a group may come from any member."""
 
     def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
-        """Begin with a group; raises MalformedRecord where it is not the leader's."""
+        """Begin with a group; raises MalformedRecord if it is not the leader's."""
         ...
 
 

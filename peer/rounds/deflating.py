@@ -18,7 +18,7 @@ def inflated(data: bytes, max_bytes: int) -> bytes:
     """The bytes that travelled.
 
     Raises:
-        MalformedRecord: they are not deflated, or are more than ``max_bytes``, which is noticed
+        MalformedRecord: they are not deflated, or are more than `max_bytes`, which is noticed
             before they take memory.
     """
     reader = zlib.decompressobj()

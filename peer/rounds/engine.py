@@ -1,8 +1,9 @@
-"""The rounds of one peer: one position after another, until told to stop.
+"""The rounds of one peer: one position after another, until cancelled.
 
 The engine joins or leads attempts with this peer's contribution, votes, serves what others ask
-for, and keeps the replica at the head of the log.  It decides nothing by itself: when a group
-closes, who reduces and what counts are in ``policies``, ``leader``, ``voter`` and ``optim.log``.
+for, and keeps the replica at the head of the log. It decides nothing by itself: a
+member's way through the terms is in `consensus.membership`, a leader's in `consensus.round`, their
+choices in `policies`, and what counts in `consensus.voter` and `optim.log`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from atoll.peer.rounds.allreduce.exchange import Exchange
 from atoll.peer.rounds.allreduce.upfront import HeldStream, check_upfront, not_upfront
 from atoll.peer.rounds.consensus.ballot import Place
 from atoll.peer.rounds.consensus.closing import take_passed
-from atoll.peer.rounds.consensus.dissemination import Spreading
+from atoll.peer.rounds.consensus.dissemination import Dissemination
 from atoll.peer.rounds.consensus.leading import Leading, OnLed
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS
 from atoll.peer.rounds.consensus.voter import Voter
@@ -58,7 +59,7 @@ REACH_TRIES = 4  # a commit may be under way: look again this often before refus
 
 @dataclass(kw_only=True)
 class RoundsStatistics:
-    """How the rounds of this peer are."""
+    """Counters of the rounds of this peer."""
 
     phase: RoundPhase = RoundPhase.IDLE
     position: int = 0
@@ -84,7 +85,7 @@ class Settled:
 
 
 class Rounds:
-    """The engine.  ``serve`` once, then ``run`` as a task."""
+    """The engine. `serve` once, then `run` as a task."""
 
     def __init__(
         self,
@@ -98,9 +99,9 @@ class Rounds:
     ) -> None:
         """Callbacks run on the event loop and must return at once.
 
-        ``uplink_mbit_s`` is what the owner declares; at 0 the rounds measure it.
+        `uplink_mbit_s` is what the owner declares; at 0 the rounds measure it.
 
-        ``on_led`` is told of entries that this peer led to their certificate.
+        `on_led` gets the entries that this peer led to their certificate.
         """
         self._ctx = ctx
         self._catch_up = catch_up
@@ -109,11 +110,11 @@ class Rounds:
         ctx.link.declare(uplink_mbit_s)
         self.voter = Voter(ctx, reach=self._reach, on_certified=self._certified)
         self._tasks = Tasks()
-        self._spreading = Spreading(ctx)
+        self._dissemination = Dissemination(ctx)
         self.leading = Leading(
             ctx,
             self.voter,
-            spreading=self._spreading,
+            dissemination=self._dissemination,
             reach=self._reach,
             commit=self._commit,
             on_led=on_led,
@@ -133,7 +134,7 @@ class Rounds:
         ctx.replica.listeners.append(self._settle)
 
     def statistics(self) -> RoundsStatistics:
-        """How the rounds are."""
+        """Return the counters, as they are now."""
         self._stats.position = self._ctx.replica.position
         self._stats.in_flight = len(self._flights)
         return self._stats
@@ -186,7 +187,7 @@ class Rounds:
                 self._flights[position] = flight, task
 
     def _holds(self, flight: Flight, due: Mapping[int, Pending | None]) -> bool:
-        """Whether a flight is still about what is due at its position."""
+        """Return whether a flight still carries the contribution that is due at its position."""
         epoch, position = flight.place
         return epoch == self._ctx.replica.epoch and due.get(position) is flight.pending
 
@@ -205,30 +206,30 @@ class Rounds:
         return self._pending.get(self._ctx.replay.fragment_at(position))
 
     def _exchange_at(self, position: int) -> Exchange | None:
-        """Of the group that this peer's contribution is in, if any."""
+        """Return the exchange of the group that this peer's contribution is in, if any."""
         pending = self._pending_at(position)
         return pending.exchange if pending is not None else None
 
     async def retire(self) -> None:
-        """See `Voter.retire`: the coordinator needs not wait for the votes of who left so."""
+        """Resign as an elector, so that the others need not wait for this peer's votes."""
         await self.voter.retire()
 
     @property
     def retired(self) -> bool:
-        """See `Booth.retired`."""
+        """Whether this peer has resigned; see `Booth.retired`."""
         return self.voter.retired
 
     async def close(self) -> None:
         """End everything that is under way."""
         await self.leading.close()
-        await self._spreading.close()
+        await self._dissemination.close()
         await self.voter.close()
         await self._tasks.close()
 
-    # what flights tell
+    # what flights report
 
     def show(self, flight: Flight) -> None:
-        """See `Host`; the position that is decided next is what people see."""
+        """See `Host`. The phase that people see is that of the position that is decided next."""
         if flight.phase is RoundPhase.REDUCE:
             self._grouped.set()
         if flight.place.position == self._ctx.replica.position:
@@ -246,7 +247,7 @@ class Rounds:
             await asyncio.wait({self._catching_up})
 
     def kick_catch_up(self) -> None:
-        """Look for what is missing, if nobody is looking already."""
+        """Look for missing entries, unless that is under way."""
         if self._catching_up is None or self._catching_up.done():
             self._catching_up = self._tasks.spawn(self._look_for_missing())
 
@@ -254,7 +255,7 @@ class Rounds:
         await self._catch_up()
 
     async def _reach(self, position: int) -> None:
-        """Wait a moment until this peer stands at a position; look for what it misses."""
+        """Wait a moment until this peer stands at a position; look for missing entries."""
         replica = self._ctx.replica
         for number in range(REACH_TRIES):
             if replica.ready and replica.position >= position and replica.electorate:
@@ -276,14 +277,14 @@ class Rounds:
         await self._ctx.replica.accept(entry, certificate, body, update_N, since=since)
 
     def _certified(self, entry: Entry, certificate: Certificate) -> None:
-        """The votes that others told this peer made a certificate; the leader tells the rest."""
+        """Apply an entry that was certified here by the votes that electors sent."""
         self._tasks.spawn(self._commit_own_vote(entry, certificate))
 
     async def _commit_own_vote(self, entry: Entry, certificate: Certificate) -> None:
         try:
             body = await self.voter.gather(entry, self._ctx.me.peer_id)
             await self._commit(entry, certificate, body)
-        except (TransportError, LogError):  # as where no commit arrives
+        except (TransportError, LogError):  # as if no commit had arrived
             self.kick_catch_up()
 
     # what a decided entry means for this peer
@@ -310,7 +311,7 @@ class Rounds:
         self._on_settled(settled)
 
     def _credits(self, entry: Entry, exchange: Exchange | None) -> list[tuple[slice, Update]]:
-        """What this peer's encoding lost of the parts that the entry names as its own."""
+        """Return what the encoding lost of the parts that the entry names as this peer's own."""
         if exchange is None:
             return []
         mine = []
@@ -331,7 +332,7 @@ class Rounds:
         return trace
 
     def _tell_left_out(self, entry: Entry, included: list[bool] | None) -> None:
-        """Who is left out is told so, and that it loses nothing."""
+        """Report that this peer was left out, and that it loses nothing."""
         if entry.kind == "update" and not (included and all(included)):
             counted = sum(included) if included else 0
             self._ctx.on_event(
@@ -346,7 +347,7 @@ class Rounds:
         return self.head(Known.decode(body)).encode()
 
     def head(self, known: Known) -> Head:
-        """Where this peer stands; with the epoch's record for those who lack it."""
+        """Return where this peer stands; with the epoch's record for callers that lack it."""
         replica = self._ctx.replica
         is_new = known.epoch is None or known.epoch < replica.epoch
         ready_in_s = self._ctx.ready_in_s()
@@ -366,7 +367,7 @@ class Rounds:
         )
 
     def _seeks_group(self) -> bool:
-        """Whether something is on offer that is in no group: its flight waits, or will begin."""
+        """Return whether a contribution is in no group: its flight waits, or has yet to begin."""
         under_way = {flight.pending: flight.phase for flight, _ in self._flights.values()}
         return any(
             under_way.get(p, RoundPhase.WAIT) is RoundPhase.WAIT for p in self._pending.values()
@@ -403,7 +404,7 @@ class Rounds:
             self.kick_catch_up()
             raise Refused(RefusalCode.NO_PARTS, str(error)) from error
         decided = Decided(entry=record, certificate=announced.certificate)
-        self._spreading.pass_on(decided, announced.tell)
+        self._dissemination.pass_on(decided, announced.tell)
         await self._commit(entry, certificate, parts)
         return b""
 
@@ -411,12 +412,12 @@ class Rounds:
         return await take_passed(self._ctx, body)
 
     async def _pass_on_known(self, record: bytes, tell: Sequence[str]) -> None:
-        """Who holds an entry already passes it on all the same, while it is the newest."""
+        """Forward an entry that is here already, as long as it is the newest."""
         store, last = self._ctx.replica.store, self._ctx.replica.position - 1
         known = await self._ctx.compute(store.get, last)
         if known is not None and known.entry == record:
             decided = Decided(entry=known.entry, certificate=known.certificate)
-            self._spreading.pass_on(decided, tell)
+            self._dissemination.pass_on(decided, tell)
 
     async def _serve_reduce(self, remote: str, stream: Stream) -> None:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)

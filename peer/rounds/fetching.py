@@ -53,7 +53,7 @@ class Asking(Protocol):
 async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_bytes: int) -> bytes:
     """A reduced part of the position in progress, of the first peer that gives it.
 
-    They are asked one after the other.  One that sends nothing for half a stall may be gone: the
+    They are asked one after the other. One that sends nothing for half a stall may be gone: the
     next is asked beside it.
 
     Raises:
@@ -84,7 +84,7 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
 
 @dataclass(kw_only=True)
 class _Progress:
-    """How a fetch goes."""
+    """The progress of one fetch."""
 
     came_at: float
     """when the last bytes came, or when it began"""
@@ -102,7 +102,7 @@ async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _
 
 
 async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[Decided]:
-    """Entries with certificates, unverified, from ``start``; a donor may send fewer than asked."""
+    """Entries with certificates, unverified, from `start`; a donor may send fewer than asked."""
     headers: list[Decided] = []
     request = Span(start=start, stop=min(stop, start + MAX_SPAN))
     async with await _open(ctx, peer, "headers", request) as stream:
@@ -139,7 +139,7 @@ async def fetch_leaves(
 
 
 async def send_pieces(ctx: Asking, stream: Stream, data: bytes | memoryview) -> None:
-    """Send bytes as messages of at most ``PIECE_BYTES``."""
+    """Send bytes as messages of at most `PIECE_BYTES`."""
     view = memoryview(data)
     for start in range(0, len(view), PIECE_BYTES):
         await stream.send(view[start : start + PIECE_BYTES], timeout_s=_patience_s(ctx))

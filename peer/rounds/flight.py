@@ -74,7 +74,7 @@ class Host(Protocol):
     leading: Leading
 
     def show(self, flight: Flight) -> None:
-        """What the flight does has changed."""
+        """Take a change of the flight's phase."""
         ...
 
     def count_failure(self) -> None:
@@ -102,7 +102,7 @@ class Flight:
 
     @property
     def phase(self) -> RoundPhase:
-        """What this contribution is up to."""
+        """The phase of this contribution."""
         return self._member.phase
 
     async def run(self) -> None:
@@ -144,7 +144,7 @@ class Flight:
             async with asyncio.timeout(None if limit_s == math.inf else limit_s):
                 await self._changed.wait()
 
-    # what the machine asks for
+    # actions of the machine
 
     async def _do_all(self, actions: Sequence[Action]) -> None:
         for action in actions:

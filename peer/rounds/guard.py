@@ -16,11 +16,11 @@ BAD_INPUT = (LogError, UpdateError, CodecError, WorkRefused)
 
 
 OnFault = Callable[[str, Fault], None]
-"""(peer, reason): told of every message that breaks the rules."""
+"""(peer, fault): called for every message that breaks the rules."""
 
 
 def guarded_call(handler: CallHandler, on_fault: OnFault) -> CallHandler:
-    """``handler``, answering bad input with ``Refused``."""
+    """`handler`, answering bad input with `Refused`."""
 
     async def handle(remote: str, body: bytes) -> bytes:
         try:
@@ -33,7 +33,7 @@ def guarded_call(handler: CallHandler, on_fault: OnFault) -> CallHandler:
 
 
 def guarded_stream(handler: StreamHandler, on_fault: OnFault) -> StreamHandler:
-    """``handler``, ending a stream of bad input with ``Refused``."""
+    """`handler`, ending a stream of bad input with `Refused`."""
 
     async def handle(remote: str, stream: Stream) -> None:
         try:

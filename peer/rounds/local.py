@@ -12,7 +12,7 @@ Queue = asyncio.Queue[bytes | Refused | None]
 
 
 class LocalStream:
-    """One end of a pair; the face of ``atoll.dht.transport.Stream``."""
+    """One end of a pair; the face of `atoll.dht.transport.Stream`."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class LocalStream:
         inbox: Queue,
         outbox: Queue,
     ) -> None:
-        """Use ``stream_pair``."""
+        """Use `stream_pair` instead."""
         self.remote = remote
         self.method = method
         self._inbox = inbox
@@ -47,7 +47,7 @@ class LocalStream:
         return message
 
     def refuse(self, error: Refused) -> None:
-        """What a handler's refusal is to the other end."""
+        """End the stream with a refusal, as a handler that raises it does."""
         self._outbox.put_nowait(error)
 
     async def end(self, *, timeout_s: float) -> None:

@@ -1,8 +1,8 @@
-"""The decisions of a round, as pure functions of a view.  Nothing here waits or sends.
+"""The decisions of a round, as pure functions of a view. Nothing here waits or sends.
 
 The weight rule, the weight cap and the clip factors are the optimizer's
-(``atoll.optim.reduction.weights``);
-who leads, who votes and what a quorum is belong to the log (``atoll.optim.log.entry``).
+(`atoll.optim.reduction.weights`);
+who leads, who votes and what a quorum is belong to the log (`atoll.optim.log.entry`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from itertools import accumulate
 from atoll.peer.rounds.messages import PartPlan
 
 MAX_MBIT_S = 1e5  # a claim beyond 100 Gbit/s is cut to it
-# Of reduction that a member has open, about.  yamux lets 256 KiB be under way on a new stream and
-# learns only slowly that the link takes more; a dozen fill 100 Mbit/s at 250 ms, queues included.
+# Streams of a reduction that a member has open, about. On a new stream yamux lets 256 KiB be under
+# way, and it learns only slowly that the link takes more; a dozen fill 100 Mbit/s at 250 ms, queues
+# included.
 STREAMS = 12
 MIN_PART_BYTES = 1 << 18  # of reduced cells, below which a part is not cut further: one window
 
 
-# A new cut makes members send their codes, half of the bytes, once more. What rounds show of links
-# scatters on a busy machine: 27 to 46 Mbit/s were read of four that had 50.
+# A new cut makes members send their codes, half of the bytes, once more. The rates that rounds
+# measure scatter on a busy machine: 27 to 46 Mbit/s were read of four links that had 50.
 KEEP_PARTS = 1.25
 # An uneven split comes from a noisy bandwidth estimate; prefer an even one unless it is 10% slower.
 KEEP_UNEVEN = 1.1
@@ -32,11 +33,11 @@ WORTH_S = 0.2  # on the links; less than that is not worth an owner's work at ot
 CUT_EVERY = 4  # updates of a fragment; the second one is cut by what the first has shown
 
 # Positions that may be reduced before their turn: each holds frames, sums and parts in memory, and
-# is reduced again where an entry before it changes who leads.  Four in flight hide a reduction of
-# four windows; one that takes longer has a link that its run is too large for.
+# is reduced again if an entry before it changes the leader. Four in flight hide a reduction of four
+# windows; a link on which it takes longer is too slow for its run.
 MAX_AHEAD = 3
 
-# Members above which relays add up their rows' codes (``rows``), and nothing goes up front: an
+# Members above which relays add up their rows' codes (`rows`), and nothing goes up front: an
 # owner would hold the codes of all before it knows what they weigh. With fewer the bytes of sums
 # cost more than connections do.
 RELAYED_ABOVE = 64
@@ -47,7 +48,7 @@ SUM_BYTES = 4  # of a value in fp32
 
 
 class Close(Enum):
-    """What to do with a group that is forming."""
+    """The decision on a forming group."""
 
     WAIT = "wait"
     CLOSE = "close"
@@ -55,7 +56,7 @@ class Close(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """A leader's view of a forming group.  Times are seconds on one clock."""
+    """A leader's view of a forming group. Times are seconds on one clock."""
 
     ready: Collection[str]
     """peers that reported ready"""
@@ -71,8 +72,8 @@ class Rendezvous:
     """when a quorum of the electors was ready, None while it is not"""
     grace_s: float
     alone_s: float
-    """after this long without a quorum of electors the group closes with who is there, unless
-    electors are about to be ready"""
+    """after this long without a quorum of electors the group closes with the peers that are ready,
+    unless electors are about to be ready"""
 
 
 def close_decision(view: Rendezvous, now: float) -> Close:
@@ -100,8 +101,8 @@ def _alone_until(view: Rendezvous) -> float:
     Electors that will be ready are waited for as long as the first peer's window took, or the last
     position, and the grace. Without that, two halves of a run whose windows are longer than the
     grace would, once out of step, each close alone in the middle of the other's window, for ever.
-    All of it counts from the position's turn: who is slow hands in a fragment long before, and
-    would go on alone.
+    All of it counts from the position's turn: a slow peer hands in its fragment long before that,
+    and would otherwise continue alone.
     """
     alone = max(view.first_ready_at, view.opened_at) + view.alone_s
     limit = alone + max(view.last_s, view.first_ready_at - view.opened_at)
@@ -110,7 +111,7 @@ def _alone_until(view: Rendezvous) -> float:
 
 
 def is_large(members: int) -> bool:
-    """Whether a group is one in which nothing goes up front, and relays may add up codes."""
+    """Return whether a group is too large for eager sends, and may reduce in rows."""
     return members > RELAYED_ABOVE
 
 
@@ -132,7 +133,7 @@ def is_relayed(members: int, values: int, code_bytes: int) -> bool:
 def split_cells(sizes: Sequence[int], rates_mbit_s: Sequence[float]) -> list[PartPlan]:
     """Cut the cells into the parts of their owners; an owner may get none, or several.
 
-    Several, because each part of each member is a stream of its own: ``STREAMS`` says why. A cut
+    Several, because each part of each member is a stream of its own: `STREAMS` says why. A cut
     is made between the two cells nearest to where it should be, what is left is shared anew.
 
     Args:
@@ -202,7 +203,7 @@ def _transfer(plans: Sequence[PartPlan], rates_mbit_s: Sequence[float]) -> float
 
 
 def _nearest(ends: Sequence[int], target: float) -> int:
-    """How many cells end as near to the target as can be; ``ends`` begins with none."""
+    """How many cells end as near to the target as can be; `ends` begins with none."""
     above = bisect_left(ends, min(target, ends[-1]))
     if above == 0:
         return 0
@@ -213,8 +214,8 @@ def owners_shares(rates_mbit_s: Sequence[float]) -> list[float]:
     """Shares of the vector with which the members' links are done as early as they can be.
 
     Of P members the owner of a share s sends its codes of the rest and its results to all others,
-    (1 - s) + (P - 1) s times the vector, and receives as much: the slower direction decides.  So
-    in a time t a link of rate c has room for s = (t c - 1) / (P - 2).  The time is the least in
+    (1 - s) + (P - 1) s times the vector, and receives as much: the slower direction decides. So
+    in a time t a link of rate c has room for s = (t c - 1) / (P - 2). The time is the least in
     which shares add up to 1 and everybody gets its own codes out; where that leaves room, shares
     are as equal as they can be, so that the death of an owner costs little.
 
@@ -235,7 +236,7 @@ def owners_shares(rates_mbit_s: Sequence[float]) -> list[float]:
 
 
 def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The least number from ``low`` to ``high`` from which on a condition holds."""
+    """The least number from `low` to `high` from which on a condition holds."""
     if holds(low):
         return low
     for _ in range(100):
@@ -258,7 +259,7 @@ def round_deadline_s(
     """How long a reduction may take: eight times the slowest member's transfer, and ten stalls.
 
     Both legs of the slowest link carry at most the whole vector; eight leaves room for a
-    measured rate that is four times too high.  The reductions of the ``before`` positions that are
+    measured rate that is four times too high. The reductions of the `before` positions that are
     not decided yet go first, so each of them adds as much.
     """
     transfer_s = 8 * body_bytes / (max(slowest_mbit_s, 0.1) * 1e6)

@@ -20,7 +20,7 @@ MAX_STREAMS = 8  # of bulk transfers at once; more would starve this peer's own 
 
 
 class Archive:
-    """The donor's side of ``atoll.peer.rounds.fetching``."""
+    """The donor's side of `atoll.peer.rounds.fetching`."""
 
     def __init__(self, ctx: Context) -> None:
         """Serve from the context's replica."""

@@ -11,7 +11,7 @@ from atoll.peer.rounds.allreduce.exchange import Exchange
 
 @dataclass(kw_only=True)
 class RoundTrace:
-    """What one position took, as this peer saw it.  Seconds."""
+    """The times of one position, as this peer saw them, in seconds."""
 
     position: int
     wait_s: float = 0.0

@@ -1,1 +1,1 @@
-"""What becomes of a round: its group, its votes, its certificate, and how all learn of them."""
+"""Deciding a round: its group, its ballots, its certificate, and their dissemination."""

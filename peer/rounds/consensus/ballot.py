@@ -1,8 +1,8 @@
-"""Who leads, who votes, and for what: single-decree Paxos, one decree a position.
+"""The rules of ballots: single-decree Paxos, one decree a position.
 
-Lamport, "Paxos Made Simple" (2001).  Ballots are numbered by attempts.  ``TERM`` attempts in a row
-are a term, which one elector leads, ``leader_order[term % electors]``: a leader whose proposal lost
-its bytes has others left.  Attempt 0 has a fixed leader and needs no promises.  All of it lives in
+Lamport, "Paxos Made Simple" (2001). Ballots are numbered by attempts. `TERM` attempts in a row
+are a term, which one elector leads, `leader_order[term % electors]`: a leader whose proposal lost
+its bytes has others left. Attempt 0 has a fixed leader and needs no promises. All of it lives in
 memory and dies with the process: a restarted peer is another incarnation, and so another elector.
 
 Nothing here waits or sends. `tests/peer/rounds/consensus/test_model_check.py` drives these same
@@ -23,7 +23,7 @@ TERM = 4  # attempts of one leader: each but the first is for a proposal that no
 
 
 class Place(NamedTuple):
-    """What a decree is about.  Places are in order: a higher epoch comes after all of a lower."""
+    """The subject of a decree. Places are in order: a higher epoch comes after all of a lower."""
 
     epoch: int
     position: int
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """What this elector voted for last."""
+    """The entry that an elector voted for last."""
 
     attempt: int
     entry: bytes
@@ -43,7 +43,7 @@ def term_of(attempt: int) -> int:
 
 
 def leader_of(electorate: Sequence[Elector], position: int, term: int) -> Elector:
-    """Who leads a term."""
+    """Return the leader of a term."""
     order = leader_order(electorate, position)
     return electorate[order[term % len(order)]]
 
@@ -57,14 +57,14 @@ class Acceptor:
         self.accepted: Accepted | None = None
 
     def prepare(self, attempt: int) -> bool:
-        """Promise to refuse attempts below ``attempt``; False where more was promised already."""
+        """Promise to refuse attempts below `attempt`; False if a later one was promised."""
         if attempt < self.promised:
             return False
         self.promised = attempt
         return True
 
     def accept(self, attempt: int, entry: bytes) -> bool:
-        """Vote for ``entry``; False where a later attempt was promised, or it is another entry.
+        """Vote for `entry`; False if a later attempt was promised, or at another entry.
 
         An attempt has one leader and a leader proposes once, so a second entry at the same attempt
         comes from a faulty leader and is refused.
@@ -79,9 +79,9 @@ class Acceptor:
 
 
 class Booth:
-    """The votes of one process: at the place where it stands, and never again at one it left.
+    """The acceptor state of one process: it votes where it stands, and never where it has left.
 
-    A replica may go back within an epoch, where it recovers from an older snapshot.  What it
+    A replica may go back within an epoch, if it recovers from an older snapshot. What it
     promised at the places ahead of it is forgotten then, so it must not vote there once more.
     """
 
@@ -94,7 +94,7 @@ class Booth:
         self.acceptor = Acceptor()
 
     def retire(self) -> None:
-        """Vote for nothing any more, but for what this process has voted for here already."""
+        """Resign: vote for nothing more, except what this process has voted for here already."""
         self._retiring = True
 
     @property
@@ -104,7 +104,7 @@ class Booth:
         return self._retiring and here and self.acceptor.accepted is None
 
     def turn(self, place: Place, electorate: Sequence[Elector]) -> bool:
-        """Stand at ``place``; whether that is another place than before."""
+        """Stand at `place`; whether that is another place than before."""
         moved = place != self.here
         self.here, self._electorate = place, tuple(electorate)
         if place > self.furthest:
@@ -117,7 +117,7 @@ class Booth:
         return self.acceptor.promised if self.here == self.furthest else 0
 
     def check(self, remote: str, place: Place, attempt: int) -> None:
-        """Whether this process votes at ``place`` for ``remote`` as the leader of ``attempt``.
+        """Whether this process votes at `place` for `remote` as the leader of `attempt`.
 
         Raises:
             Refused: with the reason.
@@ -154,7 +154,7 @@ class Booth:
         return self.acceptor.accepted
 
     def accept(self, remote: str, place: Place, attempt: int, entry: bytes) -> None:
-        """Vote for ``entry``.
+        """Vote for `entry`.
 
         Raises:
             Refused: with the reason.
@@ -193,7 +193,7 @@ class Proposer:
         return value_to_propose(list(self.promises.values()))
 
     def choose(self, own: bytes) -> bytes:
-        """The entry to propose: the one accepted before, else ``own``; the first choice stands.
+        """The entry to propose: the one accepted before, else `own`; the first choice stands.
 
         Raises:
             RuntimeError: without the promises of a quorum.

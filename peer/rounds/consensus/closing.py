@@ -1,9 +1,10 @@
-"""How a closed group reaches its members: along a tree (`dissemination.py`), signed.
+"""Delivery of a closed group to its members: along a tree (`dissemination.py`), signed.
 
-With P members a group has some 190 P bytes, half of it deflated.  The leader sends it on the
-sessions of at most eight, who pass it on with calls; who got it from another member says so on its
-session.  To those who have not after half a stall, or once one of the eight is gone, it goes again
-in the same way, beginning with others: a member that keeps a group to itself costs that time.
+With P members a group has some 190 P bytes, half of it deflated. The leader sends it on the
+sessions of at most eight members, which forward it by calls. A member that got it from another one
+reports that on its session. After half a stall, or once one of the eight is gone, the leader sends
+the group again to those that lack it, beginning with others: a member that withholds a group costs
+the round this time.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.messages import Closed, Gone, Group, Ready, Repair
 
-PATIENCE_STALLS = 0.5  # that members have to pass a group on, beside the time of its transfer
+PATIENCE_STALLS = 0.5  # for members to forward a group, beyond the time of its transfer
 
 Send = Callable[[str, Closed], Awaitable[None]]
 """(member, group): on its session."""
 
 
 def group_payload(run_id: bytes, digest: bytes) -> bytes:
-    """What the leader of a group signs; the record holds epoch, position and term."""
+    """Return what the leader of a group signs; the record holds epoch, position and term."""
     return b"atoll group 1" + run_id + digest
 
 
 def group_of(closed: Closed) -> Group:
-    """The group that travelled; MalformedRecord on anything else, before it takes memory."""
+    """Return the group in a message; MalformedRecord on anything else, before it takes memory."""
     return Group.decode(inflated(closed.group, Group.max_bytes))
 
 
@@ -46,7 +47,7 @@ class Delivery:
     def __init__(
         self, ctx: Context, group: Group, *, uplinks_mbit_s: Mapping[str, float], send: Send
     ) -> None:
-        """Members with fast uplinks are told first: they pass it on."""
+        """Members with fast uplinks get it first: they forward it."""
         self._ctx = ctx
         self._send = send
         self._digest = group.digest
@@ -60,7 +61,7 @@ class Delivery:
         self._mbit_s = max(0.1, statistics.median(uplinks_mbit_s.values()))
 
     async def begin(self) -> None:
-        """Send it to the first: to all, where they are eight and this peer."""
+        """Send it to the first members of the branches."""
         here = [[peer] for peer in self._waiting if peer == self._ctx.me.peer_id]
         others = [peer for peer in self._waiting if [peer] not in here]
         begun = [*here, *dissemination.branches(others)]
@@ -95,7 +96,7 @@ class Delivery:
         await self._send(branch[0], closed)
 
     async def _await_members(self, patience_s: float) -> None:
-        """Return when nobody waits, somebody who passes it on is gone, or patience is over."""
+        """Return when all have it, a member that forwards it is gone, or patience is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while self._waiting and not self._lost:
@@ -115,7 +116,7 @@ class Seat:
     def __init__(
         self, ctx: Context, ready: Ready, leader: str, begin: Callable[[Group], Exchange]
     ) -> None:
-        """``begin`` is called once, with a group that is the leader's and fits the report."""
+        """`begin` is called once, with a group that is the leader's and fits the report."""
         self._ctx = ctx
         self._ready = ready
         self._leader = leader
@@ -212,11 +213,11 @@ def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None
 
 
 async def take_passed(ctx: Context, body: bytes) -> bytes:
-    """Answer the call ``group``: what another member passes on.
+    """Answer the call `group`: what another member passes on.
 
     Raises:
         MalformedRecord: it is no group.
-        Refused: it is none that this peer waits for.  That is no fault: of an early term two
+        Refused: it is none that this peer waits for. That is no fault: of an early term two
             leaders, or two groups of one, may be under way.
     """
     closed = Closed.decode(body)

@@ -1,11 +1,11 @@
-"""How an entry, or a group, reaches everyone: along a tree, nobody sends it to more than eight.
+"""Dissemination of entries and groups along a tree: a peer sends to at most eight others.
 
 With P members an entry has some 190 P bytes, half of it deflated; a leader that sent it to each
-of a thousand would be at it for eight seconds.  Who is told an entry is also told whom to pass it
-on to, and does so once it has verified the certificate and holds the body.  Who does not take it
-within a stall is passed over: the next of its branch is told, and told of the rest.  One that takes
-it and does not pass it on costs the others time alone: who hears of no decision looks for it at
-others.  Groups go the same way (`closing.py`).
+of a thousand would need eight seconds. A message also names the peers to which its receiver
+forwards it, once that has verified the certificate and holds the body. If a peer does not take it
+within a stall, the next of its branch gets it, with the rest of the branch. A peer that takes it
+but does not forward it only costs time: a peer that hears of no decision asks others for it.
+Groups go the same way (`closing.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CALL_STALLS = 4  # of a call that may have to fetch parts before it answers
 
 
 Body = Callable[[Sequence[str]], bytes]
-"""What a peer is sent that passes it on to these."""
+"""Returns the message for a peer that forwards it to these."""
 
 
 class Tree:
-    """Calls of one method that go on from peer to peer."""
+    """Calls of one method that peers forward."""
 
     def __init__(self, ctx: Context, method: str) -> None:
         """Nothing under way."""
@@ -41,7 +41,7 @@ class Tree:
         self._tasks = Tasks()
 
     async def tell(self, peers: Sequence[str], body: Body) -> None:
-        """Return when those that were called have answered, or the next of their branch."""
+        """Return when one peer of each branch has taken it, or none has."""
         await asyncio.gather(*(self._tell_branch(branch, body) for branch in branches(peers)))
 
     def spawn(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
@@ -68,18 +68,18 @@ class Tree:
         return False
 
 
-class Spreading:
-    """What this peer tells of the newest decided entry."""
+class Dissemination:
+    """Announces the newest decided entry, to each peer at most once."""
 
     def __init__(self, ctx: Context) -> None:
-        """Nothing told yet."""
+        """Nothing is announced yet."""
         self._ctx = ctx
         self._tree = Tree(ctx, "commit")
         self._entry = b""
         self._told: set[str] = set()
 
     async def tell(self, decided: Decided, peers: Sequence[str]) -> None:
-        """Tell peers of an entry, each at most once, until those that were called have answered.
+        """Announce an entry; return when one peer of each branch has taken it, or none has.
 
         Args:
             decided: verified.

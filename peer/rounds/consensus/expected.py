@@ -1,6 +1,6 @@
 """The peers for which the leader of a forming group waits, and until when.
 
-The roster shows what a trainer was up to some seconds ago, so each is asked where it stands.
+The roster is some seconds old, so each trainer is asked where it stands.
 """
 
 from __future__ import annotations

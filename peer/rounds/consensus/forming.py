@@ -1,4 +1,4 @@
-"""What a group that closes agrees on: its members' weights and clip factors, parts and owners."""
+"""The terms of a closing group: its members' weights and clip factors, parts and owners."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def admit(ready: Sequence[tuple[str, Ready]], *, clip_at: float) -> list[Member]
 
 
 def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[PartPlan]:
-    """The parts, as the last entry had them where its owners are here and that is no worse."""
+    """Cut the parts as the last entry did, if its owners are here and that is no worse."""
     sizes = ctx.replay.cells_at(position).sizes
     rates = [_rate_mbit_s(ctx, peer, report) for peer, report in ready.items()]
     best = split_cells(sizes, rates)
@@ -73,7 +73,7 @@ def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[Pa
 
 
 def _rate_mbit_s(ctx: Context, peer: str, report: Ready) -> float:
-    """Of the slower direction; a downlink counts where its owner declares it."""
+    """Return the rate of the slower direction; a downlink counts only if it is declared."""
     record = ctx.seen.get(peer)
     downlink = record.downlink_mbit_s if record is not None else 0.0
     return min(report.uplink_mbit_s, downlink or math.inf)

@@ -1,8 +1,8 @@
 """The leader of one term at one position: the driver of its `Round`.
 
 A leadership begins with the first peer that reports ready, whether or not the leader itself is
-ready; it may lead a group that it is not a member of.  It owns the members' sessions and all tasks
-of the term; what is done, and when, the machine in `round.py` decides.  All waits are bounded:
+ready; it may lead a group that it is not a member of. It owns the members' sessions and all tasks
+of the term; what is done, and when, the machine in `round.py` decides. All waits are bounded:
 sessions by signs of life, the group by the grace, the reduction by the group's deadline, votes by
 their calls.
 """
@@ -118,7 +118,7 @@ class Leadership:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        """Begin; Refused where it is the position's turn and it is not this peer's to lead."""
+        """Begin; Refused if it is the position's turn and another's to lead."""
         rules = Rules(
             form=lambda ready: form_group(self.ctx, self.place, self.term, ready),
             entry=self._entry,
@@ -209,7 +209,7 @@ class Leadership:
         self.exchange = None
         await self._tasks.close()
 
-    # what the machine sees
+    # views for the machine
 
     def _electorate(self) -> Sequence[Elector]:
         return self.round.electorate(self._log_view())
@@ -262,7 +262,7 @@ class Leadership:
             state_root=StateRoot(position=root[0], root=root[1]) if root else None,
         )
 
-    # what the machine is told
+    # events for the machine
 
     def _take(self, event: Event) -> list[Action]:
         actions = self.round.receive(event)
@@ -330,7 +330,7 @@ class Leadership:
             raise Refused(RefusalCode.BAD_READY, f"expected a report at {tuple(self.place)}")
         await self.check(remote, ready)
 
-    # what the machine asks for
+    # actions of the machine
 
     async def _do_all(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -1,8 +1,8 @@
-"""The terms that this peer leads: who may report ready for one, and what a certificate sets off.
+"""The terms that this peer leads: reports that it accepts, and what a certificate sets off.
 
 A peer leads the position that is decided next, and early, those ahead of it whose first leader it
-would be if the electorate stayed as it is.  Of an early one only the reduction is done before its
-turn.  It is given up where an entry in between makes another elector the leader: nothing was
+would be if the electorate stayed as it is. Of an early one only the reduction is done before its
+turn. It is given up if an entry in between makes another elector the leader: nothing was
 proposed, and the members still hold what they sent.
 """
 
@@ -18,7 +18,7 @@ from atoll.optim.log.entry import Certificate, Entry
 from atoll.optim.reduction.weights import work_weight
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.ballot import Leads, Place
-from atoll.peer.rounds.consensus.dissemination import Spreading
+from atoll.peer.rounds.consensus.dissemination import Dissemination
 from atoll.peer.rounds.consensus.leader import Leadership
 from atoll.peer.rounds.consensus.member import AttemptFailed
 from atoll.peer.rounds.consensus.voter import Voter
@@ -44,15 +44,15 @@ class Leading:
         ctx: Context,
         voter: Voter,
         *,
-        spreading: Spreading,
+        dissemination: Dissemination,
         reach: Reach,
         commit: Commit,
         on_led: OnLed,
     ) -> None:
-        """``commit`` applies an entry here; ``on_led`` is told of it after that."""
+        """`commit` applies an entry here; `on_led` gets it after that."""
         self._ctx = ctx
         self._voter = voter
-        self._spreading = spreading
+        self._dissemination = dissemination
         self._reach = reach
         self._ahead = positions_ahead(len(ctx.replay.fragments))
         self._commit = commit
@@ -66,7 +66,7 @@ class Leading:
         return self._leaderships.get((place.epoch, place.position, term))
 
     def left_out(self, place: Place) -> dict[str, str]:
-        """Whom groups of a position were closed without, and why."""
+        """Return the peers without which groups of a position were closed, and why."""
         found: dict[str, str] = {}
         for (epoch, position, _), leadership in self._leaderships.items():
             if (epoch, position) == place:
@@ -208,4 +208,4 @@ class Leading:
         live = sorted(leadership.round.live)
         others = set(leadership.sessions) | set(self._ctx.seen)
         others |= {elector.peer_id for elector in entry.electorate}
-        await self._spreading.tell(decided, [*live, *sorted(others)])
+        await self._dissemination.tell(decided, [*live, *sorted(others)])

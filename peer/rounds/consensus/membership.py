@@ -37,7 +37,7 @@ WAITS_FOR_DECISION = frozenset({RefusalCode.CLOSED, RefusalCode.BARRED})
 
 
 class MemberState(Enum):
-    """Where a member stands; the module's docstring describes each."""
+    """The states of a member; the module's docstring describes each."""
 
     SEEKING = "seeking"
     REPORTED = "reported"
@@ -49,7 +49,7 @@ class MemberState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberView:
-    """What a member sees when it looks; `now` is in seconds."""
+    """A member's view of clock and log; `now` is in seconds."""
 
     now: float
     place: Place
@@ -120,14 +120,14 @@ class CountFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """What this peer does has changed."""
+    """Show a new phase."""
 
     phase: RoundPhase
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Tell people."""
+    """Report an event to the operator."""
 
     level: Level
     text: str

@@ -1,7 +1,7 @@
-"""The parts of a group as its leader sees them: where each stands, who owns it, what is repaired.
+"""The parts of a group as its leader sees them: their progress, owners and repairs.
 
-A part is *done* when its owner has named its digest.  The entry can be proposed then, while the
-bytes are still on their way to the voters: whoever votes holds them.  A part is *lost* when nothing
+A part is *done* when its owner has named its digest. The entry can be proposed then, while the
+bytes are still on their way to the voters: whoever votes holds them. A part is *lost* when nothing
 brings its bytes any more; it is reduced again under a new owner.
 
 Nothing here waits or sends: see `round.py`.
@@ -25,7 +25,7 @@ IsLive = Callable[[str], bool]
 
 
 class InHand(Protocol):
-    """What a leader sees of its parts; `round.View` is one."""
+    """A leader's view of its parts; `round.View` is one."""
 
     @property
     def now(self) -> float:
@@ -70,7 +70,7 @@ class RepairPart:
 
 @dataclass(kw_only=True)
 class PartState:
-    """Where a part stands."""
+    """The progress of one part."""
 
     plan: PartPlan
     owner: int
@@ -98,7 +98,7 @@ class Parts:
 
     @property
     def digests(self) -> dict[int, bytes]:
-        """What the owners named, by part."""
+        """The digests that owners have named, by part."""
         return {i: part.done.digest for i, part in enumerate(self._parts) if part.done}
 
     def note(self, remote: str, done: PartDone) -> None:

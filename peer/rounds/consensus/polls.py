@@ -156,7 +156,7 @@ class Polls:
 
 
 async def ask_head(ctx: Context, peer: str) -> Head | None:
-    """Where a peer stands; None if it does not say so soon: then it is frozen or gone."""
+    """Ask a peer where it stands; None if it does not answer soon: then it is frozen or gone."""
     with suppress(TransportError, ValueError):
         timeout_s = HEAD_STALLS * ctx.settings.stall_s
         known, asked_at = Known(epoch=ctx.known_epoch).encode(), ctx.now()

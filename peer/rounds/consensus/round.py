@@ -45,7 +45,7 @@ LATE_STALLS = 2  # past the group's deadline: owners may finish at it, and their
 
 
 class RoundState(Enum):
-    """Where a term stands; the module's docstring describes each."""
+    """The states of a term; the module's docstring describes each."""
 
     CALLED = "called"
     PREPARING = "preparing"
@@ -62,7 +62,7 @@ OVER = frozenset({RoundState.DECIDED, RoundState.FAILED})
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a leader sees when it looks; `now` and `opened_at` are seconds on one clock."""
+    """A leader's view of clock, log and parts; times are seconds on one clock."""
 
     now: float
     turn: bool
@@ -220,7 +220,7 @@ class Fail:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Tell people."""
+    """Report an event to the operator."""
 
     level: Level
     text: str
@@ -244,7 +244,7 @@ Kind = Literal["update", "null"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What follows from the run and the log; pure functions of the moment of asking."""
+    """Results that follow from the run and the log at the moment of asking."""
 
     form: Callable[[Mapping[str, Ready]], Group]
     """the group of these members, in their order"""
@@ -295,7 +295,7 @@ class Round:
             self._fix(view)
 
     def electorate(self, view: View) -> tuple[Elector, ...]:
-        """Who votes at the position; before its turn, who will if nothing changes."""
+        """Return the electors of the position; before its turn, those if nothing changes."""
         return self._electorate if self._electorate is not None else view.electorate
 
     def is_live(self, peer: str) -> bool:
@@ -304,12 +304,12 @@ class Round:
 
     @property
     def live(self) -> list[str]:
-        """Who has a session, in the order of the first reports."""
+        """The peers that have a session, in the order of their first reports."""
         return [peer for peer in self._reports if peer not in self._gone]
 
     @property
     def reported(self) -> list[str]:
-        """Who ever had one."""
+        """All peers that have reported."""
         return list(self._reports)
 
     @property

@@ -1,8 +1,8 @@
 """Votes that the electors of a small electorate tell each other.
 
 A vote that goes to everyone makes the certificate everywhere half a round trip after the quorum
-voted, in place of one and a half by way of the leader.  It also outlives the leader.  In larger
-electorates, where all would tell all, the leader's commit brings the certificate.
+voted, instead of one and a half by way of the leader. It also outlives the leader. In larger
+electorates that is too many messages, and the leader's commit brings the certificate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Tally:
     """The votes of one position, as they reach one elector."""
 
     def __init__(self, ctx: Context, on_certified: OnCertified) -> None:
-        """No votes yet; ``on_certified`` is called when a quorum voted for what this peer did."""
+        """No votes yet; `on_certified` is called when a quorum voted for what this peer did."""
         self._ctx = ctx
         self._on_certified = on_certified
         self._electorate: tuple[Elector, ...] = ()
@@ -64,11 +64,11 @@ class Tally:
         self._count()
 
     async def close(self) -> None:
-        """Tell nobody any more."""
+        """End the calls that are under way."""
         await self._telling.close()
 
     async def _tell(self, peer: str, voted: Voted) -> None:
-        """The leader's commit comes in any case, so a vote that is lost costs time alone."""
+        """Send a vote; the leader's commit comes in any case, so a lost one only costs time."""
         timeout_s = self._ctx.settings.stall_s
         await self._ctx.transport.call(peer, "voted", voted.encode(), timeout_s=timeout_s)
 

@@ -32,7 +32,7 @@ from atoll.peer.rounds.policies import positions_ahead
 
 
 class Voter:
-    """Answers ``prepare`` and ``propose`` for the position that this peer stands at."""
+    """Answers `prepare` and `propose` for the position that this peer stands at."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Voter:
         Args:
             ctx: this peer's.
             reach: waits a moment until this peer stands at a position.
-            on_certified: told of a certificate that the votes of others made here.
+            on_certified: called with a certificate that the votes of others made here.
         """
         self._ctx = ctx
         self._reach = reach
@@ -87,7 +87,7 @@ class Voter:
             raise Refused(RefusalCode.BAD_PROPOSAL, str(error)) from error
 
     async def _come_to(self, place: Place) -> None:
-        """Be where a leader stands, if its last entry is on the way: it may propose at once."""
+        """Wait for a leader's last entry if it is on the way: the leader may propose at once."""
         replica = self._ctx.replica
         near = replica.position + positions_ahead(len(self._ctx.replay.fragments)) + 1
         if place.epoch == replica.epoch and replica.position < place.position <= near:
@@ -148,11 +148,11 @@ class Voter:
             self._tally.take(remote, voted)
 
     async def close(self) -> None:
-        """Tell nobody of votes any more."""
+        """Send no more votes to others."""
         await self._tally.close()
 
     async def gather(self, entry: Entry, source: str) -> bytes:
-        """The body of an entry, from the parts in hand and from ``source`` for the rest."""
+        """Return the body of an entry, from the parts in hand and from `source` for the rest."""
         return b"".join([await self._body(entry, part, source) for part in entry.parts])
 
     async def _body(self, entry: Entry, part: Part, source: str) -> bytes:
@@ -171,14 +171,14 @@ class Voter:
         return body
 
     async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:
-        """From ``source``, else from anyone who voted for the entry or took part in it."""
+        """Fetch from `source`, else from any peer that votes on the entry or took part in it."""
         electors = [e.peer_id for e in self._ctx.replica.electorate]
         members = [m.peer_id for m in entry.members]
         peers = [source, *electors, *members]
         return await fetch_part(self._ctx, peers, part.digest, part.wire_bytes)
 
     async def update(self, entry: Entry) -> Update | None:
-        """The update of an entry as it was decoded for the vote; None where it was not."""
+        """Return the update of an entry as it was decoded for the vote; None if it was not."""
         if came := self._decoded(entry):
             joined_F: Update = await self._ctx.compute(joined, came)
             return joined_F

@@ -126,7 +126,8 @@ class Flight:
             now=self._ctx.now(),
             place=place,
             electorate=tuple(replica.electorate),
-            term=self._host.voter.term if place == self.place else 0,
+            # A voter stands at a position only once it knows who else votes there.
+            term=self._host.voter.term if place == self.place and replica.electorate else 0,
         )
 
     async def _watch_log(self) -> None:

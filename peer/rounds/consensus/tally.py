@@ -41,6 +41,11 @@ class Tally:
         self._votes.clear()
         self._own = None
 
+    def know(self, electorate: Sequence[Elector]) -> None:
+        """Take the electorate of a position at which nobody was known to vote before."""
+        if not self._electorate:
+            self._electorate = tuple(electorate)
+
     def vote(self, entry: Entry, voted: Voted, leader: str) -> None:
         """This elector voted; its leader has it by the answer."""
         if len(self._electorate) > MAX_ELECTORS:

@@ -103,6 +103,7 @@ class Voter:
             self._ctx.parts.decided_up_to(place.position)
             if place.epoch != before.epoch:
                 self._ctx.parts.clear()
+        self._tally.know(replica.electorate)
 
     async def _prepare(self, remote: str, ask: Prepare) -> Promise:
         place = Place(ask.epoch, ask.position)

@@ -204,3 +204,21 @@ def test_large_electorates_leave_the_certificate_to_the_leader():
         assert ctx.told == []
 
     run_virtual(main())
+
+
+def test_a_tally_counts_where_the_electorate_is_known_later(tmp_path):
+    """A question may come while a replica recovers, at the position that it recovers to."""
+
+    async def main():
+        everyone, certified = electors(2), []
+        ctx = FakeContext(everyone[1])
+        tally = Tally(ctx, lambda entry, certificate: certified.append(certificate))
+        tally.turn(())
+        tally.know(everyone)
+        entry = entry_for(everyone)
+        tally.vote(entry, vote_of(everyone[1], entry), "p0")
+        tally.take("p0", vote_of(everyone[0], entry))
+        await tally.close()
+        assert len(certified) == 1
+
+    run_virtual(main())

@@ -1,4 +1,4 @@
-"""A contribution under way to one position: the driver of its `Membership`.
+"""A contribution under way to one position: the driver of its `MemberRound`.
 
 The machine in `consensus/membership.py` decides which leader this peer reports to, and when; a
 flight owns the session with that leader, and the timers.
@@ -24,18 +24,18 @@ from atoll.peer.rounds.consensus.leading import Leading
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, AttemptFailed, join
 from atoll.peer.rounds.consensus.membership import (
     Action,
-    CatchUp,
     CountFailure,
     Failed,
+    FetchEntries,
     Grouped,
     Join,
     Leave,
-    Membership,
+    MemberRound,
     MemberState,
     MemberView,
     NoteTurn,
-    Report,
     ReportTurn,
+    SendReport,
     Show,
 )
 from atoll.peer.rounds.consensus.voter import Voter
@@ -95,7 +95,7 @@ class Flight:
         self._host = host
         self.place = place
         self.pending = pending
-        self._member = Membership(place, stall_s=ctx.settings.stall_s)
+        self._member = MemberRound(place, stall_s=ctx.settings.stall_s)
         self._changed = asyncio.Event()
         self._session: asyncio.Task[None] | None = None
         self._stream: Stream | None = None
@@ -163,13 +163,13 @@ class Flight:
             case NoteTurn():
                 if self.pending.turn_at is None:
                     self.pending.turn_at = self._ctx.now()
-            case CatchUp():
+            case FetchEntries():
                 await self._host.catch_up()
             case CountFailure():
                 self._host.count_failure()
             case Show():
                 self._host.show(self)
-            case Report():
+            case SendReport():
                 self._ctx.on_event(action.level, action.text, key=action.key)
 
     async def _leave(self) -> None:

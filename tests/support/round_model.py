@@ -46,18 +46,18 @@ from atoll.peer.rounds.consensus.round import (
     CloseGroup,
     Decide,
     LeaderAbsent,
+    LeaderView,
     Left,
     PartReduced,
     Polled,
     Probed,
     Promised,
-    Propose,
     Reported,
     Round,
     RoundState,
     Rules,
-    View,
-    Voted,
+    SendProposal,
+    VoteArrived,
 )
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready
 from support.model import elector, signature, verify
@@ -281,7 +281,7 @@ class RoundModel:
                 return
             name = self.electorate[index].peer_id
             signed = signature(name, vote_payload(entry, ask.attempt))
-            event = Voted(attempt=ask.attempt, elector=index, signature=signed)
+            event = VoteArrived(attempt=ask.attempt, elector=index, signature=signed)
             after = world._replace(votes=world.votes | {(ask.attempt, ask.entry, index)})
         told = None
         if acceptor.accepted is not None:
@@ -389,10 +389,10 @@ class RoundModel:
         assert number is not None
         return self._machines[number]
 
-    def _view(self, world: World, leader: int, current: Round | None) -> View:
+    def _view(self, world: World, leader: int, current: Round | None) -> LeaderView:
         digests = current.parts.digests if current is not None and current.parts else {}
         parts = range(self.num_parts)
-        return View(
+        return LeaderView(
             now=float(world.now),
             turn=world.turn,
             electorate=self.electorate,
@@ -472,7 +472,7 @@ class RoundModel:
                 return world._replace(fetches=world.fetches | {(leader, part, done.digest)})
             case AskPromises(attempt=attempt):
                 return world._replace(asks=world.asks | {Ask(leader, attempt)})
-            case Propose():
+            case SendProposal():
                 return self._propose(world, leader, action)
             case Decide():
                 self._check_decided(action)
@@ -490,7 +490,7 @@ class RoundModel:
         if current.expected is None or not (set(current.expected) <= ready or waited):
             raise Broken(f"closed too early, with {sorted(ready)} at {world.now} s")
 
-    def _propose(self, world: World, leader: int, action: Propose) -> World:
+    def _propose(self, world: World, leader: int, action: SendProposal) -> World:
         if not world.turn:
             raise Broken("proposed before the position's turn")
         current, entry = self._round(world, leader), action.entry

@@ -44,19 +44,19 @@ from atoll.peer.rounds.consensus.round import (
     Fail,
     Kind,
     LeaderAbsent,
+    LeaderView,
     Left,
     PartReduced,
     Probed,
-    Propose,
-    Report,
+    ReportArrived,
     Reported,
     Round,
     RoundState,
     Rules,
+    SendProposal,
     StopPoll,
     TellGone,
     Unreachable,
-    View,
 )
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context
@@ -214,9 +214,9 @@ class Leadership:
     def _electorate(self) -> Sequence[Elector]:
         return self.round.electorate(self._log_view())
 
-    def _log_view(self) -> View:
+    def _log_view(self) -> LeaderView:
         replica = self.ctx.replica
-        return View(
+        return LeaderView(
             now=self.ctx.now(),
             turn=(replica.epoch, replica.position) == self.place,
             electorate=tuple(replica.electorate),
@@ -224,7 +224,7 @@ class Leadership:
             last_s=replica.stood_s,
         )
 
-    def _view(self) -> View:
+    def _view(self) -> LeaderView:
         view, parts = self._log_view(), self.round.parts
         if parts is None:
             return view
@@ -346,11 +346,11 @@ class Leadership:
                 await self._repair(action)
             case Fetch():
                 self._tasks.spawn(self._fetch(action))
-            case AskPromises() | Propose():
+            case AskPromises() | SendProposal():
                 self._polls.ask(action, self._electorate())
             case StopPoll():
                 await self._polls.stop()
-            case Report():
+            case ReportArrived():
                 self.ctx.on_event(action.level, action.text)
             case Decide():
                 self._outcome = Outcome(entry=action.entry, certificate=action.certificate)

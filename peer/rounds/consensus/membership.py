@@ -109,7 +109,7 @@ class ReportTurn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CatchUp:
+class FetchEntries:
     """Look for what is missing, and return when that was done."""
 
 
@@ -126,7 +126,7 @@ class Show:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class SendReport:
     """Report an event to the operator."""
 
     level: Level
@@ -135,10 +135,10 @@ class Report:
     """what repeats have in common; None: their text"""
 
 
-Action = Join | Leave | NoteTurn | ReportTurn | CatchUp | CountFailure | Show | Report
+Action = Join | Leave | NoteTurn | ReportTurn | FetchEntries | CountFailure | Show | SendReport
 
 
-class Membership:
+class MemberRound:
     """One contribution's way to the decision of its position."""
 
     def __init__(self, place: Place, *, stall_s: float) -> None:
@@ -250,7 +250,7 @@ class Membership:
             f"round {self.place.position + 1}: what was reduced early is reduced again: "
             f"{short(self._leader.peer_id)} does not lead it"
         )
-        return [Leave(), Report(level="info", text=text)]
+        return [Leave(), SendReport(level="info", text=text)]
 
     def _seek(self) -> None:
         self.state, self.wake_at = MemberState.SEEKING, None
@@ -269,18 +269,18 @@ class Membership:
             self.state, self._late_since = MemberState.LATE, None
             self.wake_at = view.now + CLOSED_STALLS * self._stall_s
             text = f"round {position + 1}: {failure.reason}"
-            return [*self._show(RoundPhase.LATE), Report(level="info", text=text)]
+            return [*self._show(RoundPhase.LATE), SendReport(level="info", text=text)]
         if failure.code == RefusalCode.DECIDED:
             self._try_next()
-            return [CatchUp()]
+            return [FetchEntries()]
         if failure.code is not None and self._leader is not None:
             name = self._leader.peer_id
             text = f"round {position + 1}: {short(name)} refused: {failure.why}"
             key = "leader refused", position, name, failure.key
             self._try_next()
-            return [Report(level="warning", text=text, key=key)]
+            return [SendReport(level="warning", text=text, key=key)]
         text = f"round {position + 1}, term {self._term}: {failure.why}"
-        report = Report(level="warning", text=text, key=("term failed", position, failure.key))
+        report = SendReport(level="warning", text=text, key=("term failed", position, failure.key))
         self._try_next()
         return [CountFailure(), report]
 
@@ -289,7 +289,7 @@ class Membership:
         self.state, self.wake_at = MemberState.LATE, None
         self._late_since = view.place.position
         show = self._show(RoundPhase.LATE)
-        return [*show, CatchUp()] if failure.code == RefusalCode.DECIDED else show
+        return [*show, FetchEntries()] if failure.code == RefusalCode.DECIDED else show
 
     def _try_next(self) -> None:
         """The next leader's turn; after the last one's, a stall later."""

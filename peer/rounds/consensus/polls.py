@@ -22,14 +22,13 @@ from atoll.peer.rounds.consensus.round import (
     Event,
     Polled,
     Promised,
-    Propose,
-    Voted,
+    SendProposal,
+    VoteArrived,
 )
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, failure_key
 from atoll.peer.rounds.deflating import deflated, inflated
-from atoll.peer.rounds.messages import Ballot, Head, Known, Prepare, Promise
-from atoll.peer.rounds.messages import Propose as ProposeRecord
+from atoll.peer.rounds.messages import Ballot, Head, Known, Prepare, Promise, Propose
 
 HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
 POLL_STALLS = 10  # a vote before there is a group, which has a deadline of its own
@@ -63,7 +62,7 @@ class Polls:
         self._take = take
         self._poll: asyncio.Task[None] | None = None
 
-    def ask(self, question: AskPromises | Propose, electorate: Sequence[Elector]) -> None:
+    def ask(self, question: AskPromises | SendProposal, electorate: Sequence[Elector]) -> None:
         """Ask all electors at once; `Polled` comes after the last answer."""
         self._poll = asyncio.create_task(self._run(question, electorate))
 
@@ -78,7 +77,9 @@ class Polls:
         if self._poll is not None and self._poll.done():
             self._poll.result()
 
-    async def _run(self, question: AskPromises | Propose, electorate: Sequence[Elector]) -> None:
+    async def _run(
+        self, question: AskPromises | SendProposal, electorate: Sequence[Elector]
+    ) -> None:
         timeout_s = POLL_STALLS * self._ctx.settings.stall_s
         try:
             async with asyncio.TaskGroup() as group:
@@ -94,7 +95,7 @@ class Polls:
                 else:
                     timeout_s = question.deadline_s or timeout_s
                     entry = deflated(question.entry.encode())
-                    record = ProposeRecord(attempt=question.attempt, entry=entry).encode()
+                    record = Propose(attempt=question.attempt, entry=entry).encode()
                     for index, elector in enumerate(electorate):
                         asking = self._ask_vote(question, index, elector, record, timeout_s)
                         group.create_task(asking)
@@ -116,14 +117,14 @@ class Polls:
         await self._ask(elector.peer_id, "prepare", record, timeout_s, taken)
 
     async def _ask_vote(
-        self, question: Propose, index: int, elector: Elector, record: bytes, timeout_s: float
+        self, question: SendProposal, index: int, elector: Elector, record: bytes, timeout_s: float
     ) -> None:
-        def taken(answer: bytes) -> Voted:
+        def taken(answer: bytes) -> VoteArrived:
             signature = Ballot.decode(answer).signature
             payload = vote_payload(question.entry, question.attempt)
             if not self._ctx.verify(elector.peer_id, payload, signature):
                 raise CertificateInvalid("a vote with a signature of somebody else")
-            return Voted(attempt=question.attempt, elector=index, signature=signature)
+            return VoteArrived(attempt=question.attempt, elector=index, signature=signature)
 
         await self._ask(elector.peer_id, "propose", record, timeout_s, taken)
 

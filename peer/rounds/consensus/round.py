@@ -61,7 +61,7 @@ OVER = frozenset({RoundState.DECIDED, RoundState.FAILED})
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class LeaderView:
     """A leader's view of clock, log and parts; times are seconds on one clock."""
 
     now: float
@@ -134,7 +134,7 @@ class Promised:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Voted:
+class VoteArrived:
     """An elector voted for the entry of an attempt, with a signature that was checked."""
 
     attempt: int
@@ -158,7 +158,7 @@ Event = (
     | PartReduced
     | FetchEnded
     | Promised
-    | Voted
+    | VoteArrived
     | Polled
 )
 
@@ -189,7 +189,7 @@ class TellGone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Propose:
+class SendProposal:
     """Ask all electors for votes."""
 
     attempt: int
@@ -219,7 +219,7 @@ class Fail:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ReportArrived:
     """Report an event to the operator."""
 
     level: Level
@@ -232,11 +232,11 @@ Action = (
     | TellGone
     | Fetch
     | RepairPart
-    | Propose
+    | SendProposal
     | StopPoll
     | Decide
     | Fail
-    | Report
+    | ReportArrived
 )
 
 Kind = Literal["update", "null"]
@@ -258,7 +258,9 @@ class Rules:
 class Round:
     """One term of a position that one process leads."""
 
-    def __init__(self, place: Place, term: int, *, leads: Leads, rules: Rules, view: View) -> None:
+    def __init__(
+        self, place: Place, term: int, *, leads: Leads, rules: Rules, view: LeaderView
+    ) -> None:
         """Begin.
 
         Raises:
@@ -294,7 +296,7 @@ class Round:
         if view.turn:
             self._fix(view)
 
-    def electorate(self, view: View) -> tuple[Elector, ...]:
+    def electorate(self, view: LeaderView) -> tuple[Elector, ...]:
         """Return the electors of the position; before its turn, those if nothing changes."""
         return self._electorate if self._electorate is not None else view.electorate
 
@@ -343,7 +345,7 @@ class Round:
                 self.parts.fetched(event)
             case Promised() if self._is_asked(RoundState.PREPARING, event.attempt):
                 self._voting().promise(event.elector, event.accepted)
-            case Voted() if self._is_asked(RoundState.VOTING, event.attempt):
+            case VoteArrived() if self._is_asked(RoundState.VOTING, event.attempt):
                 self._signatures[event.elector] = event.signature
             case Polled() if event.attempt == self.question:
                 self._polled = True
@@ -376,7 +378,7 @@ class Round:
 
     # time
 
-    def advance(self, view: View) -> list[Action]:
+    def advance(self, view: LeaderView) -> list[Action]:
         """Look at the clock, the log and the parts in hand; what is to be done.
 
         Call it again after doing that, until nothing is left to do.
@@ -400,7 +402,7 @@ class Round:
             case RoundState.DECIDED | RoundState.FAILED:
                 return []
 
-    def _fix(self, view: View) -> Proposer:
+    def _fix(self, view: LeaderView) -> Proposer:
         """Fix what the term is about, once: its electorate and its first attempt."""
         if self._proposer is None:
             attempt = self.term * TERM
@@ -413,7 +415,7 @@ class Round:
             raise RuntimeError("expected a ballot to have begun")
         return self._proposer
 
-    def _wait_for_call(self, view: View) -> list[Action]:
+    def _wait_for_call(self, view: LeaderView) -> list[Action]:
         """One peer with a bad link to a healthy leader must not end that leader's round."""
         patience_s = ALONE_GRACES * self._rules.grace_s
         overdue = view.now > self._wanted_since + patience_s
@@ -426,7 +428,7 @@ class Round:
         self.state, self._polled = RoundState.PREPARING, False
         return [AskPromises(attempt=self._voting().attempt)]
 
-    def _count_promises(self, view: View) -> list[Action]:
+    def _count_promises(self, view: LeaderView) -> list[Action]:
         proposer = self._voting()
         if not proposer.free:
             return self._expect_more(proposer.promises, f"promised attempt {proposer.attempt}")
@@ -451,13 +453,13 @@ class Round:
 
     # the group
 
-    def _has_quorum(self, view: View) -> bool:
+    def _has_quorum(self, view: LeaderView) -> bool:
         live, electorate = set(self.live), self.electorate(view)
         return is_quorum(
             [i for i, e in enumerate(electorate) if e.peer_id in live], len(electorate)
         )
 
-    def _form(self, view: View) -> list[Action]:
+    def _form(self, view: LeaderView) -> list[Action]:
         live = self.live
         self._first_at = (self._first_at or view.now) if live else None
         self._quorum_at = (self._quorum_at or view.now) if self._has_quorum(view) else None
@@ -491,7 +493,7 @@ class Round:
             raise RuntimeError("expected the group to be closed")
         return self.group, self.parts
 
-    def _reduce(self, view: View) -> list[Action]:
+    def _reduce(self, view: LeaderView) -> list[Action]:
         """Repair what is lost, until all parts are done and here or coming, or it is too late."""
         group, parts = self._closed()
         if self._reduce_by is None:
@@ -507,7 +509,7 @@ class Round:
             return [*actions, *self._end_reduction(view, "every member left")]
         return actions
 
-    def _end_reduction(self, view: View, failure: str) -> list[Action]:
+    def _end_reduction(self, view: LeaderView, failure: str) -> list[Action]:
         self._failure = failure
         if self._proposed is not None:
             return self._try_again()
@@ -528,7 +530,7 @@ class Round:
         self._proposer = self._leads.begin(self.place, attempt, self._electorate or ())
         return self._ask_promises()
 
-    def _propose_own(self, view: View) -> list[Action]:
+    def _propose_own(self, view: LeaderView) -> list[Action]:
         """Propose the group's update; NULL if it cannot be reduced."""
         self._fix(view)
         group, parts = self._closed()
@@ -544,7 +546,7 @@ class Round:
             return self._propose(update, is_own=True)
         given_up = f"round {self.place.position + 1}: given up: {self._failure}"
         null = self._rules.entry("null", (), (), electorate)
-        return [Report(level="error", text=given_up), *self._propose(null, is_own=False)]
+        return [ReportArrived(level="error", text=given_up), *self._propose(null, is_own=False)]
 
     def _propose(self, entry: Entry, *, is_own: bool) -> list[Action]:
         proposer = self._voting()
@@ -552,9 +554,9 @@ class Round:
         self._signatures, self._is_own = {}, is_own
         self._proposed = Entry.decode(proposer.choose(entry.encode()))
         deadline_s = self.group.deadline_s if self.group is not None else None
-        return [Propose(attempt=proposer.attempt, entry=self._proposed, deadline_s=deadline_s)]
+        return [SendProposal(attempt=proposer.attempt, entry=self._proposed, deadline_s=deadline_s)]
 
-    def _count_votes(self, view: View) -> list[Action]:
+    def _count_votes(self, view: LeaderView) -> list[Action]:
         attempt, electors = self._voting().attempt, len(self._electorate or ())
         if is_quorum(list(self._signatures), electors) and self._proposed is not None:
             self.state = RoundState.DECIDED

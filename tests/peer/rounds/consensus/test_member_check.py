@@ -16,7 +16,7 @@ from atoll.peer.rounds.consensus.membership import (
     Grouped,
     Join,
     Leave,
-    Membership,
+    MemberRound,
     MemberState,
     MemberView,
     NoteTurn,
@@ -50,11 +50,11 @@ class MemberModel:
     def __init__(self, failures: int) -> None:
         self.failures = failures
         self.states: set[MemberState] = set()
-        self._members: list[Membership] = []
+        self._members: list[MemberRound] = []
         self._numbers: dict[object, int] = {}
 
     def explore(self) -> set[World]:
-        member = self._number(Membership(PLACE, stall_s=STALL_S))
+        member = self._number(MemberRound(PLACE, stall_s=STALL_S))
         start = self._look(World(member, Place(1, PLACE.position - AHEAD), 0))
         seen, todo = {start}, [start]
         while todo:
@@ -65,7 +65,7 @@ class MemberModel:
                     todo.append(after)
         return seen
 
-    def member(self, world: World) -> Membership:
+    def member(self, world: World) -> MemberRound:
         return self._members[world.member]
 
     def view(self, world: World) -> MemberView:
@@ -154,7 +154,7 @@ class MemberModel:
         if later.session is None:
             raise Broken(f"{self.member(world).state} for ever")
 
-    def _number(self, member: Membership) -> int:
+    def _number(self, member: MemberRound) -> int:
         key = canonical(member)
         if key not in self._numbers:
             self._numbers[key] = len(self._members)
@@ -179,24 +179,24 @@ def expect_broken(match, failures=1):
 
 
 def test_a_leader_that_lost_its_term_is_left(monkeypatch):
-    monkeypatch.setattr(Membership, "_lost_lead", lambda self, view: False)
+    monkeypatch.setattr(MemberRound, "_lost_lead", lambda self, view: False)
     expect_broken("does not lead")
 
 
 def test_a_leader_that_was_joined_early_is_told_of_the_turn(monkeypatch):
-    watch = Membership._watch
+    watch = MemberRound._watch
 
     def keep_quiet(self, view):
         return [each for each in watch(self, view) if not isinstance(each, ReportTurn)]
 
-    monkeypatch.setattr(Membership, "_watch", keep_quiet)
+    monkeypatch.setattr(MemberRound, "_watch", keep_quiet)
     expect_broken("not told of the turn")
 
 
 def test_a_promise_rules_out_the_terms_before_it(monkeypatch):
-    join = Membership._join
+    join = MemberRound._join
     monkeypatch.setattr(
-        Membership,
+        MemberRound,
         "_join",
         lambda self, view: join(self, view.__class__(**vars(view) | {"term": 0})),
     )
@@ -208,15 +208,15 @@ def test_an_early_failure_does_not_go_to_the_next_leader(monkeypatch):
         self._try_next()
         return self._join(view)
 
-    monkeypatch.setattr(Membership, "_fail_early", fail_early)
+    monkeypatch.setattr(MemberRound, "_fail_early", fail_early)
     expect_broken("early in term 1")
 
 
 def test_a_member_that_came_too_late_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(Membership, "_rest", lambda self, view: [])
+    monkeypatch.setattr(MemberRound, "_rest", lambda self, view: [])
     expect_broken("for ever")
 
 
 def test_a_session_ends_with_the_position(monkeypatch):
-    monkeypatch.setattr(Membership, "_end", lambda self: [])
+    monkeypatch.setattr(MemberRound, "_end", lambda self: [])
     expect_broken("with")

@@ -33,7 +33,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class LogPlace:
-    """Where the log stands before an entry: the chain, and who votes."""
+    """The log before an entry: its chain and the electorate."""
 
     chain: bytes
     electorate: tuple[Elector, ...]

@@ -53,7 +53,7 @@ class Applied:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """What a recovery brought."""
+    """The result of a recovery."""
 
     from_position: int
     to_position: int

@@ -1,4 +1,4 @@
-"""What one log is about: a part of the parameters, and the rules by which its entries are read.
+"""The subject of one log: a part of the parameters, and the rules that read its entries.
 
 A run decides each part of its parameters in a log of its own. A dense run has one part, all of
 them, so one log; whoever follows a log is given its `Module` and asks for nothing else of the run.
@@ -27,7 +27,7 @@ class Module:
     snapshot_every: int
     """Positions between two state roots, hence between two snapshots."""
     name: str = WHOLE
-    """Of its log, among those of the run."""
+    """The name of its log among those of the run."""
 
     @cached_property
     def replay(self) -> Replay:

@@ -1,4 +1,4 @@
-"""How a log is read: by a method over a layout, equally by every replica that follows it.
+"""Replay of a log by a method over a layout, equal at every replica that follows it.
 
 Fragments take turns: with n of them, position p moves fragment (p + 1) mod n. That is the order in
 which their first windows end (`atoll.optim.workers.worker`).
@@ -42,7 +42,7 @@ class Replay:
 
     @property
     def by_factors(self) -> bool:
-        """Whether matrices travel as factors and residuals are taken against the update."""
+        """Return whether matrices travel as factors and residuals are taken against the update."""
         return self.method.reduction == "low-rank"
 
     def fragment_at(self, position: int) -> int:

@@ -21,7 +21,7 @@ class ReplicaStanding:
     head: StoreHead = field(default_factory=lambda: StoreHead(epoch=0, position=0, chain=b""))
     """The epoch, the next position, and the chain there."""
     electorate: tuple[Elector, ...] = ()
-    """Those who vote on the next entry; nobody while the entries here are not the epoch's."""
+    """Return the next entry's electorate; empty while the entries here are not the epoch's."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
     snapshots: dict[int, OuterState] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class ReplicaStanding:
     diverged: str = ""
     """Why the state here is no longer the run's; empty while it is."""
     leaps: int = 0
-    """How often a state was put in place that no entry led to from the one before."""
+    """Return how often a state was put in place without entries leading to it."""
 
     def is_at_base(self, epoch: Epoch) -> bool:
         """Return whether the head is where an epoch begins."""
@@ -40,7 +40,7 @@ class ReplicaStanding:
 
 
 class ReplicaView:
-    """What can be read of a replica without waiting."""
+    """The read-only view of a replica; nothing in it waits."""
 
     module: Module
     store: LogStore
@@ -69,7 +69,7 @@ class ReplicaView:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a state."""
+        """Return whether there is a state."""
         return self.standing.state is not None
 
     @property
@@ -81,7 +81,7 @@ class ReplicaView:
 
     @property
     def is_current(self) -> bool:
-        """Whether the state is the one at the head."""
+        """Return whether the state is the one at the head."""
         at = self.standing
         has_its_state = at.state is not None and at.state.position == at.head.position
         return has_its_state and not at.diverged
@@ -108,7 +108,7 @@ class ReplicaView:
 
     @property
     def electorate(self) -> tuple[Elector, ...]:
-        """Those who vote on the next entry; nobody while the entries here are not the epoch's."""
+        """Return the next entry's electorate; empty while the entries here are not the epoch's."""
         return self.standing.electorate
 
     @property
@@ -133,7 +133,7 @@ class ReplicaView:
 
     @property
     def leaps(self) -> int:
-        """How often a state was put in place that no entry led to from the one before."""
+        """Return how often a state was put in place without entries leading to it."""
         return self.standing.leaps
 
     def root_scheduled(self, position: int) -> int | None:

@@ -1,4 +1,4 @@
-"""What a peer reports to people: here, and through the coordinator to everyone who watches.
+"""Events for people: on this machine, and through the coordinator for everyone who watches.
 
 Warnings that repeat while a round or a wait lasts are throttled: the 1st, 2nd, 4th, 8th of a key
 are reported.

@@ -1,15 +1,15 @@
 """The networked reducer for a training loop of your own.
 
-reducer = connect(invite, state_dir="state")
-diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
-while not reducer.finished:
-    ...
-reducer.close()
+    reducer = connect(invite, state_dir="state")
+    diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
+    while not reducer.finished:
+        ...
+    reducer.close()
 
 If windows grow (outer.windows = "qsr"), begin each step with what the run's timetable gives:
 
-inner_steps = reducer.timetable.window(diloco.next_position)
-diloco.resize(inner_steps, delay=reducer.method.hidden_steps(inner_steps))
+    inner_steps = reducer.timetable.window(diloco.next_position)
+    diloco.resize(inner_steps, delay=reducer.method.hidden_steps(inner_steps))
 """
 
 from __future__ import annotations

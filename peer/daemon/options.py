@@ -1,4 +1,4 @@
-"""What the owner of a peer decides about its place in the network; none of it changes the run."""
+"""Options of a peer in the network, set by its owner; none of them changes the run."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class TrainerProgress:
 
     @property
     def started(self) -> bool:
-        """Whether the trainer has; no run begins with a peer whose trainer has not."""
+        """Return whether the trainer has; no run begins with a peer whose trainer has not."""
         return self._began_s is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What a peer of a run with a log does for the coordinator: send the entries that it lacks.
+"""Publishing: a peer of a run with a log sends the coordinator the entries that it lacks.
 
 The coordinator is a follower of the log. It gets each entry from its proposer at once; whatever it
 missed, it asks for in its answers to heartbeats.

@@ -171,7 +171,7 @@ class NetworkReducer:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is complete: what is trained from here on reaches nobody."""
+        """Return whether the run is complete: what is trained from here on reaches nobody."""
         return self.progress.is_over(self.position)
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class Standing(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether there is a state."""
+        """Return whether there is a state."""
         ...
 
     @property

@@ -44,7 +44,7 @@ class RunReducer(Reducer, Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the run is complete: what is trained from here on reaches nobody."""
+        """Return whether the run is complete: what is trained from here on reaches nobody."""
         ...
 
     def close(self) -> None:

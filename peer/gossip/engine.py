@@ -98,7 +98,7 @@ class Gossip:
 
     @property
     def begun(self) -> bool:
-        """Whether the run has begun."""
+        """Return whether the run has begun."""
         return self._peer.begun
 
     def statistics(self) -> GossipStatistics:

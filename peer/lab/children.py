@@ -96,7 +96,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process is alive."""
+        """Return whether the process is alive."""
         return self.exit_code is None
 
     def kill(self) -> None:

@@ -155,7 +155,7 @@ class PeerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether its process is alive."""
+        """Return whether its process is alive."""
         return self.child is not None and self.child.running
 
     @property

@@ -1,1 +1,1 @@
-"""How a peer catches up: snapshots, missed entries and their sources."""
+"""Catching up: snapshots, missed entries and their sources."""

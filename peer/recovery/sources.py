@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
     async def head(self) -> Head:
-        """Where it stands."""
+        """Return where it stands."""
         ...
 
     async def headers(self, start: int, stop: int) -> list[Decided]:
@@ -131,7 +131,7 @@ class PeerSource:
         return self._peer
 
     async def head(self) -> Head:
-        """Where it stands."""
+        """Return where it stands."""
         timeout_s = 2 * self._ctx.settings.stall_s
         known = Known(epoch=self._ctx.known_epoch).encode()
         reply = await self._ctx.transport.call(self._peer, "head", known, timeout_s=timeout_s)
@@ -172,7 +172,7 @@ class CoordinatorSource:
         self.chain = bytes(32)
 
     async def head(self) -> Head:
-        """Where it stands, and its newest snapshot."""
+        """Return where it stands, and its newest snapshot."""
         info = await self._client.fetch_snapshot()
         newest = info.position
         older = [newest - n * self._snapshot_every for n in (2, 1)]

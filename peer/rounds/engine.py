@@ -216,7 +216,7 @@ class Rounds:
 
     @property
     def retired(self) -> bool:
-        """Whether this peer has resigned; see `Booth.retired`."""
+        """Return whether this peer has resigned; see `Booth.retired`."""
         return self.voter.retired
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What peers say to each other in a round.  Rules: ``docs/protocol.md``.
+"""Messages between peers in a round. The rules are in `docs/protocol.md`.
 
 Calls (one message, one reply)::
 

@@ -1,4 +1,4 @@
-"""How fast this peer sends in a round, and in which order.
+"""Pacing: the rate at which a peer sends in a round, and the order.
 
 Without pacing, TCP fills the queue in front of the uplink until it overflows: bytes are sent twice,
 and votes wait behind cells.  So bulk messages of a round leave one after the other at the uplink's
@@ -114,7 +114,7 @@ def _span_s(samples: Sequence[Sample]) -> float:
 
 
 def was_held(stretches: Sequence[Sequence[Sample]], window_s: float = WINDOW_S) -> bool:
-    """Whether more waited to leave most of the time, and never long enough for a reading."""
+    """Return whether more waited to leave most of the time, and never long enough for a reading."""
     runs = [run for samples in stretches for run in busy_runs(samples)]
     num_samples = sum(map(len, stretches))
     is_short = max(map(_span_s, runs), default=0.0) < window_s
@@ -136,7 +136,7 @@ class RateEstimate:
 
     @property
     def pace_mbit_s(self) -> float | None:
-        """How fast to send; None for as fast as it goes."""
+        """Return how fast to send; None for as fast as it goes."""
         if self.mbit_s is None or math.isinf(self.gain):
             return None
         return self.mbit_s * self.gain

@@ -203,7 +203,7 @@ def _transfer(plans: Sequence[PartPlan], rates_mbit_s: Sequence[float]) -> float
 
 
 def _nearest(ends: Sequence[int], target: float) -> int:
-    """How many cells end as near to the target as can be; `ends` begins with none."""
+    """Return how many cells end as near to the target as can be; `ends` begins with none."""
     above = bisect_left(ends, min(target, ends[-1]))
     if above == 0:
         return 0
@@ -246,7 +246,7 @@ def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def positions_ahead(fragments: int) -> int:
-    """How many positions may be reduced beside the one that is decided next.
+    """Return how many positions may be reduced beside the one that is decided next.
 
     Each moves another fragment, so that no contribution waits for its own predecessor.
     """

@@ -37,7 +37,7 @@ class Gradient:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite, so that the step may be taken."""
+        """Return whether loss and norm are finite, so that the step may be taken."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 

@@ -173,7 +173,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has reached its last round."""
+        """Return whether the run has reached its last round."""
         return 0 < self.spec.run.rounds <= self._progress.position
 
     # --- the trainer's own thread

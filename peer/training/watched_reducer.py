@@ -36,7 +36,7 @@ class WatchedReducer:
 
     @property
     def unsettled(self) -> bool:
-        """Whether a submitted contribution awaits its commit."""
+        """Return whether a submitted contribution awaits its commit."""
         return bool(self._fragments)
 
     def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:

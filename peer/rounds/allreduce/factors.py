@@ -54,7 +54,7 @@ class FactorReducer:
 
     @property
     def num_frames(self) -> int:
-        """How many frames the owner sends."""
+        """Return how many frames the owner sends."""
         return 2 * self.part.num_cells
 
     @property
@@ -64,7 +64,7 @@ class FactorReducer:
 
     @property
     def finished(self) -> bool:
-        """Whether every cell is encoded."""
+        """Return whether every cell is encoded."""
         return self._first.finished and self._second.finished
 
     @property

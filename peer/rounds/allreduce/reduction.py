@@ -154,12 +154,12 @@ class PartReducer:
 
     @property
     def finished(self) -> bool:
-        """Whether every cell is encoded; `frames` holds each, prefixed with its length."""
+        """Return whether every cell is encoded; `frames` holds each, prefixed with its length."""
         return len(self.frames) == self.part.num_cells
 
     @property
     def num_frames(self) -> int:
-        """How many frames the owner sends."""
+        """Return how many frames the owner sends."""
         return self.part.num_cells
 
     @property

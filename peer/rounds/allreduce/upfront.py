@@ -210,7 +210,7 @@ class HeldStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the other side has sent its last message, or the stream broke."""
+        """Return whether the other side has sent its last message, or the stream broke."""
         return self._reading.done()
 
     async def read_all(self) -> None:

@@ -99,7 +99,7 @@ class Booth:
 
     @property
     def retired(self) -> bool:
-        """Whether this process has voted for nothing here or further on, and never will."""
+        """Return whether this process has voted for nothing here or further on, and never will."""
         here = self.here == self.furthest
         return self._retiring and here and self.acceptor.accepted is None
 
@@ -117,7 +117,7 @@ class Booth:
         return self.acceptor.promised if self.here == self.furthest else 0
 
     def check(self, remote: str, place: Place, attempt: int) -> None:
-        """Whether this process votes at `place` for `remote` as the leader of `attempt`.
+        """Return whether this process votes at `place` for `remote` as the leader of `attempt`.
 
         Raises:
             Refused: with the reason.
@@ -181,7 +181,7 @@ class Proposer:
 
     @property
     def free(self) -> bool:
-        """Whether it may choose: it leads attempt 0, or a quorum has promised."""
+        """Return whether it may choose: it leads attempt 0, or a quorum has promised."""
         return self.attempt == 0 or is_quorum(list(self.promises), self._electors)
 
     def promise(self, elector: int, accepted: Accepted | None) -> None:
@@ -233,7 +233,7 @@ class Leads:
         return Proposer(attempt=attempt, electors=len(electorate))
 
     def check(self, place: Place, term: int, electorate: Sequence[Elector]) -> None:
-        """Whether the term is this process's to lead.
+        """Return whether the term is this process's to lead.
 
         Raises:
             Refused: it is not.

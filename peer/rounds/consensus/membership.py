@@ -235,7 +235,7 @@ class MemberRound:
         return [*actions, ReportTurn(term=self._term)] if self._was_early else actions
 
     def _lost_lead(self, view: MemberView) -> bool:
-        """Whether an entry gave the term to another."""
+        """Return whether an entry gave the term to another."""
         electorate = view.electorate
         return bool(electorate) and self._leader != leader_of(
             electorate, self.place.position, self._term

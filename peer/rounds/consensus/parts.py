@@ -131,14 +131,14 @@ class Parts:
         return [each for i in range(len(self._parts)) for each in self._fetch(i, view, is_live)]
 
     def settled(self, view: InHand, is_live: IsLive) -> bool:
-        """Whether all parts are done, and here or on their way."""
+        """Return whether all parts are done, and here or on their way."""
         return all(
             part.done is not None and (index in view.held or self._comes(index, view, is_live))
             for index, part in enumerate(self._parts)
         )
 
     def lost(self, view: InHand, is_live: IsLive) -> bool:
-        """Whether a part is neither here nor anywhere."""
+        """Return whether a part is neither here nor anywhere."""
         return any(self._is_lost(index, view, is_live) for index in range(len(self._parts)))
 
     def logged(self, gone: Sequence[int]) -> tuple[Part, ...]:
@@ -164,7 +164,7 @@ class Parts:
         return self._parts[index].done is not None and index in view.held
 
     def _comes(self, index: int, view: InHand, is_live: IsLive) -> bool:
-        """Whether the leader's own exchange still brings it."""
+        """Return whether the leader's own exchange still brings it."""
         return index in view.coming and self._owner_lives(self._parts[index], view.now, is_live)
 
     def _is_lost(self, index: int, view: InHand, is_live: IsLive) -> bool:
@@ -186,7 +186,7 @@ class Parts:
         return [Fetch(part=index, done=part.done, members=members)]
 
     def _owner_lives(self, part: PartState, now: float, is_live: IsLive) -> bool:
-        """Whether its owner may still finish a part: it is there, and not overdue."""
+        """Return whether its owner may still finish a part: it is there, and not overdue."""
         owner = self._group.members[part.owner].peer_id
         return is_live(owner) and (part.done is not None or now < part.due)
 

@@ -301,7 +301,7 @@ class Round:
         return self._electorate if self._electorate is not None else view.electorate
 
     def is_live(self, peer: str) -> bool:
-        """Whether a peer has a session."""
+        """Return whether a peer has a session."""
         return peer in self._reports and peer not in self._gone
 
     @property

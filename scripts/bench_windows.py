@@ -23,6 +23,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from atoll.peer.training.models import model
+
 SPEEDS = (1.0, 2.0, 4.0)
 WINDOWS = ("equal", "deadline")
 PACE = "ATOLL_BENCH_STEP_S"  # environment variable of a peer's process
@@ -45,6 +47,7 @@ class Paced(nn.Module):
         return self.inner(tokens_BT)
 
 
+@model
 def paced(*, vocab_size: int, seq_len: int) -> nn.Module:
     """Build the model, as named by `model.custom`."""
     from atoll.peer.training import models

@@ -9,7 +9,8 @@ and start the coordinator from the folder `scripts`, where it can import the mod
     [model]
     custom = "example_diloco:build"
 
-The peers of that run may be this script, each with its own --state-dir, or `atoll peer`.
+The peers of that run may be this script, each with its own --state-dir, or, from the same folder,
+`atoll peer INVITE --allow-model example_diloco:build`.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.optim import DiLoCo, InProcessGroup, Reducer, outer_defaults
+from atoll.peer.training.models import model
 
 SEQ_LEN = 64
 BATCH_SIZE = 16
@@ -43,6 +45,7 @@ class ByteModel(nn.Module):
         return self.head(nn.functional.gelu(self.mix(x_BDT)).transpose(1, 2))
 
 
+@model
 def build(*, vocab_size: int, seq_len: int, **_: object) -> nn.Module:
     """Build the model, as named by `custom` in RUN.toml."""
     return ByteModel(vocab_size)

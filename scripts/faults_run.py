@@ -39,6 +39,7 @@ AN_HOUR_S = 3600.0
 MODEL = f"""
 import time
 from torch import nn
+from atoll.peer.training.models import model
 
 class Paced(nn.Module):
     def __init__(self, vocab_size):
@@ -51,6 +52,7 @@ class Paced(nn.Module):
             time.sleep({STEP_S})
         return self.head(self.embedding(tokens_BT))
 
+@model
 def build(*, vocab_size, seq_len):
     return Paced(vocab_size)
 """
@@ -170,6 +172,7 @@ class RunScene:
         """Start the peer of a host, with its clock this many seconds ahead."""
         listen = f"/ip4/{self.lab.ip(host)}/tcp/4001"
         words = ["peer", "invite", "--state-dir", f"p{host}", "--name", f"p{host}"]
+        words += ["--allow-model", "paced:build", "--data", "texts"]
         self.peers[host] = self._popen(
             host, ["-c", ATOLL, str(ahead_s), *words, "--listen", listen], stdout=self.log
         )

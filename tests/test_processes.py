@@ -46,6 +46,7 @@ MODEL = """
 import time
 from pathlib import Path
 from torch import nn
+from atoll.peer.training.models import model
 
 WIDTH = 2000  # 1M parameters: a round takes long enough to be killed in
 
@@ -60,6 +61,7 @@ class Paced(nn.Module):
             time.sleep(float(Path("pace").read_text()))
         return self.head(self.embedding(tokens_BT))
 
+@model
 def build(*, vocab_size, seq_len):
     return Paced(vocab_size)
 """
@@ -220,6 +222,7 @@ class Run:
         self.peers[name] = Child(
             self.folder, name, "peer", self.invite, "--state-dir", name,
             "--name", name, "--listen", "/ip4/127.0.0.1/tcp/0", "--json",
+            "--allow-model", "paced:build", "--data", "texts",
         )  # fmt: skip
         return self.peers[name]
 

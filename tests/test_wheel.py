@@ -157,7 +157,8 @@ def test_a_peer_trains_without_any_extra(environment, tmp_path):
     ) as coordinator:
         try:
             wait_for(invite, coordinator)
-            run(*bare, "peer", invite, "--state-dir", "peer", cwd=tmp_path)
+            words = ["peer", invite, "--state-dir", "peer", "--data", "texts"]
+            run(*bare, *words, cwd=tmp_path)
             told = json.loads(run(*bare, "status", invite, "--json", cwd=tmp_path))
             assert told["position"] == 2
             shown = subprocess.run(

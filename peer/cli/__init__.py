@@ -13,7 +13,14 @@ import json
 import sys
 from typing import Any
 
-__all__ = ["SUMMARIES", "Subparsers", "add_stop_with_stdin", "new_parser", "print_json"]
+__all__ = [
+    "SUMMARIES",
+    "Subparsers",
+    "add_allow_model",
+    "add_stop_with_stdin",
+    "new_parser",
+    "print_json",
+]
 
 SUMMARIES = {
     "demo": "train across several peers on this machine and print a report",
@@ -43,6 +50,18 @@ def new_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser
+
+
+def add_allow_model(parser: argparse.ArgumentParser) -> None:
+    """Add the option that allows code of this machine to be named from elsewhere."""
+    parser.add_argument(
+        "--allow-model",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="Custom model that may run on this machine, spelled exactly; repeatable (default: "
+        "none).",
+    )
 
 
 def add_stop_with_stdin(parser: argparse.ArgumentParser) -> None:

@@ -113,11 +113,13 @@ def first_state(spec: RunSpec, state_dir: Path) -> Callable[[], OuterState]:
         SetupError: the model or the tokenizer is not usable.
     """
     from atoll.optim.state.layout import Layout
-    from atoll.peer.training.data.load import open_tokenizer
-    from atoll.peer.training.trainer import build_model
+    from atoll.peer.training.permission import Allowed
+    from atoll.peer.training.trainer import build_model, open_tokenizer
+
+    own = Allowed.everything_in(spec)  # the organiser's own file names it
 
     def make() -> OuterState:
-        model = build_model(spec, open_tokenizer(spec.data.tokenizer).vocab_size)
+        model = build_model(spec, open_tokenizer(spec, own).vocab_size, own)
         layout = Layout.of(model)
         return spec.method().genesis(layout, layout.flatten(model))
 

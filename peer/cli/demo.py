@@ -188,9 +188,10 @@ def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
     """Train the same steps on the same data, data parallel and one peer alone."""
     from atoll.peer.lab.baseline import BaselinePoint, alone, baseline
     from atoll.peer.lab.summary import Compared
+    from atoll.peer.training.permission import Allowed
     from atoll.peer.training.trainer import open_corpus
 
-    corpus = open_corpus(spec)
+    corpus = open_corpus(spec, Allowed.everything_in(spec))
     ids = [peer.peer_id for peer in finished.status.peers]
 
     def tell(name: str, point: BaselinePoint) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.peer.cli import Subparsers, add_stop_with_stdin, new_parser
+from atoll.peer.cli import Subparsers, add_allow_model, add_stop_with_stdin, new_parser
 from atoll.peer.cli.watching import read_invite
 from atoll.peer.daemon.supervised import stop_with_stdin
 
@@ -45,8 +45,16 @@ def add_parser(subparsers: Subparsers) -> None:
         "--device", default="auto", help="auto, cuda, cuda:1, mps or cpu (default: auto)."
     )
     parser.add_argument(
-        "--data", metavar="PATH", help="Location of the run's data on this machine."
+        "--data",
+        metavar="PATH",
+        help="Training text on this machine. A path that the run names is never read.",
     )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="Tokenizer file on this machine. A path that the run names is never read.",
+    )
+    add_allow_model(parser)
     parser.add_argument("--name", type=_name, help="Name of this peer on the dashboard.")
     parser.add_argument(
         "--listen",
@@ -110,10 +118,13 @@ def run(args: argparse.Namespace) -> int:
         ),
         device=args.device,
         data=args.data,
+        tokenizer=args.tokenizer,
+        allow_models=frozenset(args.allow_model),
         share=args.share,
     )
     _expect_device(args.device)
     _expect_data(args.data)
+    _expect_tokenizer(args.tokenizer)
     return run_peer(options, on_event=_as_json if args.json else _as_text)
 
 
@@ -177,6 +188,15 @@ def _expect_data(source: str | None) -> None:
         raise DataError(
             f"--data {source!r} does not exist; name a file or a folder on this machine"
         )
+
+
+def _expect_tokenizer(path: str | None) -> None:
+    """Refuse a missing tokenizer at once, not after joining."""
+    from atoll.peer.errors import DataError
+    from atoll.peer.training.data.tokens import BYTES
+
+    if path is not None and path != BYTES and not Path(path).expanduser().is_file():
+        raise DataError(f"--tokenizer {path!r} does not exist; name a tokenizers JSON file")
 
 
 def _as_text(event: "PeerEvent") -> None:

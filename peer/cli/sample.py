@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from atoll.peer.cli import Subparsers, new_parser, print_json
+from atoll.peer.cli import Subparsers, add_allow_model, new_parser, print_json
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -15,7 +15,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "sample",
         description="Generate a continuation of a prompt with the model of a checkpoint.",
         examples="atoll sample run-00000012.safetensors --prompt 'def '\n"
-        "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json",
+        "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json\n"
+        "atoll sample theirs.safetensors --allow-model my_package.models:build",
     )
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="Checkpoint of a run (.safetensors)."
@@ -45,6 +46,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--device", default="auto", help="auto, cuda, cuda:1, mps or cpu (default: auto)."
     )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="Tokenizer file on this machine. A path that the checkpoint names is never read.",
+    )
+    add_allow_model(parser)
     parser.add_argument("--json", action="store_true", help="Print one line of JSON when done.")
 
 
@@ -58,7 +65,14 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         seed=args.seed,
     )
-    pieces = sample(args.checkpoint, args.prompt, options, device=args.device)
+    pieces = sample(
+        args.checkpoint,
+        args.prompt,
+        options,
+        device=args.device,
+        allow_models=args.allow_model,
+        tokenizer=args.tokenizer,
+    )
     if args.json:
         return _print_json(args.prompt, pieces)
     print(args.prompt, end="", flush=True)

@@ -19,6 +19,7 @@ from types import FrameType
 
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
+from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import short
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import open_reducer
@@ -28,6 +29,7 @@ from atoll.peer.daemon.progress import TrainerView
 from atoll.peer.daemon.run_reducer import RunReducer
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
+from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.trainer import Trainer, TrainerOptions
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
@@ -47,9 +49,23 @@ class RunOptions:
     peer: PeerOptions
     device: str = "auto"
     data: str | None = None
-    """path of the data on this machine, instead of the spec's"""
+    """path of the data on this machine; one that the spec names is not read"""
+    tokenizer: str | None = None
+    """path of the tokenizer on this machine; one that the spec names is not read"""
+    allow_models: frozenset[str] = frozenset()
+    """custom models that the spec may name, as `module:function`"""
     share: float = 1.0
     """fraction of time to spend training; the rest is left to other programs"""
+
+    @property
+    def allowed(self) -> Allowed:
+        """Return what the spec may name on this machine."""
+        own = {path for path in (self.data, self.tokenizer) if path is not None}
+        return Allowed(models=self.allow_models, files=frozenset(own))
+
+    def spec_with_own_files(self, spec: RunSpec) -> RunSpec:
+        """Return a spec that names this machine's files."""
+        return with_own_files(spec, data=self.data, tokenizer=self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +148,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         return False
     peer, spec = reducer.peer, reducer.spec
     paths = PeerPaths(root=options.peer.state_dir)
-    if options.data is not None:
-        data = spec.data.model_copy(update={"source": options.data})
-        spec = spec.model_copy(update={"data": data})
+    spec = options.spec_with_own_files(spec)
     trainer = Trainer(
         spec,
         reducer,
@@ -145,6 +159,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
             validate_every=1,
             state_path=paths.trainer,
             save_every_s=SAVE_EVERY_S,
+            allowed=options.allowed,
             share=options.share,
             paces_s=peer.paces_s,
             is_over=lambda: reducer.progress.is_over(peer.position),

@@ -94,6 +94,14 @@ class DemoOptions:
             expect_room_for_chaos(self.peers, self.spec.run.rounds)
 
 
+def own_names(spec: RunSpec) -> list[str]:
+    """Return the arguments by which a peer allows what its own demo's spec names."""
+    arguments = ["--data", spec.data.source, "--tokenizer", spec.data.tokenizer]
+    if spec.model.custom is not None:
+        arguments += ["--allow-model", spec.model.custom]
+    return arguments
+
+
 def make_out(folder: Path) -> None:
     """Create the folder for the results.
 
@@ -288,6 +296,7 @@ class Demo:
             "--listen",
             "/ip4/127.0.0.1/tcp/0",
             "--json",
+            *own_names(self.options.spec),
             on_line=lambda line: self._read(peer, line),
         )
 

@@ -36,6 +36,7 @@ from atoll.optim.workers.timetable import Timetable
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import build_model
 
 # Fitted constants; docs/benchmarks/plan.md describes the measurements and their errors.
@@ -291,7 +292,7 @@ def bare_model(spec: RunSpec) -> nn.Module:
     """
     vocab_size = data.open_tokenizer(spec.data.tokenizer).vocab_size
     if spec.model.custom is not None:
-        return build_model(spec, vocab_size)
+        return build_model(spec, vocab_size, Allowed.everything_in(spec))  # a file of one's own
     with torch.device("meta"):
         return models.Decoder(
             models.preset(

@@ -20,6 +20,7 @@ from atoll.peer.lab.plan import PlanError, bare_model
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Learner
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import build_model
 
 PROBE_S = 2.0  # time limit for timing steps; half as much more for Muon
@@ -50,7 +51,8 @@ def measured(spec: RunSpec, device: str, *, seconds: float = PROBE_S) -> StepTim
     chosen = Device.choose(device)
     _expect_room(spec, chosen)
     vocab_size = data.open_tokenizer(spec.data.tokenizer).vocab_size
-    learner = Learner(build_model(spec, vocab_size), spec.inner, chosen, total_steps=0)
+    model = build_model(spec, vocab_size, Allowed.everything_in(spec))  # a file of one's own
+    learner = Learner(model, spec.inner, chosen, total_steps=0)
     shape = (spec.inner.batch_size, spec.data.seq_len + 1)
     batch_BT = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_BT] * spec.inner.grad_accumulation

@@ -32,6 +32,7 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.training import saved
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import build_model, open_corpus, validation
 
 FP32_BYTES = 4
@@ -229,9 +230,10 @@ def is_member(peer: PeerStatus, entries: Sequence[Entry]) -> bool:
 
 def held_out_loss(spec: RunSpec, checkpoint: Checkpoint) -> float:
     """Return the checkpoint's loss on the validation batches of the baseline."""
-    corpus = open_corpus(spec)
+    own = Allowed.everything_in(spec)  # the demo's own
+    corpus = open_corpus(spec, own)
     device = Device.choose("cpu")
-    model = build_model(spec, corpus.tokenizer.vocab_size)
+    model = build_model(spec, corpus.tokenizer.vocab_size, own)
     return Evaluator(model, validation(spec, corpus), device).loss(checkpoint.params_N)
 
 

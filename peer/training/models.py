@@ -6,11 +6,15 @@ key/value heads (arXiv:2305.13245). Departures: query, key and value are one mat
 and up, so that a layer computes two large products instead of five small ones; the output
 matrices of residual branches are initialised smaller by `sqrt(2 * layers)`.
 
-A custom model is named `"module:function"`. The function is called with keywords::
+A custom model is named `"module:function"`. The function is marked, so that a run can name no other
+one, and called with keywords::
 
+    from atoll.peer.training.models import model
+
+    @model
     def build(*, vocab_size: int, seq_len: int, **overrides) -> torch.nn.Module: ...
 
-and returns a module with one of two signatures:
+It returns a module with one of two signatures:
 
 - `forward(tokens_BT) -> logits_BTV`: Atoll computes the cross-entropy;
 - `forward(tokens_BT, targets_BT) -> loss`: a scalar, the mean over all positions. If the second
@@ -26,16 +30,21 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from atoll.peer.errors import ModelError
+
+Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
+
+_marked: set[object] = set()
+"""Functions with the mark, by identity: an attribute would pass to what copies or wraps them."""
 
 INIT_STD = 0.02  # GPT-2's; larger values make the first steps of wide models unstable
 
@@ -286,6 +295,16 @@ def _check_override(key: str, value: object, kinds: Mapping[str, Any]) -> None:
         raise ModelError(f"model override {key} must be {kind.__name__}, got {value!r}")
 
 
+def model(function: Builder) -> Builder:
+    """Mark a function of your own that builds a model, so that a run may name it.
+
+    The mark keeps a run from calling anything else that its module contains or imports. It does not
+    allow the function: each peer's owner does, with `--allow-model`.
+    """
+    _marked.add(function)
+    return function
+
+
 def build(
     preset_name: str = "nano",
     *,
@@ -294,6 +313,7 @@ def build(
     vocab_size: int,
     seq_len: int,
     seed: int,
+    allowed: Collection[str] = (),
 ) -> nn.Module:
     """Build the model of a run on the CPU, with weights that depend on `seed` alone.
 
@@ -306,6 +326,7 @@ def build(
         vocab_size: number of tokens of the run's tokenizer.
         seq_len: positions per sequence of the run.
         seed: seed of the weights.
+        allowed: custom models that this machine's owner allows; nothing else is imported.
 
     Raises:
         ModelError: the preset, the overrides or the custom model are not usable.
@@ -315,12 +336,28 @@ def build(
         if custom is None:
             return Decoder(preset(preset_name, overrides, vocab_size=vocab_size, seq_len=seq_len))
         keywords = {"vocab_size": vocab_size, "seq_len": seq_len, **(overrides or {})}
-        model = _call_custom(custom, keywords)
+        model = _call_custom(custom, keywords, allowed)
         _check_custom(custom, model, vocab_size, seq_len)
         return model
 
 
-def _call_custom(custom: str, keywords: Mapping[str, Any]) -> nn.Module:
+def expect_allowed(custom: str, allowed: Collection[str]) -> None:
+    """Check that the owner of this machine allows a custom model; import nothing.
+
+    Raises:
+        ModelError: the name is malformed, or not among those allowed.
+    """
+    if not all(custom.partition(":")):
+        raise ModelError(f'a custom model is named "module:function", got {custom!r}')
+    if custom not in allowed:
+        raise ModelError(
+            f"the run names the custom model {custom!r}, code on this machine that its owner has "
+            f"not allowed; read that code, then pass --allow-model {custom}"
+        )
+
+
+def _call_custom(custom: str, keywords: Mapping[str, Any], allowed: Collection[str]) -> nn.Module:
+    expect_allowed(custom, allowed)  # before its module is imported, which runs code
     function = _find_custom(custom)
     try:
         model = function(**keywords)
@@ -337,9 +374,7 @@ def _call_custom(custom: str, keywords: Mapping[str, Any]) -> nn.Module:
 
 
 def _find_custom(custom: str) -> Callable[..., object]:
-    module_name, colon, function_name = custom.partition(":")
-    if not (module_name and colon and function_name):
-        raise ModelError(f'a custom model is named "module:function", got {custom!r}')
+    module_name, _, function_name = custom.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # last, so that a file here cannot shadow an installed module
@@ -353,6 +388,13 @@ def _find_custom(custom: str) -> Callable[..., object]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ModelError(f"model {custom!r}: {module_name!r} has no function {function_name!r}")
+    # The module must define it: a marked function of another one was not what the owner allowed.
+    is_marked = any(function is each for each in _marked)
+    if not is_marked or getattr(function, "__module__", None) != module_name:
+        raise ModelError(
+            f"model {custom!r}: expected a function that {module_name!r} defines and marks as a "
+            "model; put @model from atoll.peer.training.models on it"
+        )
     return cast("Callable[..., object]", function)
 
 

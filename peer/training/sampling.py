@@ -6,7 +6,7 @@ The model sees at most the last `seq_len` tokens, the length that it was trained
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from atoll.peer.errors import SetupError
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
-from atoll.peer.training.trainer import build_model
+from atoll.peer.training.permission import Allowed, with_own_files
+from atoll.peer.training.trainer import build_model, open_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ def sample(
     options: SamplingOptions | None = None,
     *,
     device: str = "auto",
+    allow_models: Collection[str] = (),
+    tokenizer: str | None = None,
 ) -> Iterator[str]:
     """Continue a text with the model of a checkpoint.
 
@@ -57,6 +60,8 @@ def sample(
         prompt: the text to continue; not repeated in the output.
         options: options for drawing.
         device: device name, see `Device.choose`.
+        allow_models: custom models that the checkpoint may name; it was written by anyone.
+        tokenizer: the tokenizer's file on this machine; one that the checkpoint names is not read.
 
     Returns:
         Pieces of text, often single characters.
@@ -64,19 +69,21 @@ def sample(
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
         LayoutError: its parameters do not fit its model.
-        SetupError: its model, its tokenizer or the device is not usable here, or an option is
-            negative or not finite.
+        SetupError: its model or its tokenizer is not allowed, or not usable here; the device is not
+            usable; or an option is negative or not finite.
     """
     if isinstance(checkpoint, Path):
         checkpoint = load_checkpoint(_newest(checkpoint))
-    spec = checkpoint.spec
+    spec = with_own_files(checkpoint.spec, data=None, tokenizer=tokenizer)
+    files = frozenset() if tokenizer is None else frozenset({tokenizer})
+    allowed = Allowed(models=frozenset(allow_models), files=files)
     chosen = Device.choose(device, spec.inner.precision)
-    tokenizer = data.open_tokenizer(spec.data.tokenizer)
-    model = build_model(spec, tokenizer.vocab_size)
+    opened = open_tokenizer(spec, allowed)
+    model = build_model(spec, opened.vocab_size, allowed)
     checkpoint.layout.load_(model, checkpoint.params_N)
     context = spec.data.seq_len
     return generate(
-        model, tokenizer, prompt, options or SamplingOptions(), context=context, device=chosen
+        model, opened, prompt, options or SamplingOptions(), context=context, device=chosen
     )
 
 

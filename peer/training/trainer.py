@@ -42,6 +42,7 @@ from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator, Learner
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.statistics import (
     LONGER,
     WARM_STEPS,
@@ -84,6 +85,8 @@ class TrainerOptions:
     """File of the trainer's state; None to save nothing."""
     save_every_s: float = 300.0
     """Seconds between saves, which happen at the end of a window; stopping saves as well."""
+    allowed: Allowed = field(default_factory=Allowed)
+    """Code and files beyond the built-in ones that this machine's owner lets the spec use."""
     share: float = 1.0
     """Fraction of time to spend training; the trainer sleeps for the rest after each step."""
     paces_s: Callable[[], Sequence[float]] = tuple
@@ -121,8 +124,10 @@ class Trainer:
         self.spec, self.options = spec, options or TrainerOptions()
         method = spec.method()
         self.device = Device.choose(self.options.device, spec.inner.precision)
-        self.corpus = corpus or open_corpus(spec)
-        model = build_model(spec, self.corpus.tokenizer.vocab_size) if model is None else model
+        allowed = self.options.allowed
+        self.corpus = corpus or open_corpus(spec, allowed)
+        if model is None:
+            model = build_model(spec, self.corpus.tokenizer.vocab_size, allowed)
         self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
         self.learner = Learner(
             model,
@@ -449,13 +454,19 @@ class Trainer:
         )
 
 
-def open_corpus(spec: RunSpec) -> data.Corpus:
+def open_corpus(spec: RunSpec, allowed: Allowed | None = None) -> data.Corpus:
     """Open the data of a run.
 
+    Args:
+        spec: the spec of the run.
+        allowed: files that this machine's owner lets the spec name; none by default.
+
     Raises:
-        DataError: the text is missing, empty, too short or needs an extra.
+        DataError: the text is not allowed, missing, empty, too short or needs an extra.
     """
-    section = spec.data
+    section, allowed = spec.data, allowed or Allowed()
+    allowed.expect_data(spec)
+    allowed.expect_tokenizer(spec)
     return data.open_corpus(
         section.source,
         format=section.format,
@@ -466,12 +477,19 @@ def open_corpus(spec: RunSpec) -> data.Corpus:
     )
 
 
-def build_model(spec: RunSpec, vocab_size: int) -> nn.Module:
+def open_tokenizer(spec: RunSpec, allowed: Allowed | None = None) -> data.Tokenizer:
+    """Open the tokenizer of a run; raise DataError if it is not allowed or not usable."""
+    (allowed or Allowed()).expect_tokenizer(spec)
+    return data.open_tokenizer(spec.data.tokenizer)
+
+
+def build_model(spec: RunSpec, vocab_size: int, allowed: Allowed | None = None) -> nn.Module:
     """Build the model of a run on the CPU, with weights drawn from the run's seed.
 
     Args:
         spec: the spec of the run.
         vocab_size: number of tokens of the run's tokenizer.
+        allowed: custom models that this machine's owner lets the spec name; none by default.
 
     Raises:
         ModelError: the preset, the overrides or the custom model are not usable.
@@ -483,6 +501,7 @@ def build_model(spec: RunSpec, vocab_size: int) -> nn.Module:
         vocab_size=vocab_size,
         seq_len=spec.data.seq_len,
         seed=spec.run.seed,
+        allowed=(allowed or Allowed()).models,
     )
 
 

@@ -12,16 +12,20 @@ import torch
 
 from atoll.optim import DiLoCo
 from atoll.peer.daemon.network import connect
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import build_model
 from support import organiser
 
 pytestmark = pytest.mark.slow
 
+CUSTOM = "away_model:build"
 MODEL = """
 from torch import nn
+from atoll.peer.training.models import model
 
 WIDTH = 2400  # 1.2 MB in int8: more than a megabyte of log holds
 
+@model
 def build(*, vocab_size, seq_len):
     return nn.Sequential(nn.Embedding(vocab_size, WIDTH), nn.Linear(WIDTH, vocab_size))
 """
@@ -46,7 +50,7 @@ class Loop(threading.Thread):
         with closing(
             connect(self.invite, state_dir=self.state_dir, listen=("/ip4/127.0.0.1/tcp/0",))
         ) as reducer:
-            model = build_model(reducer.spec, 256)
+            model = build_model(reducer.spec, 256, Allowed(models=frozenset({CUSTOM})))
             inner = torch.optim.SGD(model.parameters(), lr=0.01)
             diloco = DiLoCo(model, inner, reducer, inner_steps=1)
             while not self.stopping.wait(0.4):
@@ -65,7 +69,7 @@ def test_it_catches_up_over_the_network(links: Any, tmp_path: Path, monkeypatch:
         outer={"inner_steps": 1},
         round={"log_mb": 1},
     )
-    fields = spec.model_dump(mode="json") | {"model": {"custom": "away_model:build"}}
+    fields = spec.model_dump(mode="json") | {"model": {"custom": CUSTOM}}
     organiser = links.Organiser(type(spec).from_dict(fields), tmp_path / "coordinator")
     organiser.start()
     loop = Loop(organiser.invite, tmp_path / "peer")

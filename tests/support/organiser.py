@@ -11,6 +11,7 @@ from atoll.coordinator.service.server import running
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.bootstrap import BootstrapNode
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import build_model
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -34,7 +35,7 @@ def tiny_spec(**sections) -> RunSpec:
 
 
 def first_state(spec: RunSpec) -> OuterState:
-    model = build_model(spec, 256)
+    model = build_model(spec, 256, Allowed.everything_in(spec))
     layout = Layout.of(model)
     return spec.method().genesis(layout, layout.flatten(model))
 

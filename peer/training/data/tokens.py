@@ -10,6 +10,7 @@ from atoll.peer.extras import extra
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
+BYTES = "bytes"  # name of the tokenizer that needs no file
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -123,4 +124,4 @@ def open_tokenizer(name: str) -> Tokenizer:
     Raises:
         DataError: the extra is not installed, or the file is missing or not a tokenizer.
     """
-    return ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name).expanduser())
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(Path(name).expanduser())

@@ -138,6 +138,7 @@ def test_an_unknown_preset_names_the_known_ones():
 CUSTOM = """
 import torch
 from torch import nn
+from atoll.peer.training.models import model
 
 class Logits(nn.Module):
     def __init__(self, vocab_size, width):
@@ -168,13 +169,21 @@ class Frozen(Logits):
         super().__init__(*args)
         self.requires_grad_(False)
 
+@model
 def logits(*, vocab_size, seq_len, width=8): return Logits(vocab_size, width)
+@model
 def loss(*, vocab_size, seq_len, width=8): return Loss(vocab_size, width)
+@model
 def flat(*, vocab_size, seq_len): return Flat(vocab_size, 8)
+@model
 def vector(*, vocab_size, seq_len): return Vector(vocab_size, 8)
+@model
 def frozen(*, vocab_size, seq_len): return Frozen(vocab_size, 8)
+@model
 def too_small(*, vocab_size, seq_len): return Logits(4, 8)
+@model
 def nothing(*, vocab_size, seq_len): return None
+@model
 def raises(*, vocab_size, seq_len): raise RuntimeError("no weights here")
 number = 3
 """
@@ -188,7 +197,14 @@ def custom(tmp_path, monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "my_models", raising=False)
 
     def build(name, **overrides):
-        return models.build(custom=name, overrides=overrides, vocab_size=64, seq_len=16, seed=3)
+        return models.build(
+            custom=name,
+            overrides=overrides,
+            vocab_size=64,
+            seq_len=16,
+            seed=3,
+            allowed={name},
+        )
 
     return build
 

@@ -1,0 +1,103 @@
+"""Names that the owner of a machine allows a spec to use: code to run and files to read.
+
+A spec comes from the run's organiser, or from the metadata of a checkpoint. By itself it may use
+only built-in models, `stdlib`, the byte tokenizer and public data sets of the Hugging Face hub. The
+owner allows each other name, exactly as the spec spells it:
+
+    custom model    `--allow-model module:function`
+    data            `--data PATH`, which also replaces the spec's source
+    tokenizer       `--tokenizer PATH`, which also replaces the spec's
+
+The code that builds a model or opens a file asks `Allowed` first, so that commands and the library
+follow one rule.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.errors import DataError
+from atoll.peer.training.data.documents import STDLIB
+from atoll.peer.training.data.hub import HUB
+from atoll.peer.training.data.tokens import BYTES
+from atoll.peer.training.models import expect_allowed
+
+# A bare word may be a loader of the `datasets` package: `hf:text` reads the working directory.
+_PUBLIC_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """Names beyond the built-in ones that a spec may use; none by default."""
+
+    models: frozenset[str] = frozenset()
+    """Custom models, as `module:function`."""
+    files: frozenset[str] = frozenset()
+    """Data sources and tokenizers, as the spec spells them."""
+
+    @classmethod
+    def everything_in(cls, spec: RunSpec) -> Self:
+        """Allow what a spec names; only for a spec that this machine's owner wrote."""
+        custom = spec.model.custom
+        return cls(
+            models=frozenset() if custom is None else frozenset({custom}),
+            files=frozenset({spec.data.source, spec.data.tokenizer}),
+        )
+
+    def expect(self, spec: RunSpec) -> None:
+        """Check a whole spec; import and open nothing.
+
+        Raises:
+            ModelError: the custom model is not allowed.
+            DataError: the data or the tokenizer is not allowed.
+        """
+        if spec.model.custom is not None:
+            expect_allowed(spec.model.custom, self.models)
+        self.expect_data(spec)
+        self.expect_tokenizer(spec)
+
+    def expect_data(self, spec: RunSpec) -> None:
+        """Check the data source.
+
+        Raises:
+            DataError: it is a path, or the name of something other than a public data set.
+        """
+        source = spec.data.source
+        if source in self.files:
+            return
+        if source.startswith(HUB) or spec.data.format == "hf":
+            name = source.removeprefix(HUB)
+            # `datasets` prefers a local folder of this name to the hub.
+            if not _PUBLIC_NAME.fullmatch(name) or Path(name.partition("@")[0]).exists():
+                raise DataError(
+                    f"the run names the data set {name!r}; expected OWNER/NAME on the Hugging Face "
+                    "hub and no local folder of that name; name this machine's copy with --data"
+                )
+        elif source != STDLIB:
+            raise DataError(
+                f"the run names the data source {source!r}, a path on this machine, and reads "
+                "nothing that this machine's owner has not named; name your copy with --data PATH"
+            )
+
+    def expect_tokenizer(self, spec: RunSpec) -> None:
+        """Check the tokenizer.
+
+        Raises:
+            DataError: it is a path.
+        """
+        tokenizer = spec.data.tokenizer
+        if tokenizer != BYTES and tokenizer not in self.files:
+            raise DataError(
+                f"the run names the tokenizer {tokenizer!r}, a path on this machine, and reads "
+                "nothing that this machine's owner has not named; name your copy with "
+                "--tokenizer PATH"
+            )
+
+
+def with_own_files(spec: RunSpec, *, data: str | None, tokenizer: str | None) -> RunSpec:
+    """Return a spec that names the owner's data and tokenizer instead of its own."""
+    own = {"source": data, "tokenizer": tokenizer}
+    changes = {key: value for key, value in own.items() if value is not None}
+    return spec.model_copy(update={"data": spec.data.model_copy(update=changes)})

@@ -1,0 +1,58 @@
+"""O2: a checkpoint names code, or a file, of its writer's choice in its metadata."""
+
+import pytest
+import torch
+
+from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.state.layout import Layout
+from atoll.peer.cli import main as cli
+from atoll.peer.errors import DataError, ModelError
+from atoll.peer.training.sampling import sample
+
+HUBCONF = """
+from pathlib import Path
+Path("hubconf was run").touch()
+def build(**anything): raise RuntimeError("too late")
+"""
+
+
+def write(path, **sections):
+    spec = RunSpec.from_dict(sections)
+    layout = Layout(names=("w",), shapes=((8,),))
+    state = spec.method().genesis(layout, torch.zeros(8))
+    save_checkpoint(
+        path,
+        Checkpoint(spec=spec, run_id=b"r" * 32, epoch=0, position=0, chain=b"c" * 32, state=state),
+    )
+    return path
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hubconf.py").write_text(HUBCONF)
+    overrides = {"repo_or_dir": ".", "model": "build", "source": "local", "trust_repo": True}
+    model = {"custom": "torch.hub:load", "overrides": overrides}
+    return write(tmp_path / "nice-model.safetensors", model=model)
+
+
+def test_sample_runs_no_code_that_a_checkpoint_names(evil, capsys):
+    assert cli.main(["sample", str(evil), "--prompt", "def ", "--device", "cpu"]) == 2
+    assert "pass --allow-model torch.hub:load" in capsys.readouterr().err
+    assert not (evil.parent / "hubconf was run").exists()
+
+
+@pytest.mark.parametrize("allowed", [(), ("torch.hub:load",)])
+def test_the_library_runs_no_code_that_a_checkpoint_names(evil, allowed):
+    with pytest.raises(ModelError):
+        sample(evil, "def ", device="cpu", allow_models=allowed)
+    assert not (evil.parent / "hubconf was run").exists()
+
+
+def test_sample_reads_no_tokenizer_that_a_checkpoint_names(tmp_path, capsys):
+    path = write(tmp_path / "a.safetensors", data={"tokenizer": "/etc/hostname"})
+    with pytest.raises(DataError, match="name your copy with --tokenizer PATH"):
+        sample(path, "def ", device="cpu")
+    assert cli.main(["sample", str(path), "--device", "cpu"]) == 2
+    assert "--tokenizer PATH" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""O3: a run names files of its peers as its data; what the model learns, it sends as gradients."""
+
+import pytest
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.errors import DataError
+from atoll.peer.training.data import documents
+from atoll.peer.training.permission import Allowed, with_own_files
+from atoll.peer.training.trainer import open_corpus, open_tokenizer
+
+
+def spec_of(source="stdlib", **data):
+    return RunSpec.from_dict({"data": {"source": source, "seq_len": 8, **data}})
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home with a secret, and the list of files that were opened in it."""
+    keys = tmp_path / ".ssh"
+    keys.mkdir()
+    (keys / "id_rsa").write_text("the secret key " * 100)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["~/.ssh", "~/.ssh/id_rsa", ".ssh", "../../etc", "/etc/passwd"])
+@pytest.mark.parametrize("format", ["auto", "text", "jsonl"])
+def test_a_path_that_the_run_names_is_not_read(home, monkeypatch, source, format):
+    monkeypatch.setattr(documents, "documents", None)
+    with pytest.raises(DataError, match="name your copy with --data PATH"):
+        open_corpus(spec_of(source, format=format))
+    with pytest.raises(DataError, match="--data PATH"):
+        Allowed(files=frozenset({"~/.ssh/id", "texts"})).expect(spec_of(source, format=format))
+
+
+@pytest.mark.parametrize(
+    ("source", "format"),
+    [
+        ("hf:text", "auto"),  # a loader of `datasets`, which reads the working directory
+        ("hf:json@x", "auto"),
+        ("hf:.ssh", "auto"),
+        ("hf:~/.ssh", "auto"),
+        ("hf:/etc", "auto"),
+        ("hf:../x", "auto"),
+        ("hf:", "auto"),
+        (".ssh", "hf"),
+        ("/etc/passwd", "hf"),
+        ("stdlib", "hf"),
+        ("hf:mine/texts", "auto"),  # the name of a folder here
+        ("hf:https://example.org/x", "auto"),
+    ],
+)
+def test_the_name_of_a_data_set_reaches_no_file(home, source, format):
+    (home / "mine" / "texts").mkdir(parents=True)
+    with pytest.raises(DataError, match="expected OWNER/NAME on the Hugging Face hub"):
+        open_corpus(spec_of(source, format=format))
+
+
+@pytest.mark.parametrize("source", ["stdlib", "hf:some/name", "hf:some/name@a.config-1"])
+def test_public_data_is_allowed(home, source):
+    Allowed().expect(spec_of(source))
+
+
+def test_a_tokenizer_that_the_run_names_is_not_read(home):
+    spec = spec_of(tokenizer="~/.ssh/id_rsa")
+    for refuse in (open_corpus, open_tokenizer):
+        with pytest.raises(DataError, match="name your copy with --tokenizer PATH"):
+            refuse(spec)
+
+
+def test_the_owners_own_path_is_read_instead(home):
+    (home / "mine.txt").write_text("my own words " * 50)
+    allowed = Allowed(files=frozenset({"mine.txt"}))
+    spec = with_own_files(spec_of("~/.ssh"), data="mine.txt", tokenizer=None)
+    corpus = open_corpus(spec, allowed)
+    assert b"secret" not in bytes(corpus.train_N) + bytes(corpus.valid_N)
+    with pytest.raises(DataError):
+        open_corpus(spec_of("~/.ssh"), allowed)

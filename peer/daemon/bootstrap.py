@@ -3,7 +3,8 @@
 It keeps the addresses of peers on disk and dials them after a restart: they have each other,
 dropped this node while it was away, and do not look for it.
 
-Raises `atoll.peer.daemon.ports.PortInUse` if coordinator.dht_listen cannot be used on this machine.
+Raises `atoll.peer.daemon.neighbours.PortInUse` if coordinator.dht_listen cannot be used on this
+machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
 from atoll.optim.log.standing import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
-from atoll.peer.daemon.ports import free_port
+from atoll.peer.daemon.neighbours import free_port
 from atoll.peer.gossip.models import ModelFetcher
 from atoll.peer.recovery.ledger import LedgerRecovery
 

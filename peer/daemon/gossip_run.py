@@ -1,17 +1,26 @@
-"""Taking part in a run by gossip: a state of this peer's own, and meetings.
+"""Taking part in a run by gossip: a state of this peer's own, meetings, and the reducer over them.
 
 There is no log, so nothing has to be replayed. A joiner takes the state of a neighbour; if nobody
 is there, the coordinator's newest, and the trainer then loads its own saved one. A state that a
 process begins with after the first round has no mass: it may be counted elsewhere already.
+
+The trainer submits and waits; its windows come back settled through one queue, in order, and the
+trainer's thread takes them. A window that is in doubt stays on offer: past its deadline training
+continues, and the window grows until it is settled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable
@@ -22,16 +31,23 @@ from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector, LogError
 from atoll.optim.log.store import StoreHead
 from atoll.optim.methods.paired import PairedMethod
+from atoll.optim.reducer import Commit, Contribution, Settle
+from atoll.optim.reduction.weights import work_weight
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateError
-from atoll.peer.daemon.environment import Environment
-from atoll.peer.daemon.gossip_reducer import GossipReducer
-from atoll.peer.daemon.heartbeats import Heartbeats
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.progress import TrainerProgress, TrainerView
-from atoll.peer.daemon.reporting import Reporter, RoundsView
+from atoll.peer.daemon.peer import Environment, Peer
+from atoll.peer.daemon.reducer import (
+    STOP_POLL_S,
+    RunReducer,
+    TrainerProgress,
+    TrainerView,
+    expect_layout,
+)
+from atoll.peer.daemon.reporting import Heartbeats, Reporter, RoundsView
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
+from atoll.peer.gossip.meeting import GossipWindow
 from atoll.peer.gossip.messages import GossipHead
 from atoll.peer.gossip.snapshots import fetch_state
 from atoll.peer.rounds.context import RoundSettings
@@ -285,3 +301,180 @@ class StateSearch:
             text = f"recovered the state of round {state.position} from the coordinator"
             self._env.say("info", text)
         return state
+
+
+class GossipReducer(RunReducer):
+    """A `Reducer` over the meetings of this peer."""
+
+    def __init__(
+        self,
+        thread: LoopThread[Peer],
+        ctx: GossipContext,
+        gossip: Gossip,
+        progress: TrainerProgress,
+        settled: queue.SimpleQueue[GossipSettled],
+        *,
+        is_borrowed: bool,
+        patience_s: float,
+    ) -> None:
+        """Take what became of each window from `settled`.
+
+        Args:
+            thread: of the loop.
+            ctx: of the peer.
+            gossip: of the peer.
+            progress: of the trainer.
+            settled: filled by the loop.
+            is_borrowed: whether the state is another peer's. Its first window then has weight 0,
+                and a saved state of this peer's own is older than it.
+            patience_s: the longest wait for one meeting, besides a window.
+        """
+        super().__init__(
+            thread,
+            progress,
+            peer_id=ctx.me.peer_id,
+            method=ctx.method,
+            fragments=(ctx.fragment,),
+        )
+        self._ctx = ctx
+        self._gossip = gossip
+        self._settled = settled
+        self._is_borrowed = self._joining = is_borrowed
+        self._patience_s = patience_s
+        self._on_offer: int | None = None
+        self._deadline_s = 0.0
+
+    # the seam to the trainer
+
+    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
+        """Join the run; the parameters come from the run, not from the caller.
+
+        Raises:
+            LayoutError: the model is not the run's.
+        """
+        expect_layout(self._ctx.layout, layout)
+        self._settle = settle
+        state = self._thread.ask(lambda: self._gossip.state)
+        self.progress.position = state.position
+        self.progress.start()
+        return state.params_N
+
+    def submit(self, contribution: Contribution) -> None:
+        """Offer a contribution to the next partner.
+
+        Raises:
+            WorkRefused: its tokens or steps are absurd.
+        """
+        weight = work_weight(contribution.tokens, contribution.steps, self._ctx.method.weights)
+        number = self.progress.count(contribution)
+        if self._joining:
+            self._ctx.on_event("info", "joined: the first window counts with weight 0")
+            weight, self._joining = 0.0, False
+        window = GossipWindow(
+            number=number,
+            delta_N=contribution.delta_N,
+            weight=weight,
+            tokens=contribution.tokens,
+            steps=contribution.steps,
+            loss=contribution.loss if math.isfinite(contribution.loss) else None,
+            inner_lr=contribution.lr,
+        )
+        self._on_offer = number
+        # Besides the meeting itself, as a partner may be up to a window behind.
+        self._deadline_s = time.monotonic() + self._patience_s + self.progress.window_s
+        self._thread.post(self._offer, window)
+
+    def _offer(self, window: GossipWindow) -> None:
+        self._gossip.offer(window)
+        self.progress.arrived(window.number)
+
+    def wait(self) -> None:
+        """Deliver what is settled, until the window on offer is; see `Reducer`.
+
+        Ends also when the peer stops or the run is complete.
+        """
+        while not self._settled.empty():
+            self._take(self._settled.get())
+        with self.progress.waiting():
+            self._await_meeting()
+
+    def _await_meeting(self) -> None:
+        while self._on_offer is not None and not self.stopping.is_set() and not self.finished:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                return
+            try:
+                settled = self._settled.get(timeout=min(left_s, STOP_POLL_S))
+            except queue.Empty:
+                continue
+            self._take(settled)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this peer's own weights and momentum; its mass ends with the process."""
+        state = self._thread.ask(lambda: self._gossip.state)
+        return {
+            "position": state.position,
+            "params_N": state.params_N,
+            "memory_M": state.memory_M,
+            "joining": self._joining,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume after a restart from the saved state, unless a neighbour had a later one.
+
+        Raises:
+            StateError: the state does not fit the run's model.
+        """
+        if self._is_borrowed and int(state["position"]) <= self.position:
+            self._ctx.on_event(
+                "info",
+                f"resuming from round {self.position} of a neighbour; the state saved here is of "
+                f"round {state['position']}",
+            )
+            self._reset(self._thread.ask(lambda: self._gossip.state))
+            return
+        own = OuterState.genesis(self._ctx.layout, state["params_N"], state["memory_M"])
+        own = own.at(max(int(state["position"]), self.position))
+        self._thread.ask(lambda: self._install(own))
+        self._joining = bool(state["joining"])
+        self.progress.position = own.position
+        self._deliver(
+            Commit(position=own.position, params_N=own.params_N, included=None, members=0)
+        )
+
+    # decisions
+
+    def _install(self, state: OuterState) -> OuterState:
+        self._gossip.install(state)
+        return state
+
+    def _take(self, settled: GossipSettled) -> None:
+        included = None
+        if settled.included:
+            included = torch.ones(len(self._ctx.fragment.pieces), dtype=torch.bool)
+        settles = settled.number == self._on_offer
+        if settles:
+            self._on_offer = None
+        self.progress.position = settled.state.position
+        self._deliver(
+            Commit(
+                position=settled.state.position,
+                params_N=settled.state.params_N,
+                included=included if settles else None,
+                settles=settles,
+                members=settled.members,
+            )
+        )
+
+    def _reset(self, state: OuterState) -> None:
+        self.progress.position = state.position
+        self._on_offer, self._joining = None, True
+        self._deliver(
+            Commit(
+                position=state.position,
+                params_N=state.params_N,
+                included=None,
+                members=0,
+                reset=True,
+            )
+        )

@@ -1,37 +1,51 @@
-"""Taking part in a run with a log: replica, rounds, recovery, and the coordinator as a follower."""
+"""Taking part in a run with a log: replica, rounds, recovery, and the coordinator as a follower.
+
+    LogRun        owns all of it
+    Publisher     sends the coordinator the entries that it lacks
+    CatchingUp    brings the replica to the head of the log, and reports a wait that lasts
+    QuorumWatch   notices that too few electors are online
+
+The coordinator gets each entry from its proposer at once. It asks for any other that it lacks in
+its answers to heartbeats.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
-from atoll.coordinator.rpc.client import Joined
+from atoll.coordinator.policies import STALL_S
+from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.keys import verify_run_key
+from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
-from atoll.dht.identity import verify
+from atoll.dht.identity import short, verify
 from atoll.dht.roster import PeerRecord
-from atoll.optim.log.entry import Elector, fp32, genesis_chain
-from atoll.optim.log.live import LiveReplica
+from atoll.optim.log.entry import (
+    Certificate,
+    Elector,
+    Entry,
+    LogError,
+    fp32,
+    genesis_chain,
+    is_quorum,
+)
+from atoll.optim.log.live import LiveReplica, Recovered, RecoveryError
 from atoll.optim.log.module import Module
 from atoll.optim.log.replay import Replay
 from atoll.optim.log.replica import Replica
-from atoll.optim.log.store import LogStore
+from atoll.optim.log.store import LogStore, NotStored, StoreHead
 from atoll.optim.reduction.robust import rule_of
 from atoll.optim.state.outer_state import OuterState, StateError
-from atoll.peer.daemon.catching_up import CatchingUp
-from atoll.peer.daemon.electors import QuorumWatch
-from atoll.peer.daemon.environment import Environment
-from atoll.peer.daemon.heartbeats import Heartbeats
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.progress import TrainerProgress
-from atoll.peer.daemon.publisher import Publisher
-from atoll.peer.daemon.reducer import Decisions, NetworkReducer, Reset
-from atoll.peer.daemon.reporting import Reporter, RoundsView
+from atoll.peer.daemon.peer import Environment, Peer
+from atoll.peer.daemon.reducer import Decisions, NetworkReducer, Reset, TrainerProgress
+from atoll.peer.daemon.reporting import Heartbeats, Reporter, RoundsView
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import CoordinatorSource, RosterSources
 from atoll.peer.rounds.context import Context, RoundSettings
@@ -42,6 +56,11 @@ KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
 LAST_VOTE_S = 10.0  # most of what a leaving elector has voted for is decided within a second
 HAND_OVER_S = 3.0  # one heartbeat learns what the coordinator lacks, another that it has it
 SETTLE_PAUSE_S = 1.0
+
+LASTS_S = 15.0  # a run that begins, or an epoch, has given everybody what is missing by then
+AGAIN_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 
 class LogRun:
@@ -270,3 +289,219 @@ def outer_scalars(spec: RunSpec, replay: Replay) -> Callable[[int], tuple[float,
         return fp32(lr), fp32(momentum)
 
     return scalars
+
+
+class Publisher:
+    """One peer's relation to the coordinator; a `Listener` of its heartbeats."""
+
+    def __init__(
+        self, env: Environment, source: CoordinatorSource, replica: LiveReplica, rounds: Rounds
+    ) -> None:
+        """Keep in `source` where the coordinator stands."""
+        self._env = env
+        self._source = source
+        self._replica = replica
+        self._rounds = rounds
+        self._publishing = False
+        self._told_pruned = False
+
+    def on_led(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
+        """Send an entry that this peer proposed, at once."""
+        self._env.tasks.spawn(
+            self._publish, entry.epoch, entry.position, entry.encode(), certificate.encode(), body
+        )
+
+    def stored_all(self) -> bool:
+        """Return whether the coordinator has every entry that this peer has."""
+        return self.stored(self._replica.position)
+
+    def stored(self, position: int) -> bool:
+        """Return whether the coordinator has every entry before a position."""
+        return self._source.position >= position
+
+    # the listener
+
+    def has_retired(self) -> bool:
+        """Return whether this peer has given up its vote from here on."""
+        return self._rounds.retired
+
+    def note_head(self, head: StoreHead) -> None:
+        """Take where the coordinator stands."""
+        self._source.epoch = head.epoch
+        self._source.position = head.position
+        self._source.chain = head.chain
+
+    async def heed(self, beat: Beat) -> None:
+        """Adopt a new epoch, catch up if the coordinator is ahead, send what it asks for."""
+        if beat.epoch:
+            self._source.epoch_record = beat.epoch
+            with suppress(LogError):
+                if not await self._replica.adopt(beat.epoch):
+                    self._rounds.kick_catch_up()
+        if beat.head.position > self._replica.position + 1:  # one ahead is a commit on its way here
+            self._rounds.kick_catch_up()
+        if beat.publish_from is not None and not self._publishing:
+            self._publishing = True
+            self._env.tasks.spawn(self._publish_from, beat.publish_from)
+
+    async def _publish_from(self, start: int) -> None:
+        try:
+            for position in range(start, self._replica.position):
+                if not await self._publish_stored(position):
+                    return
+        finally:
+            self._publishing = False
+
+    async def _publish_stored(self, position: int) -> bool:
+        record = await self._env.compute(self._replica.store.get, position)
+        if record is None:
+            return False
+        try:
+            body = await self._env.compute(self._replica.store.body, position)
+        except NotStored:
+            if not self._told_pruned:
+                self._env.say(
+                    "warning",
+                    f"the coordinator lacks entry {position}, whose body was pruned here to stay "
+                    "within round.log_mb; if no peer has kept it, the coordinator resumes from a "
+                    "snapshot",
+                )
+            self._told_pruned = True
+            return False
+        return await self._publish(record.epoch, position, record.entry, record.certificate, body)
+
+    async def _publish(
+        self, epoch: int, position: int, entry: bytes, certificate: bytes, body: bytes
+    ) -> bool:
+        try:
+            published = await self._env.client.publish(
+                epoch=epoch, position=position, entry=entry, certificate=certificate, body=body
+            )
+        except CoordinatorError as error:
+            _log.info("entry %d is not with the coordinator yet: %s", position, error)
+            return False
+        self.note_head(published.head)
+        return published.head.position > position
+
+
+class CatchingUp:
+    """Brings the replica to the head of the log."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        recovery: Recovery,
+        *,
+        on_recovered: Callable[[], None],
+        on_leap: Callable[[], None],
+    ) -> None:
+        """Call `on_leap` when the replica moved other than by the entries in between."""
+        self._ctx = ctx
+        self._recovery = recovery
+        self._on_recovered = on_recovered
+        self._on_leap = on_leap
+        self._patience = Patience()
+
+    async def run(self) -> None:
+        """Recover once; if that fails, report it and leave it to the next time."""
+        before = self._ctx.replica.leaps
+        try:
+            recovered = await self._recovery.run()
+        except (RecoveryError, CoordinatorError, LogError) as error:
+            self.say_waiting(f"cannot catch up yet: {error}")
+        else:
+            self._patience.over()
+            if recovered is not None:
+                self._on_recovered()
+                self._ctx.on_event("info", _account(recovered))
+        # Also after a failure: a recovery that leapt and then found no donor has left the old
+        # position behind, and the trainer would continue from parameters that nobody else has.
+        if self._ctx.replica.leaps != before:
+            self._on_leap()
+
+    def say_waiting(self, text: str) -> None:
+        """Report that something is missing, as loudly as its duration asks."""
+        level = self._patience.level(self._ctx.now())
+        if level is not None:
+            self._ctx.on_event(level, text)
+
+
+class Patience:
+    """How loudly to report a wait: most are over before anyone has to act."""
+
+    def __init__(self) -> None:
+        """Start without a wait."""
+        self._since_s: float | None = None
+        self._warn_at_s = 0.0
+
+    def level(self, now_s: float) -> Level | None:
+        """Return the level at which to report that the wait continues; None for not at all.
+
+        First it is a fact, then a warning once it lasts, and another every `AGAIN_S`.
+        """
+        if self._since_s is None:
+            self._since_s, self._warn_at_s = now_s, now_s + LASTS_S
+            return "info"
+        if now_s < self._warn_at_s:
+            return None
+        self._warn_at_s = now_s + AGAIN_S
+        return "warning"
+
+    def over(self) -> None:
+        """End the wait."""
+        self._since_s = None
+
+
+def _account(recovered: Recovered) -> str:
+    how = f"{recovered.entries} entries"
+    if recovered.snapshot_position is not None:
+        how = f"the snapshot at {recovered.snapshot_position} and {how}"
+    donors = (d if d == CoordinatorSource.name else short(d) for d in recovered.donors)
+    return (
+        f"recovered from position {recovered.from_position} to {recovered.to_position}: "
+        f"{how} from {', '.join(donors) or 'nobody'} in {recovered.seconds:.1f} s"
+    )
+
+
+class QuorumWatch:
+    """Notices that the electors of a position are gone, and says so once."""
+
+    def __init__(self) -> None:
+        """Begin without anybody missing."""
+        self._missing_at: int | None = None
+        self._told_at: int | None = None
+
+    def look(
+        self,
+        position: int,
+        electorate: Sequence[Elector],
+        here: Collection[Elector],
+        *,
+        in_touch: bool,
+    ) -> str | None:
+        """Return a warning if a quorum was missing at this look and at the one before.
+
+        Args:
+            position: the one that the electorate decides.
+            electorate: empty if this peer does not know it.
+            here: the electors in the roster, and this peer.
+            in_touch: whether this peer is, with the coordinator.
+        """
+        present = [i for i, elector in enumerate(electorate) if elector in here]
+        if not electorate or is_quorum(present, len(electorate)):
+            self._missing_at = None
+            return None
+        before, self._missing_at = self._missing_at, position
+        if before != position or self._told_at == position:
+            return None  # one look is not enough: a roster is some seconds behind
+        self._told_at = position
+        until = (
+            f"the coordinator opens a new epoch, after {STALL_S:.0f} s without a round (or the "
+            "time of three rounds, if that is longer)"
+            if in_touch
+            else "a new epoch opens, for which the coordinator must come back"
+        )
+        return (
+            f"no quorum for round {position + 1}: {len(present)} of {len(electorate)} electors "
+            f"online (a restarted peer does not count); training continues locally until {until}"
+        )

@@ -28,7 +28,7 @@ from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer, StartRun
-from atoll.peer.daemon.run_reducer import RunReducer
+from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
 
 _log = logging.getLogger(__name__)

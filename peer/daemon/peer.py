@@ -15,6 +15,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -28,25 +29,98 @@ from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 from atoll.optim.log.entry import Elector
-from atoll.peer.daemon.announcer import Announcer
+from atoll.optim.log.live import Compute
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
-from atoll.peer.daemon.enrolment import Enrolment
-from atoll.peer.daemon.environment import Environment
-from atoll.peer.daemon.heartbeats import Heartbeats
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.membership import StateDirectory
-from atoll.peer.daemon.neighbours import Neighbours
+from atoll.peer.daemon.membership import Enrolment, StateDirectory
+from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.outbox import Outbox
 from atoll.peer.daemon.peer_tasks import PeerTasks
-from atoll.peer.daemon.ports import expect_free
-from atoll.peer.daemon.progress import TrainerProgress
-from atoll.peer.daemon.run_reducer import RunReducer
+from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
+from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox
 from atoll.peer.paths import PeerPaths
+from atoll.peer.rounds.context import OnEvent
 
 RECORD_EVERY_S = 5.0  # three misses fit in the 20 s that a record lives
 CONNECT_EVERY_S = 2.0
 GOODBYE_S = 5.0  # for each step of leaving; what does not answer by then is left behind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What `LogRun` and `GossipRun` share; `Peer` opens and closes all of it."""
+
+    options: PeerOptions
+    me: Elector
+    """this peer in this process"""
+    identity: Identity
+    paths: PeerPaths
+    files: ExitStack
+    """closed after the node, which may still answer from them"""
+    client: CoordinatorClient
+    enrolment: Enrolment
+    node: Node
+    neighbours: Neighbours
+    outbox: Outbox
+    tasks: PeerTasks
+    say: OnEvent
+    on_phase: OnPhase
+    compute: Compute
+
+    @property
+    def run_id(self) -> bytes:
+        """The run's."""
+        return self.options.invite.run_id
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run's."""
+        return self.enrolment.membership.spec
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the run's model."""
+        return self.enrolment.membership.layout
+
+    async def join_again(self) -> Joined:
+        """Join a coordinator that has forgotten this peer, or that was away at the start.
+
+        Raises:
+            CoordinatorError: it is away, or refuses this peer.
+        """
+        joined = await self.client.join()
+        self.node.transport.admission = joined.admission
+        self.enrolment.renew(joined)
+        return joined
+
+    async def fetch_state(self, memory_numel: int, position: int | None = None) -> OuterState:
+        """Fetch a state from the coordinator.
+
+        Args:
+            memory_numel: values that the outer step keeps beside the parameters.
+            position: None for the newest; 0 for the first, which is verified against what joining
+                gave. Any other is as good as the coordinator's word.
+
+        Raises:
+            CoordinatorError: it is not there.
+            StateError: what it sends is not that state.
+        """
+        info = await self.client.fetch_snapshot(position)
+        if position is None:
+            position = info.position
+        assembly = Assembly(
+            layout=self.layout,
+            position=position,
+            leaf_digests=info.leaf_digests,
+            root=info.root if position else self.enrolment.membership.genesis_root,
+            memory_numel=memory_numel,
+        )
+        async for index, leaf in self.client.fetch_leaves(position):
+            await self.compute(assembly.add, index, leaf)
+        state: OuterState = await self.compute(assembly.finish)
+        return state
 
 
 class RunKind(Protocol):

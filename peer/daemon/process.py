@@ -25,8 +25,7 @@ from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import open_reducer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.progress import TrainerView
-from atoll.peer.daemon.run_reducer import RunReducer
+from atoll.peer.daemon.reducer import RunReducer, TrainerView
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.permission import Allowed, with_own_files

@@ -1,9 +1,16 @@
-"""The reducer of a run with a log: the seam between the trainer's thread and the peer's loop.
+"""The reducer of a networked peer: the seam between the trainer's thread and the peer's loop.
+
+    RunReducer        what every run's reducer has; gossip's is in `gossip_run`
+    TrainerProgress   how far the trainer is: written in its thread, read in the loop
+    NetworkReducer    the reducer of a run with a log
 
 The trainer submits and waits; everything else happens in the loop. Entries that the loop applies
 come back through one queue, in the order of the log, and the trainer's thread moves its parameters
 by them. A third thread encodes what is submitted and settles the residual, in the order in which
 it is asked, so that parameters and residual are touched by one thread each.
+
+A training loop that does not report on itself (`connect`) is timed here, by the windows that it
+hands in. Rounds are planned by when each peer's next window is expected to end.
 """
 
 from __future__ import annotations
@@ -12,29 +19,28 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Entry
 from atoll.optim.methods import Method
-from atoll.optim.reducer import Commit, Contribution, Settle
+from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.reduction.feedback import Offer
 from atoll.optim.reduction.weights import DRIFT_CAP, drift_ratio, work_weight
 from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.workers.timetable import Timetable
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.progress import TrainerProgress
-from atoll.peer.daemon.run_reducer import STOP_POLL_S, expect_layout
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.flight import OfferedWindow
@@ -42,7 +48,236 @@ from atoll.peer.rounds.flight import OfferedWindow
 if TYPE_CHECKING:
     from atoll.peer.daemon.peer import Peer
 
+STOP_POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
 FAR_BEHIND = 4  # windows of each fragment; older work is dropped (docs/protocol.md, part 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerView:
+    """What a peer reports about its trainer."""
+
+    ready_in_s: float = 0.0
+    step_s: float = 0.0
+    step: int = 0
+    inner_steps: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    loss: float | None = None
+    valid_loss: float | None = None
+    utilisation: float = 1.0
+    device: str = ""
+
+
+class TrainerProgress:
+    """The trainer's position, its windows and their tokens."""
+
+    def __init__(self, spec: RunSpec, method: Method, num_fragments: int) -> None:
+        """Begin before the trainer has started."""
+        self.spec = spec
+        self.position = 0
+        """of the log, or the round by gossip, that the trainer has taken"""
+        self.number = 0
+        """of the last contribution"""
+        self.encode_s = 0.0
+        """what encoding the last contribution took"""
+        self.window_s = 0.0
+        """how long the last window took, without waiting"""
+        self.leaving = False
+        """this peer offers nothing more"""
+        self._keeps_left_out = not method.every_step  # else it sends gradients, and keeps none
+        self._num_fragments = num_fragments
+        self._watched: Callable[[], TrainerView] | None = None
+        self._tokens = 0
+        """of all fragments' contributions; work that was left out is offered again, counted once"""
+        self._on_offer_tokens: dict[int, int] = {}
+        self._left_out_tokens: dict[int, int] = {}
+        """by fragment"""
+        self._began_s: float | None = None
+        self._waited_s = 0.0
+        self._waits_since_s: float | None = None
+        self._ended_s = 0.0
+        """when it ended, likewise"""
+        self._handed_in: set[int] = set()
+        """numbers of contributions that have not reached the loop yet"""
+        self._loss: float | None = None
+        """of the last window"""
+
+    @property
+    def timetable(self) -> Timetable:
+        """Steps and windows of the run by position."""
+        return self.spec.timetable(self._num_fragments)
+
+    def is_over(self, position: int) -> bool:
+        """Return whether a position is the end of the run, or beyond it."""
+        return 0 < self.spec.run.rounds <= position
+
+    # in the trainer's thread
+
+    def watch(self, view: Callable[[], TrainerView]) -> None:
+        """Report what `view` returns instead of what is seen here; called in the loop."""
+        self._watched = view
+
+    def start(self) -> None:
+        """Begin the first window."""
+        self._began_s = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave the block's time out of the window: rounds that are hidden take none of it."""
+        self._waits_since_s = since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since_s = None
+            self._waited_s += time.monotonic() - since_s
+
+    def count(self, contribution: Contribution) -> int:
+        """End a window; return the number of its contribution, which `arrived` then takes."""
+        self.number += 1
+        self._handed_in.add(self.number)
+        trained_s = self._trained_s()
+        self.window_s, self._ended_s = trained_s - self._ended_s, trained_s
+        fragment, tokens = contribution.fragment, contribution.tokens
+        self._tokens += max(0, tokens - self._left_out_tokens.pop(fragment, 0))
+        self._on_offer_tokens[fragment] = tokens
+        self._loss = contribution.loss if math.isfinite(contribution.loss) else None
+        return self.number
+
+    def note(self, commit: Commit) -> None:
+        """Take a commit: work that no update took stays in the drift, and is offered again."""
+        if commit.reset:
+            self._on_offer_tokens.clear()
+            self._left_out_tokens.clear()
+        elif commit.settles:
+            tokens = self._on_offer_tokens.pop(commit.fragment, 0)
+            included = commit.included is not None and bool(commit.included.any())
+            if not included and self._keeps_left_out:
+                self._left_out_tokens[commit.fragment] = tokens
+
+    # in the loop
+
+    def arrived(self, number: int) -> None:
+        """Note that a contribution has reached the rounds."""
+        self._handed_in.discard(number)
+
+    @property
+    def started(self) -> bool:
+        """Return whether the trainer has; no run begins with a peer whose trainer has not."""
+        return self._began_s is not None
+
+    @property
+    def hands_in(self) -> bool:
+        """Whether a window has ended whose contribution is still on its way to the rounds."""
+        return bool(self._handed_in)
+
+    def ready_in_s(self) -> float | None:
+        """Return when the next contribution is expected; None if nobody should wait for one."""
+        if self.leaving or not self.started:
+            return None
+        if self.hands_in:
+            return 0.0  # the trainer itself may be in its next window already
+        return self.view().ready_in_s
+
+    def view(self) -> TrainerView:
+        """Return what the trainer reports, or what its windows show."""
+        if self._watched is not None:
+            return self._watched()
+        return self.measured() or TrainerView()
+
+    def measured(self) -> TrainerView | None:
+        """Return what the windows show; None before the trainer has started."""
+        if self._began_s is None:
+            return None
+        trained_s, tokens = self._trained_s(), self._tokens // self._num_fragments
+        since_s = max(time.monotonic() - self._began_s, 1e-9)
+        return TrainerView(
+            ready_in_s=max(0.0, self.window_s - (trained_s - self._ended_s)),
+            inner_steps=self.timetable.window(self.position),
+            tokens=tokens,
+            tokens_per_s=tokens / since_s,
+            loss=self._loss,
+            utilisation=min(1.0, trained_s / since_s),
+        )
+
+    def _trained_s(self) -> float:
+        """Seconds since the start in which the trainer did not wait."""
+        now_s = time.monotonic()
+        waits_s = now_s - (self._waits_since_s or now_s)
+        return now_s - (self._began_s or now_s) - self._waited_s - waits_s
+
+
+class RunReducer(Reducer):
+    """A `Reducer` that knows its run and can be left; owns the thread in which the loop runs."""
+
+    def __init__(
+        self,
+        thread: LoopThread[Peer],
+        progress: TrainerProgress,
+        *,
+        peer_id: str,
+        method: Method,
+        fragments: Sequence[Fragment],
+    ) -> None:
+        """Take part as `peer_id`, with what a training loop needs of the run."""
+        self.spec = progress.spec
+        self.peer_id = peer_id
+        self.method = method
+        """the run's, whose `worker` goes into a training loop"""
+        self.stopping = thread.stopping
+        """set when the peer should stop: the trainer then waits for nothing more"""
+        self.progress = progress
+        self._thread = thread
+        self._fragments = fragments
+        self._settle: Settle | None = None
+
+    @property
+    def peer(self) -> Peer:
+        """The peer in the loop's thread; read single attributes only."""
+        return self._thread.value
+
+    @property
+    def position(self) -> int:
+        """Entries of the log that the trainer has taken; by gossip, the round that it is in."""
+        return self.progress.position
+
+    @property
+    def fragments(self) -> Sequence[Fragment]:
+        """How the method cuts the run's model; one by gossip."""
+        return self._fragments
+
+    @property
+    def timetable(self) -> Timetable:
+        """Steps and windows of the run by position."""
+        return self.progress.timetable
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the run is complete: what is trained from here on reaches nobody."""
+        return self.progress.is_over(self.position)
+
+    def close(self) -> None:
+        """Leave the run: roster, connections, threads. Idempotent."""
+        self.stopping.set()
+        self._thread.close()
+
+    def _deliver(self, commit: Commit) -> None:
+        if self._settle is None:
+            raise RuntimeError("expected start() first")
+        self.progress.note(commit)
+        self._settle(commit)
+
+
+def expect_layout(expected: Layout, got: Layout) -> None:
+    """Check that a trainer has the run's model.
+
+    Raises:
+        LayoutError: it has another one.
+    """
+    if got != expected:
+        raise LayoutError(
+            f"expected the run's model of {expected.numel} parameters, got one of "
+            f"{got.numel}; build it from the run's spec"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +339,8 @@ class Decisions:
         return taken
 
 
-class NetworkReducer:
-    """A `Reducer` over the rounds of this peer; owns the thread in which the peer's loop runs."""
+class NetworkReducer(RunReducer):
+    """A `Reducer` over the rounds of this peer."""
 
     def __init__(
         self,
@@ -118,19 +353,21 @@ class NetworkReducer:
         patience_s: float,
     ) -> None:
         """Wait at most `patience_s` for one decision; past that the trainer continues."""
-        self.spec = progress.spec
-        self.peer_id = ctx.me.peer_id
-        self.stopping = thread.stopping
-        self.progress = progress
-        self._thread = thread
+        replay = ctx.replay
+        super().__init__(
+            thread,
+            progress,
+            peer_id=ctx.me.peer_id,
+            method=replay.method,
+            fragments=replay.fragments,
+        )
         self._ctx = ctx
         self._rounds = rounds
         self._decisions = decisions
         self._patience_s = patience_s
         self._replica = ctx.replica
-        self._replay = ctx.replay
-        self._settle: Settle | None = None
-        self._residuals = [self._replay.residual(f) for f in range(len(self._replay.fragments))]
+        self._replay = replay
+        self._residuals = [replay.residual(f) for f in range(len(replay.fragments))]
         self._offers: dict[int, Offered] = {}
         """what is on offer, by fragment"""
         self._encoder = background_threads(1, "atoll-encode")
@@ -142,45 +379,13 @@ class NetworkReducer:
         self._in_step = False
         """whether the last contribution that was decided counted"""
 
-    # the run, as a training loop sees it
-
-    @property
-    def peer(self) -> Peer:
-        """The peer in the loop's thread; read single attributes only."""
-        return self._thread.value
-
-    @property
-    def position(self) -> int:
-        """Entries of the log that the trainer has taken."""
-        return self.progress.position
-
-    @property
-    def method(self) -> Method:
-        """The run's method, whose `worker` goes into a training loop."""
-        return self._replay.method
-
-    @property
-    def fragments(self) -> Sequence[Fragment]:
-        """How the method cuts the run's model."""
-        return self._replay.fragments
-
-    @property
-    def timetable(self) -> Timetable:
-        """Steps and windows of the run by position."""
-        return self.progress.timetable
-
-    @property
-    def finished(self) -> bool:
-        """Return whether the run is complete: what is trained from here on reaches nobody."""
-        return self.progress.is_over(self.position)
-
     def close(self) -> None:
         """Leave the run: roster, connections, threads. Idempotent."""
         self.stopping.set()
         for offered in self._offers.values():
             offered.encoding.cancel()
         self._encoder.shutdown(wait=False)
-        self._thread.close()
+        super().close()
 
     # the seam to the trainer
 
@@ -438,9 +643,3 @@ class NetworkReducer:
                 reset=True,
             )
         )
-
-    def _deliver(self, commit: Commit) -> None:
-        if self._settle is None:
-            raise RuntimeError("expected start() first")
-        self.progress.note(commit)
-        self._settle(commit)

@@ -1,28 +1,183 @@
-"""What a peer reports about itself: to the coordinator, and through it to everyone who watches."""
+"""A peer's reports about itself: to its owner, to the coordinator, and to everyone who watches.
+
+    Announcer    shows events on this machine and keeps them for the coordinator
+    Outbox       keeps events and accounts of rounds for the next heartbeat
+    Reporter     gathers the status, with the use of the link that a `Meter` measures
+    Heartbeats   sends all of it, and heeds the answers
+
+Training needs none of it: while the coordinator is away the peer continues.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from atoll.coordinator.rpc.client import Beat, Joined
+from atoll.coordinator.rpc.client_errors import (
+    CoordinatorError,
+    CoordinatorUnreachable,
+    NotWelcome,
+)
+from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import AT_REST, RoundPhase
-from atoll.coordinator.run.status import NAMED_PEERS, PeerState, PeerStatus, RoundReport
+from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log.entry import Elector
+from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon.environment import Environment
-from atoll.peer.daemon.meter import Meter
-from atoll.peer.daemon.progress import TrainerProgress
+from atoll.peer.daemon.reducer import TrainerProgress
 from atoll.peer.rounds.engine import Settled
 from atoll.peer.rounds.trace import RoundTrace
 
+if TYPE_CHECKING:
+    from atoll.peer.daemon.peer import Environment
+
+MAX_KEPT = 128  # events, and accounts of rounds, while the coordinator is away
+MAX_SENT = 32  # of each in one heartbeat
+MAX_TEXT = 1000
+KEPT = 256  # keys of events that repeat; a round has some tens of them
+QUIET_S = 60.0  # after which an event is news again; waits pause for at most a quarter of it
+
+QUIET_MBIT_S = 1.0  # a lower rate may be heartbeats alone, and shows nothing of the link
+MIN_INTERVAL_S = 0.5  # shorter readings measure buffers instead of the link
+BITS = 8e-6  # Mbit in a byte
+
 MAX_REASON = 200
 MAX_LEFT_OUT = 512  # PeerIDs; a trace with more would be refused for its length, again and again
+
+FIRST_PAUSE_S = 1.0  # the coordinator gives the next ones
+MAX_PAUSE_S = 15.0  # between tries while it is away
+
+
+class Outbox:
+    """Bounded: while the coordinator is away, the oldest are dropped."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.events: deque[Event] = deque(maxlen=MAX_KEPT)
+        self.traces: deque[RoundReport] = deque(maxlen=MAX_KEPT)
+
+    def note(self, level: Level, text: str, at_s: float) -> None:
+        """Keep an event for the coordinator."""
+        self.events.append(Event(at=max(0.0, at_s), level=level, text=text[:MAX_TEXT]))
+
+    def take(self) -> tuple[list[Event], list[RoundReport]]:
+        """Remove and return what one heartbeat carries."""
+        events = [self.events.popleft() for _ in range(min(MAX_SENT, len(self.events)))]
+        traces = [self.traces.popleft() for _ in range(min(MAX_SENT, len(self.traces)))]
+        return events, traces
+
+    def put_back(self, events: list[Event], traces: list[RoundReport]) -> None:
+        """Return what a failed heartbeat had taken, in its order."""
+        self.events.extendleft(reversed(events))
+        self.traces.extendleft(reversed(traces))
+
+
+class Announcer:
+    """Shows events on this machine and keeps them for the coordinator; safe in any thread."""
+
+    def __init__(
+        self, on_event: Callable[[Level, str], None], outbox: Outbox, now_s: Callable[[], float]
+    ) -> None:
+        """Stamp events with `now_s`, the run's clock."""
+        self._on_event = on_event
+        self._outbox = outbox
+        self._now_s = now_s
+        self._repeats = Repeats()
+        self._lock = threading.Lock()  # the loop and the trainer both report
+
+    def say(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
+        """Report an event, here and to the coordinator; see `OnEvent`."""
+        told = self._throttled(level, text, key)
+        if told is not None:
+            self._outbox.note(level, told, self._now_s())
+            self._on_event(level, told)
+
+    def show(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
+        """Report an event here only."""
+        told = self._throttled(level, text, key)
+        if told is not None:
+            self._on_event(level, told)
+
+    def _throttled(self, level: Level, text: str, key: Hashable | None) -> str | None:
+        if level == "info":
+            return text
+        with self._lock:
+            return self._repeats.told(text, time.monotonic(), key=key)
+
+
+class Repeats:
+    """Counts events by key."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
+        """how often and when last, the latest at the end"""
+
+    def told(self, text: str, now_s: float, *, key: Hashable | None = None) -> str | None:
+        """Return the text to report, with its count if it repeats; None to leave it out.
+
+        Args:
+            text: of the event.
+            now_s: on any steady clock.
+            key: equal for events that repeat one another; by default the text.
+        """
+        key = text if key is None else key
+        times, last_s = self._said.pop(key, (0, now_s))
+        times = 1 if now_s - last_s > QUIET_S else times + 1
+        self._said[key] = times, now_s
+        if len(self._said) > KEPT:
+            self._said.popitem(last=False)
+        if times & (times - 1):  # not a power of two
+            return None
+        return text if times == 1 else f"{text} (reported {times} times)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """One direction of a link."""
+
+    capacity_mbit_s: float = 0.0
+    use: float = 0.0
+    """share of the capacity in use, 0 to 1"""
+
+
+class Meter:
+    """Measures one direction of a link."""
+
+    def __init__(self, declared_mbit_s: float = 0.0) -> None:
+        """Take the capacity that the owner declared; 0 if unknown."""
+        self._declared_mbit_s = declared_mbit_s
+        self._peak_mbit_s = 0.0
+        self._bytes = 0
+        self._at_s: float | None = None
+        self._last = LinkUse(capacity_mbit_s=declared_mbit_s)
+
+    def read(self, wire_bytes: int, now_s: float) -> LinkUse:
+        """Take a reading of a growing counter; return the use since the last one."""
+        if self._at_s is None:
+            self._bytes, self._at_s = wire_bytes, now_s
+        seconds = now_s - self._at_s
+        if seconds >= MIN_INTERVAL_S:
+            self._last = self._use((wire_bytes - self._bytes) * BITS / seconds)
+            self._bytes, self._at_s = wire_bytes, now_s
+        return self._last
+
+    def _use(self, rate_mbit_s: float) -> LinkUse:
+        if rate_mbit_s > QUIET_MBIT_S:
+            self._peak_mbit_s = max(self._peak_mbit_s, rate_mbit_s)
+        capacity = self._declared_mbit_s or self._peak_mbit_s
+        use = min(1.0, rate_mbit_s / capacity) if capacity else 0.0
+        return LinkUse(capacity_mbit_s=capacity, use=use)
 
 
 class Standing(Protocol):
@@ -243,3 +398,101 @@ def reasons(left_out: Mapping[str, str]) -> dict[str, str]:
 
 def _amount(value: float) -> float:
     return value if math.isfinite(value) and value > 0 else 0.0
+
+
+class Listener(Protocol):
+    """What a kind of run does with the coordinator's answers."""
+
+    def note_head(self, head: StoreHead) -> None:
+        """Take where the coordinator stands."""
+        ...
+
+    async def heed(self, beat: Beat) -> None:
+        """Do what the coordinator asks for."""
+        ...
+
+    def has_retired(self) -> bool:
+        """Return whether this peer has given up its vote from here on."""
+        ...
+
+
+class Heartbeats:
+    """Sends what a peer reports, and heeds the answers."""
+
+    def __init__(
+        self, env: Environment, reporter: Reporter, listener: Listener, *, in_touch: bool
+    ) -> None:
+        """`in_touch` is whether the coordinator was there when this peer started."""
+        self._env = env
+        self._reporter = reporter
+        self._listener = listener
+        self.in_touch = in_touch
+
+    async def keep(self) -> None:
+        """Be in touch, for ever."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                beat = await self._beat_or_join()
+                if not self.in_touch:
+                    self._env.say("info", "in touch with the coordinator again")
+                pause_s, self.in_touch = beat.heartbeat_s, True
+            except CoordinatorError as error:
+                if self.in_touch:
+                    text = f"out of touch with the coordinator, training continues: {error}"
+                    self._env.say("warning", text)
+                self.in_touch, pause_s = False, min(2 * pause_s, MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def beat(self, *, leaving: bool = False) -> Beat:
+        """Send one heartbeat and heed the answer; keep what could not be sent for the next.
+
+        Raises:
+            CoordinatorError: the coordinator is away, or refuses this peer.
+        """
+        events, traces = self._env.outbox.take()
+        # Asked before the status is taken, as it holds from the position in the status on.
+        retired = leaving and self._listener.has_retired()
+        try:
+            beat = await self._env.client.heartbeat(
+                await self._reporter.status(),
+                events=events,
+                traces=traces,
+                leaving=leaving,
+                retired=retired,
+            )
+        except CoordinatorError:
+            self._env.outbox.put_back(events, traces)
+            raise
+        self._listener.note_head(beat.head)
+        if beat.admission:
+            self._env.node.transport.admission = beat.admission
+        if beat.bootstrap:
+            self._env.node.bootstrap = beat.bootstrap
+        await self._listener.heed(beat)
+        return beat
+
+    async def leave(self) -> None:
+        """Say goodbye.
+
+        Raises:
+            CoordinatorError: the coordinator is away.
+        """
+        self._reporter.leaving = True
+        await self.beat(leaving=True)
+
+    async def join_late(self) -> Joined | None:
+        """Join if the coordinator is back; None if it is not."""
+        with suppress(CoordinatorUnreachable):
+            joined = await self._env.join_again()
+            self._listener.note_head(joined.head)
+            self.in_touch = True
+            return joined
+        return None
+
+    async def _beat_or_join(self) -> Beat:
+        try:
+            return await self.beat()
+        except NotWelcome:  # the coordinator restarted without its sessions, or dropped ours
+            await self._env.join_again()
+            return await self.beat()

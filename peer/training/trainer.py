@@ -33,7 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.reducer import Commit, Reducer
+from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
+from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout
 from atoll.optim.workers import schedules
 from atoll.optim.workers.worker import Worker
@@ -50,7 +51,6 @@ from atoll.peer.training.statistics import (
     TrainerCounters,
     TrainerStatistics,
 )
-from atoll.peer.training.watched_reducer import WatchedReducer
 
 MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every step that follows
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
@@ -452,6 +452,74 @@ class Trainer:
             dropped_windows=self._progress.dropped + method.discarded,
             **changes,
         )
+
+
+class WatchedReducer:
+    """Passes a reducer through, reports each commit to the trainer and can drop its window."""
+
+    def __init__(self, inner: Reducer, on_commit: Callable[[Commit], None]) -> None:
+        """Wrap a reducer.
+
+        Args:
+            inner: the reducer of the run.
+            on_commit: called with each commit, before the method receives it.
+        """
+        self._fragments: set[int] = set()
+        self._inner, self._on_commit = inner, on_commit
+        self._settle: Settle | None = None
+
+    @property
+    def position(self) -> int:
+        """Position of the log that the wrapped reducer has reached."""
+        return self._inner.position
+
+    @property
+    def fragments(self) -> Sequence[Fragment]:
+        """Fragments of the wrapped reducer."""
+        return self._inner.fragments
+
+    @property
+    def unsettled(self) -> bool:
+        """Return whether a submitted contribution awaits its commit."""
+        return bool(self._fragments)
+
+    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
+        """Start the wrapped reducer and return its parameters; see `Reducer.start`."""
+        self._settle = settle
+        return self._inner.start(layout, params_N, self._deliver)
+
+    def submit(self, contribution: Contribution) -> None:
+        """Submit a contribution and count it as unsettled."""
+        self._fragments.add(contribution.fragment)
+        self._inner.submit(contribution)
+
+    def wait(self) -> None:
+        """Wait until the wrapped reducer has settled; see `Reducer.wait`."""
+        self._inner.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped reducer and the unsettled fragments."""
+        return {"inner": self._inner.state_dict(), "unsettled": sorted(self._fragments)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
+        self._fragments = set(state["unsettled"])
+        self._inner.load_state_dict(state["inner"])
+
+    def go_back(self, position: int, params_N: Tensor) -> None:
+        """Make the method drop its window and continue from `params_N`, as a reset commit does."""
+        self._deliver(
+            Commit(position=position, params_N=params_N, included=None, members=0, reset=True)
+        )
+
+    def _deliver(self, commit: Commit) -> None:
+        assert self._settle is not None, "a reducer settles only after start"
+        self._on_commit(commit)
+        self._settle(commit)
+        if commit.reset:
+            self._fragments.clear()
+        elif commit.settles:
+            self._fragments.discard(commit.fragment)
 
 
 def open_corpus(spec: RunSpec, allowed: Allowed | None = None) -> data.Corpus:

@@ -7,11 +7,10 @@ from pathlib import Path
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.testing.virtualtime import inline
-from atoll.peer.daemon.environment import Environment
 from atoll.peer.daemon.options import LinkRates, PeerOptions
-from atoll.peer.daemon.outbox import Outbox
-from atoll.peer.daemon.progress import TrainerProgress, TrainerView
-from atoll.peer.daemon.reporting import RoundsView
+from atoll.peer.daemon.peer import Environment
+from atoll.peer.daemon.reducer import TrainerProgress, TrainerView
+from atoll.peer.daemon.reporting import Outbox, RoundsView
 from atoll.peer.paths import PeerPaths
 
 NOBODY = Invite(

@@ -16,8 +16,7 @@ from atoll.optim.reducer import Contribution
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.progress import TrainerProgress
-from atoll.peer.daemon.reducer import Decisions, NetworkReducer
+from atoll.peer.daemon.reducer import Decisions, NetworkReducer, TrainerProgress
 from atoll.peer.rounds.engine import Settled
 
 NUMEL = CELL + 100  # two cells

@@ -9,7 +9,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.network import open_reducer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.run_reducer import RunReducer
+from atoll.peer.daemon.reducer import RunReducer
 from support import organiser as helpers
 from support.organiser import LOOPBACK, Organiser
 from support.reducer_bench import Bench

@@ -3,6 +3,7 @@
 import errno
 import math
 import threading
+import time
 import types
 
 import pytest
@@ -16,7 +17,7 @@ from atoll.optim.reduction.weights import WorkRefused
 from atoll.optim.state import fragments
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon import progress
+from atoll.peer.daemon import reducer
 from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
 from support.reducer_bench import (
     LAYOUT,
@@ -413,8 +414,10 @@ def test_progress_of_a_loop_of_ones_own(bench):
 
 def test_waiting_is_no_part_of_a_window(bench, monkeypatch):
     """Whether a round is hidden or waited for, the next window ends a window's training later."""
-    clock = types.SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr(progress, "time", clock)
+    clock = types.SimpleNamespace(
+        now_s=100.0, monotonic=lambda: clock.now_s, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(reducer, "time", clock)
     each = bench()
     each.start()
     clock.now_s += 6.0

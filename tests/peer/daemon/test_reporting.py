@@ -7,9 +7,8 @@ import pytest
 from atoll.coordinator.run.status import RoundReport
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.options import LinkRates
-from atoll.peer.daemon.outbox import MAX_KEPT, MAX_TEXT, Outbox
-from atoll.peer.daemon.progress import TrainerView
-from atoll.peer.daemon.reporting import MAX_LEFT_OUT, Reporter
+from atoll.peer.daemon.reducer import TrainerView
+from atoll.peer.daemon.reporting import MAX_KEPT, MAX_LEFT_OUT, MAX_TEXT, Outbox, Reporter
 from support.environment import environment, rounds_view, started
 from support.swarm import Swarm
 

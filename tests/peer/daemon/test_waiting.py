@@ -7,10 +7,10 @@ import torch
 
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.feedback import Feedback
+from atoll.peer.daemon.log_run import Publisher
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
-from atoll.peer.daemon.progress import TrainerView
-from atoll.peer.daemon.publisher import Publisher
+from atoll.peer.daemon.reducer import TrainerView
 
 NO_QUORUM = re.compile(r"no quorum for round \d+: 0 of \d+ electors")
 

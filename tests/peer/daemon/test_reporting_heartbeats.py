@@ -11,10 +11,8 @@ from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable, NotWelco
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht.testing.memory import run_virtual
 from atoll.optim.log.store import StoreHead
-from atoll.peer.daemon.heartbeats import MAX_PAUSE_S, Heartbeats
-from atoll.peer.daemon.outbox import MAX_SENT
-from atoll.peer.daemon.publisher import Publisher
-from atoll.peer.daemon.reporting import Reporter
+from atoll.peer.daemon.log_run import Publisher
+from atoll.peer.daemon.reporting import MAX_PAUSE_S, MAX_SENT, Heartbeats, Reporter
 from atoll.peer.recovery.sources import CoordinatorSource
 from support.environment import environment, rounds_view, started
 from support.swarm import Swarm, signed_epoch

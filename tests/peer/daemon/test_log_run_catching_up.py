@@ -5,8 +5,7 @@ import types
 
 import pytest
 
-from atoll.peer.daemon.catching_up import AGAIN_S, LASTS_S, CatchingUp
-from atoll.peer.daemon.log_run import LogRun
+from atoll.peer.daemon.log_run import AGAIN_S, LASTS_S, CatchingUp, LogRun
 from atoll.peer.daemon.reducer import Decisions
 from atoll.peer.recovery.recovery import KEEP_WORK, NoDonor, Recovery
 

@@ -13,9 +13,9 @@ from atoll.optim.log.entry import Elector
 from atoll.optim.reducer import Contribution
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon.gossip_reducer import GossipReducer
+from atoll.peer.daemon.gossip_run import GossipReducer
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.progress import TrainerProgress
+from atoll.peer.daemon.reducer import TrainerProgress
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import GossipSettled
 from atoll.peer.rounds.context import RoundSettings

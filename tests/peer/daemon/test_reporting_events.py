@@ -1,6 +1,6 @@
 """What a peer says while a round has no quorum does not fill its log."""
 
-from atoll.peer.daemon.announcer import KEPT, QUIET_S, Repeats
+from atoll.peer.daemon.reporting import KEPT, QUIET_S, Repeats
 
 
 def test_what_repeats_is_said_less_and_less_often():

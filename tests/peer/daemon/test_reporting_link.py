@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.peer.daemon.meter import Meter
+from atoll.peer.daemon.reporting import Meter
 
 
 def test_the_rate_is_held_against_the_declared_capacity():

@@ -1,7 +1,7 @@
 """A person is told once what a run without a quorum waits for."""
 
 from atoll.optim.log.entry import Elector
-from atoll.peer.daemon.electors import QuorumWatch
+from atoll.peer.daemon.log_run import QuorumWatch
 
 ELECTORS = [Elector(peer_id=name, incarnation="1") for name in "abcd"]
 AGAIN = Elector(peer_id="a", incarnation="2")

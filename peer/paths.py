@@ -4,6 +4,7 @@
       peers/RUN_ID/                         state of one peer in one run: `PeerPaths`
         identity.key                          key pair; the PeerID follows from it
         run.json                              the run that this directory belongs to
+        consent.json                          the owner's yes to what the run asks for
         log/                                  the last updates and snapshots
         trainer.safetensors                   parameters, inner optimizer, data position, feedback
         lock                                  held while a peer runs here
@@ -51,6 +52,11 @@ class PeerPaths:
     def run(self) -> Path:
         """Record of the run that this directory belongs to."""
         return self.root / "run.json"
+
+    @property
+    def consent(self) -> Path:
+        """Owner's yes to what the run asks for."""
+        return self.root / "consent.json"
 
     @property
     def log(self) -> Path:

@@ -172,7 +172,7 @@ class RunScene:
         """Start the peer of a host, with its clock this many seconds ahead."""
         listen = f"/ip4/{self.lab.ip(host)}/tcp/4001"
         words = ["peer", "invite", "--state-dir", f"p{host}", "--name", f"p{host}"]
-        words += ["--allow-model", "paced:build", "--data", "texts"]
+        words += ["--yes", "--allow-model", "paced:build", "--data", "texts"]
         self.peers[host] = self._popen(
             host, ["-c", ATOLL, str(ahead_s), *words, "--listen", listen], stdout=self.log
         )

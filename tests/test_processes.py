@@ -222,7 +222,7 @@ class Run:
         self.peers[name] = Child(
             self.folder, name, "peer", self.invite, "--state-dir", name,
             "--name", name, "--listen", "/ip4/127.0.0.1/tcp/0", "--json",
-            "--allow-model", "paced:build", "--data", "texts",
+            "--yes", "--allow-model", "paced:build", "--data", "texts",
         )  # fmt: skip
         return self.peers[name]
 

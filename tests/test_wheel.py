@@ -157,7 +157,7 @@ def test_a_peer_trains_without_any_extra(environment, tmp_path):
     ) as coordinator:
         try:
             wait_for(invite, coordinator)
-            words = ["peer", invite, "--state-dir", "peer", "--data", "texts"]
+            words = ["peer", invite, "--state-dir", "peer", "--data", "texts", "--yes"]
             run(*bare, *words, cwd=tmp_path)
             told = json.loads(run(*bare, "status", invite, "--json", cwd=tmp_path))
             assert told["position"] == 2

@@ -71,8 +71,9 @@ class ModelSection(Section):
     )
     custom: str | None = Field(
         default=None,
-        description="Your own model as 'module:function', installed on every peer. Replaces the "
-        "preset.",
+        description="Your own model as 'module:function', installed on every peer; the function is "
+        "marked with @model (atoll.peer.training.models). Replaces the preset. Peers start with "
+        "--allow-model module:function.",
         examples=["my_package.models:build"],
     )
     overrides: dict[str, Scalar] = Field(
@@ -96,8 +97,8 @@ class DataSection(Section):
         default="stdlib",
         min_length=1,
         description="Training text: 'stdlib' (the source code of Python's standard library, always "
-        "available), a file or folder that exists on every peer, or a Hugging Face data set as "
-        "'hf:NAME'.",
+        "available), a Hugging Face data set as 'hf:OWNER/NAME', or a path. A peer reads no "
+        "path that this file names: each names its own copy with --data.",
     )
     format: Literal["auto", "text", "jsonl", "parquet", "hf"] = Field(
         default="auto", description="Format of the source: auto, text, jsonl, parquet or hf."
@@ -106,7 +107,7 @@ class DataSection(Section):
         default="bytes",
         min_length=1,
         description="Tokenizer: 'bytes' (256 tokens, nothing to download) or the path of a "
-        "tokenizers JSON file.",
+        "tokenizers JSON file; each peer names its own copy with --tokenizer.",
     )
     text_field: str = Field(
         default="text", min_length=1, description="Column that holds the text (jsonl, parquet, hf)."

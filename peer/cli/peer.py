@@ -1,9 +1,11 @@
 """`atoll peer`: join a run and train."""
 
 import argparse
+import asyncio
 import json
 import logging
 import math
+import os
 import re
 import sys
 import time
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, add_allow_model, add_stop_with_stdin, new_parser
 from atoll.peer.cli.watching import read_invite
-from atoll.peer.daemon.supervised import stop_with_stdin
+from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.peer.daemon.process import PeerEvent
@@ -27,8 +29,15 @@ def add_parser(subparsers: Subparsers) -> None:
         "peer",
         description="Join a run by its invite and train until the run is complete or a signal\n"
         "stops the peer (Ctrl-C or SIGTERM). Reconnects automatically; after a\n"
-        "restart it resumes from its state directory.",
+        "restart it resumes from its state directory.\n\n"
+        "At the first start it shows what the run asks for (model, parameters, data,\n"
+        "tokenizer, disk, traffic) and asks once; the answer is kept in the state\n"
+        "directory. It exits with 1 after a no, and with 2 if there is nobody to ask.\n"
+        "Code of your own runs only with --allow-model, and files are read only with\n"
+        "--data and --tokenizer.",
         examples="atoll peer INVITE\n"
+        "atoll peer INVITE --yes\n"
+        "atoll peer INVITE --allow-model my_package.models:build --data /data/corpus\n"
         "atoll peer INVITE --device cuda:1 --state-dir /data/atoll/gpu1\n"
         "atoll peer INVITE --data /data/corpus --name attic --json",
     )
@@ -55,6 +64,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Tokenizer file on this machine. A path that the run names is never read.",
     )
     add_allow_model(parser)
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="Agree to what the run asks for without a question; it is shown all the same.",
+    )
     parser.add_argument("--name", type=_name, help="Name of this peer on the dashboard.")
     parser.add_argument(
         "--listen",
@@ -120,12 +134,16 @@ def run(args: argparse.Namespace) -> int:
         data=args.data,
         tokenizer=args.tokenizer,
         allow_models=frozenset(args.allow_model),
+        yes=args.yes,
         share=args.share,
     )
     _expect_device(args.device)
     _expect_data(args.data)
     _expect_tokenizer(args.tokenizer)
-    return run_peer(options, on_event=_as_json if args.json else _as_text)
+    here = sys.stdin.isatty() and sys.stderr.isatty() and not args.stop_with_stdin
+    return run_peer(
+        options, on_event=_as_json if args.json else _as_text, ask=_ask if here else None
+    )
 
 
 def _name(text: str) -> str:
@@ -197,6 +215,24 @@ def _expect_tokenizer(path: str | None) -> None:
 
     if path is not None and path != BYTES and not Path(path).expanduser().is_file():
         raise DataError(f"--tokenizer {path!r} does not exist; name a tokenizers JSON file")
+
+
+async def _ask() -> bool:
+    """Ask the owner in the terminal; an end of input is a no."""
+    print("Train this run on this machine? [y/N] ", end="", file=sys.stderr, flush=True)
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+
+    def read() -> None:
+        loop.remove_reader(STDIN)
+        answer.set_result(os.read(STDIN, 4096))  # a terminal hands over whole lines
+
+    loop.add_reader(STDIN, read)  # not input(), which a signal to stop could not end
+    try:
+        line: bytes = await answer
+    finally:
+        loop.remove_reader(STDIN)
+    return line.strip().lower() in (b"y", b"yes")
 
 
 def _as_text(event: "PeerEvent") -> None:

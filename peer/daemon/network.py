@@ -26,8 +26,9 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.gossip_run import GossipRun
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.membership import Membership
 from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.peer import Peer, StartRun
+from atoll.peer.daemon.peer import Admit, Peer, StartRun
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
 
@@ -42,6 +43,9 @@ def connect(
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
 ) -> RunReducer:
     """Join a run from a training loop of your own.
+
+    The model and the data are the caller's: nothing that the run's spec names is run or read. What
+    builds them from `reducer.spec` (`Trainer`, `build_model`, `open_corpus`) takes an `Allowed`.
 
     Args:
         invite: as `atoll coordinator` prints it.
@@ -69,6 +73,7 @@ def open_reducer(
     on_event: Callable[[Level, str], None],
     on_phase: OnPhase = lambda phase, position, left=None: None,
     stopping: threading.Event | None = None,
+    admit: Admit | None = None,
 ) -> RunReducer:
     """Join and recover; return once the peer holds a verified state.
 
@@ -77,6 +82,7 @@ def open_reducer(
         on_event: takes what a person may want to read, in several threads.
         on_phase: takes the part of a round that this peer is in, and its position.
         stopping: ends the wait, from another thread or a signal handler.
+        admit: returns if the owner wants this run; by default calling this is the owner's yes.
 
     Raises:
         StateDirectoryError: the state directory is not usable.
@@ -84,13 +90,19 @@ def open_reducer(
         PortInUse: the peer cannot listen where it should.
         KeyboardInterrupt: `stopping` was set.
     """
-    peer = Peer.open(options, _kind_of, on_event=on_event, on_phase=on_phase)
+    peer = Peer.open(
+        options, _kind_of, admit=admit or _admit_all, on_event=on_event, on_phase=on_phase
+    )
     thread = LoopThread(peer, stopping)
     try:
         return thread.value.run.reducer(thread)
     except BaseException:
         thread.close()
         raise
+
+
+async def _admit_all(membership: Membership) -> None:
+    pass
 
 
 def _kind_of(spec: RunSpec) -> StartRun:

@@ -34,7 +34,7 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.membership import Enrolment, StateDirectory
+from atoll.peer.daemon.membership import Enrolment, Membership, StateDirectory
 from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer_tasks import PeerTasks
@@ -171,6 +171,9 @@ class RunKind(Protocol):
 StartRun = Callable[[Environment, Joined | None], Awaitable[RunKind]]
 """What returns a `RunKind` that holds a state."""
 
+Admit = Callable[[Membership], Awaitable[None]]
+"""Raises unless the owner of this machine wants to take part in the run."""
+
 
 class Peer:
     """One peer of one run, from `open` until its block ends."""
@@ -187,6 +190,7 @@ class Peer:
         options: PeerOptions,
         start_run: Callable[[RunSpec], StartRun],
         *,
+        admit: Admit,
         on_event: Callable[[Level, str], None],
         on_phase: OnPhase,
     ) -> AsyncIterator[Peer]:
@@ -195,6 +199,7 @@ class Peer:
         Args:
             options: what the peer's owner decides.
             start_run: what starts the kind of run that a spec asks for.
+            admit: returns if the owner wants this run; raises before anything of it is used.
             on_event: takes what a person may want to read; called in the loop and the trainer.
             on_phase: takes the part of a round that this peer is in, and its position; in the loop.
 
@@ -204,7 +209,7 @@ class Peer:
             PortInUse: the peer cannot listen where it should.
         """
         async with AsyncExitStack() as stack:
-            env, joined = await _environment(stack, options, on_event, on_phase)
+            env, joined = await _environment(stack, options, admit, on_event, on_phase)
             peer = cls(env, await start_run(env.spec)(env, joined))
             env.tasks.keep(peer.run.run)
             env.tasks.keep(peer.run.heartbeats.keep)
@@ -261,6 +266,7 @@ class Peer:
 async def _environment(
     stack: AsyncExitStack,
     options: PeerOptions,
+    admit: Admit,
     on_event: Callable[[Level, str], None],
     on_phase: OnPhase,
 ) -> tuple[Environment, Joined | None]:
@@ -284,6 +290,7 @@ async def _environment(
     files = stack.enter_context(ExitStack())
     stack.push_async_callback(client.close)
     enrolment, joined = await Enrolment.open(client, directory, invite, announcer.show)
+    await admit(enrolment.membership)
     node = await Node.start(
         paths.identity,
         run_id=invite.run_id.hex(),

@@ -21,6 +21,7 @@ from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import short
+from atoll.peer.daemon.consent import Ask, Consent
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import open_reducer
 from atoll.peer.daemon.options import PeerOptions
@@ -53,6 +54,8 @@ class RunOptions:
     """path of the tokenizer on this machine; one that the spec names is not read"""
     allow_models: frozenset[str] = frozenset()
     """custom models that the spec may name, as `module:function`"""
+    yes: bool = False
+    """agree to what the run asks for without a question"""
     share: float = 1.0
     """fraction of time to spend training; the rest is left to other programs"""
 
@@ -105,22 +108,30 @@ class Stop(threading.Event):
             callback()
 
 
-def run_peer(options: RunOptions, *, on_event: OnPeerEvent) -> int:
+def run_peer(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None = None) -> int:
     """Run a peer until its run is complete or a signal stops it; return the exit code.
+
+    Args:
+        options: options of the owner.
+        on_event: takes what happens.
+        ask: asks the owner for a yes to the run; None if nobody is there.
 
     Raises:
         Exception: as `join_and_train`.
     """
     stop = Stop()
     with stop_on_signals(stop.set) as received:
-        join_and_train(options, on_event=on_event, stop=stop)
+        join_and_train(options, on_event=on_event, stop=stop, ask=ask)
     return INTERRUPTED if signal.SIGINT in received else OK
 
 
-def join_and_train(options: RunOptions, *, on_event: OnPeerEvent, stop: Stop) -> bool:
+def join_and_train(
+    options: RunOptions, *, on_event: OnPeerEvent, stop: Stop, ask: Ask | None = None
+) -> bool:
     """Join, train, leave; return True if the run is complete, False if `stop` was set before.
 
     Raises:
+        ConsentMissing, Declined: the owner has not agreed to what the run asks for.
         StateDirectoryError, CoordinatorError, SetupError: it cannot start with these options.
         TrainingFailed: it computes nothing but numbers that are not finite.
     """
@@ -130,7 +141,20 @@ def join_and_train(options: RunOptions, *, on_event: OnPeerEvent, stop: Stop) ->
     with log_file(paths):
         try:
             reducer = open_reducer(
-                options.peer, on_event=narrator.tell, on_phase=narrator.on_phase, stopping=stop
+                options.peer,
+                on_event=narrator.tell,
+                on_phase=narrator.on_phase,
+                stopping=stop,
+                admit=Consent(
+                    paths=paths,
+                    run_id=options.peer.invite.run_id,
+                    allowed=options.allowed,
+                    data=options.data,
+                    tokenizer=options.tokenizer,
+                    yes=options.yes,
+                    ask=ask,
+                    show=lambda line: narrator.tell("info", line),
+                ).admit,
             )
         except KeyboardInterrupt:
             return False

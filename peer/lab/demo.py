@@ -95,8 +95,8 @@ class DemoOptions:
 
 
 def own_names(spec: RunSpec) -> list[str]:
-    """Return the arguments by which a peer allows what its own demo's spec names."""
-    arguments = ["--data", spec.data.source, "--tokenizer", spec.data.tokenizer]
+    """Return the arguments by which a peer agrees to its own demo's spec."""
+    arguments = ["--yes", "--data", spec.data.source, "--tokenizer", spec.data.tokenizer]
     if spec.model.custom is not None:
         arguments += ["--allow-model", spec.model.custom]
     return arguments

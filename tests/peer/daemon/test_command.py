@@ -34,7 +34,7 @@ def peer(capsys, paths):
 
     def run(invite, *arguments):
         command = ["peer", str(invite), "--state-dir", str(paths.root), "--device", "cpu"]
-        command += ["--listen", "/ip4/127.0.0.1/tcp/0", *map(str, arguments)]
+        command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--yes", *map(str, arguments)]
         try:
             code = cli.main(command)
         except SystemExit as leaving:
@@ -159,9 +159,11 @@ def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise
     first = peer(organiser.invite)
     assert (first.code, first.out) == (0, "")
     assert organiser.status().state == "finished"
+    assert re.match(r"[\d:]{8}  the run asks this machine for the following:\n", first.err)
     assert re.search(
-        r"^[\d:]{8}  this peer \(\w{6}\) trains on cpu; the run starts with 1 ", first.err
+        r"^[\d:]{8}  this peer \(\w{6}\) trains on cpu; the run starts with 1 ", first.err, re.M
     )
+    assert "asks this machine" not in peer(organiser.invite).err
     assert re.search(r"^[\d:]{8}  round 3/3  loss \d\.\d{3}  [\d,]+ tok/s  util ", first.err, re.M)
     paths.trainer.write_bytes(b"garbage")
     again = peer(organiser.invite)

@@ -25,7 +25,7 @@ class Running:
         self.result = self.error = None
         self.stop = Stop()
         peer = PeerOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
-        self._options = RunOptions(peer=peer, device="cpu", **options)
+        self._options = RunOptions(peer=peer, device="cpu", yes=True, **options)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 

@@ -1,0 +1,200 @@
+"""The owner's yes to a run: asked once, kept in the peer's state directory.
+
+A spec is fixed by the run's id, which is in the invite, so one yes holds for the whole run. It is
+asked after joining, which shows the spec, and before anything of the run is built, read or served.
+
+`consent.json`, readable by its owner only:
+
+    run_id     in hex
+    digest     SHA-256, in hex, of what was asked: the digest of the spec and the parameters
+    asked      the lines that the owner saw
+    at         seconds since 1970
+
+    ConsentMissing (ValueError)    no yes is kept, and nobody is there to ask
+    Declined (RuntimeError)        the owner said no
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from atoll.coordinator.report.text import size
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.log.replay import cells_of
+from atoll.optim.state.layout import Layout
+from atoll.peer.daemon.membership import Membership
+from atoll.peer.paths import PeerPaths
+from atoll.peer.training.data.documents import STDLIB
+from atoll.peer.training.data.hub import HUB
+from atoll.peer.training.data.tokens import BYTES
+from atoll.peer.training.permission import Allowed, with_own_files
+
+# Per parameter: two snapshots of parameters and outer momentum (8 bytes each); the trainer's
+# parameters, two moments, residual and local values (4 bytes each).
+DISK_BYTES = 2 * 8 + 5 * 4
+ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
+
+Ask = Callable[[], Awaitable[bool]]
+"""Asks the owner, who has seen the lines; returns whether the answer is yes."""
+
+
+class ConsentMissing(ValueError):  # noqa: N818
+    """No yes is kept, and nobody is there to ask."""
+
+
+class Declined(RuntimeError):  # noqa: N818
+    """The owner said no."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a run asks of a machine."""
+
+    digest: str
+    lines: tuple[str, ...]
+
+
+def request_of(
+    spec: RunSpec, layout: Layout, *, data: str | None = None, tokenizer: str | None = None
+) -> Request:
+    """Return what a run asks for, as the owner reads it.
+
+    Args:
+        spec: the spec of the run.
+        layout: names and shapes of the model's parameters.
+        data: the owner's own data, read instead of the spec's.
+        tokenizer: the owner's own tokenizer.
+    """
+    own = with_own_files(spec, data=data, tokenizer=tokenizer)
+    rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
+    disk = spec.round.log_mb * 10**6 + DISK_BYTES * layout.numel
+    traffic = round_bytes(spec, layout)
+    lines = (
+        "the run asks this machine for the following:",
+        f"run: {spec.run.name}, {rounds}",
+        f"model: {_model(spec)}",
+        f"parameters: {layout.numel:,}",
+        f"data: {_data(own, is_own=data is not None)}",
+        f"tokenizer: {_tokenizer(own.data.tokenizer)}",
+        f"disk: about {size(disk)}",
+        f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
+        f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
+    )
+    asked = f"atoll consent v1\0{spec.digest()}\0{layout.numel}".encode()
+    return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
+
+
+def round_bytes(spec: RunSpec, layout: Layout) -> int:
+    """Return the most payload that a peer sends, and receives, for one window of all fragments.
+
+    A peer sends its cells to the owners of their parts and, as an owner, results to all others; by
+    gossip it sends one partner its pseudo-gradient and its weights.
+    """
+    method, peers = spec.method(), spec.round.min_peers
+    with torch.device("meta"):  # index tensors of a large model take no memory
+        fragments = method.fragments(layout)
+    total = 0
+    for fragment in fragments:
+        down = cells_of(method, fragment)
+        up = replace(down, gathers=False, by_senders=False)
+        back = up if method.reduction == "pairs" else down
+        total += up.max_body_bytes(1) + back.max_body_bytes(peers)
+    return total
+
+
+def _model(spec: RunSpec) -> str:
+    model = spec.model
+    name = f"{model.preset}, built in"
+    if model.custom is not None:
+        name = f"{model.custom}, code on this machine"
+    changed = ", ".join(f"{key}={value}" for key, value in model.overrides.items())
+    compiled = "; compiled with torch.compile" if spec.inner.compile else ""
+    return name + (f"; {changed}" if changed else "") + compiled
+
+
+def _data(spec: RunSpec, *, is_own: bool) -> str:
+    source = spec.data.source
+    if source.startswith(HUB) or spec.data.format == "hf":
+        return f"{source.removeprefix(HUB)}, streamed from the Hugging Face hub"
+    if source == STDLIB:
+        return "the source code of Python's standard library, on this machine"
+    return f"{source}, on this machine" + (" (--data)" if is_own else "")
+
+
+def _tokenizer(name: str) -> str:
+    return "bytes, built in" if name == BYTES else f"{name}, on this machine (--tokenizer)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consent:
+    """Admits a run to this machine."""
+
+    paths: PeerPaths
+    run_id: bytes
+    allowed: Allowed
+    data: str | None = None
+    tokenizer: str | None = None
+    yes: bool = False
+    """the owner has said yes in advance"""
+    ask: Ask | None = None
+    """asks the owner; None if nobody is there"""
+    show: Callable[[str], None] = lambda line: None
+    """shows the owner a line of the request"""
+
+    async def admit(self, membership: Membership) -> None:
+        """Return if the owner wants to train this run; ask at most once.
+
+        Raises:
+            ModelError, DataError: the run names code or files that the owner has not allowed.
+            ConsentMissing: nobody is there to ask.
+            Declined: the owner said no.
+        """
+        spec = with_own_files(membership.spec, data=self.data, tokenizer=self.tokenizer)
+        self.allowed.expect(spec)  # no yes to a run that could not train here
+        request = request_of(
+            membership.spec, membership.layout, data=self.data, tokenizer=self.tokenizer
+        )
+        if self._kept_digest() == request.digest:
+            return
+        for line in request.lines:
+            self.show(line)
+        if not self.yes:
+            if self.ask is None:
+                raise ConsentMissing(
+                    "the run asks for what is listed above, and nobody is here to answer; start "
+                    "this peer in a terminal once, or pass --yes"
+                )
+            if not await self.ask():
+                raise Declined("did not join: the answer was no; nothing was run or read")
+        self._keep(request)
+
+    def _kept_digest(self) -> str | None:
+        try:
+            kept = json.loads(self.paths.consent.read_bytes())
+            same_run = kept["run_id"] == self.run_id.hex()
+            return str(kept["digest"]) if same_run else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None  # a damaged file is no yes
+
+    def _keep(self, request: Request) -> None:
+        fields = {
+            "run_id": self.run_id.hex(),
+            "digest": request.digest,
+            "asked": list(request.lines),
+            "at": round(time.time()),
+        }
+        partial = self.paths.consent.with_suffix(".new")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, 0o600)  # an older one may have had other rights
+            file.write(json.dumps(fields, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.paths.consent)

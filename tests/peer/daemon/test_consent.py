@@ -1,0 +1,325 @@
+"""The owner's yes to a run: what it shows, when it asks, and what it keeps."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pty
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.state.layout import Layout
+from atoll.peer.cli import main as cli
+from atoll.peer.daemon.consent import (
+    Consent,
+    ConsentMissing,
+    Declined,
+    request_of,
+    round_bytes,
+)
+from atoll.peer.daemon.membership import Membership
+from atoll.peer.errors import DataError, ModelError
+from atoll.peer.lab import plan
+from atoll.peer.paths import PeerPaths
+from atoll.peer.training.permission import Allowed
+
+RUN_ID = bytes(range(32))
+LAYOUT = Layout(names=("w",), shapes=((1000, 1000),))
+
+
+def membership_of(layout=LAYOUT, **sections):
+    return Membership(
+        spec=RunSpec.from_dict(sections),
+        layout=layout,
+        genesis_root=bytes(32),
+        admission=b"",
+        bootstrap=(),
+    )
+
+
+class Owner:
+    """Answers questions, and counts them."""
+
+    def __init__(self, folder, answer=True, **options):
+        self.asked, self.shown, self._answer = 0, [], answer
+        self.paths = PeerPaths(root=folder)
+        self._options = {"allowed": Allowed(), "run_id": RUN_ID, "ask": self._ask} | options
+
+    async def _ask(self):
+        self.asked += 1
+        return self._answer
+
+    def admit(self, membership, **options):
+        self.shown.clear()
+        consent = Consent(paths=self.paths, show=self.shown.append, **{**self._options, **options})
+        asyncio.run(consent.admit(membership))
+
+
+def test_the_owner_sees_what_the_run_asks_for(tmp_path):
+    owner = Owner(tmp_path)
+    owner.admit(membership_of(run={"name": "big", "rounds": 200}, model={"preset": "mini"}))
+    assert owner.shown == [
+        "the run asks this machine for the following:",
+        "run: big, 200 rounds",
+        "model: mini, built in",
+        "parameters: 1,000,000",
+        "data: the source code of Python's standard library, on this machine",
+        "tokenizer: bytes, built in",
+        "disk: about 548 MB",
+        "traffic: about 2.03 MB each way per round of 30 steps; 2.93 GB a day at one round a "
+        "minute",
+    ]
+
+
+def test_a_custom_model_and_the_owners_files_are_shown_as_such(tmp_path):
+    model = {"custom": "mine:build", "overrides": {"width": 3, "path": "x"}}
+    allowed = Allowed(models=frozenset({"mine:build"}), files=frozenset({"/my/text", "t.json"}))
+    owner = Owner(tmp_path, allowed=allowed, data="/my/text", tokenizer="t.json")
+    data = {"source": "~/.ssh", "tokenizer": "/etc/t.json"}
+    owner.admit(membership_of(model=model, data=data, inner={"compile": True}))
+    assert owner.shown[2:6] == [
+        "model: mine:build, code on this machine; width=3, path=x; compiled with torch.compile",
+        "parameters: 1,000,000",
+        "data: /my/text, on this machine (--data)",
+        "tokenizer: t.json, on this machine (--tokenizer)",
+    ]
+
+
+def test_a_data_set_of_the_hub_is_shown_as_such():
+    spec = RunSpec.from_dict({"data": {"source": "hf:some/name"}})
+    assert "data: some/name, streamed from the Hugging Face hub" in request_of(spec, LAYOUT).lines
+
+
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    [
+        ("diloco", "auto"),
+        ("diloco", "powersgd(rank=4)"),
+        ("sparseloco", "auto"),
+        ("streaming(count=2, tau=5)", "auto"),
+        ("noloco", "auto"),
+        ("muloco", "auto"),
+        ("ddp", "auto"),
+    ],
+)
+def test_the_traffic_bounds_what_the_plan_predicts(method, codec):
+    outer = {"method": method}
+    if method == "ddp":
+        outer["inner_steps"] = 1
+    spec = RunSpec.from_dict(
+        {"outer": outer, "compression": {"codec": codec}, "round": {"min_peers": 4}}
+    )
+    layout = Layout.of(plan.bare_model(spec))
+    method = spec.method()
+    fragments = plan.fragments_of(method, layout)
+    predicted = sum(plan.sent_bytes(method, fragment, 4) for fragment in fragments)
+    assert predicted <= 1.01 * round_bytes(spec, layout)
+    assert round_bytes(spec, layout) <= 2.1 * predicted
+
+
+def test_a_yes_is_asked_for_once_and_kept_for_its_owner_alone(tmp_path):
+    owner = Owner(tmp_path)
+    owner.admit(membership_of())
+    shown = list(owner.shown)
+    owner.admit(membership_of())
+    assert owner.asked == 1
+    assert owner.shown == []
+    kept = tmp_path / "consent.json"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert json.loads(kept.read_text())["asked"] == shown
+    assert [path.name for path in tmp_path.iterdir()] == ["consent.json"]
+
+
+def test_a_yes_in_advance_is_shown_and_kept_without_a_question(tmp_path):
+    owner = Owner(tmp_path, ask=None)
+    owner.admit(membership_of(), yes=True)
+    assert len(owner.shown) == 8
+    owner.admit(membership_of())
+
+
+def test_another_request_is_asked_for_again(tmp_path):
+    owner = Owner(tmp_path)
+    owner.admit(membership_of())
+    owner.admit(membership_of(Layout(names=("w",), shapes=((5000, 5000),))))
+    owner.admit(membership_of(model={"preset": "mini"}))
+    owner.admit(membership_of(), run_id=bytes(32))
+    assert owner.asked == 4
+    # Its address may change; the run stays the same.
+    owner.admit(membership_of(coordinator={"listen": "0.0.0.0:1"}), run_id=bytes(32))
+    assert owner.asked == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"yes", b'{"digest": 1}', b"\xff"])
+def test_a_damaged_yes_is_none(tmp_path, damage):
+    owner = Owner(tmp_path, ask=None)
+    owner.admit(membership_of(), yes=True)
+    owner.paths.consent.write_bytes(damage)
+    with pytest.raises(ConsentMissing):
+        owner.admit(membership_of())
+
+
+def test_a_no_is_not_kept(tmp_path):
+    owner = Owner(tmp_path, answer=False)
+    for _ in range(2):
+        with pytest.raises(Declined, match="nothing was run or read"):
+            owner.admit(membership_of())
+    assert owner.asked == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_nobody_there_it_names_the_remedy(tmp_path):
+    with pytest.raises(ConsentMissing, match="pass --yes"):
+        Owner(tmp_path, ask=None).admit(membership_of())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"model": {"custom": "torch.hub:load"}}, ModelError),
+        ({"data": {"source": "~/.ssh"}}, DataError),
+        ({"data": {"tokenizer": "~/.ssh/id_rsa"}}, DataError),
+        ({"data": {"source": "hf:text"}}, DataError),
+    ],
+)
+def test_yes_allows_no_code_and_no_files(tmp_path, sections, error):
+    owner = Owner(tmp_path)
+    with pytest.raises(error):
+        owner.admit(membership_of(**sections), yes=True)
+    assert owner.asked == 0
+    assert owner.shown == []
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the command
+
+
+def arguments(invite, folder, *more):
+    words = ["peer", str(invite), "--state-dir", str(folder), "--device", "cpu"]
+    return [*words, "--listen", "/ip4/127.0.0.1/tcp/0", *more]
+
+
+class Terminal:
+    """`atoll peer` with a terminal as its input and output."""
+
+    def __init__(self, *words):
+        self._ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "atoll.peer.cli.main", *words]
+        self._process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+        os.close(theirs)
+        self.text = ""
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self):
+        with contextlib.suppress(OSError):  # the end of a terminal's output, on Linux
+            while data := os.read(self._ours, 4096):
+                self.text += data.decode(errors="replace")
+
+    def await_text(self, text):
+        deadline = time.monotonic() + 60
+        while text not in self.text:
+            assert self._process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
+    def type(self, text):
+        os.write(self._ours, text.encode())
+
+    def interrupt(self):
+        self._process.send_signal(2)
+
+    def end(self):
+        """Return the exit code."""
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+            self._process.wait()
+        self._reading.join(5)
+        os.close(self._ours)
+        return self._process.returncode
+
+
+@pytest.fixture
+def at_terminal(tmp_path):
+    running = []
+
+    def start(invite, *more):
+        running.append(Terminal(*arguments(invite, tmp_path / "peer", *more)))
+        return running[-1]
+
+    yield start
+    for terminal in running:
+        if terminal._process.poll() is None:
+            terminal._process.kill()
+            terminal._process.wait()
+
+
+@pytest.mark.slow
+def test_a_yes_in_the_terminal_trains_and_is_asked_for_once(organise, kit, at_terminal, tmp_path):
+    organiser = organise(kit.tiny_spec())
+    terminal = at_terminal(organiser.invite)
+    terminal.await_text("[y/N]")
+    assert "parameters: " in terminal.text and "traffic: " in terminal.text
+    terminal.type("y\n")
+    assert terminal.end() == 0
+    assert organiser.status().state == "finished"
+    # Kept: a start without a terminal, or --yes, now needs no answer.
+    assert cli.main(arguments(organiser.invite, tmp_path / "peer")) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["n\n", "\n", "maybe\n", "\x04"])
+def test_anything_else_is_a_no(organise, kit, at_terminal, tmp_path, answer):
+    organiser = organise(kit.tiny_spec())
+    terminal = at_terminal(organiser.invite)
+    terminal.await_text("[y/N]")
+    terminal.type(answer)
+    assert terminal.end() == 1
+    assert "did not join: the answer was no" in terminal.text
+    assert "Traceback" not in terminal.text
+    assert not (tmp_path / "peer" / "consent.json").exists()
+    assert organiser.status().position == 0
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_the_question_ends_it(organise, kit, at_terminal):
+    organiser = organise(kit.tiny_spec())
+    terminal = at_terminal(organiser.invite)
+    terminal.await_text("[y/N]")
+    terminal.interrupt()
+    assert terminal.end() == 130
+    assert "Traceback" not in terminal.text
+
+
+def test_without_a_terminal_it_is_refused_with_the_remedy(organise, kit, tmp_path, capsys):
+    organiser = organise(kit.tiny_spec())
+    assert cli.main(arguments(organiser.invite, tmp_path / "peer")) == 2
+    told = capsys.readouterr().err
+    assert "parameters: " in told
+    assert "or pass --yes" in told
+    assert organiser.status().position == 0
+
+
+@pytest.mark.parametrize("model", [{"custom": "logging:basicConfig", "overrides": {}}])
+def test_a_peer_of_a_run_with_code_that_it_lacks_is_refused_before_it_starts(
+    organise, kit, tmp_path, capsys, monkeypatch, model
+):
+    """The organiser has the state; the peer has only the spec's word for what to run."""
+    state = kit.first_state(kit.tiny_spec())
+    monkeypatch.setattr(kit, "first_state", lambda spec: state)
+    spec = kit.tiny_spec()
+    organiser = organise(type(spec).from_dict(spec.model_dump(mode="json") | {"model": model}))
+    folder = tmp_path / "peer"
+    assert cli.main(arguments(organiser.invite, folder, "--yes")) == 2
+    assert "pass --allow-model logging:basicConfig" in capsys.readouterr().err
+    assert not (folder / "consent.json").exists()

@@ -17,7 +17,7 @@ from atoll.coordinator.checkpoints import (
 )
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.standing import ReplicaView
+from atoll.optim.log.replica import ReplicaView
 
 LANDMARK_EVERY = 10  # one checkpoint in this many is never removed
 

@@ -22,8 +22,7 @@ from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, RoundHistory
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import HISTORY, RoundReport, RoundSummary
 from atoll.dht.identity import short
-from atoll.optim.log.claims import Claim
-from atoll.optim.log.entry import Certificate, Entry
+from atoll.optim.log.entry import Certificate, Claim, Entry
 from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.replica import NotNext, Replica
 from atoll.optim.log.store import StoreHead

@@ -13,16 +13,15 @@ for batch in data:
 
 from atoll.optim.inprocess.gossip import GossipGroup
 from atoll.optim.inprocess.group import GroupError, GroupStatistics
-from atoll.optim.inprocess.members import InProcessGroup, in_process
-from atoll.optim.methods.defaults import outer_defaults
+from atoll.optim.inprocess.rounds import InProcessGroup, in_process
+from atoll.optim.methods.diloco import DiLoCo, outer_defaults
+from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.reduction.cells import Cells, UpdateError
 from atoll.optim.reduction.feedback import Feedback, Offer
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import Assembly, OuterState, StateError, merkle_root
 from atoll.optim.state.outer_step import nesterov
-from atoll.optim.workers.diloco import DiLoCo
-from atoll.optim.workers.worker import Worker, WorkerStatistics
 
 __all__ = [
     "CELL",

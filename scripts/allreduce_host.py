@@ -127,7 +127,7 @@ class RoundsHost:
         from atoll.dht.identity import verify
         from atoll.optim.log.entry import genesis_chain
         from atoll.optim.log.live import LiveReplica
-        from atoll.optim.log.module import Module
+        from atoll.optim.log.replay import Module
         from atoll.optim.log.replica import Replica
         from atoll.optim.log.store import LogStore
         from atoll.optim.state.outer_state import OuterState

@@ -34,10 +34,9 @@ import torch
 from torch import Tensor
 
 from atoll.optim import methods, outer_defaults
-from atoll.optim.inprocess.members import GroupError
-from atoll.optim.inprocess.reduction import SHAPES, MeanReduction, Reduced
+from atoll.optim.inprocess.rounds import SHAPES, GroupError, MeanReduction, Reduced
 from atoll.optim.methods import DiLoCoMethod
-from atoll.optim.methods.registry import register
+from atoll.optim.methods.base import register
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.robust import REDUCERS, ReducerName, rule_of
 from atoll.optim.reduction.weights import CLIP_AT

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.optim.inner import choose as inner
+from atoll.optim import inner
 from atoll.peer.daemon.network import connect
 from atoll.peer.daemon.reducer import NetworkReducer
 from atoll.peer.training.trainer import build_model

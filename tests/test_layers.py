@@ -30,7 +30,6 @@ ROOMS = (
     "optim.state",
     "optim.reduction",
     "optim.reducer",
-    "optim.workers",
     "optim.methods",
     "optim.inner",
     "optim.log",

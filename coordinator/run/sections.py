@@ -15,7 +15,7 @@ from atoll.compression import ErrorFeedback, parse
 from atoll.coordinator.run.addresses import split_address
 from atoll.optim import methods
 from atoll.optim.reduction.robust import ReducerName
-from atoll.optim.workers.schedules import QSR, Rate
+from atoll.optim.schedules import QSR, Rate
 
 _CUSTOM_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

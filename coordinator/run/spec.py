@@ -45,9 +45,8 @@ from atoll.coordinator.run.spec_problems import (
     problems_of,
     toml_problem,
 )
-from atoll.optim import methods
-from atoll.optim.workers import timetable
-from atoll.optim.workers.timetable import Timetable
+from atoll.optim import methods, schedules
+from atoll.optim.schedules import Timetable
 
 MAX_SPEC_BYTES = 256 * 1024  # a RUN.toml is a few kB; a peer refuses more before parsing it
 
@@ -145,10 +144,10 @@ class RunSpec(Section):
         """
         outer, rounds = self.outer, rounds or self.run.rounds
         if outer.windows == "qsr":
-            return timetable.growing_over(
+            return schedules.growing_over(
                 outer.qsr, self.inner.rate, rounds=rounds, num_fragments=num_fragments
             )
-        return timetable.equal(outer.inner_steps, rounds=rounds, num_fragments=num_fragments)
+        return schedules.equal(outer.inner_steps, rounds=rounds, num_fragments=num_fragments)
 
     @property
     def step_tokens(self) -> int:

@@ -29,7 +29,7 @@ from atoll.coordinator.rpc.messages import (
     SERVICE,
 )
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
-from atoll.optim.log.claims import Claim
+from atoll.optim.log.entry import Claim
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
 from atoll.optim.state.outer_state import LEAF_BYTES
 

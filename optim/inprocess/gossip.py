@@ -34,7 +34,7 @@ from torch import Tensor
 
 from atoll.optim.inprocess.group import GroupError, Misses, WorkerGroup, nobody
 from atoll.optim.methods.base import Method
-from atoll.optim.methods.paired import PairedMethod
+from atoll.optim.methods.noloco import PairedMethod
 from atoll.optim.reducer import Commit, Contribution
 from atoll.optim.reduction.cells import Cells
 from atoll.optim.reduction.weights import cap_weights, clip_factors, work_weight

@@ -13,10 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from atoll.optim.log.claims import Claim, LogPlace
-from atoll.optim.log.entry import Certificate, Elector, Entry, Epoch
-from atoll.optim.log.replica import NotNext, Replica
-from atoll.optim.log.standing import ReplicaView
+from atoll.optim.log.entry import Certificate, Claim, Elector, Entry, Epoch, LogPlace
+from atoll.optim.log.replica import NotNext, Replica, ReplicaView
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update

@@ -1,10 +1,16 @@
 """Replay of a log by a method over a layout, equal at every replica that follows it.
 
 Fragments take turns: with n of them, position p moves fragment (p + 1) mod n. That is the order in
-which their first windows end (`atoll.optim.workers.worker`).
+which their first windows end (`atoll.optim.methods.worker`).
+
+A run decides each part of its parameters in a log of its own. A dense run has one part, all of
+them, so one log; whoever follows a log is given its `Module` and asks for nothing else of the run.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
 
 from atoll.compression.sparse import Sparse
 from atoll.optim.log.entry import Entry, MalformedRecord, split_body
@@ -160,3 +166,29 @@ def residual_of(method: Method, fragment: Fragment) -> Feedback:
         pieces=fragment.pieces,
         against_update=by_factors,
     )
+
+
+WHOLE = "log"  # the only log of a dense run, and the folder in which a coordinator keeps it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A part of the parameters of a run, decided in one log."""
+
+    run_id: bytes
+    method: Method
+    layout: Layout
+    """The parameters that the log decides."""
+    snapshot_every: int
+    """Positions between two state roots, hence between two snapshots."""
+    name: str = WHOLE
+    """The name of its log among those of the run."""
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The rules that turn a state and an entry into the next state.
+
+        Raises:
+            MethodError: the method keeps no common state, as gossip does; it has no log.
+        """
+        return Replay(self.method, self.layout)

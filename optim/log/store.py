@@ -12,46 +12,239 @@ Writing is one transaction a call, in WAL mode: after `kill -9` the file holds e
 that returned (with `fsync=True` also after a loss of power). One connection under a lock serves
 all threads. Bodies are cut into rows of 1 MiB, so that no copy of a large one is made in SQLite
 and parts of it can be read. Snapshots are files beside the database, written under another name,
-synced and renamed; their digests are in the database.
+synced and renamed, and only then put in the table; a file that no row names is removed when the
+log is opened. Reading one verifies every leaf.
 
-What is in the file and what may be wrong with it is in `atoll.optim.log.store_file`, snapshots in
-`atoll.optim.log.snapshots`.
+Exceptions:
+
+    StoreError
+      StoreCorrupt      the file is no database, or a damaged one
+      WrongRun          the file is of another run
+      OutOfOrder        an entry that does not come next
+      Conflict          another entry at a position that is taken
+      NotStored         a body or snapshot that is not here (any more)
 """
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
-from atoll.optim.log.snapshots import SnapshotInfo, Snapshots
-from atoll.optim.log.store_file import (
-    Conflict,
-    NotStored,
-    OutOfOrder,
-    StoreCorrupt,
-    StoreError,
-    WrongRun,
-    open_log,
-)
-from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, OuterState, StateError
 
-__all__ = [
-    "Conflict",
-    "LogStore",
-    "NotStored",
-    "OutOfOrder",
-    "SnapshotInfo",
-    "StoreCorrupt",
-    "StoreError",
-    "StoreHead",
-    "StoreStatistics",
-    "StoredEntry",
-    "WrongRun",
-]
+SCHEMA_VERSION = 1
+PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE entries (
+    position INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, entry BLOB NOT NULL,
+    certificate BLOB NOT NULL, chain BLOB NOT NULL, body_bytes INTEGER NOT NULL,
+    has_body INTEGER NOT NULL);
+CREATE TABLE bodies (
+    position INTEGER NOT NULL, part INTEGER NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY (position, part));
+CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE snapshots (
+    position INTEGER PRIMARY KEY, chain BLOB NOT NULL, root BLOB NOT NULL,
+    leaf_digests BLOB NOT NULL, layout TEXT NOT NULL, file TEXT NOT NULL);
+"""
+
+# What is asked at every entry must not read them all: a row is kilobytes, and they only grow.
+_INDEXES = """
+CREATE INDEX IF NOT EXISTS held ON entries (position, body_bytes) WHERE has_body AND body_bytes;
+CREATE INDEX IF NOT EXISTS gone ON entries (position) WHERE has_body = 0;
+"""
+
+
+class StoreError(Exception):
+    """The log on disk cannot do what was asked."""
+
+
+class StoreCorrupt(StoreError):  # noqa: N818
+    """The file is no database of a log, or a damaged one."""
+
+
+class WrongRun(StoreError):  # noqa: N818
+    """The file belongs to another run."""
+
+
+class OutOfOrder(StoreError):  # noqa: N818
+    """An entry that does not follow the last one."""
+
+
+class Conflict(StoreError):  # noqa: N818
+    """A different entry at a position that is decided."""
+
+
+class NotStored(StoreError):  # noqa: N818
+    """A body or snapshot that was pruned or never here."""
+
+
+def open_log(path: Path, run_id: bytes, *, fsync: bool) -> sqlite3.Connection:
+    """Open the log's file, or make it.
+
+    Raises:
+        WrongRun, StoreCorrupt: nothing is changed.
+    """
+    with _readable(path):
+        db = sqlite3.connect(path, check_same_thread=False, timeout=10.0)
+        try:
+            _prepare(db, path, run_id, fsync=fsync)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+
+def _prepare(db: sqlite3.Connection, path: Path, run_id: bytes, *, fsync: bool) -> None:
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, SCHEMA_VERSION):
+        raise StoreCorrupt(f"{path}: expected a log of version {SCHEMA_VERSION}, got {version}")
+    if version == 0:
+        _create(db, run_id)
+    _expect_run(db, run_id, path)
+    db.executescript(_INDEXES)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
+
+
+def _create(db: sqlite3.Connection, run_id: bytes) -> None:
+    tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if tables:
+        raise StoreCorrupt("expected a log of Atoll, got another database; choose a new directory")
+    db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
+    db.execute("INSERT INTO meta VALUES ('run_id', ?)", (run_id,))
+    db.commit()
+
+
+def _expect_run(db: sqlite3.Connection, run_id: bytes, path: Path) -> None:
+    row = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+    stored = bytes(row[0]) if row else b""
+    if stored != run_id:
+        raise WrongRun(
+            f"{path}: expected the log of run {run_id.hex()[:12]}, got that of run "
+            f"{stored.hex()[:12]}; use another directory for this run"
+        )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & PRIMARY  # the module's own have none
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise  # the log is well, the disk is not
+        raise StoreCorrupt(
+            f"{path}: {error}; move the directory away: the log can be fetched again from peers"
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotInfo:
+    """A stored snapshot."""
+
+    position: int
+    """Of the entry that comes next: so many are applied."""
+    chain: bytes
+    root: bytes
+    leaf_digests: tuple[bytes, ...]
+    layout: Layout
+    path: Path
+
+
+class Snapshots:
+    """The table `snapshots` and the files beside it; the lock is the store's."""
+
+    def __init__(self, db: sqlite3.Connection, lock: RLock, directory: Path) -> None:
+        """Remove what an interrupted write left."""
+        self._db = db
+        self._lock = lock
+        self._directory = directory
+        self._discard_stray_files()
+
+    def positions(self) -> list[int]:
+        """Positions of the stored snapshots, oldest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT position FROM snapshots ORDER BY 1").fetchall()
+        return [row[0] for row in rows]
+
+    def info(self, position: int) -> SnapshotInfo:
+        """Digests and file of a snapshot. Raises NotStored."""
+        query = "SELECT chain, root, leaf_digests, layout, file FROM snapshots WHERE position = ?"
+        with self._lock:
+            row = self._db.execute(query, (position,)).fetchone()
+        if row is None:
+            raise NotStored(f"snapshot {position} is not here; here are {self.positions()}")
+        digests = (row[2][i : i + DIGEST_BYTES] for i in range(0, len(row[2]), DIGEST_BYTES))
+        return SnapshotInfo(
+            position=position,
+            chain=row[0],
+            root=row[1],
+            leaf_digests=tuple(digests),
+            layout=Layout.from_json(row[3]),
+            path=self._directory / row[4],
+        )
+
+    def load(self, position: int) -> OuterState:
+        """Read a snapshot and verify every leaf. Raises NotStored or StoreCorrupt."""
+        info = self.info(position)
+        try:
+            assembly = Assembly(
+                layout=info.layout,
+                position=position,
+                leaf_digests=info.leaf_digests,
+                root=info.root,
+                memory_numel=max(0, info.path.stat().st_size // 4 - info.layout.numel),
+            )
+            with info.path.open("rb") as file:
+                for index in range(len(info.leaf_digests)):
+                    assembly.add(index, file.read(LEAF_BYTES))
+            return assembly.finish()
+        except (OSError, StateError) as error:
+            raise StoreCorrupt(f"{info.path}: {error}; fetch the snapshot again") from None
+
+    def save(self, state: OuterState, chain: bytes) -> None:
+        """Write the state before entry `state.position`; hashes it if that was not done yet."""
+        name = f"snapshot-{state.position:012d}.bin"
+        self._write(state, name)
+        layout, digests = state.layout.to_json(), b"".join(state.leaves())
+        row = (state.position, chain, state.root(), digests, layout, name)
+        with self._lock, self._db:
+            self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def forget(self, positions: Sequence[int]) -> list[Path]:
+        """Take snapshots out of the table, in the caller's transaction; returns their files."""
+        files = [self.info(position).path for position in positions]
+        rows = [(position,) for position in positions]
+        self._db.executemany("DELETE FROM snapshots WHERE position = ?", rows)
+        return files
+
+    def _write(self, state: OuterState, name: str) -> None:
+        partial = self._directory / f"{name}.new"
+        with partial.open("wb") as file:
+            for index in range(state.num_leaves):
+                file.write(state.read_leaf(index))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._directory / name)
+
+    def _discard_stray_files(self) -> None:
+        with self._lock:
+            known = {row[0] for row in self._db.execute("SELECT file FROM snapshots")}
+        for path in self._directory.glob("snapshot-*"):
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
 
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
 

@@ -5,7 +5,15 @@
 >>> worker = method.worker(model, inner, group.member(0), inner_steps=30)
 """
 
-from atoll.optim.methods.base import Method, MethodError
+from atoll.optim.methods.base import (
+    Method,
+    MethodError,
+    defaults_for,
+    given,
+    names,
+    parse,
+    register,
+)
 from atoll.optim.methods.co2 import CO2, CO2Method
 from atoll.optim.methods.ddp import DDP, DDPMethod
 from atoll.optim.methods.demo import DeMo, DeMoMethod
@@ -14,7 +22,6 @@ from atoll.optim.methods.dlion import DLion, DLionMethod
 from atoll.optim.methods.eager import Eager, EagerMethod
 from atoll.optim.methods.muloco import MuLoCoMethod
 from atoll.optim.methods.noloco import NoLoCoMethod
-from atoll.optim.methods.registry import defaults_for, given, names, parse, register
 from atoll.optim.methods.sparseloco import SparseLoCoMethod
 from atoll.optim.methods.streaming import Streaming, StreamingMethod
 

@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.compression import Codec, Sign
-from atoll.optim.methods.base import InnerName, Method, Shape, require, require_decay
-from atoll.optim.methods.registry import register
+from atoll.optim.methods.base import InnerName, Method, Shape, register, require, require_decay
+from atoll.optim.methods.ddp import GradientWorker
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Reducer
 from atoll.optim.reduction.weights import WeightRule
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import descend
-from atoll.optim.workers.gradients import GradientWorker
-from atoll.optim.workers.worker import Worker
 
 ROUNDER = 192.0  # added and taken off, leaves multiples of 2^-16: three sixths less three are 0
 

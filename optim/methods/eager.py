@@ -21,13 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.optim.methods.base import require
+from atoll.optim.methods.base import register, require
+from atoll.optim.methods.co2 import Overlapped
 from atoll.optim.methods.diloco import DiLoCoMethod
-from atoll.optim.methods.registry import register
+from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit, Reducer
-from atoll.optim.workers.overlapped import Overlapped
-from atoll.optim.workers.windows import Window
-from atoll.optim.workers.worker import Worker
 
 
 @register

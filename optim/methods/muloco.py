@@ -8,9 +8,8 @@ nothing: `codec=int4`; 2 bits need bins by statistics: `codec=2bit`.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from atoll.optim.methods.base import InnerName
+from atoll.optim.methods.base import InnerName, register
 from atoll.optim.methods.diloco import DiLoCoMethod
-from atoll.optim.methods.registry import register
 
 
 @register

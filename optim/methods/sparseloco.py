@@ -26,15 +26,14 @@ from torch.optim import Optimizer
 
 from atoll.compression import Codec, TopK, TwoBit
 from atoll.compression.sparse import Sparse
-from atoll.optim.methods.base import Method, Shape, require, require_outer
-from atoll.optim.methods.registry import register
+from atoll.optim.methods.base import Method, Shape, register, require, require_outer
+from atoll.optim.methods.diloco import DiLoCo
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Reducer
 from atoll.optim.state.fragments import Fragment, tiled
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import descend
-from atoll.optim.workers.diloco import DiLoCo
-from atoll.optim.workers.worker import Worker
 
 
 @register

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.compression import Codec, Fp4
-from atoll.optim.methods.base import require
-from atoll.optim.methods.diloco import DiLoCoMethod
-from atoll.optim.methods.registry import register
+from atoll.optim.methods.base import register, require
+from atoll.optim.methods.diloco import DiLoCo, DiLoCoMethod
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Reducer
-from atoll.optim.workers.diloco import DiLoCo
-from atoll.optim.workers.worker import Worker
 
 
 @register

@@ -10,7 +10,7 @@ from atoll.peer.cli import Subparsers, new_parser, print_json
 
 if TYPE_CHECKING:
     from atoll.coordinator.run.spec import RunSpec
-    from atoll.optim.workers.timetable import Timetable
+    from atoll.optim.schedules import Timetable
     from atoll.peer.lab.advice import RunOption
     from atoll.peer.lab.plan import Setting
 

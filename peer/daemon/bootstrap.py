@@ -23,7 +23,7 @@ from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
-from atoll.optim.log.standing import ReplicaView
+from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
 from atoll.peer.daemon.neighbours import free_port
 from atoll.peer.gossip.models import ModelFetcher

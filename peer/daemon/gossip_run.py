@@ -30,7 +30,7 @@ from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector, LogError
 from atoll.optim.log.store import StoreHead
-from atoll.optim.methods.paired import PairedMethod
+from atoll.optim.methods.noloco import PairedMethod
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.reduction.weights import work_weight
 from atoll.optim.state.layout import Layout

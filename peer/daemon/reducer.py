@@ -35,10 +35,10 @@ from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.reduction.feedback import Offer
 from atoll.optim.reduction.weights import DRIFT_CAP, drift_ratio, work_weight
+from atoll.optim.schedules import Timetable
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
-from atoll.optim.workers.timetable import Timetable
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.rounds.context import Context

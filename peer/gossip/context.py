@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from atoll.dht.roster import PeerRecord
-from atoll.optim.methods.paired import PairedMethod
+from atoll.optim.methods.noloco import PairedMethod
 from atoll.optim.reduction.cells import Cells
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout

@@ -22,7 +22,7 @@ from atoll.coordinator.run.sections import InnerSection
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.optim import methods
-from atoll.optim.inner.muon import NEWTON_SCHULZ_STEPS, muon_groups
+from atoll.optim.inner import NEWTON_SCHULZ_STEPS, muon_groups
 from atoll.optim.methods.base import Method
 from atoll.optim.state.fragments import FragmentError
 from atoll.optim.state.layout import Layout

@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.inner.muon import muon_groups
+from atoll.optim.inner import muon_groups
 from atoll.optim.log.replay import cells_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reduction.cells import LENGTH
+from atoll.optim.schedules import Timetable
 from atoll.optim.state.fragments import Fragment, codec_of
 from atoll.optim.state.layout import Layout
-from atoll.optim.workers.timetable import Timetable
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data

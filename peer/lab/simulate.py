@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.compression.registry import split_top
-from atoll.optim import Worker, in_process, methods
-from atoll.optim.inner import choose as inner
+from atoll.optim import Worker, in_process, inner, methods
 from atoll.optim.inprocess.group import at_random
 from atoll.optim.methods.base import InnerName
 from atoll.peer.errors import SavedStateError, SetupError

@@ -14,9 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from atoll.coordinator.run.sections import LONGEST
-from atoll.optim.workers import schedules, timetable
-from atoll.optim.workers.schedules import Rate
-from atoll.optim.workers.timetable import Timetable
+from atoll.optim import schedules
+from atoll.optim.schedules import Rate, Timetable
 from atoll.peer.errors import SetupError
 
 RATE_SHARES = {"adamw": 1.0, "muon": 2.0, "lion": 0.1, "sgd": 1.0}
@@ -124,9 +123,9 @@ class Settings:
     def timetable(self) -> Timetable:
         """Windows of the run, by position."""
         if not self.growth:
-            return timetable.equal(self.inner_steps, rounds=self.steps // self.inner_steps)
+            return schedules.equal(self.inner_steps, rounds=self.steps // self.inner_steps)
         rule = schedules.QSR(shortest=self.inner_steps, longest=self.longest, growth=self.growth)
-        return timetable.growing(rule, self.rate(), total_steps=self.steps)
+        return schedules.growing(rule, self.rate(), total_steps=self.steps)
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atoll.optim import methods
-from atoll.optim.inprocess.reduction import SHAPES, Reduction
+from atoll.optim.inprocess.rounds import SHAPES, Reduction
 from atoll.optim.log.replay import cells_of, residual_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Contribution

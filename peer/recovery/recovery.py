@@ -2,7 +2,7 @@
 
 A replica that is behind takes the cheaper way: the entries it missed, if a donor still has their
 bodies; otherwise the newest snapshot whose root the log certifies, and the entries after it. No
-donor is trusted with anything but its time (`atoll.optim.log.claims`), so each may be asked for a
+donor is trusted with anything but its time (`atoll.optim.log.entry`), so each may be asked for a
 different piece.
 
 Peers and the coordinator recover in the same way. The coordinator's log is a ledger: it takes the
@@ -23,8 +23,7 @@ from contextlib import suppress
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.tasks import end
-from atoll.optim.log.claims import Claim, LogPlace
-from atoll.optim.log.entry import Entry, LogError
+from atoll.optim.log.entry import Claim, Entry, LogError, LogPlace
 from atoll.optim.log.live import LiveReplica, OnTaken, Recovered, RecoveryError
 from atoll.optim.state.outer_state import Assembly, OuterState, StateError
 from atoll.peer.recovery.bodies import Bodies

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.coordinator.run.sections import InnerSection
-from atoll.optim.inner.choose import build
+from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
 from atoll.optim.state.layout import Layout
 from atoll.peer.training import models

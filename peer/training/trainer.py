@@ -3,7 +3,7 @@
 `Trainer.run` runs in its own thread; other threads read `Trainer.statistics`.
 
 The learning-rate schedule belongs to the run, not to the peer. The run's timetable
-(`atoll.optim.workers.timetable`) maps a position of the log to its step count and window length, so
+(`atoll.optim.schedules`) maps a position of the log to its step count and window length, so
 a peer that joins late or was suspended starts at the same step as the others. If windows are sized
 by speed, a peer's steps are larger or smaller strides of the schedule. A peer that waits long for a
 commit continues training, at a learning rate at most two windows ahead.
@@ -33,11 +33,11 @@ import torch
 from torch import Tensor, nn
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.optim import schedules
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout
-from atoll.optim.workers import schedules
-from atoll.optim.workers.worker import Worker
 from atoll.peer.errors import SavedStateError
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data

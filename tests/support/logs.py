@@ -9,9 +9,8 @@ from typing import Any
 
 from atoll.coordinator.run.keys import RunKeys, verify_run_key
 from atoll.dht import verify
-from atoll.optim.log.claims import Claim
-from atoll.optim.log.entry import Entry, genesis_chain
-from atoll.optim.log.module import Module
+from atoll.optim.log.entry import Claim, Entry, genesis_chain
+from atoll.optim.log.replay import Module
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.outer_state import OuterState

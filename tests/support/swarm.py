@@ -22,8 +22,7 @@ from atoll.dht.testing.virtualtime import inline
 from atoll.optim import methods
 from atoll.optim.log.entry import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain, sha256
 from atoll.optim.log.live import LiveReplica, Recovered, RecoveryError
-from atoll.optim.log.module import Module
-from atoll.optim.log.replay import Replay
+from atoll.optim.log.replay import Module, Replay
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.feedback import Offer
@@ -247,7 +246,7 @@ class SwarmPeer:
         return self.drift_N.clone()
 
     def _begin_windows(self, *, fresh: bool) -> None:
-        """Empty windows at the offsets of their turns, as in ``atoll.optim.workers.worker``."""
+        """Empty windows at the offsets of their turns, as in ``atoll.optim.methods.worker``."""
         count, position = len(self.steps), self.replica.position if self.replica.ready else 0
         self.fresh = set(range(count)) if fresh else set()
         self.steps = [count - 1 - (index - position - 1) % count for index in range(count)]

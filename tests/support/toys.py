@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.optim.inprocess.group import Misses, WorkerGroup, nobody
-from atoll.optim.inprocess.members import in_process
+from atoll.optim.inprocess.rounds import in_process
 from atoll.optim.methods import Method, parse
-from atoll.optim.workers.worker import Worker
+from atoll.optim.methods.worker import Worker
 
 WIDTH = 6
 TOKENS = 48

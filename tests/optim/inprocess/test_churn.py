@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from atoll.optim.inprocess.group import GroupError, at_random
-from atoll.optim.inprocess.members import InProcessGroup
+from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.methods import parse
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.weights import clip_factors

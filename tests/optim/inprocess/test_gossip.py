@@ -7,7 +7,7 @@ import torch
 
 from atoll.optim.inprocess.gossip import UNEVEN, Side, decoded, handed_over, meet, pairs
 from atoll.optim.methods import MethodError, parse
-from atoll.optim.methods.paired import with_variance_kept
+from atoll.optim.methods.noloco import with_variance_kept
 from atoll.optim.reduction.cells import Cells
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState

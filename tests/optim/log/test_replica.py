@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
-from atoll.optim.log.claims import LogPlace
 from atoll.optim.log.entry import (
     CertificateInvalid,
     ChainMismatch,
     Epoch,
     EpochInvalid,
+    LogPlace,
     MalformedRecord,
     SignedEpoch,
     epoch_payload,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.compression.powersgd import orthonormal
-from atoll.optim.inner.choose import build
+from atoll.optim.inner import build
 from atoll.optim.methods import MethodError, parse
 from atoll.optim.state.layout import Layout
 from support.powersgd_reference import PowerSGDReference, orthogonalize_

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atoll.optim.inner.lion import Lion
+from atoll.optim.inner import Lion
 from support.toys import Team, backward, flat, net, set_gradient, sgd
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from atoll.compression.powersgd import orthonormal
-from atoll.optim.inprocess.members import InProcessGroup
-from atoll.optim.inprocess.reduction import LowRankReduction
+from atoll.optim.inprocess.rounds import InProcessGroup, LowRankReduction
 from atoll.optim.log.replay import Replay
 from atoll.optim.methods import parse
 from atoll.optim.reducer import Contribution

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from atoll.coordinator.run.spec import RunSpec, SpecError
-from atoll.optim.inprocess.members import InProcessGroup, in_process
+from atoll.optim.inprocess.rounds import InProcessGroup, in_process
 from atoll.peer.training.data import load as data
 from atoll.peer.training.statistics import StepPace
 from atoll.peer.training.trainer import Trainer, TrainerOptions

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.inprocess.members import InProcessGroup
+from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.reducer import Commit
 from atoll.optim.state.fragments import whole
 from atoll.peer.errors import SavedStateError

@@ -9,7 +9,7 @@ from atoll.compression import CodecError, Fp32, Int8
 from atoll.compression.powersgd import orthonormal
 from atoll.dht.testing.virtualtime import run_virtual
 from atoll.optim import methods
-from atoll.optim.inprocess.reduction import LowRankReduction
+from atoll.optim.inprocess.rounds import LowRankReduction
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replay import Replay
 from atoll.optim.reducer import Contribution

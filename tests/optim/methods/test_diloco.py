@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from atoll.optim.inprocess.group import GroupError
-from atoll.optim.inprocess.members import InProcessGroup
+from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.methods.base import MethodError
+from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.reducer import Commit, Contribution
 from atoll.optim.state.layout import CELL, LayoutError
-from atoll.optim.workers.diloco import DiLoCo
 from support.scripted import ScriptedReducer
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.optim.inner import choose as inner
-from atoll.optim.inner.lion import Lion
-from atoll.optim.inner.muon import Muon, muon_groups, orthogonalize
+from atoll.optim import inner
+from atoll.optim.inner import Lion, Muon, muon_groups, orthogonalize
 from atoll.optim.methods import MethodError, parse
 from support.toys import Team, backward, flat, net
 

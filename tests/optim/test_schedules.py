@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.optim.workers import schedules, timetable
-from atoll.optim.workers.schedules import QSR, Rate
+from atoll.optim import schedules
+from atoll.optim.schedules import QSR, Rate
 
 
 def test_qsr_grows_with_the_square_of_the_inverse_rate():
@@ -69,17 +69,17 @@ def walked(rule, rate, total_steps):
 
 
 def test_equal_windows_of_fragments_follow_each_other():
-    windows = timetable.equal(10, rounds=7, num_fragments=3)
+    windows = schedules.equal(10, rounds=7, num_fragments=3)
     assert [windows.steps_until(p) for p in range(8)] == [0, 3, 6, 10, 13, 16, 20, 23]
     assert windows.total_steps == 23
     assert {windows.window(p) for p in range(7)} == {10}
     assert [windows.turn_at(step) for step in (0, 9, 10, 25)] == [0, 0, 1, 2]
-    assert timetable.equal(10, rounds=0).total_steps == 0
+    assert schedules.equal(10, rounds=0).total_steps == 0
 
 
 @pytest.mark.parametrize("total_steps", [1, 40, 1000, 7777])
 def test_growing_windows_are_those_of_a_walk_from_the_beginning(total_steps):
-    windows = timetable.growing(RULE, RATE, total_steps=total_steps)
+    windows = schedules.growing(RULE, RATE, total_steps=total_steps)
     begins = walked(RULE, RATE, total_steps)
     assert [windows.steps_until(p) for p in range(len(begins))] == begins
     lengths = [after - before for before, after in pairwise(begins)]
@@ -102,10 +102,10 @@ def test_a_run_of_so_many_rounds_ends_where_its_rate_does(
 ):
     rate = Rate(peak=1e-3, warmup_steps=warmup_steps, min_ratio=min_ratio)
     rule = QSR(shortest=shortest, longest=shortest + more, growth=share * 1e-3 * shortest**0.5)
-    windows = timetable.growing_over(rule, rate, rounds=rounds, num_fragments=num_fragments)
+    windows = schedules.growing_over(rule, rate, rounds=rounds, num_fragments=num_fragments)
     assert windows.steps_until(rounds) <= windows.total_steps
     fewer = windows.total_steps - 1
-    one_less = timetable.growing(rule, rate, total_steps=fewer, num_fragments=num_fragments)
+    one_less = schedules.growing(rule, rate, total_steps=fewer, num_fragments=num_fragments)
     if windows.total_steps > rounds * shortest // num_fragments:
         assert one_less.steps_until(rounds) > fewer
     assert windows.window(rounds) == windows.window(rounds - 1)
@@ -115,7 +115,7 @@ def test_a_run_of_so_many_rounds_ends_where_its_rate_does(
 
 
 def test_fragments_move_at_equal_shares_of_a_window_that_grows():
-    windows = timetable.growing_over(RULE, RATE, rounds=200, num_fragments=4)
+    windows = schedules.growing_over(RULE, RATE, rounds=200, num_fragments=4)
     for turn in range(50):
         first, step = 4 * turn, windows.steps_until(4 * turn)
         inner_steps = windows.window(first)
@@ -125,4 +125,4 @@ def test_fragments_move_at_equal_shares_of_a_window_that_grows():
 
 def test_a_run_without_an_end_has_no_falling_rate_to_grow_by():
     with pytest.raises(ValueError, match="expected a run with an end"):
-        timetable.growing_over(RULE, RATE, rounds=0)
+        schedules.growing_over(RULE, RATE, rounds=0)

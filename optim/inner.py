@@ -1,34 +1,114 @@
-"""Muon: momentum whose matrices are made orthogonal; AdamW for everything else.
+"""Inner optimizers by name: what trains a model between two syncs.
 
-For a matrix with gradient G:
-
-    m = mu m + G        u = G + mu m        theta = (1 - lr decay) theta - lr scale O(u)
-
-O(U) is the orthogonal matrix nearest to U, by five quintic Newton-Schulz steps: they bring singular
-values to between 0.68 and 1.21, most of them below 1.14, and never turn a singular vector. scale =
-0.2 sqrt(max(rows, columns)) gives the step the size of AdamW's, so one learning rate serves both.
-
-Sources: Muon (Jordan et al., 2024), the scale from Moonlight (arXiv:2502.16982). Departures from
-the code that is usually copied: the gradient is not overwritten by the momentum, the norm is taken
-in fp32, and which parameters are matrices follows from the modules, not from names.
+adamw   torch's, arXiv:1711.05101
+muon    Muon for hidden matrices, AdamW for the rest
+lion    arXiv:2302.06675
+sgd     without momentum; for methods that keep their own, it only carries the rate
 """
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from atoll.optim.inner.by_parameter import ByParameter
+from atoll.optim.methods.base import InnerName, MethodError
+
+
+class ByParameter(Optimizer):
+    """Calls `move` for each parameter that has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take one step on the gradients; `closure` is refused.
+
+        Raises:
+            ValueError: when a closure is given.
+        """
+        if closure is not None:
+            raise ValueError("expected no closure; compute the gradients before step()")
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1.0 - group["lr"] * group["weight_decay"])
+                    self.move(param, param.grad, group)
+
+    def move(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Change a parameter, which has decayed already."""
+        raise NotImplementedError
+
+    def momentum_of(self, param: Tensor) -> Tensor:
+        """The parameter's momentum, zeros at first."""
+        state = self.state[param]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(param)
+        momentum: Tensor = state["momentum"]
+        return momentum
+
+
+class Lion(ByParameter):
+    """EvoLved Sign Momentum (arXiv:2302.06675).
+
+    u = sign(beta1 m + (1 - beta1) g)        m = beta2 m + (1 - beta2) g
+    theta = (1 - lr decay) theta - lr u
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        """As any torch optimizer.
+
+        Args:
+            params: parameters or groups of them.
+            lr: a third to a tenth of AdamW's.
+            betas: shares of the momentum in the step, and of what is kept of it.
+            weight_decay: decoupled; three to ten times AdamW's.
+
+        Raises:
+            ValueError: when a number is out of range.
+        """
+        if lr < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"expected lr of at least 0 and betas in [0, 1), got {lr}, {betas}")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def move(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Step by the sign of the momentum and the gradient mixed."""
+        momentum = self.momentum_of(param)
+        beta1, beta2 = group["betas"]
+        update = momentum.lerp(grad, 1.0 - beta1).sign_()
+        momentum.lerp_(grad, 1.0 - beta2)
+        param.add_(update, alpha=-group["lr"])
+
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steepest at 0 that stays within 0.68 and 1.21
 NEWTON_SCHULZ_STEPS = 5  # singular values from 0.002 of the norm on arrive
 
 
 class Muon(ByParameter):
-    """Muon and AdamW in one optimizer, by the `kind` of each parameter group."""
+    """Muon and AdamW in one optimizer, by the `kind` of each parameter group.
+
+    Muon makes the momentum of matrices orthogonal. For a matrix with gradient G:
+
+        m = mu m + G        u = G + mu m        theta = (1 - lr decay) theta - lr scale O(u)
+
+    O(U) is the orthogonal matrix nearest to U, by five quintic Newton-Schulz steps: they bring
+    singular values to between 0.68 and 1.21, most of them below 1.14, and never turn a singular
+    vector. scale = 0.2 sqrt(max(rows, columns)) gives the step the size of AdamW's, so one learning
+    rate serves both.
+
+    Sources: Muon (Jordan et al., 2024), the scale from Moonlight (arXiv:2502.16982). Departures
+    from the code that is usually copied: the gradient is not overwritten by the momentum, the norm
+    is taken in fp32, and which parameters are matrices follows from the modules, not from names.
+    """
 
     def __init__(
         self,
@@ -154,3 +234,47 @@ def _heads(model: nn.Module, table: nn.Embedding) -> list[nn.Linear]:
     last = list(itertools.takewhile(lambda layer: layer.weight.shape == shape, reversed(layers)))
     as_many = [layer for layer in layers if layer.out_features == table.num_embeddings]
     return last or (as_many if len(as_many) == 1 else [])
+
+
+def build(
+    name: InnerName,
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+    fused: bool | None = None,
+) -> Optimizer:
+    """An optimizer over a model's trainable parameters; vectors, such as norms, do not decay.
+
+    Args:
+        name: which.
+        model: whose parameters.
+        lr: learning rate.
+        betas: AdamW's, Muon's for what it gives to AdamW.
+        weight_decay: decoupled.
+        fused: whether AdamW takes torch's fused kernels; None leaves it to torch.
+
+    Raises:
+        MethodError: when there is no such optimizer.
+    """
+    if name == "muon":
+        return Muon(muon_groups(model, weight_decay=weight_decay), lr=lr, betas=betas)
+    groups = decay_groups(model, weight_decay)
+    if name == "adamw":
+        return AdamW(groups, lr=lr, betas=betas, fused=fused)
+    if name == "lion":
+        return Lion(groups, lr=lr)
+    if name == "sgd":
+        return SGD(groups, lr=lr)
+    raise MethodError(f"expected adamw, muon, lion or sgd; got {name!r}")
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, which decay, and vectors, which don't."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = (
+        ([p for p in trained if p.dim() >= 2], weight_decay),
+        ([p for p in trained if p.dim() < 2], 0.0),
+    )
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]

@@ -1,1 +1,0 @@
-"""Inner optimizers, and which one a method takes."""

@@ -1,1 +1,0 @@
-"""The training loop's side: windows of inner steps, and what follows from a committed round."""

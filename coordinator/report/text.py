@@ -2,7 +2,8 @@
 
 Names, event texts and versions come from other machines. `clean` is the one place that removes
 everything that could control a terminal: control and escape characters, bidirectional overrides,
-line breaks. Nothing here is parsed as markup, so markup needs no escaping.
+line breaks (`clean_lines` keeps those). Nothing here is parsed as markup, so markup needs no
+escaping.
 
 Sizes are decimal (1 kB = 1000 bytes), as link speeds are. Absent, NaN and infinite numbers become a
 dash.
@@ -10,6 +11,7 @@ dash.
 
 from __future__ import annotations
 
+import logging
 import math
 import unicodedata
 from datetime import datetime
@@ -21,6 +23,7 @@ from atoll.dht.identity import short
 
 ABSENT: Final = "–"  # noqa: RUF001  (an en dash, shown for a missing number)
 NUM_TEXT_MAX: Final = 500  # a longer event would fill the screen
+LOG_MESSAGE_MAX: Final = 4000  # a record that is longer tells no more
 _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
@@ -29,6 +32,31 @@ def clean(text: object, *, num_max: int = NUM_TEXT_MAX) -> str:
     raw = str(text)[: num_max + 1]
     safe = "".join(_printable(character) for character in raw[:num_max])
     return safe + "…" if len(raw) > num_max else safe
+
+
+def clean_lines(text: object, *, num_max: int | None = None) -> str:
+    """Return printable text with its line ends and tabs, for messages of several lines."""
+    raw = str(text)
+    cut = raw[:num_max]
+    safe = "".join(c if c in "\n\t" else _printable(c) for c in cut)
+    return safe + "…" if len(raw) > len(cut) else safe
+
+
+class CleanFormatter(logging.Formatter):
+    """Formats log records without what could control the terminal that a log is read in.
+
+    A message is one line, so that text from elsewhere cannot pass for a record; only a traceback
+    has several.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Format the record with its message on one line."""
+        record.message = clean(record.message, num_max=LOG_MESSAGE_MAX)
+        return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format the record and its traceback."""
+        return clean_lines(super().format(record))
 
 
 def _printable(character: str) -> str:

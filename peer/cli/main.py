@@ -3,11 +3,13 @@
 Only the chosen command's module is imported, so `atoll --help` answers at once. Exit codes:
 
     0    done
-    1    failed: the work could not be done (network, disk, ...)
-    2    the input is wrong: an argument, RUN.toml, an invite, a checkpoint, a port in use, ...
+    1    failed: the work could not be done (network, disk, ...), or the owner said no to the run
+    2    the input is wrong: an argument, RUN.toml, an invite, a checkpoint, a port in use, ...;
+         or it needs a yes (--yes) or a name (--allow-model, --data) that was not given
     130  stopped by Ctrl-C; 128 + N if interrupted by signal N
 
-A foreseen failure prints one message on stderr and no traceback. Its exit code follows from the
+A foreseen failure prints one message on stderr and no traceback; nothing in it can control the
+terminal. Its exit code follows from the
 class that is raised, in any layer:
 
     exception                                   code
@@ -29,16 +31,21 @@ import atexit
 import errno
 import gc
 import importlib
+import logging
 import os
 import sqlite3
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 from atoll.peer.cli import SUMMARIES
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+MESSAGE_MAX = 8000  # the end of a child's log has 2,000 characters, a spec some tens of problems
 
 EXAMPLES = """\
 examples:
@@ -53,6 +60,8 @@ Run `atoll COMMAND --help` for the options of a command."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if argv is None:  # as a program
+        _guard_terminal()
     # Before torch reads it: new vectors in huge pages take half the time to fill (Linux).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs failures that we report ourselves
@@ -116,8 +125,45 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        print(f"atoll {args.command}: {message(error)}", file=sys.stderr)
+        print(f"atoll {args.command}: {_printable(error)}", file=sys.stderr)
         return code
+
+
+def _printable(error: BaseException) -> str:
+    """Return the message without what could control a terminal: a refusal is another's text."""
+    from atoll.coordinator.report.text import clean, clean_lines
+    from atoll.coordinator.run.spec_problems import SpecError
+    from atoll.peer.lab.children import ChildFailed, ChildRefused
+
+    # Only these have several lines of ours; another's line must not pass for one of ours.
+    if isinstance(error, (SpecError, ChildFailed, ChildRefused)):
+        return clean_lines(message(error), num_max=MESSAGE_MAX)
+    return clean(message(error), num_max=MESSAGE_MAX)
+
+
+def _guard_terminal() -> None:
+    """Clean tracebacks and the log records of processes without a log file."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        from atoll.coordinator.report.text import clean_lines
+
+        text = "".join(traceback.format_exception(kind, error, trace))
+        print(clean_lines(text), end="", file=sys.stderr)
+
+    def show_of_thread(failed: threading.ExceptHookArgs) -> None:
+        if failed.exc_value is not None and failed.exc_type is not SystemExit:
+            show(failed.exc_type, failed.exc_value, failed.exc_traceback)
+
+    class Formatter(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            from atoll.coordinator.report.text import CleanFormatter
+
+            return CleanFormatter().format(record)
+
+    sys.excepthook = show
+    threading.excepthook = show_of_thread
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Formatter())
 
 
 def bad_inputs() -> tuple[type[Exception], ...]:

@@ -1,6 +1,7 @@
 """`atoll sample`: generate text from a checkpoint."""
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation as it is generated."""
+    from atoll.coordinator.report.text import clean_lines
     from atoll.peer.training.sampling import SamplingOptions, sample
 
     options = SamplingOptions(
@@ -75,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         return _print_json(args.prompt, pieces)
+    # A model writes what its trainers chose, escape sequences too; a pipe gets the text as it is.
+    shown = clean_lines if sys.stdout.isatty() else str
     print(args.prompt, end="", flush=True)
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(shown(piece), end="", flush=True)
     print()
     return 0
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 
 from atoll.coordinator.policies import STALL_S
+from atoll.coordinator.report.text import clean
 from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.keys import verify_run_key
@@ -377,7 +378,7 @@ class Publisher:
                 epoch=epoch, position=position, entry=entry, certificate=certificate, body=body
             )
         except CoordinatorError as error:
-            _log.info("entry %d is not with the coordinator yet: %s", position, error)
+            _log.info("entry %d is not with the coordinator yet: %s", position, clean(error))
             return False
         self.note_head(published.head)
         return published.head.position > position

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import OnPhase
@@ -110,4 +111,4 @@ def _kind_of(spec: RunSpec) -> StartRun:
 
 
 def _log_event(level: Level, text: str) -> None:
-    _log.log(LOGGING[level], text)
+    _log.log(LOGGING[level], clean(text))  # the caller's handlers may print it as it is

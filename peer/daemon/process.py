@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from types import FrameType
 
+from atoll.coordinator.report.text import CleanFormatter
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
@@ -323,7 +324,7 @@ def log_file(paths: PeerPaths) -> Iterator[None]:
         encoding="utf-8",
         delay=True,  # until the first message: the directory exists, and is locked, by then
     )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _log.setLevel(logging.INFO)
     loggers = (_log, logging.getLogger("asyncio"))
     for logger in loggers:

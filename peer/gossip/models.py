@@ -6,6 +6,7 @@ import logging
 from contextlib import suppress
 
 from atoll.coordinator.gossip import Model
+from atoll.coordinator.report.text import clean
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Transport, TransportError
 from atoll.optim.log.entry import LogError
@@ -45,7 +46,7 @@ class ModelFetcher:
         try:
             records = (await self._roster.peers()).values()
         except (RosterError, TransportError, TimeoutError, OSError) as error:
-            _log.info("cannot read the roster: %s", error)
+            _log.info("cannot read the roster: %s", clean(error))
             return None
         trainers = [record for record in records if record.role == "trainer"]
         furthest = sorted(trainers, key=lambda record: (-record.position, record.peer_id))

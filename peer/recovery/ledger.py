@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError
@@ -76,7 +77,7 @@ class _Known:
         try:
             records = await self.roster.peers()
         except (RosterError, TransportError, TimeoutError, OSError) as error:
-            _log.info("the roster cannot be read: %s", error)
+            _log.info("the roster cannot be read: %s", clean(error))
             records = {}
         self.turn += 1
         return (
@@ -108,4 +109,4 @@ async def _genesis(replica: LiveReplica) -> OuterState:
 
 
 def _note(level: Level, text: str) -> None:
-    _log.log(LOGGING[level], text)
+    _log.log(LOGGING[level], clean(text))

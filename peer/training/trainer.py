@@ -542,6 +542,7 @@ def open_corpus(spec: RunSpec, allowed: Allowed | None = None) -> data.Corpus:
         text_field=section.text_field,
         valid_fraction=section.valid_fraction,
         seq_len=section.seq_len,
+        public=section.source not in allowed.files,
     )
 
 

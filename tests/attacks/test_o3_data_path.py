@@ -1,5 +1,8 @@
 """O3: a run names files of its peers as its data; what the model learns, it sends as gradients."""
 
+import sys
+import types
+
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec
@@ -55,6 +58,58 @@ def test_the_name_of_a_data_set_reaches_no_file(home, source, format):
     (home / "mine" / "texts").mkdir(parents=True)
     with pytest.raises(DataError, match="expected OWNER/NAME on the Hugging Face hub"):
         open_corpus(spec_of(source, format=format))
+
+
+class FakeHub:
+    """The package `datasets`; a data set on the hub describes its own files."""
+
+    def __init__(self, files):
+        self.config = types.SimpleNamespace(HF_DATASETS_TRUST_REMOTE_CODE=None)
+        self.files, self.opened, self.token = files, False, "unset"
+
+    def load_dataset_builder(self, path, config, token):
+        self.token = token
+        assert self.config.HF_DATASETS_TRUST_REMOTE_CODE is False
+        described = types.SimpleNamespace(data_files=self.files)
+        return types.SimpleNamespace(config=described, as_streaming_dataset=self._open)
+
+    def _open(self, split):
+        self.opened = True
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/home/me/.ssh/id_rsa",
+        "file:///etc/passwd",
+        "zip://*.txt::/home/me/secrets.zip",
+        "simplecache::/etc/passwd",
+        "hf://datasets/some/name@1/a.txt::/etc/passwd",
+        "http://169.254.169.254/latest/meta-data",
+        "https://router.local/admin",
+        "hf://datasets/me/private@1/a.txt",
+        "hf://datasets/some/name-of-mine@1/a.txt",
+        None,
+    ],
+)
+def test_a_data_set_on_the_hub_reaches_no_file_or_address_here(home, monkeypatch, file):
+    own = "hf://datasets/some/name@1/a.txt"
+    hub = FakeHub({"valid": [own], "train": [own, file]} if file else None)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    with pytest.raises(DataError, match="expected files of its own on the Hugging Face hub"):
+        open_corpus(spec_of("hf:some/name"))
+    assert not hub.opened
+
+
+@pytest.mark.parametrize("file", ["", "zip://b.txt::"])
+def test_a_data_set_of_files_on_the_hub_is_opened(home, monkeypatch, file):
+    hub = FakeHub({"train": [f"{file}hf://datasets/some/name@1/a.txt"]})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    open_corpus(spec_of("hf:some/name@config"))
+    assert hub.opened
+    assert hub.token is False  # what the run names is read without the owner's login
+    open_corpus(spec_of("hf:some/name"), Allowed(files=frozenset({"hf:some/name"})))
+    assert hub.token is None
 
 
 @pytest.mark.parametrize("source", ["stdlib", "hf:some/name", "hf:some/name@a.config-1"])

@@ -5,7 +5,8 @@ A stream resumes from the data set's own state and the remaining tokens of the l
 # B sequences, T positions, N tokens of a corpus
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,39 @@ class HubCorpus(Corpus):
     """
 
     def __init__(
-        self, name: str, tokenizer: Tokenizer, *, text_field: str, valid_fraction: float
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        *,
+        text_field: str,
+        valid_fraction: float,
+        public: bool = False,
     ) -> None:
         """Open the data set `NAME` or `NAME@CONFIG`, split `train`.
 
+        Args:
+            name: name of the data set.
+            tokenizer: tokenizer of the run.
+            text_field: field of the text.
+            valid_fraction: fraction of the documents for validation.
+            public: do not use the owner's login.
+
         Raises:
-            DataError: the extra is not installed, or the data set cannot be opened.
+            DataError: the extra is not installed, or the data set cannot be opened or names files
+                outside of the hub.
         """
         module = extra("datasets", f"the data source 'hf:{name}'")
         path, _, config = name.partition("@")
+        module.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # old versions ask, or run a script
         try:
-            self._dataset = module.load_dataset(path, config or None, split="train", streaming=True)
+            builder = module.load_dataset_builder(
+                path, config or None, token=False if public else None
+            )
+            if not Path(path).exists():  # else the owner named a folder of this machine
+                _expect_own_files(path, builder.config.data_files or {})
+            self._dataset = builder.as_streaming_dataset(split="train")
+        except DataError:
+            raise
         except Exception as error:
             raise DataError(f"cannot open the data set {name!r}: {error}") from error
         self._name, self._text_field, self._valid_fraction = name, text_field, valid_fraction
@@ -92,6 +115,27 @@ class HubCorpus(Corpus):
         tokens = self.tokenizer.encode(text.encode(errors="replace"))
         end = [] if self.tokenizer.end_token is None else [self.tokenizer.end_token]
         return np.concatenate([tokens, np.array(end, dtype=tokens.dtype)])
+
+
+def _expect_own_files(name: str, files: Mapping[str, Iterable[str]]) -> None:
+    """Check that a data set consists of its own files on the hub.
+
+    Its description there may name any path, which `datasets` then reads on this machine, any URL,
+    which may lead into this machine's own network, and what the owner's login can read. A file
+    within an archive is written `zip://FILE::ARCHIVE`, so the place comes last.
+
+    Raises:
+        DataError: it has other files, or none.
+    """
+    own = f"hf://datasets/{name}@".lower()
+    names = [str(file) for split in files.values() for file in split]
+    others = [file for file in names if not file.rpartition("::")[2].lower().startswith(own)]
+    if others or not names:
+        raise DataError(
+            f"expected files of its own on the Hugging Face hub in the data set {name!r}, got "
+            f"{others[0] if others else 'none'!r}; use another data set, or name this machine's "
+            "copy with --data"
+        )
 
 
 class _HubDocuments:

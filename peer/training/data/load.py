@@ -45,6 +45,7 @@ def open_corpus(
     text_field: str = "text",
     valid_fraction: float = 0.05,
     seq_len: int,
+    public: bool = False,
 ) -> Corpus:
     """Open the text of a run.
 
@@ -55,6 +56,7 @@ def open_corpus(
         text_field: field or column of the text.
         valid_fraction: fraction of validation text, between 0 and 1.
         seq_len: positions per sequence; each part must hold one more token.
+        public: do not use the owner's login at the Hugging Face hub.
 
     Raises:
         DataError: the text is missing, empty, too short or needs an extra.
@@ -62,7 +64,9 @@ def open_corpus(
     opened = open_tokenizer(tokenizer)
     if source.startswith(HUB) or format == "hf":
         name = source.removeprefix(HUB)
-        return HubCorpus(name, opened, text_field=text_field, valid_fraction=valid_fraction)
+        return HubCorpus(
+            name, opened, text_field=text_field, valid_fraction=valid_fraction, public=public
+        )
     expect_source(source)
     found = documents(source, format=format, text_field=text_field)
     try:

@@ -4,9 +4,12 @@ import types
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.testing.virtualtime import inline
+from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.options import LinkRates, PeerOptions
 from atoll.peer.daemon.peer import Environment
 from atoll.peer.daemon.reducer import TrainerProgress, TrainerView
@@ -16,10 +19,14 @@ from atoll.peer.paths import PeerPaths
 NOBODY = Invite(
     addresses=("127.0.0.1:9",), run_id=b"\x01" * 32, run_key=bytes(32), tls_sha256=bytes(32)
 )
+LAYOUT = Layout(names=("w",), shapes=((10,),))
 
 
 def spec_of(rounds=0):
     return RunSpec.from_dict({"run": {"rounds": rounds}})
+
+
+GENESIS = spec_of().method().genesis(LAYOUT, torch.ones(LAYOUT.numel))
 
 
 def environment(me, *, rates=None, rounds=0, **changes):
@@ -27,7 +34,9 @@ def environment(me, *, rates=None, rounds=0, **changes):
     wire = types.SimpleNamespace(wire_bytes_sent=0, wire_bytes_received=0)
     transport = types.SimpleNamespace(admission=b"old", statistics=lambda: wire, wire=wire)
     enrolment = changes.pop("enrolment", types.SimpleNamespace())
-    enrolment.membership = types.SimpleNamespace(spec=spec_of(rounds))
+    enrolment.membership = types.SimpleNamespace(
+        spec=spec_of(rounds), layout=LAYOUT, genesis_root=GENESIS.root()
+    )
     options = PeerOptions(
         invite=NOBODY, state_dir=Path("nowhere"), name="ann", rates=rates or LinkRates()
     )

@@ -5,9 +5,14 @@ import types
 
 import pytest
 
+from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
+from atoll.dht.testing import MemoryBoard
+from atoll.dht.testing.memory import MemoryNetwork
+from atoll.optim.log.entry import Elector
 from atoll.peer.daemon.log_run import AGAIN_S, LASTS_S, CatchingUp, LogRun
-from atoll.peer.daemon.reducer import Decisions
+from atoll.peer.paths import PeerPaths
 from atoll.peer.recovery.recovery import KEEP_WORK, NoDonor, Recovery
+from support.environment import GENESIS, environment
 
 
 class Peer:
@@ -76,16 +81,49 @@ def test_who_leapt_and_then_failed_drops_its_open_work(recover, leaps):
     assert peer.leaps == leaps
 
 
-@pytest.mark.parametrize(("serves", "dropped"), [(True, 1), (False, 0)])
-def test_a_leap_drops_the_open_work_of_a_peer_that_has_some(serves, dropped):
-    run, withdrawn = object.__new__(LogRun), []
-    run.replica = types.SimpleNamespace(position=4, state="the state")
-    run.rounds = types.SimpleNamespace(withdraw=lambda: withdrawn.append(True))
-    run._decisions, run._serves = Decisions(), serves
-    run._on_leap()
-    resets = run._decisions.take_all()
-    assert (len(withdrawn), len(resets)) == (dropped, dropped)
-    assert all(r.state == "the state" and "position 4" in r.why for r in resets)
+async def nobody(*_):
+    raise CoordinatorUnreachable("away")
+
+
+async def nothing(*_):
+    pass
+
+
+def peer_of_a_log(folder):
+    """The environment of a peer that is alone, without a coordinator."""
+    return environment(
+        Elector(peer_id="ann", incarnation="1"),
+        paths=PeerPaths(root=folder),
+        identity=types.SimpleNamespace(sign=lambda data: data),
+        client=types.SimpleNamespace(fetch_snapshot=nobody, join=nobody),
+        node=types.SimpleNamespace(transport=MemoryNetwork().transport("ann")),
+        neighbours=types.SimpleNamespace(
+            roster=MemoryBoard().roster("ann"), publish=nothing, connect=nothing
+        ),
+    )
+
+
+def test_a_leap_drops_the_open_work_of_a_peer_that_has_some(tmp_path, monkeypatch):
+    """At its start a peer has none: its first leap is to the state with which it begins."""
+
+    async def leap(recovery):
+        await recovery._replica.install(GENESIS)
+
+    async def main(env):
+        run, withdrawn = await LogRun.start(env, None), []
+        at_start = run._decisions.take_all()
+        monkeypatch.setattr(run.rounds, "withdraw", lambda: withdrawn.append(True))
+        await run._catching_up.run()
+        return at_start, run._decisions.take_all(), len(withdrawn)
+
+    monkeypatch.setattr(Recovery, "run", leap)
+    env = peer_of_a_log(tmp_path)
+    with env.files:
+        at_start, resets, withdrawals = asyncio.run(main(env))
+    assert (at_start, withdrawals) == ([], 1)
+    (reset,) = resets
+    assert reset.state.params_N.equal(GENESIS.params_N)
+    assert "position 0" in reset.why
 
 
 @pytest.mark.parametrize("fragments", [1, 4])

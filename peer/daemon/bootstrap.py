@@ -25,7 +25,7 @@ from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
 from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
-from atoll.peer.daemon.neighbours import free_port
+from atoll.peer.daemon.neighbours import ADDRESSES_KEPT, free_port
 from atoll.peer.gossip.models import ModelFetcher
 from atoll.peer.recovery.ledger import LedgerRecovery
 
@@ -103,15 +103,17 @@ class BootstrapNode:
 
     async def _remember(self) -> None:
         while True:
+            # An OSError too: on a full disk the node continues with the addresses in memory.
             with contextlib.suppress(RosterError, TransportError, TimeoutError, OSError):
                 records = (await self._node.roster.peers()).values()
-                known = [address for record in records for address in record.addresses[:2]]
+                known = [a for record in records for a in record.addresses[:ADDRESSES_KEPT]]
                 self._keep(addresses_to_keep((), self._node.bootstrap, known))
             await asyncio.sleep(LOOK_S)
 
     def _keep(self, addresses: tuple[str, ...]) -> None:
         if set(addresses) == set(self._node.bootstrap):
             return
+        # p2pd may restart in mid-run; it then joins the DHT by these.
         self._node.bootstrap = addresses
         remember(_known_file(self._request), addresses)
 

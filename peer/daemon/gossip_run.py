@@ -53,7 +53,7 @@ from atoll.peer.gossip.snapshots import fetch_state
 from atoll.peer.rounds.context import RoundSettings
 
 PATIENCE_STALLS = 40  # a meeting that breaks and leaves a doubt takes about thirty
-SETTLE_PAUSE_S = 1.0
+SETTLE_PAUSE_S = 1.0  # between two tries to find a state
 LOOKS = 3  # into the roster before a peer believes that it is alone
 MAX_LOOKS = 20  # if the roster holds somebody who cannot be reached
 FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError)
@@ -62,6 +62,8 @@ FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError)
 class GossipRun:
     """A peer's part in a run by gossip; a `RunKind`, a `Standing` and a `Listener`."""
 
+    # A `Standing` without a log: no epoch voids anything, no chain grows, and a run exists only
+    # once it has a state.
     epoch = 0
     chain = b""
     ready = True
@@ -94,7 +96,7 @@ class GossipRun:
         self.reporter = Reporter(env, self, progress, self._rounds_view)
         self.heartbeats = Heartbeats(env, self.reporter, self, in_touch=joined is not None)
         self._kept_round = joined.head.position if joined is not None else 0
-        """of the model that the coordinator has"""
+        """Round of the model that the coordinator has."""
         if has_begun:
             self.gossip.begin()
 
@@ -162,7 +164,7 @@ class GossipRun:
         """Meet nobody any more."""
         await self.gossip.close()
 
-    # where this peer stands
+    # the `Standing` of this peer
 
     @property
     def position(self) -> int:
@@ -229,7 +231,7 @@ class StateSearch:
         self._has_begun = has_begun
         self._memory_numel = ctx.method.memory_numel(ctx.layout)
         self.recoveries = 0
-        """states that were fetched, other than the first"""
+        """States that were fetched, other than the first."""
 
     async def run(self, joined: Joined | None) -> tuple[OuterState, Joined | None]:
         """Return a neighbour's state, or the coordinator's, and the newest answer to joining."""
@@ -368,6 +370,7 @@ class GossipReducer(RunReducer):
         weight = work_weight(contribution.tokens, contribution.steps, self._ctx.method.weights)
         number = self.progress.count(contribution)
         if self._joining:
+            # As in a run with a log, the first window of a joiner weighs nothing.
             self._ctx.on_event("info", "joined: the first window counts with weight 0")
             weight, self._joining = 0.0, False
         window = GossipWindow(
@@ -434,6 +437,7 @@ class GossipReducer(RunReducer):
             self._reset(self._thread.ask(lambda: self._gossip.state))
             return
         own = OuterState.genesis(self._ctx.layout, state["params_N"], state["memory_M"])
+        # The round is a count that peers keep level, so it does not go back with the weights.
         own = own.at(max(int(state["position"]), self.position))
         self._thread.ask(lambda: self._install(own))
         self._joining = bool(state["joining"])

@@ -55,10 +55,10 @@ PATIENCE_STALLS = 20  # a round with one repair and one change of proposer takes
 KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
 LAST_VOTE_S = 10.0  # most of what a leaving elector has voted for is decided within a second
 HAND_OVER_S = 3.0  # one heartbeat learns what the coordinator lacks, another that it has it
-SETTLE_PAUSE_S = 1.0
+SETTLE_PAUSE_S = 1.0  # between two tries to find a first state
 
 LASTS_S = 15.0  # a run that begins, or an epoch, has given everybody what is missing by then
-AGAIN_S = 60.0
+AGAIN_S = 60.0  # between two warnings of one wait
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class LogRun:
             catch_up=self._catching_up.run,
             on_settled=self._on_settled,
             on_phase=env.on_phase,
+            # Called by name, as the publisher needs the rounds and is made below.
             on_led=lambda entry, certificate, body: self.publisher.on_led(entry, certificate, body),
             uplink_mbit_s=env.options.rates.uplink_mbit_s,
         )
@@ -175,7 +176,7 @@ class LogRun:
     def look(self) -> None:
         """Report a round that cannot be decided because electors are missing."""
         replica, rounds = self.replica, self._env.spec.run.rounds
-        if rounds and replica.position >= rounds:
+        if rounds and replica.position >= rounds:  # complete: nothing more is decided
             return
         known = self.ctx.seen.values()
         here = [Elector(peer_id=r.peer_id, incarnation=r.incarnation) for r in known]
@@ -193,7 +194,11 @@ class LogRun:
         return self.publisher.stored_all()
 
     async def hand_over(self) -> None:
-        """Resign as an elector, and let the coordinator have the entries up to here."""
+        """Resign as an elector, and let the coordinator have the entries up to here.
+
+        An elector that states that it votes for nothing more lets an epoch open at once, which
+        voids nothing.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_VOTE_S):
                 await self.rounds.retire()
@@ -235,6 +240,7 @@ class LogRun:
                 await self._begin()
             if joined is not None and joined.epoch:
                 await self.replica.adopt(joined.epoch)
+            # Before there is a state: recovery asks peers that are connected already.
             await env.neighbours.publish(self.epoch, self.position, self.progress.view())
             await env.neighbours.connect(self.roster_peers)
             await self._catching_up.run()
@@ -335,7 +341,8 @@ class Publisher:
         """Adopt a new epoch, catch up if the coordinator is ahead, send what it asks for."""
         if beat.epoch:
             self._source.epoch_record = beat.epoch
-            with suppress(LogError):
+            with suppress(LogError):  # no epoch of this run: the heartbeats continue without it
+                # Not at the epoch's base: entries are missing, or void ones are here.
                 if not await self._replica.adopt(beat.epoch):
                     self._rounds.kick_catch_up()
         if beat.head.position > self._replica.position + 1:  # one ahead is a commit on its way here
@@ -359,7 +366,7 @@ class Publisher:
         try:
             body = await self._env.compute(self._replica.store.body, position)
         except NotStored:
-            if not self._told_pruned:
+            if not self._told_pruned:  # once: each answer asks for the same entry again
                 self._env.say(
                     "warning",
                     f"the coordinator lacks entry {position}, whose body was pruned here to stay "
@@ -427,7 +434,7 @@ class CatchingUp:
 
 
 class Patience:
-    """How loudly to report a wait: most are over before anyone has to act."""
+    """The level of a report on a wait: most waits are over before anyone has to act."""
 
     def __init__(self) -> None:
         """Start without a wait."""
@@ -493,7 +500,7 @@ class QuorumWatch:
             return None
         before, self._missing_at = self._missing_at, position
         if before != position or self._told_at == position:
-            return None  # one look is not enough: a roster is some seconds behind
+            return None  # one look is not enough, as a roster is some seconds behind
         self._told_at = position
         until = (
             f"the coordinator opens a new epoch, after {STALL_S:.0f} s without a round (or the "

@@ -30,7 +30,7 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import OnEvent
 
 MAX_BOOTSTRAP = 16  # as many as an invite holds
-PAUSE_S = (0.5, 15.0)  # the first and the longest, between two tries to join
+PAUSE_S = (0.5, 15.0)  # the first and the longest, between two tries to join; they double
 OFFLINE_S = 10.0  # how long a peer that has joined before tries the coordinator at its start
 
 
@@ -107,7 +107,7 @@ class StateDirectory:
         """
         self.paths = paths
         self._run_id = run_id
-        expect_run(paths, run_id)
+        expect_run(paths, run_id)  # before the first write: the folder may be another run's
         with _usable(paths):
             paths.root.mkdir(parents=True, exist_ok=True)
             self._lock = paths.lock.open("ab")
@@ -263,6 +263,7 @@ class Enrolment:
                 directory.remember(membership)
                 own = membership.bootstrap
                 return cls(directory, invite, membership, own_bootstrap=own), joined
+            # At random, so that peers that a restart cut off do not return in one moment.
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
@@ -276,6 +277,6 @@ class Enrolment:
         """Keep addresses of other peers, for a start while the coordinator is away."""
         kept = self.membership.bootstrap
         keep = addresses_to_keep(self._own_bootstrap, kept, known)
-        if set(keep) != set(kept):
+        if set(keep) != set(kept):  # another order is not worth a write to disk
             self.membership = replace(self.membership, bootstrap=keep)
             self._directory.remember(self.membership)

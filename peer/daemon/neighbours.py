@@ -55,7 +55,7 @@ def free_port(host: str, port: int, *, remedy: str) -> int:
 def _reason(error: OSError | OverflowError) -> str:
     if isinstance(error, OSError):
         return os.strerror(error.errno) if error.errno else str(error)
-    return "no such port"
+    return "no such port"  # an OverflowError: a number above 65535
 
 
 def expect_free(listen: Iterable[str], *, remedy: str) -> None:

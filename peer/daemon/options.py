@@ -1,4 +1,7 @@
-"""Options of a peer in the network, set by its owner; none of them changes the run."""
+"""Options of a peer in the network, set by its owner; none of them changes the run.
+
+A module of its own because it loads no torch: the command line checks options with it at once.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ class LinkRates:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """How a peer joins a run."""
+    """Options with which a peer joins a run."""
 
     invite: Invite
     state_dir: Path
     name: str = ""
-    """shown on the dashboard"""
+    """Name on the dashboard."""
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()
-    """addresses for others to dial, if they differ from `listen`"""
+    """Addresses for others to dial, if they differ from `listen`."""
     rates: LinkRates = field(default_factory=LinkRates)
 
     def __post_init__(self) -> None:

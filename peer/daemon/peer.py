@@ -44,21 +44,21 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import OnEvent
 
 RECORD_EVERY_S = 5.0  # three misses fit in the 20 s that a record lives
-CONNECT_EVERY_S = 2.0
+CONNECT_EVERY_S = 2.0  # also the age of the roster that rounds read (`WatchedRoster`)
 GOODBYE_S = 5.0  # for each step of leaving; what does not answer by then is left behind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What `LogRun` and `GossipRun` share; `Peer` opens and closes all of it."""
+    """Parts that `LogRun` and `GossipRun` share; `Peer` opens and closes all of them."""
 
     options: PeerOptions
     me: Elector
-    """this peer in this process"""
+    """This peer in this process."""
     identity: Identity
     paths: PeerPaths
     files: ExitStack
-    """closed after the node, which may still answer from them"""
+    """Files that close after the node, which may still answer from them."""
     client: CoordinatorClient
     enrolment: Enrolment
     node: Node
@@ -124,7 +124,7 @@ class Environment:
 
 
 class RunKind(Protocol):
-    """What a peer does in its run, by the kind of the run's method: with a log, or by gossip."""
+    """A peer's part in its run, by the kind of the run's method: with a log, or by gossip."""
 
     progress: TrainerProgress
     heartbeats: Heartbeats
@@ -169,7 +169,7 @@ class RunKind(Protocol):
 
 
 StartRun = Callable[[Environment, Joined | None], Awaitable[RunKind]]
-"""What returns a `RunKind` that holds a state."""
+"""Returns a `RunKind` that holds a state."""
 
 Admit = Callable[[Membership], Awaitable[None]]
 """Raises unless the owner of this machine wants to take part in the run."""
@@ -251,7 +251,7 @@ class Peer:
 
     async def _leave(self) -> None:
         """Leave the rounds and the coordinator; closing the node leaves roster and DHT."""
-        self.run.progress.leaving = True
+        self.run.progress.leaving = True  # first, so that no group waits for this peer any more
         await self.run.hand_over()
         # The heartbeats end first: one after the goodbye would take this peer in again.
         await self._env.tasks.end(GOODBYE_S)
@@ -275,6 +275,7 @@ async def _environment(
     paths = PeerPaths(root=options.state_dir)
     directory = stack.enter_context(closing(StateDirectory(paths, invite.run_id)))
     identity = Identity.load_or_create(paths.identity)
+    # Votes are not synced to disk, so a restarted peer must be another elector.
     me = Elector(
         peer_id=identity.peer_id,
         incarnation=f"{random.SystemRandom().getrandbits(128):032x}",
@@ -283,6 +284,7 @@ async def _environment(
     client = CoordinatorClient(invite, identity, version=version("atoll"))
     outbox = Outbox()
     announcer = Announcer(on_event, outbox, client.now_s)
+    # For what would block the loop: decode, accumulate, apply, hash, SQLite.
     threads = background_threads(2, "atoll-work")
     stack.callback(threads.shutdown, wait=False, cancel_futures=True)
     # The group closes last, although its tasks end first: one that hangs keeps nothing else open.
@@ -298,6 +300,8 @@ async def _environment(
         announce_maddrs=options.announce,
         bootstrap=enrolment.membership.bootstrap,
         admission=enrolment.membership.admission,
+        # By the coordinator's clock, which dates admissions; hivemind refuses a node that is off
+        # by more than 3 s.
         check=AdmissionCheck(invite.run_key, invite.run_id, clock=client.now_s),
         clock_offset_s=client.clock_offset_s,
     )

@@ -36,29 +36,29 @@ from atoll.peer.training.trainer import Trainer, TrainerOptions
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
 STORED_POLL_S = 0.1
-SAVE_EVERY_S = 60.0
+SAVE_EVERY_S = 60.0  # a killed process loses its last minute, or window, of inner state
 LOG_BYTES = 4 << 20
-LOG_FILES = 3
+LOG_FILES = 3  # older ones: a peer that runs for months keeps 16 MiB of messages
 
 _log = logging.getLogger("atoll")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the owner of a peer decides."""
+    """Decisions of a peer's owner."""
 
     peer: PeerOptions
     device: str = "auto"
     data: str | None = None
-    """path of the data on this machine; one that the spec names is not read"""
+    """Path of the data on this machine; one that the spec names is not read."""
     tokenizer: str | None = None
-    """path of the tokenizer on this machine; one that the spec names is not read"""
+    """Path of the tokenizer on this machine; one that the spec names is not read."""
     allow_models: frozenset[str] = frozenset()
-    """custom models that the spec may name, as `module:function`"""
+    """Custom models that the spec may name, as `module:function`."""
     yes: bool = False
-    """agree to what the run asks for without a question"""
+    """Whether the owner agrees to what the run asks for without a question."""
     share: float = 1.0
-    """fraction of time to spend training; the rest is left to other programs"""
+    """Fraction of time to spend training; the rest is left to other programs."""
 
     @property
     def allowed(self) -> Allowed:
@@ -81,7 +81,7 @@ class PeerEvent:
     text: str
     level: Level = "info"
     left: int | None = None
-    """entries or leaves still to come, in a phase that fetches them"""
+    """Entries or leaves still to come, in a phase that fetches them."""
 
 
 OnPeerEvent = Callable[[PeerEvent], None]
@@ -338,4 +338,5 @@ def log_file(paths: PeerPaths) -> Iterator[None]:
 
 
 def _finite(value: float) -> float | None:
+    # A status is JSON without NaN: the coordinator would refuse all of it.
     return value if math.isfinite(value) else None

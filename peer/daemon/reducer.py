@@ -54,7 +54,7 @@ FAR_BEHIND = 4  # windows of each fragment; older work is dropped (docs/protocol
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerView:
-    """What a peer reports about its trainer."""
+    """A peer's report on its trainer."""
 
     ready_in_s: float = 0.0
     step_s: float = 0.0
@@ -75,32 +75,32 @@ class TrainerProgress:
         """Begin before the trainer has started."""
         self.spec = spec
         self.position = 0
-        """of the log, or the round by gossip, that the trainer has taken"""
+        """Position of the log, or round by gossip, that the trainer has taken."""
         self.number = 0
-        """of the last contribution"""
+        """Number of the last contribution."""
         self.encode_s = 0.0
-        """what encoding the last contribution took"""
+        """Seconds that encoding the last contribution took."""
         self.window_s = 0.0
-        """how long the last window took, without waiting"""
+        """Seconds that the last window took, without waiting."""
         self.leaving = False
-        """this peer offers nothing more"""
+        """Whether this peer offers nothing more."""
         self._keeps_left_out = not method.every_step  # else it sends gradients, and keeps none
         self._num_fragments = num_fragments
         self._watched: Callable[[], TrainerView] | None = None
         self._tokens = 0
-        """of all fragments' contributions; work that was left out is offered again, counted once"""
+        """Tokens of all fragments; work that was left out and is offered again counts once."""
         self._on_offer_tokens: dict[int, int] = {}
         self._left_out_tokens: dict[int, int] = {}
-        """by fragment"""
+        """Both by fragment."""
         self._began_s: float | None = None
         self._waited_s = 0.0
         self._waits_since_s: float | None = None
         self._ended_s = 0.0
-        """when it ended, likewise"""
+        """End of the last window, in seconds of training since the start."""
         self._handed_in: set[int] = set()
-        """numbers of contributions that have not reached the loop yet"""
+        """Numbers of contributions that have not reached the loop yet."""
         self._loss: float | None = None
-        """of the last window"""
+        """Mean loss of the last window."""
 
     @property
     def timetable(self) -> Timetable:
@@ -134,7 +134,7 @@ class TrainerProgress:
     def count(self, contribution: Contribution) -> int:
         """End a window; return the number of its contribution, which `arrived` then takes."""
         self.number += 1
-        self._handed_in.add(self.number)
+        self._handed_in.add(self.number)  # ready from now on, although it is still being encoded
         trained_s = self._trained_s()
         self.window_s, self._ended_s = trained_s - self._ended_s, trained_s
         fragment, tokens = contribution.fragment, contribution.tokens
@@ -167,7 +167,7 @@ class TrainerProgress:
 
     @property
     def hands_in(self) -> bool:
-        """Whether a window has ended whose contribution is still on its way to the rounds."""
+        """True while the contribution of a window that ended is on its way to the rounds."""
         return bool(self._handed_in)
 
     def ready_in_s(self) -> float | None:
@@ -222,9 +222,9 @@ class RunReducer(Reducer):
         self.spec = progress.spec
         self.peer_id = peer_id
         self.method = method
-        """the run's, whose `worker` goes into a training loop"""
+        """The run's method, whose `worker` goes into a training loop."""
         self.stopping = thread.stopping
-        """set when the peer should stop: the trainer then waits for nothing more"""
+        """Set when the peer should stop: the trainer then waits for nothing more."""
         self.progress = progress
         self._thread = thread
         self._fragments = fragments
@@ -242,7 +242,7 @@ class RunReducer(Reducer):
 
     @property
     def fragments(self) -> Sequence[Fragment]:
-        """How the method cuts the run's model; one by gossip."""
+        """The pieces into which the method cuts the run's model; one by gossip."""
         return self._fragments
 
     @property
@@ -295,7 +295,7 @@ class Offered:
     number: int
     encoding: Future[OfferedWindow]
     deadline_s: float
-    """until when `wait` waits for it, on the monotonic clock"""
+    """Time until which `wait` waits for it, on the monotonic clock."""
 
     @property
     def offer(self) -> Offer:
@@ -304,12 +304,12 @@ class Offered:
 
 
 class Decisions:
-    """What the loop has decided and the trainer has not taken yet, in the order of the log."""
+    """Decisions of the loop that the trainer has not taken yet, in the order of the log."""
 
     def __init__(self) -> None:
         """Start empty."""
         self.failure: Exception | None = None
-        """why this peer can take part in nothing more, such as a full disk"""
+        """Reason why this peer can take part in nothing more, such as a full disk."""
         self._queue: queue.SimpleQueue[Settled | Reset] = queue.SimpleQueue()
 
     def put(self, decided: Settled | Reset) -> None:
@@ -369,15 +369,15 @@ class NetworkReducer(RunReducer):
         self._replay = replay
         self._residuals = [replay.residual(f) for f in range(len(replay.fragments))]
         self._offers: dict[int, Offered] = {}
-        """what is on offer, by fragment"""
+        """Contributions on offer, by fragment."""
         self._encoder = background_threads(1, "atoll-encode")
-        """one thread, which reads and changes the residuals in the order in which it is asked"""
+        """One thread, which reads and changes the residuals in the order in which it is asked."""
         self._settling: deque[Future[None]] = deque()
         self._joining: set[int] = set()
-        """fragments of which this peer's next contribution does not count yet"""
+        """Fragments of which this peer's next contribution does not count yet."""
         self._hides = self.method.hidden_steps(self.spec.outer.inner_steps) > 0
         self._in_step = False
-        """whether the last contribution that was decided counted"""
+        """Whether the last contribution that was decided counted."""
 
     def close(self) -> None:
         """Leave the run: roster, connections, threads. Idempotent."""
@@ -502,6 +502,8 @@ class NetworkReducer(RunReducer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume after a restart, if the log shows what became of this peer's contributions."""
         saved, now = int(state["position"]), self.position
+        # A contribution that was included since the save is still in the saved drift, and would
+        # count twice.
         if not 0 <= now - saved <= self._far_behind or self._included_since(saved):
             self._reset(
                 self._thread.ask(lambda: self._replica.state),
@@ -514,6 +516,7 @@ class NetworkReducer(RunReducer):
             residual.load_state_dict(saved_state)
         current = self._thread.ask(lambda: self._replica.state)
         self.progress.position = current.position
+        # Each fragment moves by what the others decided since the save.
         for fragment in range(len(self._residuals)):
             self._deliver(
                 Commit(
@@ -553,6 +556,7 @@ class NetworkReducer(RunReducer):
 
     def _take_all(self) -> None:
         behind = self._decisions.take_all()
+        # A trainer that was suspended for so long takes the newest state at once.
         if len(behind) > self._far_behind:
             last = behind[-1]
             state = last.state if isinstance(last, Reset) else last.applied.state
@@ -630,7 +634,7 @@ class NetworkReducer(RunReducer):
 
     def _reset(self, state: OuterState, why: str) -> None:
         self._ctx.on_event("warning", f"dropped this peer's open work: {why}")
-        self._await_residuals()
+        self._await_residuals()  # the encoder may still be at work on them
         for residual in self._residuals:
             residual.reset()
         self._arrive(state)

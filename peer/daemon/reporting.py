@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from atoll.peer.daemon.peer import Environment
 
 MAX_KEPT = 128  # events, and accounts of rounds, while the coordinator is away
-MAX_SENT = 32  # of each in one heartbeat
-MAX_TEXT = 1000
-KEPT = 256  # keys of events that repeat; a round has some tens of them
+MAX_SENT = 32  # of each in one heartbeat: the coordinator refuses more (`MAX_REPORTS`)
+MAX_TEXT = 1000  # characters: a longer event would be refused, and its heartbeat with it
+KEPT_KEYS = 256  # keys of events that repeat; a round has some tens of them
 QUIET_S = 60.0  # after which an event is news again; waits pause for at most a quarter of it
 
 QUIET_MBIT_S = 1.0  # a lower rate may be heartbeats alone, and shows nothing of the link
 MIN_INTERVAL_S = 0.5  # shorter readings measure buffers instead of the link
 BITS = 8e-6  # Mbit in a byte
 
-MAX_REASON = 200
+MAX_REASON = 200  # characters; a trace with a longer one would be refused
 MAX_LEFT_OUT = 512  # PeerIDs; a trace with more would be refused for its length, again and again
 
 FIRST_PAUSE_S = 1.0  # the coordinator gives the next ones
@@ -121,7 +121,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self._said: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
-        """how often and when last, the latest at the end"""
+        """By key: the count and the time of the last one; the latest key is at the end."""
 
     def told(self, text: str, now_s: float, *, key: Hashable | None = None) -> str | None:
         """Return the text to report, with its count if it repeats; None to leave it out.
@@ -135,7 +135,7 @@ class Repeats:
         times, last_s = self._said.pop(key, (0, now_s))
         times = 1 if now_s - last_s > QUIET_S else times + 1
         self._said[key] = times, now_s
-        if len(self._said) > KEPT:
+        if len(self._said) > KEPT_KEYS:
             self._said.popitem(last=False)
         if times & (times - 1):  # not a power of two
             return None
@@ -148,7 +148,7 @@ class LinkUse:
 
     capacity_mbit_s: float = 0.0
     use: float = 0.0
-    """share of the capacity in use, 0 to 1"""
+    """Share of the capacity in use, 0 to 1."""
 
 
 class Meter:
@@ -181,7 +181,7 @@ class Meter:
 
 
 class Standing(Protocol):
-    """Where a peer stands: its replica of the log, or its own run by gossip."""
+    """The state of a peer: its replica of the log, or its own run by gossip."""
 
     @property
     def snapshot_every(self) -> int:
@@ -226,13 +226,13 @@ class Standing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundsView:
-    """How rounds go, by log or by gossip."""
+    """The progress of rounds, by log or by gossip."""
 
     phase: RoundPhase
-    """part of the round that this peer is in"""
+    """Part of the round that this peer is in."""
     last: RoundTrace | None
     encode_s: float
-    """what encoding the last contribution took"""
+    """Seconds that encoding the last contribution took."""
     partner: str = ""
     """PeerID of the peer that this one meets or met last, by gossip"""
 
@@ -254,6 +254,8 @@ class Reporter:
         self._rounds = rounds
         rates = env.options.rates
         self._up, self._down = Meter(rates.uplink_mbit_s), Meter(rates.downlink_mbit_s)
+        # The transport counts p2pd's sockets. Those of this process are gRPC's, and a streamed
+        # data set's.
         self._grpc_wire = WireCounter([os.getpid()])
         self._wire_before = (0, 0)
         self._digest: tuple[int, bytes] = (0, b"")
@@ -356,6 +358,7 @@ class Reporter:
         if not self._standing.ready:
             return "joining"
         if self._standing.opened is None:
+            # An epoch opens once enough peers are ready; a peer that cannot train yet is not.
             return "ready" if self._progress.started else "joining"
         if not self._standing.electorate:
             return "recovering"
@@ -401,7 +404,7 @@ def _amount(value: float) -> float:
 
 
 class Listener(Protocol):
-    """What a kind of run does with the coordinator's answers."""
+    """A kind of run, as it takes the coordinator's answers."""
 
     def note_head(self, head: StoreHead) -> None:
         """Take where the coordinator stands."""
@@ -438,7 +441,7 @@ class Heartbeats:
                     self._env.say("info", "in touch with the coordinator again")
                 pause_s, self.in_touch = beat.heartbeat_s, True
             except CoordinatorError as error:
-                if self.in_touch:
+                if self.in_touch:  # once: it may be away for days
                     text = f"out of touch with the coordinator, training continues: {error}"
                     self._env.say("warning", text)
                 self.in_touch, pause_s = False, min(2 * pause_s, MAX_PAUSE_S)
@@ -465,7 +468,7 @@ class Heartbeats:
             self._env.outbox.put_back(events, traces)
             raise
         self._listener.note_head(beat.head)
-        if beat.admission:
+        if beat.admission:  # renewed at half its life; empty in most answers
             self._env.node.transport.admission = beat.admission
         if beat.bootstrap:
             self._env.node.bootstrap = beat.bootstrap

@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from atoll.coordinator.report.text import clean
-from atoll.coordinator.run.levels import LOGGING, Level
+from atoll.coordinator.run.levels import LOGGING
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError
 from atoll.optim.log.live import LiveReplica, OnTaken, Recovered
-from atoll.optim.state.outer_state import OuterState
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import PeerSource, Source, whom_to_ask
 from atoll.peer.rounds.context import RoundSettings
@@ -46,9 +44,9 @@ class LedgerRecovery:
         recovery = Recovery(
             replica,
             _Known(me=self.me, transport=self.transport, roster=self.roster, replica=replica),
-            genesis=partial(_genesis, replica),
+            genesis=lambda: replica.compute(replica.store.load_snapshot, 0),
             stall_s=STALL_S,
-            on_event=_note,
+            on_event=lambda level, text: _log.log(LOGGING[level], clean(text)),
             on_progress=lambda what, left: _log.info("%s, %d to go", what, left),
             on_taken=on_taken,
         )
@@ -79,7 +77,7 @@ class _Known:
         except (RosterError, TransportError, TimeoutError, OSError) as error:
             _log.info("the roster cannot be read: %s", clean(error))
             records = {}
-        self.turn += 1
+        self.turn += 1  # others are drawn each time, so that no silent peer is asked for ever
         return (
             [_Distant(self, records[peer]) for peer in some]
             for some in whom_to_ask(records, me=self.me, turn=self.turn)
@@ -101,12 +99,3 @@ class _Distant(PeerSource):
         except (TimeoutError, ValueError) as error:  # the record may name anything
             raise PeerUnreachable(f"{record.peer_id}: {error}") from error
         return await super().head()
-
-
-async def _genesis(replica: LiveReplica) -> OuterState:
-    state: OuterState = await replica.compute(replica.store.load_snapshot, 0)
-    return state
-
-
-def _note(level: Level, text: str) -> None:
-    _log.log(LOGGING[level], clean(text))

@@ -32,8 +32,8 @@ from atoll.peer.rounds.messages import Head
 
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 KEEP_WORK = 4  # entries a fragment, replayed whatever they weigh: a snapshot would cost open work
-SLOW_STALLS = 0.5  # how long the next answer may take after one has come
-MAX_PASSES = 64  # of catching up with a head that moves on meanwhile
+SLOW_STALLS = 0.5  # for the next answer after one has come: a frozen peer answers nobody
+MAX_PASSES = 64  # of catching up with a head that moves on meanwhile; the next try resumes
 
 
 class NoDonor(RecoveryError):  # noqa: N818
@@ -134,6 +134,7 @@ class Recovery:
             The position of the snapshot that was taken, now or before, if any.
         """
         for first in range(len(ahead)):
+            # Headers come from the first alone, pieces from all: only the first can be at fault.
             donors = [*ahead[first:], *ahead[:first]]
             try:
                 if await self._replay(donors, used, restored=snapshot is not None):
@@ -150,6 +151,7 @@ class Recovery:
         for some in await self._sources():
             donors = await self._ask_all(some)
             ahead = self._ahead(donors)
+            # Answers without anything new end the search, unless this replica cannot stay here.
             if ahead or (donors and not self._is_lost()):
                 break
         else:
@@ -200,7 +202,7 @@ class Recovery:
         if replica.is_ledger:
             return  # the coordinator opens the epochs: another's would void what it has
         if head.epoch > replica.epoch or (head.epoch_record and replica.opened is None):
-            with suppress(LogError):
+            with suppress(LogError):  # not signed by the run's key: the head may still be right
                 await replica.adopt(head.epoch_record)
 
     def _on_the_log(self) -> bool:

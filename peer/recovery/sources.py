@@ -1,4 +1,4 @@
-"""Where missing entries and snapshots come from: a peer over libp2p, or the coordinator over gRPC.
+"""Sources of missing entries and snapshots: a peer over libp2p, or the coordinator over gRPC.
 
 Nothing that a source gives is trusted: the replica that recovers verifies all of it.
 """
@@ -29,7 +29,7 @@ from atoll.peer.rounds.fetching import (
 from atoll.peer.rounds.messages import PROTOCOL, Decided, Head, Known
 
 FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateError)
-"""What a source that fails or lies can cause; another one may do better."""
+"""Errors that a source causes if it fails or lies; another one may do better."""
 
 ASKED_AT_ONCE = 32  # peers that a recovery asks at once, however many there are
 
@@ -84,11 +84,10 @@ def whom_to_ask(
     First come those that are furthest by their records, which may be old, and as many drawn by a
     hash: each peer draws others, and at each turn others again.
     """
-
-    def lot(peer: str) -> bytes:
-        return sha256(f"{me}|{turn}|{peer}".encode())
-
-    drawn = sorted((peer for peer in records if peer != me), key=lot)
+    drawn = sorted(
+        (peer for peer in records if peer != me),
+        key=lambda peer: sha256(f"{me}|{turn}|{peer}".encode()),
+    )
     furthest = sorted(drawn, key=lambda p: (-records[p].epoch, -records[p].position))
     order = list(dict.fromkeys([*furthest[: ASKED_AT_ONCE // 2], *drawn]))
     for start in range(0, len(order), ASKED_AT_ONCE):
@@ -156,7 +155,7 @@ class PeerSource:
 
 
 class CoordinatorSource:
-    """The coordinator, which has the whole log but for what it missed; helps where no peer can."""
+    """The coordinator, which has all of the log but what it missed; asked if no peer can help."""
 
     name = "coordinator"
 
@@ -175,6 +174,7 @@ class CoordinatorSource:
         """Return where it stands, and its newest snapshot."""
         info = await self._client.fetch_snapshot()
         newest = info.position
+        # The root of a snapshot is certified one interval later, so the newest may be of no use yet.
         older = [newest - n * self._snapshot_every for n in (2, 1)]
         held = [p for p in older if p >= 0 and await self._has(p)]
         return Head(

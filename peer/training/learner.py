@@ -91,6 +91,7 @@ class Learner:
         loss = torch.zeros((), device=self.device.device)
         for batch in batches:
             loss += self._backward(batch, len(batches))
+        # A clip norm of 0 clips nothing; the norm is measured all the same.
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self._inner.clip_norm or math.inf
         )
@@ -104,6 +105,7 @@ class Learner:
     def _backward(self, batch: Tensor, parts: int) -> Tensor:
         tokens_BT = batch.to(self.device.device, non_blocking=True)
         try:
+            # `torch.compile` only wraps the model: the first call compiles, and may fail.
             return self._accumulate(tokens_BT, parts)
         except Exception as error:
             if not _is_compiler_error(error):

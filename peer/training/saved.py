@@ -62,7 +62,7 @@ def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
         raise _os_error(error, path) from None
     finally:
         partial.unlink(missing_ok=True)
-    _sync(path.parent)
+    _sync(path.parent)  # the folder holds the name
 
 
 def load(path: Path, *, kind: str, run: str) -> dict[str, Any]:
@@ -133,6 +133,7 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401 - a tr
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, Mapping):
+        # Pairs: the keys of a JSON object would all become strings.
         return {"map": [[_key(k), _pack(v, tensors)] for k, v in value.items()]}
     if isinstance(value, tuple):
         return {"tuple": _pack(list(value), tensors)}
@@ -144,6 +145,7 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401 - a tr
 
 
 def _key(key: object) -> int | str:
+    # Not `isinstance(key, int)`: True and 1 are equal as keys, but not in JSON.
     if type(key) is int or isinstance(key, str):
         return key
     raise TypeError(f"expected int or str as the key of a saved dict, got {key!r}")

@@ -55,7 +55,7 @@ from atoll.peer.training.statistics import (
 MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every step that follows
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
-RATE_STEPS = 32  # steps over which tokens per second are measured
+RATE_STEPS = 32  # over which tokens per second are measured, waits included
 SHARE_STEPS = 9  # recent steps; a rest is a multiple of their median
 
 _log = logging.getLogger(__name__)
@@ -213,6 +213,7 @@ class Trainer:
             self._pace.measure(busy_s, self._progress.steps)
         self._size_window()
         began_s = self.options.clock()
+        # Dropout of this step follows from its name, so a restart repeats it.
         name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
         inner = self.spec.inner
@@ -233,6 +234,7 @@ class Trainer:
     def schedule_step(self) -> int:
         """Index of the next step on the run's schedule, from 0."""
         own = self.worker.inner_steps
+        # A peer that waits for a commit must not run through the run's schedule alone.
         ahead = min(self._progress.since_commit, 2 * own)
         if self.spec.outer.windows == "deadline":
             ahead = ahead * self.spec.outer.inner_steps // own
@@ -358,6 +360,7 @@ class Trainer:
         self._progress.skips_in_a_row += 1
         _log.warning("step %d skipped: loss %s, gradient norm %s", self._progress.steps, loss, norm)
         self.learner.clear()
+        # A reset would also forget a contribution that is still on its way to a round.
         if self._progress.skips_in_a_row >= MAX_SKIPS and not self._reducer.unsettled:
             self._drop_window()
         else:
@@ -376,6 +379,7 @@ class Trainer:
             )
         _log.warning("window dropped after %d skipped steps in a row", MAX_SKIPS)
         self._reducer.go_back(self._progress.position, self.worker.synced_N)
+        # The moments come from the same steps as the parameters.
         self.learner.optimizer.state.clear()
 
     def _committed(self, commit: Commit) -> None:
@@ -420,6 +424,7 @@ class Trainer:
         self._recent.append((self.options.clock(), self._progress.tokens))
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
         if self._progress.steps > WARM_STEPS:
+            # A step of minutes means a suspended process; others would expect this peer to be late.
             usual_s = self._statistics.step_s or step_s
             step_s = 0.9 * usual_s + 0.1 * min(step_s, LONGER * usual_s)
         left = self.worker.steps_left

@@ -1,6 +1,6 @@
 """What a peer says while a round has no quorum does not fill its log."""
 
-from atoll.peer.daemon.reporting import KEPT, QUIET_S, Repeats
+from atoll.peer.daemon.reporting import KEPT_KEYS, QUIET_S, Repeats
 
 
 def test_what_repeats_is_said_less_and_less_often():
@@ -38,8 +38,9 @@ def test_after_a_while_it_is_news_again():
 
 def test_no_more_is_remembered_than_that():
     repeats = Repeats()
-    assert all(repeats.told(f"round {n}", 0.0) for n in range(10 * KEPT))
+    assert all(repeats.told(f"round {n}", 0.0) for n in range(10 * KEPT_KEYS))
     assert repeats.told("round 0", 0.0) == "round 0"
     assert (
-        repeats.told(f"round {10 * KEPT - 1}", 0.0) == f"round {10 * KEPT - 1} (reported 2 times)"
+        repeats.told(f"round {10 * KEPT_KEYS - 1}", 0.0)
+        == f"round {10 * KEPT_KEYS - 1} (reported 2 times)"
     )

@@ -25,8 +25,8 @@ from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.optim.log.entry import Verify
 
-_NONCE_BYTES = 32
-_SESSION_BYTES = 40
+_NONCE_BYTES = 32  # 8 of time, 8 random, 16 of the HMAC
+_SESSION_BYTES = 40  # 8 of time, 32 of the HMAC
 
 
 class RefusalStatus(StrEnum):
@@ -73,7 +73,8 @@ class SessionTokens:
             return False
         head, mac = nonce[:16], nonce[16:]
         age_s = now_s - struct.unpack(">Q", head[:8])[0] / 1000
-        return self._same(mac, self._mac(b"nonce", peer_id, head)[:16]) and abs(age_s) <= ttl_s
+        expected = self._mac(b"nonce", peer_id, head)[:16]
+        return hmac.compare_digest(mac, expected) and abs(age_s) <= ttl_s
 
     def session(self, peer_id: str, expires_s: float) -> bytes:
         """Return the secret token of `peer_id`."""
@@ -86,15 +87,12 @@ class SessionTokens:
             return False
         head, mac = session[:8], session[8:]
         current = now_s <= struct.unpack(">Q", head)[0]
-        return self._same(mac, self._mac(b"session", peer_id, head)) and current
+        return hmac.compare_digest(mac, self._mac(b"session", peer_id, head)) and current
 
     def _mac(self, use: bytes, peer_id: str, head: bytes) -> bytes:
+        # `use` keeps a nonce from passing as a session.
         message = use + b"\0" + peer_id.encode(errors="replace") + b"\0" + head
         return hmac.digest(self._secret, message, hashlib.sha256)
-
-    @staticmethod
-    def _same(one: bytes, other: bytes) -> bool:
-        return hmac.compare_digest(one, other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +159,7 @@ class AdmissionControl:
         self._expect_proof(request)
         self.expect_token(request.token)
         role = _role(request.role)
-        text = f"joined as {role} (version {request.version[:32]})"
+        text = f"joined as {role} (version {request.version[:32]})"  # anyone may claim anything
         self._events.add("info", request.peer_id, text)
         session = self._sessions.session(request.peer_id, self._clock() + self._admission_s())
         return Welcome(admission=self.admit(request.peer_id, role), session=session)
@@ -195,7 +193,7 @@ class AdmissionControl:
 
     def limit_reports(self, peer_id: str) -> None:
         """Raise Refusal if an authenticated peer reports far too often."""
-        if len(self._limits) > 2 * MAX_PEERS:
+        if len(self._limits) > 2 * MAX_PEERS:  # invented names; a cleared limit allows one burst
             self._limits.clear()
         if not self._limits.setdefault(peer_id, ReportLimit()).take(self._steady()):
             raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "too many reports; slow down")

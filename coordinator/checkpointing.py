@@ -19,7 +19,7 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.replica import ReplicaView
 
-LANDMARK_EVERY = 10  # one checkpoint in this many is never removed
+LANDMARK_EVERY = 10  # one checkpoint in this many is never removed: the run's course stays
 
 
 class Checkpointing:
@@ -73,7 +73,7 @@ class Checkpointing:
 
     async def _write(self, before: asyncio.Task[None] | None) -> None:
         if before is not None:
-            await before
+            await before  # one at a time: each holds a copy of the model
         try:
             path = await asyncio.to_thread(self._write_state)
             self._report("info", f"checkpoint {path.name} written")

@@ -97,7 +97,8 @@ class Coordinator:
         self._gaps = replica.store.gaps()
         self._divergence_reported = False
         self._ask_from_s = 0.0
-        self._started_s = self._stored_start()
+        started = replica.store.note("started")
+        self._started_s = float(started) if started else None
         if self._is_finished():
             self.finished.set()
 
@@ -168,6 +169,7 @@ class Coordinator:
             if not await self.replica.accept_claim(claim, body):
                 return False
         except LogError as error:
+            # The certificate is valid and covers the body's digest, so the sender is at fault.
             self._events.add("warning", source, f"sent an invalid body: {error}")
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
         except DISK_ERRORS as error:
@@ -178,6 +180,7 @@ class Coordinator:
             ) from None
         left_out = _left_out(electorate, claim.entry)
         late = self._went_on(claim.entry)
+        # Today's measurement is not that of a round of an hour ago.
         valid_loss = None if late else self._mean_valid_loss()
         self.rounds.add(
             claim.entry, self._clock(), left_out=left_out, valid_loss=valid_loss, late=late
@@ -372,10 +375,6 @@ class Coordinator:
         if self.replica.diverged and not self._divergence_reported:
             self._divergence_reported = True
             self._events.report("error", self.replica.diverged)
-
-    def _stored_start(self) -> float | None:
-        note = self.replica.store.note("started")
-        return float(note) if note else None
 
 
 def _left_out(electorate: Sequence[Elector], entry: Entry) -> list[str]:

@@ -70,7 +70,7 @@ class Epochs:
         if not self._is_open:
             if len(electable(alive, epoch=None)) >= self._min_peers:
                 await self.open(alive, now_s)
-        elif not electable(alive, epoch=self._replica.head.epoch):
+        elif not electable(alive, epoch=self._replica.head.epoch):  # nobody to open an epoch with
             self._progress.pause(now_s)
         elif not self._can_decide():
             await self.open(alive, now_s, because=": electors left")

@@ -158,6 +158,7 @@ def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, check_same_thread=False, timeout=10.0)
     try:
         db.execute("PRAGMA journal_mode = WAL")
+        # A power cut may cost the last rows, which only people read, but not the file.
         db.execute("PRAGMA synchronous = NORMAL")
         db.executescript(_SCHEMA)
     except BaseException:

@@ -19,9 +19,13 @@ REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items 
 REPORTS_PER_S = 10.0  # far above a heartbeat per second
 SHUN_S = 300.0  # a peer that claimed entries and sent none is asked again after this
 
-_ELECTABLE = ("ready", "training", "syncing")
+_ELECTABLE = (
+    "ready",
+    "training",
+    "syncing",
+)  # states in which a peer holds the run's present state
 
-MAX_INCARNATION_CHARS = 32
+MAX_INCARNATION_CHARS = 32  # 128 bits in hex; a record of the log refuses a longer one
 
 Retired = dict[tuple[str, str], tuple[int, int]]
 """By (PeerID, incarnation) of a peer that left: the (epoch, position) from which it never votes."""
@@ -86,6 +90,7 @@ class StallClock:
         A slow run gets three rounds, so that a long round is not taken for a stall. Each epoch that
         brings no progress doubles the wait.
         """
+        # 2**10 exceeds the limit below in any case, and a float overflows at 2**1024.
         patience_s = max(STALL_S, 3 * round_s) * 2.0 ** min(self.reopened, 10)
         return now_s - self.since_s > min(patience_s, max(MAX_STALL_S, 3 * round_s))
 
@@ -94,6 +99,7 @@ def window_s(alive: Iterable[KnownPeer], *, tokens: int) -> float:
     """Return the median length of a window of `tokens` by the trainers' reported speeds, or 0."""
     speeds = (m.status.tokens_per_s for m in alive if m.status.role == "trainer")
     times = sorted(tokens / speed for speed in speeds if speed > 0)
+    # The lower of two middle values, so that one of two peers cannot raise it.
     return times[(len(times) - 1) // 2] if times else 0.0
 
 
@@ -160,6 +166,7 @@ class PublisherChoice:
 
     def _shun(self, ahead: list[str], now_s: float) -> list[str]:
         others = [peer_id for peer_id in ahead if peer_id != self.peer_id]
+        # Expired ones go: the table would grow with every invented name.
         self.shunned = {p: until_s for p, until_s in self.shunned.items() if until_s > now_s}
         if others:
             self.shunned[self.peer_id] = now_s + SHUN_S

@@ -23,7 +23,7 @@ from atoll.optim.log.entry import Entry, Member
 from atoll.optim.log.store import LogStore
 
 KEPT_OPEN = 64  # newest rounds that still accept reports
-_AHEAD = 1024  # positions beyond the log for which reports are kept
+_AHEAD = 1024  # positions beyond the log, which may be behind, for which reports are kept
 _RECENT = 8  # rounds that the interval is measured over
 
 
@@ -149,13 +149,15 @@ def with_traces(summary: RoundSummary, traces: Mapping[str, RoundReport]) -> Rou
     """Return the summary with the reports of its epoch: mean phase times, bytes and reasons."""
     reports = {peer: t for peer, t in traces.items() if t.epoch == summary.epoch}
     ours = list(reports.values())
+    most = sorted(((p, t.wire_bytes_sent) for p, t in reports.items()), key=lambda s: (-s[1], s[0]))
+    # Sums of what peers claim may overflow; a summary holds finite values of 63 bits.
     return replace(
         summary,
         rejected=min(math.hypot(*(t.rejected for t in ours)), sys.float_info.max),
         reasons=_reasons(ours),
         seconds=_mean_phases([t.seconds for t in ours if t.included] or [t.seconds for t in ours]),
         wire_bytes=min(sum(t.wire_bytes_sent for t in ours), 2**63 - 1),
-        peer_bytes=_most({peer: t.wire_bytes_sent for peer, t in reports.items()}),
+        peer_bytes=dict(most[:NAMED_PEERS]),
     )
 
 
@@ -168,12 +170,8 @@ def _reasons(traces: Sequence[RoundReport]) -> dict[str, str]:
     return dict(list(reasons.items())[:NAMED_PEERS])
 
 
-def _most(sent: Mapping[str, int]) -> dict[str, int]:
-    most = sorted(sent.items(), key=lambda item: (-item[1], item[0]))
-    return dict(most[:NAMED_PEERS])
-
-
 def _mean_phases(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    # Names are the peers' own; a summary holds 32.
     names = list(dict.fromkeys(name for each in seconds for name in each))[:32]
     return {name: sum(s.get(name, 0.0) for s in seconds) / len(seconds) for name in names}
 

@@ -132,6 +132,7 @@ class StatusClient:
             except (CoordinatorUnreachable, WrongCertificate) as error:
                 failures.append(error)
                 self._address += 1
+        # The finding of an attacker, or of an old invite, outweighs an address without an answer.
         raise next((f for f in failures if isinstance(f, WrongCertificate)), failures[0])
 
     async def _give_up(self, channel: Any) -> None:  # noqa: ANN401

@@ -23,10 +23,10 @@ from atoll.coordinator.rpc import service_pb2 as pb
 PROTOCOL: Final = 1
 SERVICE: Final = "atoll.coordinator.v1.Coordinator"
 
-MAX_MESSAGE_BYTES: Final = 4 << 20
+MAX_MESSAGE_BYTES: Final = 4 << 20  # to the coordinator; gRPC refuses more before parsing
 MAX_RECORD_BYTES: Final = 2 << 20  # an entry of 10,000 members
 MAX_REPLY_BYTES: Final = 32 << 20  # a layout of 100,000 names, or leaf digests of a 1 TiB state
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20  # of a body, which may be larger than any message
 MAX_ENTRIES: Final = 4096  # of one Fetch; 12 rounds are usual
 MAX_REPORTS: Final = 32  # events or traces of one heartbeat
 

@@ -32,6 +32,7 @@ from atoll.dht.transport import Refused
 Role = Literal["trainer", "follower", "coordinator"]
 
 MAX_CREDENTIAL_BYTES = 512  # about 190 are used
+MAX_KNOWN = 4096  # checked credentials in memory: a signature takes longer than a look-up
 CLOCK_SLACK_S = 60  # two clocks set from the coordinator's may still differ by this much
 _SIGNATURE_BYTES = 64
 _DOMAIN = b"atoll admission 1"
@@ -58,7 +59,9 @@ class Admission:
 
     def sign(self, key: Ed25519PrivateKey) -> bytes:
         """Return the signed credential."""
-        payload = self._payload()
+        fields = [1, self.peer_id, self.role, self.run_id, self.issued_s, self.expires_s]
+        packed: Any = msgpack.packb(fields)
+        payload = bytes(packed)
         return payload + key.sign(_DOMAIN + payload)
 
     @classmethod
@@ -77,11 +80,6 @@ class Admission:
                 "expected an admission signed by this run's key; join with the run's invite"
             ) from None
         return cls._read(payload)
-
-    def _payload(self) -> bytes:
-        fields = [1, self.peer_id, self.role, self.run_id, self.issued_s, self.expires_s]
-        packed: Any = msgpack.packb(fields)
-        return bytes(packed)
 
     @classmethod
     def _read(cls, payload: bytes) -> Self:
@@ -132,7 +130,9 @@ class AdmissionCheck:
         known = self._known.get(remote)
         if known is None or known[0] != credential:
             known = (credential, self._open(remote, credential))
-            self._remember(remote, known)
+            if len(self._known) >= MAX_KNOWN:
+                self._known.pop(next(iter(self._known)))
+            self._known[remote] = known
         late_s = self._clock() - known[1].expires_s
         if late_s > CLOCK_SLACK_S:
             raise AdmissionRefused(
@@ -153,8 +153,3 @@ class AdmissionCheck:
                 f"expected an admission of {remote[:64]}, got one of {admission.peer_id[:64]}"
             )
         return admission
-
-    def _remember(self, remote: str, known: tuple[bytes, Admission]) -> None:
-        if len(self._known) >= 4096:
-            self._known.pop(next(iter(self._known)))
-        self._known[remote] = known

@@ -36,7 +36,7 @@ KEYS_FILE = "keys.json"  # in the directory of every coordinator, and of nothing
 TLS_NAME = "atoll-coordinator"
 """The name in every certificate; peers check the pin instead of the name."""
 
-_MAX_FILE_BYTES = 64 * 1024
+_MAX_FILE_BYTES = 64 * 1024  # a few kB are used
 _FIELDS = ("run_key", "tls_key", "tls_certificate", "token", "session_secret")
 
 
@@ -143,7 +143,7 @@ def write_private(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(partial, path)
+        os.link(partial, path)  # fails if it exists: a rename would replace the run's keys
     finally:
         partial.unlink()
 
@@ -162,6 +162,7 @@ def _self_signed() -> tuple[bytes, bytes]:
         .not_valid_before(start)
         .not_valid_after(start.replace(year=2100))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(TLS_NAME)]), critical=False)
+        # A client takes it for the only root of its channel.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )

@@ -75,13 +75,14 @@ def problems_of(
         if message not in found.setdefault(path, []):
             found[path].append(message)
     return [
-        SpecProblem(line=_line(path, lines), path=path, message=" or ".join(messages))
+        SpecProblem(
+            # A missing key has no line of its own; its section has.
+            line=lines.get(path) or lines.get(path.split(".")[0]),
+            path=path,
+            message=" or ".join(messages),
+        )
         for path, messages in found.items()
     ]
-
-
-def _line(path: str, lines: Mapping[str, int]) -> int | None:
-    return lines.get(path) or lines.get(path.split(".")[0])
 
 
 def _keys(annotation: object) -> list[str]:

@@ -168,7 +168,7 @@ async def running(
         identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
         core = await asyncio.to_thread(_resume, spec, keys, identifier, genesis, state_dir)
         replica = LiveReplica(core, compute=asyncio.to_thread)
-        stack.push_async_callback(replica.close)
+        stack.push_async_callback(replica.close)  # after all that reads it
         history = History(state_dir / "history.db")
         stack.callback(history.close)
         nodes: list[FirstNode] = []
@@ -324,7 +324,7 @@ async def _listen(
 ) -> str:
     listen = coordinator.spec.coordinator.listen
     host, port = split_address(listen)
-    port = port or _remembered_port(state_dir / "port")
+    port = port or _remembered_port(state_dir / "port")  # so that invites stay valid
     server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((Service(coordinator).handler(),))
     bound = _bind(server, host, port, coordinator.keys)
@@ -388,6 +388,7 @@ def _reachable_hosts(host: str, advertise: str | None) -> list[str]:
         return [advertise]
     if host not in ("0.0.0.0", "::"):
         return [host]
+    # Peers of this machine reach it even if it has no network, or another one than now.
     return list(dict.fromkeys([*_own_address(host), "127.0.0.1"]))
 
 

@@ -154,7 +154,7 @@ class Service:
         _expect_size("certificate", header.certificate, MAX_RECORD_BYTES)
         claim = await self._run.precheck(header.entry, header.certificate)
         if claim is None or claim.entry.position in self._receiving:
-            return None
+            return None  # not needed, or on its way from another peer
         if header.body_bytes != claim.entry.body_bytes:
             raise Refusal(
                 RefusalStatus.INVALID_ARGUMENT,

@@ -120,7 +120,7 @@ class Gossip:
 
     def offer(self, window: GossipWindow) -> None:
         """Offer a completed window for the next round."""
-        if self._settled_s is not None:
+        if self._settled_s is not None:  # a window begins where the round before it ended
             self._window_s = self._ctx.now() - self._settled_s
         self._peer.window = window
         self._peer.wake()
@@ -150,6 +150,7 @@ class Gossip:
                 peer.enter(RoundPhase.TRAIN)
 
     async def _hold(self, window: GossipWindow) -> None:
+        # Before the draw, so that all draw pairs for the same round.
         await self._bring_level(by=LATE_BY)
         draw = await self._draw()
         now = self._ctx.now()
@@ -172,6 +173,7 @@ class Gossip:
             if here.times.accepted:
                 self._hungry = 0
                 return met
+            # Without a new round there is no new partner: a round's pairs are fixed.
             if not await self._catch_up_with(partner) or self._ctx.now() >= here.deadline_s:
                 self._hungry += here.is_refused
                 break
@@ -188,7 +190,7 @@ class Gossip:
             return False
         await self._peer.known.ask_around(self.position)
         before = self.position
-        await self._bring_level(by=1)
+        await self._bring_level(by=1)  # the partner itself says so, hence no tolerance
         return self.position > before
 
     async def _bring_level(self, *, by: int) -> None:

@@ -68,6 +68,7 @@ class Inviter:
         return met
 
     def _commit(self, name: bytes, met: Met) -> None:
+        # On record before the partner hears of it: one that loses the message asks.
         self._peer.outcomes.commit(name)
         self._peer.move(met.state, met.mass)
 
@@ -111,7 +112,7 @@ class Invitee:
         head = await self._peer.known.head(partner)
         if isinstance(head, str):
             return head
-        here.is_refused = True
+        here.is_refused = True  # online: its answers below say why it will not come
         if head.round > self._peer.position:
             return "is ahead"
         if head.partner not in ("", self._ctx.me.peer_id):
@@ -151,7 +152,7 @@ class Invitee:
             watch.disturbed = True
             self._peer.note_failure(here, remote, error)
             if isinstance(error, TransportError | TimeoutError):
-                raise
+                raise  # gone or slow, which is no fault
             raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
         finally:
             watch.close()
@@ -193,7 +194,7 @@ class Invitee:
             verdict = answer(view)
             if verdict is Verdict.ACCEPT and here is not None:
                 return here
-            if verdict is Verdict.WAIT and self._ctx.now() >= until:
+            if verdict is Verdict.WAIT and self._ctx.now() >= until:  # it waits no longer either
                 verdict = RefusalCode.TRAINING
             if isinstance(verdict, RefusalCode):
                 await self._refuse(verdict, stream)

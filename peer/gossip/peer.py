@@ -24,7 +24,7 @@ from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.guard import guarded_call
 from atoll.peer.rounds.trace import RoundTrace
 
-ASKED_AROUND = 3  # peers that a peer asks for their rounds when it learns that it is behind
+ASKED_AROUND = 3  # peers asked when this one is behind: it believes a round that two report
 DOUBT_STALLS = 20.0  # stall times for which a peer in doubt asks for the outcome of a meeting
 KEPT_IDS = 256  # of meetings that this peer committed
 
@@ -119,11 +119,11 @@ class Outcomes:
                     partner, "gossip-outcome", question, timeout_s=stall_s
                 )
                 outcome = MeetingOutcome.decode(reply)
-                if outcome.incarnation != terms.incarnation:
+                if outcome.incarnation != terms.incarnation:  # outcomes are not on disk
                     return "unknown"
                 if outcome.decided != "pending":
                     return outcome.decided
-            await asyncio.sleep(stall_s / 4)
+            await asyncio.sleep(stall_s / 4)  # as often as signs of life
         return "unknown"
 
 
@@ -238,7 +238,7 @@ class GossipPeer:
         here.is_refused = code in REFUSALS and code is not RefusalCode.BARRED
         is_away = isinstance(error, TransportError | TimeoutError)
         if here.times.accepted is None and is_away and (code in REFUSALS or code is None):
-            return
+            return  # never met: declining and absence are ordinary, and the trace has the reason
         if not is_away:
             self.ctx.fault(partner, Fault.BAD_MESSAGE)
         self.ctx.on_event(

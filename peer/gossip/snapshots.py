@@ -65,6 +65,7 @@ class Lender:
             for index in range(request.start, request.stop):
                 self._keep(state)
                 leaf = state.read_leaf(index)
+                # A joiner on a slow link takes longer for a leaf of 1 MiB than a stall.
                 await stream.send(leaf, timeout_s=4 * self._ctx.settings.stall_s)
 
     def _keep(self, state: OuterState) -> None:

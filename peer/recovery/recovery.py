@@ -134,7 +134,7 @@ class Recovery:
             The position of the snapshot that was taken, now or before, if any.
         """
         for first in range(len(ahead)):
-            # Headers come from the first alone, pieces from all: only the first can be at fault.
+            # Headers come from the first alone, bodies and leaves from all.
             donors = [*ahead[first:], *ahead[:first]]
             try:
                 if await self._replay(donors, used, restored=snapshot is not None):

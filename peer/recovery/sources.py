@@ -174,7 +174,7 @@ class CoordinatorSource:
         """Return where it stands, and its newest snapshot."""
         info = await self._client.fetch_snapshot()
         newest = info.position
-        # The root of a snapshot is certified one interval later, so the newest may be of no use yet.
+        # An interval later an entry certifies a snapshot's root: the newest may be of no use yet.
         older = [newest - n * self._snapshot_every for n in (2, 1)]
         held = [p for p in older if p >= 0 and await self._has(p)]
         return Head(

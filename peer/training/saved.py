@@ -145,7 +145,6 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401 - a tr
 
 
 def _key(key: object) -> int | str:
-    # Not `isinstance(key, int)`: True and 1 are equal as keys, but not in JSON.
     if type(key) is int or isinstance(key, str):
         return key
     raise TypeError(f"expected int or str as the key of a saved dict, got {key!r}")

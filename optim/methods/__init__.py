@@ -14,35 +14,29 @@ from atoll.optim.methods.base import (
     parse,
     register,
 )
-from atoll.optim.methods.co2 import CO2, CO2Method
-from atoll.optim.methods.ddp import DDP, DDPMethod
-from atoll.optim.methods.demo import DeMo, DeMoMethod
+from atoll.optim.methods.co2 import CO2Method
+from atoll.optim.methods.ddp import DDPMethod
+from atoll.optim.methods.demo import DeMoMethod
 from atoll.optim.methods.diloco import DiLoCoMethod
-from atoll.optim.methods.dlion import DLion, DLionMethod
-from atoll.optim.methods.eager import Eager, EagerMethod
+from atoll.optim.methods.dlion import DLionMethod
+from atoll.optim.methods.eager import EagerMethod
 from atoll.optim.methods.muloco import MuLoCoMethod
 from atoll.optim.methods.noloco import NoLoCoMethod
 from atoll.optim.methods.sparseloco import SparseLoCoMethod
-from atoll.optim.methods.streaming import Streaming, StreamingMethod
+from atoll.optim.methods.streaming import StreamingMethod
 
 __all__ = [
-    "CO2",
-    "DDP",
     "CO2Method",
     "DDPMethod",
-    "DLion",
     "DLionMethod",
-    "DeMo",
     "DeMoMethod",
     "DiLoCoMethod",
-    "Eager",
     "EagerMethod",
     "Method",
     "MethodError",
     "MuLoCoMethod",
     "NoLoCoMethod",
     "SparseLoCoMethod",
-    "Streaming",
     "StreamingMethod",
     "defaults_for",
     "given",

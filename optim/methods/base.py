@@ -10,12 +10,18 @@ completely (`parse(method.spec) == method`). It has two sides:
 
 Neither knows how bytes travel. A method is one file in this folder:
 
+    class Mine(DiLoCo): ...                 # a `Worker`; or DiLoCo itself
+
     @register
     @dataclass(frozen=True, kw_only=True)
     class MyMethod(Method):
         name: ClassVar[str] = "mine"
+        worker_class: ClassVar[type[Worker]] = Mine
         def apply(self, state, update_F, *, fragment, lr, momentum): ...
-        def worker(self, model, inner, reducer, *, inner_steps): ...
+
+Options of these names mean the same in all methods that have them, so this base checks and reads
+them: lr and momentum of the outer step, decay of the weights, tau, the inner steps that a
+reduction travels.
 
 Spec strings, as `streaming(count=4, tau=5, codec=int4)`, have this grammar::
 
@@ -31,7 +37,7 @@ import typing
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +47,7 @@ from atoll.compression import Codec, CodecError, Int8, PowerSGD
 from atoll.compression import parse as parse_codec
 from atoll.compression.registry import split_top
 from atoll.compression.sparse import Sparse
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Reducer
 from atoll.optim.reduction import lowrank
 from atoll.optim.reduction.weights import CLIP_AT, WeightRule
@@ -48,9 +55,6 @@ from atoll.optim.state.fragments import Fragment, by_tensor, whole
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import dense
-
-if TYPE_CHECKING:
-    from atoll.optim.methods.worker import Worker
 
 Shape = Literal["mean", "gather", "low-rank", "pairs"]
 InnerName = Literal["adamw", "muon", "lion", "sgd"]
@@ -80,6 +84,12 @@ class Method(ABC):
     every_step: ClassVar[bool] = False
     """Whether a window is always one step, because gradients are sent."""
 
+    shape: ClassVar[Shape] = "mean"
+    """The `reduction`, unless the codec asks for another."""
+
+    worker_class: ClassVar[type[Worker]]
+    """The peer's side."""
+
     codec: Codec = field(default_factory=Int8)
     """Encodes what is sent, and a mean that is sent back."""
 
@@ -100,6 +110,12 @@ class Method(ABC):
         """
         require(0 <= self.feedback <= 1, "a feedback from 0 to 1", self.feedback)
         require(0 <= self.clip_at < math.inf, "a clip_at of at least 0", self.clip_at)
+        lr, momentum = self.scalars(0.0)
+        decay, tau = getattr(self, "decay", 0.0), getattr(self, "tau", 0)
+        require(0 <= lr < math.inf, "an outer rate of at least 0", lr)
+        require(0 <= momentum < 1, "a momentum from 0 to below 1", momentum)
+        require(0 <= decay < math.inf, "a decay of at least 0", decay)
+        require(tau >= 0, "a tau of at least 0", tau)
 
     @property
     def reduction(self) -> Shape:
@@ -109,7 +125,8 @@ class Method(ABC):
         contribution. "low-rank": factors of matrices, in two exchanges. "pairs": by gossip, on
         states of one's own.
         """
-        return "low-rank" if isinstance(self.codec, PowerSGD) and self.factors else "mean"
+        by_factors = self.shape == "mean" and self.factors and isinstance(self.codec, PowerSGD)
+        return "low-rank" if by_factors else self.shape
 
     @property
     def residual(self) -> float:
@@ -168,7 +185,7 @@ class Method(ABC):
 
     def hidden_steps(self, inner_steps: int) -> int:
         """Return the inner steps during which a reduction may be in flight, for windows of H."""
-        return 0
+        return int(getattr(self, "tau", 0))
 
     @property
     def window_vectors(self) -> int:
@@ -179,19 +196,13 @@ class Method(ABC):
         """Return learning rate and momentum of an outer step, as its entry carries them.
 
         Args:
-            inner_lr: inner learning rate at the end of the window, which is the default.
+            inner_lr: inner learning rate at the end of the window, for methods without an `lr`.
         """
-        return inner_lr, 0.0
+        return getattr(self, "lr", inner_lr), getattr(self, "momentum", 0.0)
 
     @abstractmethod
     def apply(
-        self,
-        state: OuterState,
-        update_F: Tensor,
-        *,
-        fragment: Fragment,
-        lr: float,
-        momentum: float,
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
         """Return the next state, bit-identical on every device (`atoll.optim.state.outer_step`).
 
@@ -209,7 +220,6 @@ class Method(ABC):
         """Apply an update that is mostly 0; a hook for methods that can exploit that."""
         return self.apply(state, dense(update), fragment=fragment, lr=lr, momentum=momentum)
 
-    @abstractmethod
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
@@ -221,6 +231,10 @@ class Method(ABC):
             reducer: of a group that runs this method.
             inner_steps: H; methods that send gradients take 1.
         """
+        steps = 1 if self.every_step else inner_steps
+        delay = self.hidden_steps(steps)
+        kind = self.worker_class
+        return kind(model, inner, reducer, inner_steps=steps, delay=delay, method=self)
 
     @cached_property
     def spec(self) -> str:
@@ -241,25 +255,6 @@ def require(condition: bool, expected: str, got: object) -> None:
     """
     if not condition:
         raise MethodError(f"expected {expected}, got {got}")
-
-
-def require_outer(lr: float, momentum: float = 0.0) -> None:
-    """Refuse the numbers of an outer step.
-
-    Raises:
-        MethodError: unless the rate is finite and not negative, and the momentum in [0, 1).
-    """
-    require(0 <= lr < math.inf, "an outer rate of at least 0", lr)
-    require(0 <= momentum < 1, "a momentum from 0 to below 1", momentum)
-
-
-def require_decay(decay: float) -> None:
-    """Refuse a weight decay.
-
-    Raises:
-        MethodError: unless it is finite and not negative.
-    """
-    require(0 <= decay < math.inf, "a decay of at least 0", decay)
 
 
 def _text(value: object) -> str:

@@ -12,7 +12,6 @@ momentum is never clipped; here it is, value by value. Momentum is not divided b
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.optim.methods.base import Method, register, require, require_outer
+from atoll.optim.methods.base import Method, register, require
 from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit, Reducer
@@ -30,30 +29,24 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import heavy_ball
 
 
-class Overlapped(Worker):
-    """Worker whose reductions arrive one window late; subclasses define where windows begin.
+class CO2(Worker):
+    """Begins each window at the common parameters, without waiting for the last one's reduction.
 
-    It continues at once after a window, and takes the reduction at the end of the next one.
+    That reduction is taken at the end of the window. Workers that are one window late, but begin
+    elsewhere, override `_next_start`.
 
     start    where the open window began; delta = start - local
     owed     deltas that were left out of their entry; they are in the next one
     """
-
-    def __init__(
-        self, model: nn.Module, inner: torch.optim.Optimizer, reducer: Reducer, *, inner_steps: int
-    ) -> None:
-        """Join the reducer; as `Worker`."""
-        super().__init__(model, inner, reducer, inner_steps=inner_steps, delay=inner_steps)
-        self._restart()
 
     def _restart(self) -> None:
         self._start_N: Tensor = self.layout.held(self.model, self.synced_N)
         self._sent_N: Tensor = torch.zeros_like(self.synced_N)
         self._owed_N: Tensor = torch.zeros_like(self.synced_N)
 
-    @abstractmethod
     def _next_start(self) -> Tensor:
         """Return where the next window begins, right after the last one was handed in."""
+        return self.synced_N
 
     def _delta(self, index: int, local_F: Tensor) -> Tensor:
         self._sent_N = self._start_N - local_F + self._owed_N
@@ -94,6 +87,7 @@ class CO2Method(Method):
     """CO2; the defaults are those of the published code."""
 
     name: ClassVar[str] = "co2"
+    worker_class: ClassVar[type[Worker]] = CO2
 
     lr: float = 1.0
     """Outer learning rate."""
@@ -117,21 +111,11 @@ class CO2Method(Method):
             MethodError: when one is out of range.
         """
         super().__post_init__()
-        require_outer(self.lr, self.momentum)
         require(1 <= self.penalty < math.inf, "a penalty of at least 1", self.penalty)
         require(self.clip > 0, "a clip above 0", self.clip)
 
-    def scalars(self, inner_lr: float) -> tuple[float, float]:
-        return self.lr, self.momentum
-
     def apply(
-        self,
-        state: OuterState,
-        update_F: Tensor,
-        *,
-        fragment: Fragment,
-        lr: float,
-        momentum: float,
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
         """Heavy-ball momentum, penalised and clipped."""
         return heavy_ball(
@@ -155,12 +139,7 @@ class CO2Method(Method):
     def worker(
         self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
     ) -> Worker:
-        kind = CO2 if self.stale else DiLoCo
-        return kind(model, inner, reducer, inner_steps=inner_steps)
-
-
-class CO2(Overlapped):
-    """Begins each window at the common parameters."""
-
-    def _next_start(self) -> Tensor:
-        return self.synced_N
+        """Join as `CO2`, or without staleness as `DiLoCo`."""
+        if self.stale:
+            return super().worker(model, inner, reducer, inner_steps=inner_steps)
+        return DiLoCo(model, inner, reducer, inner_steps=inner_steps)

@@ -10,53 +10,40 @@ with the errors of PyTorch's hook; with any other codec error feedback is the on
 The mean is clipped by its norm when it is applied: it is reduced in parts, so nobody has all of it
 before, and clipping each peer's own gradient is another rule.
 
-`GradientWorker` serves all methods that send something of every step's gradient. The model's
+`DDP` is the base of all workers that send something of every step's gradient. The model's
 parameters change only when a commit is taken, so all replicas train from the same point; a window
 is one step. A gradient that missed its round is gone: added to the next message it was a step old
 and, over three seeds, worse than lost (docs/benchmarks/churn.md).
 """
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from atoll.compression import Bf16, Codec
-from atoll.optim.methods.base import Method, register, require, require_decay
+from atoll.optim.methods.base import Method, register, require
 from atoll.optim.methods.worker import Window, Worker
-from atoll.optim.reducer import Commit, Reducer
+from atoll.optim.reducer import Commit
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import ADAMW_SUMS, adamw, clipped
 
 
-class GradientWorker(Worker):
-    """Sends what `_message` makes of the gradient, and takes the synced parameters as they are.
+class DDP(Worker):
+    """Sends the gradient, and takes the synced parameters as they are.
 
-    The inner optimizer gives the learning rate of the schedule; it does not step.
+    The inner optimizer gives the learning rate of the schedule; it does not step. Workers that
+    send something else of the gradient override `_message`.
     """
 
     keeps_work: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inner: torch.optim.Optimizer,
-        reducer: Reducer,
-        *,
-        delay: int = 0,
-    ) -> None:
-        """Join the reducer; as `Worker`."""
-        super().__init__(model, inner, reducer, inner_steps=1, delay=delay)
-
-    @abstractmethod
     def _message(self, grad_N: Tensor) -> Tensor:
         """Return what is sent for a gradient."""
+        return grad_N
 
     def _delta(self, index: int, local_F: Tensor) -> Tensor:
         return self._message(self.layout.gradient(self.model))
@@ -83,6 +70,7 @@ class DDPMethod(Method):
     """Mean gradients; bf16 without feedback, unless told otherwise. AdamW as `inner.build`'s."""
 
     name: ClassVar[str] = "ddp"
+    worker_class: ClassVar[type[Worker]] = DDP
     every_step: ClassVar[bool] = True
     moments: ClassVar[int] = 2
 
@@ -115,20 +103,13 @@ class DDPMethod(Method):
         require(0 <= self.clip_norm < math.inf, "a clip_norm of at least 0", self.clip_norm)
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "betas in [0, 1)", self)
         require(0 < self.eps < math.inf, "an eps above 0", self.eps)
-        require_decay(self.decay)
 
     def memory_numel(self, layout: Layout) -> int:
         """Both moments, and what their bias corrections have come to."""
         return super().memory_numel(layout) + ADAMW_SUMS
 
     def apply(
-        self,
-        state: OuterState,
-        update_F: Tensor,
-        *,
-        fragment: Fragment,
-        lr: float,
-        momentum: float,
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
         """AdamW on the mean gradient, clipped."""
         return adamw(
@@ -140,15 +121,3 @@ class DDPMethod(Method):
             eps=self.eps,
             decay=self.decay,
         )
-
-    def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
-    ) -> Worker:
-        return DDP(model, inner, reducer)
-
-
-class DDP(GradientWorker):
-    """Sends the gradient."""
-
-    def _message(self, grad_N: Tensor) -> Tensor:
-        return grad_N

@@ -18,19 +18,24 @@ state is complete and tensors may have any number of dimensions.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from atoll.compression import Codec, Dct
-from atoll.optim.methods.base import InnerName, Method, Shape, register, require, require_decay
-from atoll.optim.methods.ddp import GradientWorker
+from atoll.optim.methods.base import InnerName, Method, Shape, register, require
+from atoll.optim.methods.ddp import DDP
 from atoll.optim.methods.worker import Worker
-from atoll.optim.reducer import Reducer
 from atoll.optim.reduction.weights import WeightRule
 from atoll.optim.state.fragments import Fragment, by_tensor
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import descend
+
+
+class DeMo(DDP):
+    """Sends the gradient times the inner rate; the residual is the reducer's."""
+
+    def _message(self, grad_N: Tensor) -> Tensor:
+        return grad_N * self._rate()
 
 
 @register
@@ -39,6 +44,8 @@ class DeMoMethod(Method):
     """DeMo; `feedback` is the paper's beta."""
 
     name: ClassVar[str] = "demo"
+    worker_class: ClassVar[type[Worker]] = DeMo
+    shape: ClassVar[Shape] = "gather"  # everyone decodes everyone's coefficients
     inner: ClassVar[InnerName] = "sgd"
     every_step: ClassVar[bool] = True
 
@@ -64,44 +71,20 @@ class DeMoMethod(Method):
         """
         super().__post_init__()
         require(self.delay in (0, 1), "a delay of 0 or 1", self.delay)
-        require_decay(self.decay)
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
         return self.average
-
-    @property
-    def reduction(self) -> Shape:
-        """Everyone decodes everyone's coefficients."""
-        return "gather"
 
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
         """The whole model, a piece a tensor."""
         return (by_tensor(layout),)
 
     def apply(
-        self,
-        state: OuterState,
-        update_F: Tensor,
-        *,
-        fragment: Fragment,
-        lr: float,
-        momentum: float,
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
         """Descent along the sign."""
         return descend(state, update_F, lr=lr, decay=self.decay, signed=True)
 
     def hidden_steps(self, inner_steps: int) -> int:
         return self.delay
-
-    def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
-    ) -> Worker:
-        return DeMo(model, inner, reducer, delay=self.delay)
-
-
-class DeMo(GradientWorker):
-    """Sends the gradient times the inner rate; the residual is the reducer's."""
-
-    def _message(self, grad_N: Tensor) -> Tensor:
-        return grad_N * self._rate()

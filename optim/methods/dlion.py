@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from atoll.compression import Codec, Sign
-from atoll.optim.methods.base import InnerName, Method, Shape, register, require, require_decay
-from atoll.optim.methods.ddp import GradientWorker
+from atoll.optim.methods.base import InnerName, Method, Shape, register, require
+from atoll.optim.methods.ddp import DDP
 from atoll.optim.methods.worker import Worker
-from atoll.optim.reducer import Reducer
 from atoll.optim.reduction.weights import WeightRule
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.outer_state import OuterState
@@ -31,12 +29,45 @@ from atoll.optim.state.outer_step import descend
 ROUNDER = 192.0  # added and taken off, leaves multiples of 2^-16: three sixths less three are 0
 
 
+class DLion(DDP):
+    """Keeps Lion's momentum, and sends the signs of its step."""
+
+    method: "DLionMethod"
+
+    def _prepare(self) -> None:
+        self._momentum_N = torch.zeros(self.layout.numel)
+
+    def _message(self, grad_N: Tensor) -> Tensor:
+        if not bool(torch.isfinite(grad_N).all()):
+            return grad_N
+        beta1, beta2 = self.method.beta1, self.method.beta2
+        step_N = self._momentum_N * beta1 + grad_N * (1.0 - beta1)
+        self._momentum_N = self._momentum_N * beta2 + grad_N * (1.0 - beta2)
+        if not bool(step_N.all()):
+            step_N = torch.where(step_N == 0, self._in_turns(), step_N)
+        return torch.where(step_N > 0, 1.0, -1.0)
+
+    def _in_turns(self) -> Tensor:
+        """1 and -1 for even and odd values, the other way round at the next position."""
+        signs_N = torch.ones(self.layout.numel)
+        signs_N[(self.reducer.position + 1) % 2 :: 2] = -1.0
+        return signs_N
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"momentum_N": self._momentum_N}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        self._momentum_N = state["momentum_N"].clone()
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class DLionMethod(Method):
     """Distributed Lion."""
 
     name: ClassVar[str] = "dlion"
+    worker_class: ClassVar[type[Worker]] = DLion
+    shape: ClassVar[Shape] = "gather"  # everyone decodes everyone's signs
     inner: ClassVar[InnerName] = "lion"
     every_step: ClassVar[bool] = True
 
@@ -65,62 +96,12 @@ class DLionMethod(Method):
         """
         super().__post_init__()
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "betas in [0, 1)", self)
-        require_decay(self.decay)
-
-    @property
-    def reduction(self) -> Shape:
-        """Everyone decodes everyone's signs."""
-        return "gather"
 
     def apply(
-        self,
-        state: OuterState,
-        update_F: Tensor,
-        *,
-        fragment: Fragment,
-        lr: float,
-        momentum: float,
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
         """Descent along the vote."""
         if self.vote == "average":
             return descend(state, update_F, lr=lr, decay=self.decay)
         tally_F = torch.sub(torch.add(update_F, ROUNDER), ROUNDER)
         return descend(state, tally_F, lr=lr, decay=self.decay, signed=True)
-
-    def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
-    ) -> Worker:
-        return DLion(model, inner, reducer, method=self)
-
-
-class DLion(GradientWorker):
-    """Keeps Lion's momentum, and sends the signs of its step."""
-
-    def __init__(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, method: DLionMethod
-    ) -> None:
-        """Join the reducer; as `Worker`."""
-        super().__init__(model, inner, reducer)
-        self._beta1, self._beta2 = method.beta1, method.beta2
-        self._momentum_N = torch.zeros(self.layout.numel)
-
-    def _message(self, grad_N: Tensor) -> Tensor:
-        if not bool(torch.isfinite(grad_N).all()):
-            return grad_N
-        step_N = self._momentum_N * self._beta1 + grad_N * (1.0 - self._beta1)
-        self._momentum_N = self._momentum_N * self._beta2 + grad_N * (1.0 - self._beta2)
-        if not bool(step_N.all()):
-            step_N = torch.where(step_N == 0, self._in_turns(), step_N)
-        return torch.where(step_N > 0, 1.0, -1.0)
-
-    def _in_turns(self) -> Tensor:
-        """1 and -1 for even and odd values, the other way round at the next position."""
-        signs_N = torch.ones(self.layout.numel)
-        signs_N[(self.reducer.position + 1) % 2 :: 2] = -1.0
-        return signs_N
-
-    def _own_state(self) -> dict[str, Any]:
-        return {"momentum_N": self._momentum_N}
-
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._momentum_N = state["momentum_N"].clone()

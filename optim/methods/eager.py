@@ -18,14 +18,57 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from atoll.optim.methods.base import register, require
-from atoll.optim.methods.co2 import Overlapped
+from atoll.optim.methods.co2 import CO2
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.worker import Window, Worker
-from atoll.optim.reducer import Commit, Reducer
+from atoll.optim.reducer import Commit
+
+
+class Eager(CO2):
+    """Begins each window at the common parameters and its own overlay."""
+
+    method: "EagerMethod"
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._members = self.method.peers
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._fresh_N: Tensor = torch.zeros_like(self.synced_N)
+        self._overlay_N: Tensor = torch.zeros_like(self.synced_N)
+        self._overlay_momentum_N: Tensor = torch.zeros_like(self.synced_N)
+
+    def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
+        super()._follow(commit, new_F, window)
+        self._members = commit.members or self._members
+
+    def _next_start(self) -> Tensor:
+        lr, mu = self.method.lr, self.method.momentum
+        fresh_N = self._sent_N / self._members
+        x_N = fresh_N - self._fresh_N
+        self._fresh_N = fresh_N
+        self._overlay_momentum_N = self._overlay_momentum_N * mu + x_N
+        self._overlay_N = self._overlay_N - (x_N + self._overlay_momentum_N * mu) * lr
+        return self.synced_N + self._overlay_N
+
+    def _own_state(self) -> dict[str, Any]:
+        return super()._own_state() | {
+            "members": self._members,
+            "fresh_N": self._fresh_N,
+            "overlay_N": self._overlay_N,
+            "overlay_momentum_N": self._overlay_momentum_N,
+        }
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_own_state(state)
+        self._members = state["members"]
+        self._fresh_N = state["fresh_N"].clone()
+        self._overlay_N = state["overlay_N"].clone()
+        self._overlay_momentum_N = state["overlay_momentum_N"].clone()
 
 
 @register
@@ -34,6 +77,7 @@ class EagerMethod(DiLoCoMethod):
     """Eager updates."""
 
     name: ClassVar[str] = "eager"
+    worker_class: ClassVar[type[Worker]] = Eager
 
     peers: int = 1
     """M of the first window; later ones take the number of members of the last entry."""
@@ -63,60 +107,3 @@ class EagerMethod(DiLoCoMethod):
     def window_vectors(self) -> int:
         """Return the vectors kept: start, sent and owed, and the same of what is fresh."""
         return 6
-
-    def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
-    ) -> Worker:
-        return Eager(model, inner, reducer, inner_steps=inner_steps, method=self)
-
-
-class Eager(Overlapped):
-    """Begins each window at the common parameters and its own overlay."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        inner: Optimizer,
-        reducer: Reducer,
-        *,
-        inner_steps: int,
-        method: EagerMethod,
-    ) -> None:
-        """Join the reducer; as `Worker`."""
-        self._method = method
-        self._members = method.peers
-        super().__init__(model, inner, reducer, inner_steps=inner_steps)
-
-    def _restart(self) -> None:
-        super()._restart()
-        self._fresh_N: Tensor = torch.zeros_like(self.synced_N)
-        self._overlay_N: Tensor = torch.zeros_like(self.synced_N)
-        self._overlay_momentum_N: Tensor = torch.zeros_like(self.synced_N)
-
-    def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
-        super()._follow(commit, new_F, window)
-        self._members = commit.members or self._members
-
-    def _next_start(self) -> Tensor:
-        lr, mu = self._method.lr, self._method.momentum
-        fresh_N = self._sent_N / self._members
-        x_N = fresh_N - self._fresh_N
-        self._fresh_N = fresh_N
-        self._overlay_momentum_N = self._overlay_momentum_N * mu + x_N
-        self._overlay_N = self._overlay_N - (x_N + self._overlay_momentum_N * mu) * lr
-        return self.synced_N + self._overlay_N
-
-    def _own_state(self) -> dict[str, Any]:
-        return super()._own_state() | {
-            "members": self._members,
-            "fresh_N": self._fresh_N,
-            "overlay_N": self._overlay_N,
-            "overlay_momentum_N": self._overlay_momentum_N,
-        }
-
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_own_state(state)
-        self._members = state["members"]
-        self._fresh_N = state["fresh_N"].clone()
-        self._overlay_N = state["overlay_N"].clone()
-        self._overlay_momentum_N = state["overlay_momentum_N"].clone()

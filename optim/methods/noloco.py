@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from atoll.compression import Codec, Fp32
-from atoll.optim.methods.base import Method, Shape, register, require, require_outer
+from atoll.optim.methods.base import Method, Shape, register, require
 from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.methods.worker import Worker
-from atoll.optim.reducer import Reducer
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
@@ -36,14 +34,11 @@ class PairedMethod(Method):
     Both vectors are of all values, 2N together (`atoll.optim.inprocess.gossip.meet`).
     """
 
+    shape: ClassVar[Shape] = "pairs"
+
     keep_variance: bool = False
     """Whether the mean of two models keeps their variance, tensor by tensor (arXiv:2404.04616);
     then meetings move the sum over all peers."""
-
-    @property
-    def reduction(self) -> Shape:
-        """By gossip."""
-        return "pairs"
 
     def centre(self, centre_N: Tensor, params: Sequence[Tensor], layout: Layout) -> Tensor:
         """The point to which the parameters of a pair are pulled.
@@ -90,6 +85,7 @@ class NoLoCoMethod(PairedMethod):
     """NoLoCo; weights travel too, and what a codec loses of them does not come back."""
 
     name: ClassVar[str] = "noloco"
+    worker_class: ClassVar[type[Worker]] = DiLoCo
 
     codec: Codec = field(default_factory=Fp32)
     feedback: float = 0.0
@@ -111,26 +107,11 @@ class NoLoCoMethod(PairedMethod):
             MethodError: one that it can't have.
         """
         super().__post_init__()
-        require_outer(self.lr, self.momentum)
         require(not self.feedback, "no feedback: nothing keeps what a codec lost", self.feedback)
         require(0 < self.pull <= 1, "a pull above 0 and at most 1", self.pull)
 
-    def scalars(self, inner_lr: float) -> tuple[float, float]:
-        return self.lr, self.momentum
-
     def apply(
-        self,
-        state: OuterState,
-        update_F: Tensor,
-        *,
-        fragment: Fragment,
-        lr: float,
-        momentum: float,
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
         """The modified Nesterov step of one peer; `update_F` is delta, then the pull."""
         return gossip(state, update_F, lr=lr, momentum=momentum, pull=self.pull)
-
-    def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
-    ) -> Worker:
-        return DiLoCo(model, inner, reducer, inner_steps=inner_steps)

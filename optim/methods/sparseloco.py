@@ -21,15 +21,13 @@ those of all methods.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from atoll.compression import Codec, TopK, TwoBit
 from atoll.compression.sparse import Sparse
-from atoll.optim.methods.base import Method, Shape, register, require, require_outer
+from atoll.optim.methods.base import Method, Shape, register
 from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.methods.worker import Worker
-from atoll.optim.reducer import Reducer
 from atoll.optim.state.fragments import Fragment, tiled
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
@@ -42,6 +40,7 @@ class SparseLoCoMethod(Method):
     """SparseLoCo."""
 
     name: ClassVar[str] = "sparseloco"
+    worker_class: ClassVar[type[Worker]] = DiLoCo
 
     codec: Codec = field(default_factory=lambda: TopK(k=64, values=TwoBit()))
     feedback: float = 0.95
@@ -58,16 +57,6 @@ class SparseLoCoMethod(Method):
     tau: int = 0
     """Inner steps that a reduction travels while training goes on; 0 waits for it."""
 
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            MethodError: when they do not go together.
-        """
-        super().__post_init__()
-        require_outer(self.lr)
-        require(self.tau >= 0, "a tau of at least 0", self.tau)
-
     @property
     def divides_by(self) -> Literal["all", "senders"]:
         return self.average if self.merge == "union" else "all"
@@ -81,17 +70,8 @@ class SparseLoCoMethod(Method):
         """The whole model, in tiles."""
         return (tiled(layout),)
 
-    def scalars(self, inner_lr: float) -> tuple[float, float]:
-        return self.lr, 0.0
-
     def apply(
-        self,
-        state: OuterState,
-        update_F: Tensor,
-        *,
-        fragment: Fragment,
-        lr: float,
-        momentum: float,
+        self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
         """Plain descent."""
         return descend(state, update_F, lr=lr, fragment=fragment)
@@ -101,11 +81,3 @@ class SparseLoCoMethod(Method):
     ) -> OuterState:
         """Plain descent; zeros are written nowhere."""
         return descend(state, update, lr=lr, fragment=fragment)
-
-    def hidden_steps(self, inner_steps: int) -> int:
-        return self.tau
-
-    def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
-    ) -> Worker:
-        return DiLoCo(model, inner, reducer, inner_steps=inner_steps, delay=self.tau)

@@ -13,14 +13,22 @@ error feedback.
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from atoll.compression import Codec, Fp4
 from atoll.optim.methods.base import register, require
 from atoll.optim.methods.diloco import DiLoCo, DiLoCoMethod
 from atoll.optim.methods.worker import Worker
-from atoll.optim.reducer import Reducer
+
+
+class Streaming(DiLoCo):
+    """DiLoCo by fragments, which merges by alpha where its contribution is in."""
+
+    method: "StreamingMethod"
+
+    def _merge_(self, local: Tensor, new: Tensor, submitted: Tensor) -> None:
+        alpha = self.method.alpha
+        local.mul_(alpha).add_(new * (1.0 - alpha))
 
 
 @register
@@ -29,6 +37,7 @@ class StreamingMethod(DiLoCoMethod):
     """Streaming DiLoCo."""
 
     name: ClassVar[str] = "streaming"
+    worker_class: ClassVar[type[Worker]] = Streaming
     factors: ClassVar[bool] = False
 
     codec: Codec = field(default_factory=Fp4)
@@ -50,34 +59,3 @@ class StreamingMethod(DiLoCoMethod):
         """
         super().__post_init__()
         require(0 <= self.alpha <= 1, "an alpha between 0 and 1", self.alpha)
-
-    def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
-    ) -> Worker:
-        return Streaming(model, inner, reducer, inner_steps=inner_steps, method=self)
-
-
-class Streaming(DiLoCo):
-    """DiLoCo by fragments, which merges by alpha where its contribution is in."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        inner: Optimizer,
-        reducer: Reducer,
-        *,
-        inner_steps: int,
-        method: StreamingMethod,
-    ) -> None:
-        """Join the reducer; as `Worker`."""
-        self._alpha = method.alpha
-        super().__init__(
-            model,
-            inner,
-            reducer,
-            inner_steps=inner_steps,
-            delay=method.tau,
-        )
-
-    def _merge_(self, local: Tensor, new: Tensor, submitted: Tensor) -> None:
-        local.mul_(self._alpha).add_(new * (1.0 - self._alpha))

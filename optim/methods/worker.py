@@ -12,13 +12,15 @@ so that a reduction may travel while training goes on. With a delay of 0 the pee
 A subclass says what it sends (`_delta`) and how local follows a commit (`_follow`).
 """
 
+from __future__ import annotations
+
 import logging
 import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +98,9 @@ class Window:
         self.losses = list(state["losses"])
 
 
+if TYPE_CHECKING:
+    from atoll.optim.methods.base import Method
+
 _log = logging.getLogger(__name__)
 
 
@@ -151,6 +156,7 @@ class Worker(ABC):
         *,
         inner_steps: int,
         delay: int = 0,
+        method: Method | None = None,
     ) -> None:
         """Join the reducer and take its parameters.
 
@@ -160,6 +166,7 @@ class Worker(ABC):
             reducer: an `InProcessGroup` member, or the networked one.
             inner_steps: H, steps of a window; `resize` changes it.
             delay: inner steps between handing in and taking the commit.
+            method: the options of workers that have some; `Method.worker` passes itself.
 
         Raises:
             ValueError: when inner_steps is below 1, or the delay is not in [0, inner_steps].
@@ -172,6 +179,7 @@ class Worker(ABC):
         self.reducer = reducer
         self.inner_steps = inner_steps
         self.delay = delay
+        self.method = method
         self._delay_share = delay / inner_steps
         self.layout = Layout.of(model)
         _expect_optimizer_of(model, inner)
@@ -188,6 +196,7 @@ class Worker(ABC):
         self._windows = [Window() for _ in self.fragments]
         self._begin_windows(reducer.position)
         self.layout.load_(model, synced_N)
+        self._prepare()
         self._resumed_s = time.perf_counter()
 
     @property
@@ -342,6 +351,10 @@ class Worker(ABC):
     def _train(self) -> None:
         """Change local by what the gradients say."""
         self.inner.step()
+
+    def _prepare(self) -> None:
+        """Make what a method keeps beyond the windows, once the reducer has started."""
+        self._restart()
 
     def _handed_in(self, fragment: Fragment) -> None:  # noqa: B027 - a hook
         """Called right after a contribution was submitted."""

@@ -1,4 +1,4 @@
-"""The transport over libp2p: each exchange is one libp2p stream, framed by `atoll.dht.frames`.
+"""The transport over libp2p: each exchange is one libp2p stream, framed by `atoll.dht.streams`.
 
 We use p2pd's raw streams, not hivemind's servicers: those allocate whatever length a stranger
 names, and have no deadlines. Flow control is p2pd's and the kernel's: `send` waits while the far
@@ -16,27 +16,29 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from atoll.dht.frames import (
+from atoll.dht.p2pd import P2pd, P2pdError
+from atoll.dht.streams import (
     HEADER_BYTES,
     MAX_OPEN_BYTES,
     MAX_REFUSAL_BYTES,
     VERSION,
     Connection,
     FrameError,
+    Mark,
+    StreamEnd,
     decode_open,
     decode_refusal,
     encode_open,
     encode_refusal,
+    within,
 )
-from atoll.dht.p2pd import P2pd, P2pdError
-from atoll.dht.serving import Handlers, log_failure
-from atoll.dht.streams import Mark, StreamEnd, within
 from atoll.dht.transport import (
     MAX_CALL_BYTES,
     MAX_MESSAGE_BYTES,
     CallHandler,
     Check,
     DeadlineExceeded,
+    Handlers,
     PeerUnreachable,
     Refused,
     StreamHandler,
@@ -45,6 +47,7 @@ from atoll.dht.transport import (
     admit_everyone,
     checked_method,
     checked_size,
+    log_failure,
 )
 from atoll.dht.wirecount import WireTotals
 

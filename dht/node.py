@@ -22,9 +22,8 @@ from atoll.dht.identity import Identity
 from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
-from atoll.dht.serving import log_failure
 from atoll.dht.tasks import Tasks, together
-from atoll.dht.transport import Check, TransportError, admit_everyone
+from atoll.dht.transport import Check, TransportError, admit_everyone, log_failure
 from atoll.dht.wirecount import WireCounter, WireTotals
 
 logger = logging.getLogger(__name__)

@@ -30,14 +30,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from atoll.dht.frames import decode_refusal, encode_refusal
-from atoll.dht.serving import Handlers
-from atoll.dht.streams import Mark, StreamEnd, within
+from atoll.dht.streams import Mark, StreamEnd, decode_refusal, encode_refusal, within
 from atoll.dht.testing.virtualtime import VirtualTimeLoop, run_virtual
 from atoll.dht.transport import (
     MAX_CALL_BYTES,
     CallHandler,
     Check,
+    Handlers,
     PeerUnreachable,
     Refused,
     StreamHandler,

@@ -8,11 +8,10 @@ import time
 import pytest
 
 from atoll.dht import libp2p
-from atoll.dht.frames import encode_open
 from atoll.dht.identity import Identity
 from atoll.dht.libp2p import protocol_name
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.streams import Mark
+from atoll.dht.streams import Mark, encode_open
 from atoll.dht.transport import (
     MAX_CALL_BYTES,
     MAX_MESSAGE_BYTES,

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.dht.frames import (
+from atoll.dht.libp2p import LibP2PStream
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.streams import (
     HEADER_BYTES,
     MAX_CODE_BYTES,
     MAX_OPEN_BYTES,
@@ -13,14 +15,12 @@ from atoll.dht.frames import (
     Connection,
     FrameError,
     FrameReader,
+    Mark,
     decode_open,
     decode_refusal,
     encode_open,
     encode_refusal,
 )
-from atoll.dht.libp2p import LibP2PStream
-from atoll.dht.refusals import RefusalCode
-from atoll.dht.streams import Mark
 from atoll.dht.transport import MAX_CALL_BYTES, MAX_MESSAGE_BYTES, Refused
 
 

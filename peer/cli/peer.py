@@ -33,7 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "At the first start it shows what the run asks for (model, parameters, data,\n"
         "tokenizer, disk, traffic) and asks once; the answer is kept in the state\n"
         "directory. It exits with 1 after a no, and with 2 if there is nobody to ask.\n"
-        "Code of your own runs only with --allow-model, and files are read only with\n"
+        "Custom models run only with --allow-model, and files are read only with\n"
         "--data and --tokenizer.",
         examples="atoll peer INVITE\n"
         "atoll peer INVITE --yes\n"
@@ -140,10 +140,10 @@ def run(args: argparse.Namespace) -> int:
     _expect_device(args.device)
     _expect_data(args.data)
     _expect_tokenizer(args.tokenizer)
-    here = sys.stdin.isatty() and sys.stderr.isatty() and not args.stop_with_stdin
-    return run_peer(
-        options, on_event=_as_json if args.json else _as_text, ask=_ask if here else None
-    )
+    if args.json:  # read by a program, which cannot show anybody what the run asks for
+        return run_peer(options, on_event=_as_json)
+    is_here = sys.stdin.isatty() and sys.stderr.isatty() and not args.stop_with_stdin
+    return run_peer(options, on_event=_as_text, ask=_ask if is_here else None)
 
 
 def _name(text: str) -> str:

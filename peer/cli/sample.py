@@ -14,7 +14,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "sample",
-        description="Generate a continuation of a prompt with the model of a checkpoint.",
+        description="Generate a continuation of a prompt with the model of a checkpoint. Custom\n"
+        "models run only with --allow-model, and files are read only with --tokenizer.",
         examples="atoll sample run-00000012.safetensors --prompt 'def '\n"
         "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json\n"
         "atoll sample theirs.safetensors --allow-model my_package.models:build",

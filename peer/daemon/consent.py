@@ -35,10 +35,11 @@ from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
 from atoll.peer.training.permission import Allowed, with_own_files
+from atoll.peer.training.trainer import expect_params, open_tokenizer
 
-# Per parameter: two snapshots of parameters and outer momentum (8 bytes each); the trainer's
+# Per parameter: three snapshots of parameters and outer momentum (8 bytes each); the trainer's
 # parameters, two moments, residual and local values (4 bytes each).
-DISK_BYTES = 2 * 8 + 5 * 4
+DISK_BYTES = 3 * 8 + 5 * 4
 ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
 
 Ask = Callable[[], Awaitable[bool]]
@@ -152,12 +153,15 @@ class Consent:
         """Return if the owner wants to train this run; ask at most once.
 
         Raises:
-            ModelError, DataError: the run names code or files that the owner has not allowed.
+            ModelError, DataError: the run names code or files that the owner has not allowed, or a
+                model of another size than the coordinator says.
             ConsentMissing: nobody is there to ask.
             Declined: the owner said no.
         """
         spec = with_own_files(membership.spec, data=self.data, tokenizer=self.tokenizer)
         self.allowed.expect(spec)  # no yes to a run that could not train here
+        vocab_size = open_tokenizer(spec, self.allowed).vocab_size
+        expect_params(spec, vocab_size, membership.layout.numel)  # the owner is shown this number
         request = request_of(
             membership.spec, membership.layout, data=self.data, tokenizer=self.tokenizer
         )
@@ -169,10 +173,10 @@ class Consent:
             if self.ask is None:
                 raise ConsentMissing(
                     "the run asks for what is listed above, and nobody is here to answer; start "
-                    "this peer in a terminal once, or pass --yes"
+                    "this peer in a terminal once (without --json), or pass --yes"
                 )
             if not await self.ask():
-                raise Declined("did not join: the answer was no; nothing was run or read")
+                raise Declined("the answer was no; nothing that the run names was run or read")
         self._keep(request)
 
     def _kept_digest(self) -> str | None:

@@ -99,6 +99,15 @@ class ModelConfig:
         """Number of key/value heads in use."""
         return self.num_kv_heads or self.num_heads
 
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, without building the model: a spec may name any width."""
+        heads = self.num_heads + 2 * self.kv_heads
+        attention = self.dim * self.head_dim * heads + self.dim * self.dim
+        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        tables = 1 if self.tied else 2
+        return tables * self.vocab_size * self.dim + self.num_layers * block + self.dim
+
 
 # Parameters without the tokenizer's embedding: 0.88M, 3.2M, 10.6M, 31M, 154M, 346M, 973M.
 PRESETS: dict[str, ModelConfig] = {

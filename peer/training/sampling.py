@@ -19,7 +19,7 @@ from atoll.peer.training import models
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
 from atoll.peer.training.permission import Allowed, with_own_files
-from atoll.peer.training.trainer import build_model, open_tokenizer
+from atoll.peer.training.trainer import build_model, expect_params, open_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ def sample(
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
         LayoutError: its parameters do not fit its model.
-        SetupError: its model or its tokenizer is not allowed, or not usable here; the device is not
+        SetupError: its model or its tokenizer is not allowed, or not usable here, or of another
+            size; the device is not
             usable; or an option is negative or not finite.
     """
     if isinstance(checkpoint, Path):
@@ -79,6 +80,7 @@ def sample(
     allowed = Allowed(models=frozenset(allow_models), files=files)
     chosen = Device.choose(device, spec.inner.precision)
     opened = open_tokenizer(spec, allowed)
+    expect_params(spec, opened.vocab_size, checkpoint.layout.numel)
     model = build_model(spec, opened.vocab_size, allowed)
     checkpoint.layout.load_(model, checkpoint.params_N)
     context = spec.data.seq_len

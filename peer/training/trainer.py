@@ -38,7 +38,7 @@ from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.layout import Layout
-from atoll.peer.errors import SavedStateError
+from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
@@ -577,6 +577,34 @@ def build_model(spec: RunSpec, vocab_size: int, allowed: Allowed | None = None) 
         seed=spec.run.seed,
         allowed=(allowed or Allowed()).models,
     )
+
+
+def expect_params(spec: RunSpec, vocab_size: int, claimed: int) -> None:
+    """Check the size of a run's built-in model before it takes any memory.
+
+    A custom model is its owner's code; only running it would show its size.
+
+    Args:
+        spec: the spec of the run.
+        vocab_size: number of tokens of the run's tokenizer.
+        claimed: number of parameters by the word of a coordinator or a checkpoint.
+
+    Raises:
+        ModelError: the model has another size, or cannot be built.
+    """
+    if spec.model.custom is not None:
+        return
+    config = models.preset(
+        spec.model.preset,
+        spec.model.overrides,
+        vocab_size=vocab_size,
+        seq_len=spec.data.seq_len,
+    )
+    if config.num_params != claimed:
+        raise ModelError(
+            f"expected a model of {claimed:,} parameters, as was claimed, got a spec of one with "
+            f"{config.num_params:,}; ask the organiser, and check --tokenizer"
+        )
 
 
 def validation(spec: RunSpec, corpus: data.Corpus, batches: int = VALID_BATCHES) -> list[Tensor]:

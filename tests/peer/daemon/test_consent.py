@@ -27,15 +27,19 @@ from atoll.peer.daemon.membership import Membership
 from atoll.peer.errors import DataError, ModelError
 from atoll.peer.lab import plan
 from atoll.peer.paths import PeerPaths
-from atoll.peer.training.permission import Allowed
+from atoll.peer.training.permission import Allowed, with_own_files
 
 RUN_ID = bytes(range(32))
 LAYOUT = Layout(names=("w",), shapes=((1000, 1000),))
 
 
-def membership_of(layout=LAYOUT, **sections):
+def membership_of(layout=None, **sections):
+    spec = RunSpec.from_dict(sections)
+    if layout is None:
+        is_own = spec.model.custom or spec.data.tokenizer != "bytes"
+        layout = LAYOUT if is_own else Layout.of(plan.bare_model(spec))
     return Membership(
-        spec=RunSpec.from_dict(sections),
+        spec=spec,
         layout=layout,
         genesis_root=bytes(32),
         admission=b"",
@@ -68,27 +72,28 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
         "the run asks this machine for the following:",
         "run: big, 200 rounds",
         "model: mini, built in",
-        "parameters: 1,000,000",
+        "parameters: 10,720,128",
         "data: the source code of Python's standard library, on this machine",
         "tokenizer: bytes, built in",
-        "disk: about 548 MB",
-        "traffic: about 2.03 MB each way per round of 30 steps; 2.93 GB a day at one round a "
+        "disk: about 984 MB",
+        "traffic: about 21.8 MB each way per round of 30 steps; 31.4 GB a day at one round a "
         "minute",
     ]
 
 
-def test_a_custom_model_and_the_owners_files_are_shown_as_such(tmp_path):
+def test_a_custom_model_and_the_owners_files_are_shown_as_such():
     model = {"custom": "mine:build", "overrides": {"width": 3, "path": "x"}}
     allowed = Allowed(models=frozenset({"mine:build"}), files=frozenset({"/my/text", "t.json"}))
-    owner = Owner(tmp_path, allowed=allowed, data="/my/text", tokenizer="t.json")
     data = {"source": "~/.ssh", "tokenizer": "/etc/t.json"}
-    owner.admit(membership_of(model=model, data=data, inner={"compile": True}))
-    assert owner.shown[2:6] == [
+    spec = RunSpec.from_dict({"model": model, "data": data, "inner": {"compile": True}})
+    allowed.expect(with_own_files(spec, data="/my/text", tokenizer="t.json"))
+    lines = request_of(spec, LAYOUT, data="/my/text", tokenizer="t.json").lines
+    assert lines[2:6] == (
         "model: mine:build, code on this machine; width=3, path=x; compiled with torch.compile",
         "parameters: 1,000,000",
         "data: /my/text, on this machine (--data)",
         "tokenizer: t.json, on this machine (--tokenizer)",
-    ]
+    )
 
 
 def test_a_data_set_of_the_hub_is_shown_as_such():
@@ -146,13 +151,29 @@ def test_a_yes_in_advance_is_shown_and_kept_without_a_question(tmp_path):
 def test_another_request_is_asked_for_again(tmp_path):
     owner = Owner(tmp_path)
     owner.admit(membership_of())
-    owner.admit(membership_of(Layout(names=("w",), shapes=((5000, 5000),))))
     owner.admit(membership_of(model={"preset": "mini"}))
     owner.admit(membership_of(), run_id=bytes(32))
-    assert owner.asked == 4
+    assert owner.asked == 3
     # Its address may change; the run stays the same.
     owner.admit(membership_of(coordinator={"listen": "0.0.0.0:1"}), run_id=bytes(32))
-    assert owner.asked == 4
+    assert owner.asked == 3
+
+
+def test_another_size_of_a_custom_model_is_asked_for_again(tmp_path):
+    owner = Owner(tmp_path, allowed=Allowed(models=frozenset({"mine:build"})))
+    for size in (10, 20, 20):
+        layout = Layout(names=("w",), shapes=((size, size),))
+        owner.admit(membership_of(layout, model={"custom": "mine:build"}))
+    assert owner.asked == 2
+
+
+@pytest.mark.parametrize("overrides", [{}, {"num_layers": 10**9}, {"dim": 192 * 10**9}])
+def test_a_model_larger_than_the_owner_is_shown_is_refused_before_it_is_built(tmp_path, overrides):
+    owner = Owner(tmp_path)
+    small = Layout(names=("w",), shapes=((5, 5),))
+    with pytest.raises(ModelError, match="expected a model of 25 parameters, as was claimed, got"):
+        owner.admit(membership_of(small, model={"overrides": overrides}), yes=True)
+    assert owner.asked == 0
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"yes", b'{"digest": 1}', b"\xff"])
@@ -167,7 +188,7 @@ def test_a_damaged_yes_is_none(tmp_path, damage):
 def test_a_no_is_not_kept(tmp_path):
     owner = Owner(tmp_path, answer=False)
     for _ in range(2):
-        with pytest.raises(Declined, match="nothing was run or read"):
+        with pytest.raises(Declined, match="nothing that the run names was run or read"):
             owner.admit(membership_of())
     assert owner.asked == 2
     assert list(tmp_path.iterdir()) == []
@@ -285,7 +306,7 @@ def test_anything_else_is_a_no(organise, kit, at_terminal, tmp_path, answer):
     terminal.await_text("[y/N]")
     terminal.type(answer)
     assert terminal.end() == 1
-    assert "did not join: the answer was no" in terminal.text
+    assert "the answer was no" in terminal.text
     assert "Traceback" not in terminal.text
     assert not (tmp_path / "peer" / "consent.json").exists()
     assert organiser.status().position == 0

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.cli import demo as demo_command
 from atoll.peer.cli import main as cli
 from atoll.peer.cli.demo import carry_out
@@ -82,6 +83,16 @@ def test_peers_train_for_their_share_of_the_time(stage, kit):
 
     asyncio.run(stage.demo(peers=3, shares=[1.0, 0.25], **ends).run(show))
     assert stage.shares() == [1.0, 0.25, 1.0]
+
+
+def test_peers_are_told_of_nothing_but_the_demos_own_spec():
+    own = {"model": {"custom": "mine:build"}, "data": {"source": "texts", "tokenizer": "t.json"}}
+    spec = RunSpec.from_dict(own)
+    words = ["peer", "INVITE", *demo_module.own_names(spec)]
+    args = cli._parser(cli._load("peer"), "peer").parse_args(words)
+    assert args.yes
+    assert (args.data, args.tokenizer, args.allow_model) == ("texts", "t.json", ["mine:build"])
+    assert "--allow-model" not in demo_module.own_names(RunSpec())
 
 
 def test_peers_end_with_the_run(stage, kit):

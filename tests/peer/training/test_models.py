@@ -256,3 +256,12 @@ def test_takes_targets_ignores_keyword_only_parameters():
             return tokens_BT
 
     assert not models.takes_targets(Model())
+
+
+@pytest.mark.parametrize("name", ["nano", "micro", "mini", "1b"])
+@pytest.mark.parametrize("changes", [{}, {"tied": False}, {"num_kv_heads": 1, "num_layers": 3}])
+def test_the_number_of_parameters_is_known_without_the_model(name, changes):
+    config = models.preset(name, changes, vocab_size=300, seq_len=16)
+    with torch.device("meta"):
+        model = models.Decoder(config)
+    assert config.num_params == sum(param.numel() for param in model.parameters())

@@ -18,7 +18,7 @@ from atoll.optim.methods.diloco import DiLoCo, outer_defaults
 from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.reduction.cells import Cells, UpdateError
-from atoll.optim.reduction.feedback import Feedback, Offer
+from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import Assembly, OuterState, StateError, merkle_root
 from atoll.optim.state.outer_step import nesterov

@@ -10,9 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from atoll.optim.state.difference import Difference
-from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Difference, Fragment, Layout
 
 
 @dataclass(frozen=True, kw_only=True)

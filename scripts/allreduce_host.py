@@ -93,7 +93,7 @@ class RoundsHost:
     def __init__(self, place: Place) -> None:
         from atoll.optim.log.replay import Replay
         from atoll.optim.methods import parse
-        from atoll.optim.reduction.feedback import Feedback
+        from atoll.optim.reduction.contribution import Feedback
         from atoll.optim.state.layout import Layout
 
         self.place = place

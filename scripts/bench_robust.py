@@ -38,9 +38,9 @@ from atoll.optim.inprocess.rounds import SHAPES, GroupError, MeanReduction, Redu
 from atoll.optim.methods import DiLoCoMethod
 from atoll.optim.methods.base import register
 from atoll.optim.reducer import Contribution
+from atoll.optim.reduction.contribution import CLIP_AT
 from atoll.optim.reduction.robust import REDUCERS, ReducerName, rule_of
-from atoll.optim.reduction.weights import CLIP_AT
-from atoll.optim.state.fragments import decode_pieces
+from atoll.optim.state.layout import decode_pieces
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.peer.lab.simulate import Bench, Folder, Settings, simulate
 

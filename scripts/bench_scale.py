@@ -43,7 +43,7 @@ from atoll.dht.testing import MemoryRoster  # noqa: E402
 from atoll.dht.testing.memory import FRAME_BYTES, MemoryNetwork, run_virtual  # noqa: E402
 from atoll.optim.log.entry import Entry, choose_electors  # noqa: E402
 from atoll.optim.reduction.cells import LENGTH  # noqa: E402
-from atoll.optim.state import fragments  # noqa: E402
+from atoll.optim.state import layout as cuts  # noqa: E402
 from atoll.optim.state.layout import Layout  # noqa: E402
 from atoll.peer.rounds import policies  # noqa: E402
 from support.swarm import Swarm, SwarmPeer, signed_epoch  # noqa: E402
@@ -156,8 +156,8 @@ class Watch:
 
 
 def swarm_of(folder: Path, cells: int) -> Swarm:
-    codec = "fp32" if fragments.CELL == CELL_VALUES else "int8"
-    layout = Layout(names=("w",), shapes=((cells * fragments.CELL,),))
+    codec = "fp32" if cuts.CELL == CELL_VALUES else "int8"
+    layout = Layout(names=("w",), shapes=((cells * cuts.CELL,),))
     swarm = Swarm(folder, layout=layout, codec=codec)
     swarm.network = CountingNetwork(random.Random(7), latency_s=LATENCY_S)
     return swarm
@@ -185,7 +185,7 @@ async def warm_round(swarm: Swarm, peers: Sequence[SwarmPeer], cells: int) -> Ro
     return Row(
         peers=len(peers),
         cells=cells,
-        values=fragments.CELL,
+        values=cuts.CELL,
         reduction="rows" if len(decided.members) > policies.RELAYED_ABOVE else "flat",
         members=len(decided.members),
         electors=len(decided.electorate),
@@ -245,7 +245,7 @@ def memory_mb() -> float:
 
 def measure(num_peers: int, cells: int, reduction: str) -> Row:
     """Measure one group in this process; with a `reduction`, bodies are counted as well."""
-    fragments.CELL = BODY_VALUES if reduction else CELL_VALUES  # type: ignore[misc]
+    cuts.CELL = BODY_VALUES if reduction else CELL_VALUES  # type: ignore[misc]
     if reduction:
         policies.RELAYED_ABOVE = 2 if reduction == "rows" else num_peers
     torch.set_num_threads(1)

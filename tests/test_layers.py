@@ -51,8 +51,6 @@ ROOMS = (
     "peer.rounds",
     "peer.rounds.allreduce",
     "peer.rounds.consensus",
-    "peer.rounds.trace",
-    "peer.rounds.flight",
     "peer.rounds.engine",
     "peer.recovery",
     "peer.gossip",

@@ -23,9 +23,8 @@ from torch import Tensor
 from atoll.optim import methods
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Commit, Contribution, Settle
-from atoll.optim.reduction.weights import work_weight
-from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout
+from atoll.optim.reduction.contribution import work_weight
+from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState, is_finite
 
 Misses = Callable[[int, int], bool]

@@ -24,11 +24,9 @@ from atoll.optim.log.replay import residual_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Commit, Contribution
 from atoll.optim.reduction.cells import Cells, Term, body_of
-from atoll.optim.reduction.feedback import Offer
+from atoll.optim.reduction.contribution import Offer, cap_weights, clip_factors, work_weight
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
-from atoll.optim.reduction.weights import cap_weights, clip_factors, work_weight
-from atoll.optim.state.fragments import Fragment, decode_pieces, encode_pieces
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Fragment, Layout, decode_pieces, encode_pieces
 from atoll.optim.state.outer_state import OuterState
 
 

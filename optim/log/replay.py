@@ -16,10 +16,9 @@ from atoll.compression.sparse import Sparse
 from atoll.optim.log.entry import Entry, MalformedRecord, split_body
 from atoll.optim.methods.base import Method, MethodError
 from atoll.optim.reduction.cells import Bytes, Cells
-from atoll.optim.reduction.feedback import Feedback
+from atoll.optim.reduction.contribution import Feedback
 from atoll.optim.reduction.lowrank import INPUT, LowRankCells
-from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update
 

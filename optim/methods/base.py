@@ -50,9 +50,8 @@ from atoll.compression.sparse import Sparse
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Reducer
 from atoll.optim.reduction import lowrank
-from atoll.optim.reduction.weights import CLIP_AT, WeightRule
-from atoll.optim.state.fragments import Fragment, by_tensor, whole
-from atoll.optim.state.layout import Layout
+from atoll.optim.reduction.contribution import CLIP_AT, WeightRule
+from atoll.optim.state.layout import Fragment, Layout, by_tensor, whole
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import dense
 

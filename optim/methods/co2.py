@@ -24,7 +24,7 @@ from atoll.optim.methods.base import Method, register, require
 from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit, Reducer
-from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Fragment
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import heavy_ball
 

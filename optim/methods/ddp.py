@@ -26,8 +26,7 @@ from atoll.compression import Bf16, Codec
 from atoll.optim.methods.base import Method, register, require
 from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit
-from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import ADAMW_SUMS, adamw, clipped
 

@@ -36,10 +36,8 @@ from torch import Tensor
 from atoll.optim.methods.base import Method, register, require
 from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit
-from atoll.optim.state import fragments as cuts
-from atoll.optim.state.difference import Difference
-from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout
+from atoll.optim.state import layout as cuts
+from atoll.optim.state.layout import Difference, Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import nesterov
 

@@ -27,9 +27,7 @@ from torch import Tensor, nn
 
 from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.state import vectors
-from atoll.optim.state.difference import Difference
-from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout, LayoutError
+from atoll.optim.state.layout import Difference, Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import is_finite
 
 

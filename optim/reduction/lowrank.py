@@ -10,9 +10,8 @@ A cell is a tensor, seen as the matrix M [dims[0], rest]. With the Q of the stat
     u   = P Q^T                    everyone: rank outer products in order, multiply, then add
 
 So u is the mean of the M_i that are in Q, projected on the span of P, whatever P was made of. Each
-member's error is its input less u (`atoll.optim.reduction.feedback`). A tensor that factors would
-shrink by
-less than `MIN_COMPRESSION_RATE` has no P, and travels whole where the others have their Q.
+member's error is its input less u (`contribution.py`). A tensor that factors would shrink by less
+than `MIN_COMPRESSION_RATE` has no P, and travels whole where the others have their Q.
 
 The frame of a cell in an entry is the frame of P and the frame of Q, both by the codec `values`.
 Their lengths follow from the shape. In the state's memory the Qs lie last, one after another,
@@ -33,8 +32,7 @@ from torch import Tensor
 from atoll.compression import CodecError, Fp32, PowerSGD
 from atoll.compression.powersgd import as_matrix, matrix_shape, orthonormal, outer_sum, start_factor
 from atoll.optim.reduction.cells import Bytes, Cells, require_finite, unpack
-from atoll.optim.state.fragments import Dims, Fragment, piece_slices
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Dims, Fragment, Layout, piece_slices
 from atoll.optim.state.outer_state import OuterState, StateError, is_finite
 
 MIN_COMPRESSION_RATE = 2.0  # of PyTorch's PowerSGD hook: what shrinks by less is sent as it is

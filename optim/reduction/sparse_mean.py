@@ -17,8 +17,7 @@ from torch import Tensor
 from atoll.compression import Codec, TopK
 from atoll.compression.scratch import room
 from atoll.compression.sparse import Sparse
-from atoll.optim.reduction.cells import Cells, require_finite
-from atoll.optim.reduction.sent import Sent, encode_sent
+from atoll.optim.reduction.cells import Cells, Sent, encode_sent, require_finite
 
 Weights = Sequence[tuple[range, float]]
 """Consecutive runs of cells, and the weight behind each."""

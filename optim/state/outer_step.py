@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.optim.state.fragments import Fragment, whole
-from atoll.optim.state.layout import CELL
+from atoll.optim.state.layout import CELL, Fragment, whole
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.optim.state.updates import Update, aligned
 from atoll.optim.state.vectors import empty

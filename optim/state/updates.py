@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.compression.scratch import room
 from atoll.compression.sparse import Sparse
 from atoll.optim.state import vectors
-from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Fragment
 
 Update = Tensor | Sparse
 """fp32 values, or those of them that were sent, at their indices."""

@@ -32,7 +32,7 @@ from atoll.optim.log.entry import Elector, LogError
 from atoll.optim.log.store import StoreHead
 from atoll.optim.methods.noloco import PairedMethod
 from atoll.optim.reducer import Commit, Contribution, Settle
-from atoll.optim.reduction.weights import work_weight
+from atoll.optim.reduction.contribution import work_weight
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.peer.daemon.loop_thread import LoopThread

@@ -33,17 +33,15 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Entry
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
-from atoll.optim.reduction.feedback import Offer
-from atoll.optim.reduction.weights import DRIFT_CAP, drift_ratio, work_weight
+from atoll.optim.reduction.contribution import DRIFT_CAP, Offer, drift_ratio, work_weight
 from atoll.optim.schedules import Timetable
-from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout, LayoutError
+from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.rounds.consensus.member import OfferedWindow
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
-from atoll.peer.rounds.flight import OfferedWindow
 
 if TYPE_CHECKING:
     from atoll.peer.daemon.peer import Peer

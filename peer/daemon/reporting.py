@@ -36,8 +36,8 @@ from atoll.optim.log.entry import Elector
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.reducer import TrainerProgress
+from atoll.peer.rounds.context import RoundTrace
 from atoll.peer.rounds.engine import Settled
-from atoll.peer.rounds.trace import RoundTrace
 
 if TYPE_CHECKING:
     from atoll.peer.daemon.peer import Environment

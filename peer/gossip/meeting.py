@@ -29,7 +29,7 @@ from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met, Side, decoded, handed_over, meet
 from atoll.optim.log.entry import MalformedRecord, sha256
 from atoll.optim.reduction.cells import LENGTH, Cells, UpdateError, pack
-from atoll.optim.reduction.weights import WorkRefused, work_weight
+from atoll.optim.reduction.contribution import WorkRefused, work_weight
 from atoll.optim.state.outer_state import OuterState, is_finite
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import (

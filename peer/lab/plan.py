@@ -31,8 +31,7 @@ from atoll.optim.log.replay import cells_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reduction.cells import LENGTH
 from atoll.optim.schedules import Timetable
-from atoll.optim.state.fragments import Fragment, codec_of
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Fragment, Layout, codec_of
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data

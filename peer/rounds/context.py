@@ -25,6 +25,10 @@ RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
 
 
+class AttemptFailed(Exception):  # noqa: N818
+    """This term decides nothing; the next leader tries."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings:
     """Times of a round, as the spec of the run gives them (`round` in `spec`)."""
@@ -210,3 +214,19 @@ class Context(PeerContext):
     def known_epoch(self) -> int | None:
         """The epoch whose record this peer has."""
         return self.replica.epoch if self.replica.opened is not None else None
+
+
+@dataclass(kw_only=True)
+class RoundTrace:
+    """The times of one position, as this peer saw them, in seconds."""
+
+    position: int
+    wait_s: float = 0.0
+    send_s: float = 0.0
+    reduce_s: float = 0.0
+    vote_s: float = 0.0
+    apply_s: float = 0.0
+    rejected: float = 0.0
+    """L2 norm of what a robust rule took out of the parts that this peer reduced"""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """PeerIDs that this peer went on without, and why: as an owner of parts, and as the leader"""

@@ -2,13 +2,14 @@
 
 The engine joins or leads attempts with this peer's contribution, votes, serves what others ask
 for, and keeps the replica at the head of the log. It decides nothing by itself: a
-member's way through the terms is in `consensus.membership`, a leader's in `consensus.round`, their
+member's way through the terms is in `consensus.member`, a leader's in `consensus.round`, their
 choices in `policies`, and what counts in `consensus.voter` and `optim.log`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,17 +27,14 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.log.live import Applied
 from atoll.optim.state.updates import Update
-from atoll.peer.rounds.allreduce.exchange import Exchange
-from atoll.peer.rounds.allreduce.upfront import HeldStream, check_upfront, not_upfront
-from atoll.peer.rounds.consensus.ballot import Place
-from atoll.peer.rounds.consensus.closing import take_passed
-from atoll.peer.rounds.consensus.dissemination import Dissemination
-from atoll.peer.rounds.consensus.leading import Leading, OnLed
-from atoll.peer.rounds.consensus.member import CONNECT_STALLS
+from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront, not_upfront
+from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed
+from atoll.peer.rounds.consensus.leader import Leading, OnLed
+from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWindow, Pending
+from atoll.peer.rounds.consensus.round import Place
 from atoll.peer.rounds.consensus.voter import Voter
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import Context, RoundTrace
 from atoll.peer.rounds.deflating import inflated
-from atoll.peer.rounds.flight import Flight, OfferedWindow, Pending
 from atoll.peer.rounds.guard import guarded_call, guarded_stream
 from atoll.peer.rounds.messages import (
     PROTOCOL,
@@ -52,7 +50,6 @@ from atoll.peer.rounds.messages import (
 )
 from atoll.peer.rounds.policies import positions_ahead
 from atoll.peer.rounds.serving import Archive
-from atoll.peer.rounds.trace import RoundTrace, round_trace
 
 REACH_TRIES = 4  # a commit may be under way: look again this often before refusing a peer
 
@@ -472,3 +469,39 @@ class Rounds:
         raise Refused(
             RefusalCode.NO_SUCH_ROUND, f"this group of round {head.position + 1} is not here"
         )
+
+
+def round_trace(
+    applied: Applied,
+    exchange: Exchange | None,
+    *,
+    since: float,
+    turn_at: float | None,
+    now: float,
+) -> RoundTrace:
+    """The account of a peer whose contribution was on offer.
+
+    Args:
+        applied: the decided position.
+        exchange: this peer's part in the reduction, None where it came to none.
+        since: when the contribution was offered.
+        turn_at: when its position came to be decided, None where this peer has not seen that; what
+            was reduced before waits until then.
+        now: when the position was decided and applied.
+    """
+    trace = RoundTrace(position=applied.entry.position, apply_s=applied.apply_s)
+    if exchange is None:
+        trace.wait_s = now - since
+        return trace
+    times = exchange.times
+    sent = times.sent if times.sent is not None else now
+    reduced = times.reduced if times.reduced is not None else now
+    turn_at = max(reduced, reduced if turn_at is None else turn_at)
+    trace.wait_s = times.started - since + turn_at - reduced
+    trace.send_s = sent - times.started
+    trace.reduce_s = max(0.0, reduced - sent)
+    trace.vote_s = max(0.0, now - applied.apply_s - turn_at)
+    trace.rejected = math.hypot(*exchange.rejected.values())
+    members = exchange.group.members
+    trace.left_out = {members[index].peer_id: why for index, why in exchange.left_out.items()}
+    return trace

@@ -9,7 +9,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import CallHandler, Refused, Stream, StreamHandler
 from atoll.optim.log.entry import LogError
 from atoll.optim.reduction.cells import UpdateError
-from atoll.optim.reduction.weights import WorkRefused
+from atoll.optim.reduction.contribution import WorkRefused
 from atoll.peer.rounds.conduct import Fault
 
 BAD_INPUT = (LogError, UpdateError, CodecError, WorkRefused)

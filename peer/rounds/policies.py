@@ -1,7 +1,7 @@
 """The decisions of a round, as pure functions of a view. Nothing here waits or sends.
 
 The weight rule, the weight cap and the clip factors are the optimizer's
-(`atoll.optim.reduction.weights`);
+(`atoll.optim.reduction.contribution`);
 who leads, who votes and what a quorum is belong to the log (`atoll.optim.log.entry`).
 """
 
@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
-from atoll.peer.rounds.messages import PartPlan
+from atoll.optim.log.entry import Member
+from atoll.optim.reduction.contribution import cap_weights, clip_factors
+from atoll.peer.rounds.messages import PartPlan, Ready
 
 MAX_MBIT_S = 1e5  # a claim beyond 100 Gbit/s is cut to it
 # Streams of a reduction that a member has open, about. On a new stream yamux lets 256 KiB be under
@@ -108,6 +110,26 @@ def _alone_until(view: Rendezvous) -> float:
     limit = alone + max(view.last_s, view.first_ready_at - view.opened_at)
     promised = [view.expected.get(peer, math.inf) for peer in set(view.electors) - set(view.ready)]
     return limit if any(at <= limit for at in promised) else alone
+
+
+def admit(ready: Sequence[tuple[str, Ready]], *, clip_at: float) -> list[Member]:
+    """Members with their capped weights and clip factors; a bound of 0 clips nobody."""
+    weights = cap_weights([r.weight for _, r in ready])
+    steps = [max(r.steps, 1) for _, r in ready]
+    clips = clip_factors([r.norm for _, r in ready], steps, at=clip_at or math.inf)
+    return [
+        Member(
+            peer_id=peer,
+            incarnation=r.incarnation,
+            weight=weight,
+            clip=clip,
+            norm=r.norm,
+            tokens=r.tokens,
+            steps=r.steps,
+            loss=r.loss,
+        )
+        for (peer, r), weight, clip in zip(ready, weights, clips, strict=True)
+    ]
 
 
 def is_large(members: int) -> bool:

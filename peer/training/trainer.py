@@ -36,8 +36,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import schedules
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
-from atoll.optim.state.fragments import Fragment
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Fragment, Layout
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data

@@ -20,7 +20,7 @@ from atoll.dht.testing.virtualtime import inline
 from atoll.optim import methods
 from atoll.optim.log.entry import Elector, sha256
 from atoll.optim.methods.noloco import PairedMethod
-from atoll.optim.reduction.weights import work_weight
+from atoll.optim.reduction.contribution import work_weight
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.gossip.context import GossipContext

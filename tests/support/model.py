@@ -12,7 +12,7 @@ come back to this one, as a replica does that recovers from an older snapshot.  
 votes no more, and says where it stands once the rules let it; that tells the coordinator what it
 takes to be undecided here for ever.
 
-The rules are those of `atoll.peer.rounds.consensus.ballot` and `atoll.optim.log.entry`; this file
+The rules are those of `atoll.peer.rounds.consensus.round` and `atoll.optim.log.entry`; this file
 only stores and restores what their objects hold.
 """
 
@@ -32,8 +32,8 @@ from atoll.optim.log.entry import (
     check_certificate,
     vote_payload,
 )
-from atoll.peer.rounds.consensus import ballot
-from atoll.peer.rounds.consensus.ballot import TERM, Accepted, Booth, Leads, Place, Proposer
+from atoll.peer.rounds.consensus import round as machine
+from atoll.peer.rounds.consensus.round import TERM, Accepted, Booth, Leads, Place, Proposer
 
 HERE, NEXT = Place(1, 0), Place(1, 1)
 
@@ -101,7 +101,7 @@ class Model:
     ) -> None:
         self.electorate = tuple(elector(i, 0) for i in range(electors))
         self.attempts, self.mishaps, self.leaving = attempts, mishaps, leaving
-        term = ballot.term_of(max(attempts)) + 1
+        term = machine.term_of(max(attempts)) + 1
         self.further = [TERM * (term + i) for i in range(electors)]
         """attempts for ``finish``"""
         every = (*attempts, *self.further)
@@ -111,7 +111,7 @@ class Model:
         self._changes: dict[tuple[object, ...], Change] = {}
 
     def leader(self, attempt: int) -> Elector:
-        return ballot.leader_of(self.electorate, HERE.position, ballot.term_of(attempt))
+        return machine.leader_of(self.electorate, HERE.position, machine.term_of(attempt))
 
     def explore(self) -> set[State]:
         """Every reachable state.

@@ -39,25 +39,31 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.ballot import Accepted, Acceptor, Leads, Place, leader_of
-from atoll.peer.rounds.consensus.parts import Fetch, FetchEnded, RepairPart
 from atoll.peer.rounds.consensus.round import (
+    Accepted,
+    Acceptor,
     AskPromises,
     CloseGroup,
     Decide,
+    Fetch,
+    FetchEnded,
     LeaderAbsent,
     LeaderView,
+    Leads,
     Left,
     PartReduced,
+    Place,
     Polled,
     Probed,
     Promised,
+    RepairPart,
     Reported,
     Round,
     RoundState,
     Rules,
     SendProposal,
     VoteArrived,
+    leader_of,
 )
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready
 from support.model import elector, signature, verify

@@ -25,16 +25,15 @@ from atoll.optim.log.live import LiveReplica, Recovered, RecoveryError
 from atoll.optim.log.replay import Module, Replay
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
-from atoll.optim.reduction.feedback import Offer
+from atoll.optim.reduction.contribution import Offer, work_weight
 from atoll.optim.reduction.robust import Rule
-from atoll.optim.reduction.weights import work_weight
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import RosterSources
+from atoll.peer.rounds.consensus.member import OfferedWindow
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
-from atoll.peer.rounds.flight import OfferedWindow
 
 T = TypeVar("T")
 

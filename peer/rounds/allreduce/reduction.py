@@ -24,9 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.optim.reduction.cells import LENGTH, Cells, Term, UpdateError, pack, unpack
+from atoll.optim.reduction.cells import LENGTH, Cells, Sent, Term, UpdateError, pack, unpack
 from atoll.optim.reduction.robust import Rule
-from atoll.optim.reduction.sent import Sent
 from atoll.optim.reduction.sparse_mean import SparseMean
 from atoll.optim.state import vectors
 from atoll.optim.state.updates import Update, joined

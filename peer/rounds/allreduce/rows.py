@@ -22,10 +22,17 @@ from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, race, together
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
-from atoll.peer.rounds.allreduce.owner import OwnedPart, Owner
 from atoll.peer.rounds.allreduce.reduction import CellRefused, Norms, PartReceiver, batches
-from atoll.peer.rounds.allreduce.sender import LOST, PartLost, Receiver, Sender
-from atoll.peer.rounds.allreduce.state import CODES, ExchangeState
+from atoll.peer.rounds.allreduce.sides import (
+    CODES,
+    LOST,
+    ExchangeState,
+    OwnedPart,
+    Owner,
+    PartLost,
+    Receiver,
+    Sender,
+)
 from atoll.peer.rounds.allreduce.sums import RowReducer, TreeReducer
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.messages import ALIVE, CELL, PACED_BYTES, PartDone, PartPlan, Reduce

@@ -5,21 +5,30 @@ of a thousand would need eight seconds. A message also names the peers to which 
 forwards it, once that has verified the certificate and holds the body. If a peer does not take it
 within a stall, the next of its branch gets it, with the rest of the branch. A peer that takes it
 but does not forward it only costs time: a peer that hears of no decision asks others for it.
-Groups go the same way (`closing.py`).
+
+Groups go the same way, signed: on the sessions of at most eight members, which forward them by
+calls. A member that got its group from another one reports that on its session. After half a
+stall, or once one of the eight is gone, the leader sends the group again to those that lack it,
+beginning with others: a member that withholds a group costs the round this time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import math
+import statistics
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Self, TypeVar
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks
-from atoll.dht.transport import TransportError
+from atoll.dht.transport import Refused, TransportError
+from atoll.optim.log.entry import MalformedRecord
+from atoll.peer.rounds.allreduce.exchange import Exchange
 from atoll.peer.rounds.context import Context
-from atoll.peer.rounds.deflating import deflated
-from atoll.peer.rounds.messages import Announced, Decided
+from atoll.peer.rounds.deflating import deflated, inflated
+from atoll.peer.rounds.messages import Announced, Closed, Decided, Gone, Group, Ready, Repair
 
 FAN_OUT = 8  # a thousand peers in four steps, and eight copies of an entry are what one sends
 T = TypeVar("T")
@@ -114,3 +123,210 @@ def _announcing(decided: Decided) -> Body:
 def branches(peers: Sequence[str]) -> list[tuple[str, ...]]:
     """At most eight branches of nearly equal size; the first peers begin them."""
     return [tuple(peers[start::FAN_OUT]) for start in range(min(FAN_OUT, len(peers)))]
+
+
+PATIENCE_STALLS = 0.5  # for members to forward a group, beyond the time of its transfer
+
+Send = Callable[[str, Closed], Awaitable[None]]
+"""(member, group): on its session."""
+
+
+def group_payload(run_id: bytes, digest: bytes) -> bytes:
+    """Return what the leader of a group signs; the record holds epoch, position and term."""
+    return b"atoll group 1" + run_id + digest
+
+
+def group_of(closed: Closed) -> Group:
+    """Return the group in a message; MalformedRecord on anything else, before it takes memory."""
+    return Group.decode(inflated(closed.group, Group.max_bytes))
+
+
+class Delivery:
+    """The leader's side: brings one group to all its members."""
+
+    def __init__(
+        self, ctx: Context, group: Group, *, uplinks_mbit_s: Mapping[str, float], send: Send
+    ) -> None:
+        """Members with fast uplinks get it first: they forward it."""
+        self._ctx = ctx
+        self._send = send
+        self._digest = group.digest
+        self._index = {member.peer_id: i for i, member in enumerate(group.members)}
+        self._waiting = sorted(self._index, key=lambda peer: -uplinks_mbit_s[peer])
+        self._passing: set[str] = set()
+        self._lost = False
+        self._changed = asyncio.Event()
+        self._group = deflated(group.encode())
+        self._signature = ctx.sign(group_payload(ctx.replica.run_id, group.digest))
+        self._mbit_s = max(0.1, statistics.median(uplinks_mbit_s.values()))
+
+    async def begin(self) -> None:
+        """Send it to the first members of the branches."""
+        here = [[peer] for peer in self._waiting if peer == self._ctx.me.peer_id]
+        others = [peer for peer in self._waiting if [peer] not in here]
+        begun = [*here, *branches(others)]
+        self._passing, self._lost = {branch[0] for branch in begun}, False
+        await asyncio.gather(*(self._tell(branch) for branch in begun))
+
+    async def run(self) -> None:
+        """Return when every member has it or is gone."""
+        while self._waiting:
+            await self._await_members(self._patience_s())
+            await self.begin()
+
+    def note(self, peer: str, digest: bytes) -> None:
+        """A member got a group from another one."""
+        if digest == self._digest:
+            self._strike_off(peer)
+
+    def gone(self, peer: str) -> None:
+        """A member's session ended."""
+        self._lost = self._lost or peer in self._passing
+        self._strike_off(peer)
+
+    def _strike_off(self, peer: str) -> None:
+        if peer in self._waiting:
+            self._waiting.remove(peer)
+        self._changed.set()
+
+    async def _tell(self, branch: Sequence[str]) -> None:
+        tell = tuple(self._index[peer] for peer in branch[1:])
+        self._strike_off(branch[0])
+        closed = Closed(group=self._group, signature=self._signature, tell=tell)
+        await self._send(branch[0], closed)
+
+    async def _await_members(self, patience_s: float) -> None:
+        """Return when all have it, a member that forwards it is gone, or patience is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self._waiting and not self._lost:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _patience_s(self) -> float:
+        """Half a stall, and the transfers of a branch, one after the other."""
+        transfer_s = FAN_OUT * len(self._group) * 8 / (self._mbit_s * 1e6)
+        hops = math.log(len(self._waiting), max(2, FAN_OUT))
+        return PATIENCE_STALLS * self._ctx.settings.stall_s + hops * transfer_s
+
+
+class Seat:
+    """A member's place in a term: begins with the group, whoever brings it first."""
+
+    def __init__(
+        self, ctx: Context, ready: Ready, leader: str, begin: Callable[[Group], Exchange]
+    ) -> None:
+        """`begin` is called once, with a group that is the leader's and fits the report."""
+        self._ctx = ctx
+        self._ready = ready
+        self._leader = leader
+        self._begin = begin
+        self._tree = Tree(ctx, "group")
+        self._told: set[int] = set()
+        self._orders: list[Repair | Gone] = []
+        self._begun = asyncio.Event()
+        self.exchange: Exchange | None = None
+        self.was_passed = False
+        """whether another member than the leader brought the group"""
+
+    async def __aenter__(self) -> Self:
+        """Take groups from now on."""
+        self._ctx.seats[self._key] = self
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Take none any more."""
+        if self._ctx.seats.get(self._key) is self:
+            del self._ctx.seats[self._key]
+        await self._tree.close()
+
+    @property
+    def _key(self) -> tuple[int, int, int]:
+        return self._ready.epoch, self._ready.position, self._ready.term
+
+    async def begun(self) -> Exchange:
+        """The exchange, once there is one."""
+        while self.exchange is None:
+            await self._begun.wait()
+        return self.exchange
+
+    def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
+        """Begin, and pass the group on.
+
+        Raises:
+            MalformedRecord: it is not the leader's, does not fit, or is another one than before.
+        """
+        payload = group_payload(self._ctx.replica.run_id, group.digest)
+        if not self._ctx.verify(self._leader, payload, closed.signature):
+            raise MalformedRecord("group: expected the leader's signature")
+        if self.exchange is None:
+            check_group(self._ctx, group, self._key)
+            self.was_passed = passed
+            self.exchange = self._begin(group)
+            self._begun.set()
+            for order in self._orders:
+                self.order(order)
+        if group.digest != self.exchange.digest:
+            raise MalformedRecord("group: expected the one that began, got another")
+        self._pass_on(closed, group)
+
+    def order(self, order: Repair | Gone) -> None:
+        """Do what the leader says; before the group is here, then."""
+        if self.exchange is None:
+            self._orders.append(order)
+        elif isinstance(order, Repair):
+            self.exchange.repair(order)
+        else:
+            self.exchange.gone(order.member)
+
+    def _pass_on(self, closed: Closed, group: Group) -> None:
+        new = {i for i in closed.tell if i < len(group.members)} - self._told
+        if not new:
+            return
+        self._told |= new
+        index = {group.members[i].peer_id: i for i in closed.tell if i in new}
+
+        def body(tell: Sequence[str]) -> bytes:
+            return closed.model_copy(update={"tell": tuple(index[p] for p in tell)}).encode()
+
+        self._tree.spawn(self._tree.tell(list(index), body))
+
+
+def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None:
+    """Raises MalformedRecord unless a group is the one that was asked for, and whole."""
+    got = (group.epoch, group.position, group.term)
+    if got != asked:
+        raise MalformedRecord(f"group: expected (epoch, position, term) {asked}, got {got}")
+    me = ctx.me.peer_id, ctx.me.incarnation
+    if me not in [(m.peer_id, m.incarnation) for m in group.members]:
+        raise MalformedRecord("group: expected to be a member of it")
+    covered = 0
+    for plan in group.parts:
+        if plan.start_cell != covered or plan.stop_cell <= covered:
+            raise MalformedRecord("group: expected parts without gap or overlap")
+        if plan.owner >= len(group.members):
+            raise MalformedRecord("group: an owner is not a member")
+        covered = plan.stop_cell
+    num_cells = len(ctx.replay.cells_at(group.position))
+    if covered != num_cells:
+        raise MalformedRecord(f"group: expected {num_cells} cells, got {covered}")
+
+
+async def take_passed(ctx: Context, body: bytes) -> bytes:
+    """Answer the call `group`: what another member passes on.
+
+    Raises:
+        MalformedRecord: it is no group.
+        Refused: it is none that this peer waits for. That is no fault: of an early term two
+            leaders, or two groups of one, may be under way.
+    """
+    closed = Closed.decode(body)
+    group = group_of(closed)
+    seat = ctx.seats.get((group.epoch, group.position, group.term))
+    if seat is None:
+        raise Refused(RefusalCode.NO_SEAT, f"no report to term {group.term} is open here")
+    try:
+        seat.take(closed, group, passed=True)
+    except MalformedRecord as error:
+        raise Refused(RefusalCode.OTHER_GROUP, str(error)) from error
+    return b""

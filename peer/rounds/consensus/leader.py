@@ -1,53 +1,69 @@
-"""The leader of one term at one position: the driver of its `Round`.
+"""The leader of one term at one position: the driver of its `Round`, and all that it asks others.
+
+A peer leads the position that is decided next, and early, those ahead of it whose first leader it
+would be if the electorate stayed as it is. Of an early one only the reduction is done before its
+turn. It is given up if an entry in between makes another elector the leader: nothing was
+proposed, and the members still hold what they sent.
 
 A leadership begins with the first peer that reports ready, whether or not the leader itself is
 ready; it may lead a group that it is not a member of. It owns the members' sessions and all tasks
 of the term; what is done, and when, the machine in `round.py` decides. All waits are bounded:
 sessions by signs of life, the group by the grace, the reduction by the group's deadline, votes by
-their calls.
+their calls. The roster is some seconds old, so each trainer is asked where it stands.
+
+`Leading` holds the leaderships of this peer, `Leadership` is one of them, `Polls` asks electors
+for promises and votes, and `Expected` asks trainers when they will be ready.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import Tasks, beside, end
+from atoll.dht.tasks import Tasks, beside, end, race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
     Certificate,
+    CertificateInvalid,
     Elector,
     Entry,
+    LogError,
     Member,
     Part,
     StateRoot,
     next_electorate,
+    vote_payload,
 )
-from atoll.peer.rounds.allreduce.exchange import Exchange
-from atoll.peer.rounds.consensus.ballot import Leads, Place, leader_of
-from atoll.peer.rounds.consensus.closing import Delivery
-from atoll.peer.rounds.consensus.expected import PROBE_S, Expected
-from atoll.peer.rounds.consensus.forming import form_group
-from atoll.peer.rounds.consensus.member import AttemptFailed
-from atoll.peer.rounds.consensus.parts import Fetch, FetchEnded, RepairPart
-from atoll.peer.rounds.consensus.polls import Polls, ask_head
+from atoll.optim.reduction.contribution import work_weight
+from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
+from atoll.peer.rounds.conduct import Fault
+from atoll.peer.rounds.consensus.dissemination import Delivery, Dissemination
 from atoll.peer.rounds.consensus.round import (
+    Accepted,
     Action,
     AskPromises,
     CloseGroup,
     Decide,
     Event,
     Fail,
+    Fetch,
+    FetchEnded,
     Kind,
     LeaderAbsent,
     LeaderView,
+    Leads,
     Left,
     PartReduced,
+    Place,
+    Polled,
     Probed,
+    Promised,
+    RepairPart,
     ReportArrived,
     Reported,
     Round,
@@ -57,26 +73,237 @@ from atoll.peer.rounds.consensus.round import (
     StopPoll,
     TellGone,
     Unreachable,
+    VoteArrived,
+    leader_of,
 )
 from atoll.peer.rounds.consensus.voter import Voter
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import AttemptFailed, Context, failure_key
+from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.fetching import fetch_part
+from atoll.peer.rounds.local import LocalStream, stream_pair
 from atoll.peer.rounds.messages import (
     ALIVE,
     GONE,
     GROUP,
     PART_DONE,
+    PROTOCOL,
     READY,
     REPAIR,
     SEATED,
+    Ballot,
     Closed,
+    Decided,
     Gone,
+    Group,
+    Head,
+    Known,
     PartDone,
+    PartPlan,
+    Prepare,
+    Promise,
+    Propose,
     Ready,
     Repair,
     Seated,
     tagged,
 )
+from atoll.peer.rounds.policies import (
+    admit,
+    kept_parts,
+    positions_ahead,
+    round_deadline_s,
+    split_cells,
+)
+
+PROBE_S = 1.0  # how often peers that are waited for are asked
+DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
+
+
+class Expected:
+    """Trainers that answer and stand here, or are about to, and when each expects to be ready.
+
+    They are known by the roster and by the electorate: at the beginning of an epoch the roster may
+    show nobody.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        electorate: Callable[[], Sequence[Elector]],
+        ready: Callable[[], Collection[str]],
+    ) -> None:
+        """`ready` returns the peers that have a session with the leader."""
+        self._ctx = ctx
+        self._electorate = electorate
+        self._ready = ready
+
+    async def ask(self) -> dict[str, float]:
+        """Ask all once; when each expects to be ready, on the leader's clock."""
+        trainers, here = await self._trainers(), self._ready()
+        asked = await self._ask([peer for peer in trainers if peer not in here])
+        now = self._ctx.now()
+        return {peer: now for peer in trainers if peer in here} | asked | self._mine()
+
+    async def _ask(self, peers: Sequence[str]) -> dict[str, float]:
+        heads = await asyncio.gather(*(ask_head(self._ctx, peer) for peer in peers))
+        now, stands_at = self._ctx.now(), self._ctx.replica.position
+        return {
+            peer: now + head.ready_in_s
+            for peer, head in zip(peers, heads, strict=True)
+            if head is not None
+            and head.position >= stands_at - DECISION_UNDER_WAY
+            and head.role == "trainer"
+        }
+
+    def _mine(self) -> dict[str, float]:
+        """When the leader itself will be, which may lead a group that it is not in."""
+        ready_in_s = self._ctx.ready_in_s()
+        return {} if ready_in_s is None else {self._ctx.me.peer_id: self._ctx.now() + ready_in_s}
+
+    async def _trainers(self) -> list[str]:
+        records = await self._ctx.roster_peers()
+        peers = {peer for peer, record in records.items() if record.role == "trainer"}
+        peers |= {elector.peer_id for elector in self._electorate()}
+        return sorted(peers - {self._ctx.me.peer_id})
+
+
+HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
+POLL_STALLS = 10  # a vote before there is a group, which has a deadline of its own
+
+
+class Polls:
+    """Asks the electors of one position, one question at a time."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        voter: Voter,
+        place: Place,
+        *,
+        is_live: Callable[[str], bool],
+        take: Callable[[Event], object],
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            ctx: the leader's.
+            voter: the leader's own.
+            place: what the polls are about.
+            is_live: whether a peer is known to be alive; others are probed before they are asked.
+            take: gets the answers.
+        """
+        self._ctx = ctx
+        self._voter = voter
+        self._place = place
+        self._is_live = is_live
+        self._take = take
+        self._poll: asyncio.Task[None] | None = None
+
+    def ask(self, question: AskPromises | SendProposal, electorate: Sequence[Elector]) -> None:
+        """Ask all electors at once; `Polled` comes after the last answer."""
+        self._poll = asyncio.create_task(self._run(question, electorate))
+
+    async def stop(self) -> None:
+        """Wait for no more answers."""
+        poll, self._poll = self._poll, None
+        if poll is not None:
+            await end(poll)
+
+    def check(self) -> None:
+        """Raise what a poll failed with."""
+        if self._poll is not None and self._poll.done():
+            self._poll.result()
+
+    async def _run(
+        self, question: AskPromises | SendProposal, electorate: Sequence[Elector]
+    ) -> None:
+        timeout_s = POLL_STALLS * self._ctx.settings.stall_s
+        try:
+            async with asyncio.TaskGroup() as group:
+                if isinstance(question, AskPromises):
+                    record = Prepare(
+                        epoch=self._place.epoch,
+                        position=self._place.position,
+                        attempt=question.attempt,
+                    ).encode()
+                    for index, elector in enumerate(electorate):
+                        asking = self._ask_promise(question, index, elector, record, timeout_s)
+                        group.create_task(asking)
+                else:
+                    timeout_s = question.deadline_s or timeout_s
+                    entry = deflated(question.entry.encode())
+                    record = Propose(attempt=question.attempt, entry=entry).encode()
+                    for index, elector in enumerate(electorate):
+                        asking = self._ask_vote(question, index, elector, record, timeout_s)
+                        group.create_task(asking)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        self._take(Polled(attempt=question.attempt))
+
+    async def _ask_promise(
+        self, question: AskPromises, index: int, elector: Elector, record: bytes, timeout_s: float
+    ) -> None:
+        def taken(answer: bytes) -> Promised:
+            promise = Promise.decode(answer)
+            accepted = None
+            if promise.entry:
+                entry = inflated(promise.entry, Entry.max_bytes)
+                accepted = Accepted(attempt=promise.accepted_attempt, entry=entry)
+            return Promised(attempt=question.attempt, elector=index, accepted=accepted)
+
+        await self._ask(elector.peer_id, "prepare", record, timeout_s, taken)
+
+    async def _ask_vote(
+        self, question: SendProposal, index: int, elector: Elector, record: bytes, timeout_s: float
+    ) -> None:
+        def taken(answer: bytes) -> VoteArrived:
+            signature = Ballot.decode(answer).signature
+            payload = vote_payload(question.entry, question.attempt)
+            if not self._ctx.verify(elector.peer_id, payload, signature):
+                raise CertificateInvalid("a vote with a signature of somebody else")
+            return VoteArrived(attempt=question.attempt, elector=index, signature=signature)
+
+        await self._ask(elector.peer_id, "propose", record, timeout_s, taken)
+
+    async def _ask(
+        self,
+        peer: str,
+        method: str,
+        record: bytes,
+        timeout_s: float,
+        taken: Callable[[bytes], Event],
+    ) -> None:
+        """Pass on an elector's answer, if it gives a good one."""
+        try:
+            if peer == self._ctx.me.peer_id:
+                answer = await self._voter.answer(peer, method, record)
+            elif self._is_live(peer) or await ask_head(self._ctx, peer) is not None:
+                call = self._ctx.transport.call
+                answer = await call(peer, method, record, timeout_s=timeout_s)
+            else:
+                return
+            self._take(taken(answer))
+        except (Refused, LogError) as error:
+            self._ctx.on_event(
+                "warning",
+                f"round {self._place.position + 1}: no vote of {short(peer)}: {error}",
+                key=("no vote", self._place.position, peer, failure_key(error)),
+            )
+        except TransportError:
+            pass
+
+
+async def ask_head(ctx: Context, peer: str) -> Head | None:
+    """Ask a peer where it stands; None if it does not answer soon: then it is frozen or gone."""
+    with suppress(TransportError, ValueError):
+        timeout_s = HEAD_STALLS * ctx.settings.stall_s
+        known, asked_at = Known(epoch=ctx.known_epoch).encode(), ctx.now()
+        answer = await ctx.transport.call(peer, "head", known, timeout_s=timeout_s)
+        ctx.link.note_round_trip(peer, ctx.now() - asked_at)
+        return Head.decode(answer)
+    return None
+
 
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 
@@ -403,3 +630,232 @@ class Leadership:
             async with asyncio.timeout(timeout_s):
                 await self.changed.wait()
         self.changed.clear()
+
+
+OnLed = Callable[[Entry, Certificate, bytes], None]
+"""(entry, certificate, body) of what was led here to its certificate."""
+
+Reach = Callable[[int], Awaitable[None]]
+"""Waits a moment until this peer stands at a position, and looks for what it misses."""
+
+Commit = Callable[[Entry, Certificate, bytes], Awaitable[None]]
+
+
+class Leading:
+    """Leaderships by (epoch, position, term)."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        voter: Voter,
+        *,
+        dissemination: Dissemination,
+        reach: Reach,
+        commit: Commit,
+        on_led: OnLed,
+    ) -> None:
+        """`commit` applies an entry here; `on_led` gets it after that."""
+        self._ctx = ctx
+        self._voter = voter
+        self._dissemination = dissemination
+        self._reach = reach
+        self._ahead = positions_ahead(len(ctx.replay.fragments))
+        self._commit = commit
+        self._on_led = on_led
+        self._leads = Leads(ctx.me)
+        self._leaderships: dict[tuple[int, int, int], Leadership] = {}
+        self._tasks = Tasks()
+
+    def at(self, place: Place, term: int) -> Leadership | None:
+        """The leadership of a term, if it is under way here."""
+        return self._leaderships.get((place.epoch, place.position, term))
+
+    def left_out(self, place: Place) -> dict[str, str]:
+        """Return the peers without which groups of a position were closed, and why."""
+        found: dict[str, str] = {}
+        for (epoch, position, _), leadership in self._leaderships.items():
+            if (epoch, position) == place:
+                found |= leadership.round.left_out
+        return found
+
+    async def close(self) -> None:
+        """End everything that is under way."""
+        for leadership in list(self._leaderships.values()):
+            await leadership.close()
+        await self._tasks.close()
+
+    def line_to_myself(self) -> Stream:
+        """A stream by which this peer is a member of a term that it leads."""
+        here, there = stream_pair(self._ctx.me.peer_id, "round")
+        self._tasks.spawn(self._serve_myself(there))
+        return here
+
+    async def _serve_myself(self, stream: LocalStream) -> None:
+        try:
+            await self.serve(self._ctx.me.peer_id, stream)
+        except Refused as error:
+            stream.refuse(error)
+        except TransportError:
+            pass
+        finally:
+            await stream.close()
+
+    async def serve(self, remote: str, stream: Stream) -> None:
+        """Take a member's report, and hold its session.
+
+        Raises:
+            Refused: with the reason.
+        """
+        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
+        if message is None or message[:1] != READY:
+            raise Refused(RefusalCode.BAD_READY, "expected a Ready record first")
+        ready = Ready.decode(message[1:])
+        await self._check(remote, ready)
+        replica = self._ctx.replica
+        place = Place(ready.epoch, ready.position)
+        self._leads.check(place, ready.term, replica.electorate)
+        if ready.position == replica.position and ready.term < self._voter.term:
+            raise Refused(RefusalCode.SUPERSEDED, f"term {self._voter.term} is under way")
+        await self._lead(ready).serve(remote, ready, stream)
+
+    async def _check(self, remote: str, ready: Ready) -> None:
+        barred = self._ctx.conduct.barred(remote, self._ctx.now())
+        if barred is not None:
+            raise Refused(RefusalCode.BARRED, str(barred))
+        if ready.protocol != PROTOCOL:
+            raise Refused(
+                RefusalCode.PROTOCOL, f"expected protocol {PROTOCOL}, got {ready.protocol}"
+            )
+        due = work_weight(ready.tokens, ready.steps, self._ctx.replay.method.weights)
+        if ready.weight not in (0.0, due):
+            self._ctx.fault(remote, Fault.BAD_WEIGHT)
+            raise Refused(
+                RefusalCode.BAD_WEIGHT,
+                f"expected a weight of 0 or {due:g} for {ready.tokens} tokens in {ready.steps} "
+                f"steps, got {ready.weight:g}",
+            )
+        await self._check_place(ready)
+
+    async def _check_place(self, ready: Ready) -> None:
+        """Both stand on the same log, at the position or a little before it."""
+        replica = self._ctx.replica
+        await self._reach(ready.stands_at)
+        if replica.position > ready.position:
+            raise Refused(
+                RefusalCode.DECIDED, f"expected a report at {replica.position} or beyond it"
+            )
+        same = (replica.position, replica.chain) == (ready.stands_at, ready.chain)
+        on_the_log = replica.epoch == ready.epoch and (same or ready.stands_at < replica.position)
+        near = ready.stands_at <= ready.position <= ready.stands_at + self._ahead
+        first = ready.term == 0 or ready.position == replica.position
+        if not (on_the_log and near and first):
+            raise Refused(
+                RefusalCode.ELSEWHERE,
+                f"expected (epoch, position) {(replica.epoch, replica.position)} or at most "
+                f"{self._ahead} ahead of it, got {(ready.epoch, ready.position)} from "
+                f"{ready.stands_at}; fetch what is missing",
+            )
+
+    def _lead(self, ready: Ready) -> Leadership:
+        """The leadership of a term of ours; it starts with the first call."""
+        key = (ready.epoch, ready.position, ready.term)
+        if key not in self._leaderships:
+            leadership = Leadership(
+                ctx=self._ctx,
+                voter=self._voter,
+                leads=self._leads,
+                place=Place(ready.epoch, ready.position),
+                term=ready.term,
+                check=self._check,
+            )
+            self._leaderships[key] = leadership
+            self._tasks.spawn(self._run(key, leadership))
+        return self._leaderships[key]
+
+    async def _run(self, key: tuple[int, int, int], leadership: Leadership) -> None:
+        try:
+            outcome = await race(
+                leadership.run(), self._await_end(leadership), expected=(AttemptFailed,)
+            )
+            if outcome is None:
+                return
+            announced = self._tasks.spawn(
+                self._announce(leadership, outcome.entry, outcome.certificate)
+            )
+            body = await self._voter.gather(outcome.entry, self._ctx.me.peer_id)
+            await self._commit(outcome.entry, outcome.certificate, body)
+            self._on_led(outcome.entry, outcome.certificate, body)
+            await announced
+            await leadership.until_left()
+        except (AttemptFailed, TransportError, ValueError) as error:
+            if not (isinstance(error, Refused) and error.code is RefusalCode.NOT_THE_LEADER):
+                self._ctx.on_event(
+                    "warning",
+                    f"round {key[1] + 1}, term {key[2]} led here failed: {error}",
+                    key=("own term failed", key[1], failure_key(error)),
+                )
+        finally:
+            self._leaderships.pop(key, None)  # first, so that nobody joins what is over
+            await leadership.close()
+
+    async def _await_end(self, leadership: Leadership) -> None:
+        """Return once the position is decided, its epoch over, or another elector to lead it."""
+        replica, place = self._ctx.replica, leadership.place
+        with suppress(Refused):
+            while replica.epoch == place.epoch and replica.position <= place.position:
+                self._leads.check(place, leadership.term, replica.electorate)
+                await replica.passed(replica.position)
+
+    async def _announce(
+        self, leadership: Leadership, entry: Entry, certificate: Certificate
+    ) -> None:
+        decided = Decided(entry=entry.encode(), certificate=certificate.encode())
+        live = sorted(leadership.round.live)
+        others = set(leadership.sessions) | set(self._ctx.seen)
+        others |= {elector.peer_id for elector in entry.electorate}
+        await self._dissemination.tell(decided, [*live, *sorted(others)])
+
+
+def form_group(ctx: Context, place: Place, term: int, ready: Mapping[str, Ready]) -> Group:
+    """The group of these members, in their order."""
+    cells = ctx.replay.cells_at(place.position)
+    stall_s = ctx.settings.stall_s
+    return Group(
+        epoch=place.epoch,
+        position=place.position,
+        term=term,
+        members=tuple(admit(list(ready.items()), clip_at=ctx.replay.method.clip_at)),
+        parts=tuple(_cut(ctx, place.position, ready)),
+        stall_s=stall_s,
+        deadline_s=round_deadline_s(
+            cells.max_body_bytes(len(ready)),
+            min(report.uplink_mbit_s for report in ready.values()),
+            stall_s,
+            before=max(0, place.position - ctx.replica.position),
+        ),
+    )
+
+
+def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[PartPlan]:
+    """Cut the parts as the last entry did, if its owners are here and that is no worse."""
+    sizes = ctx.replay.cells_at(position).sizes
+    rates = [_rate_mbit_s(ctx, peer, report) for peer, report in ready.items()]
+    best = split_cells(sizes, rates)
+    expected = expected_plan(ctx, position)
+    place = {peer: index for index, peer in enumerate(ready)}
+    if expected is None or not {part.owner for part in expected.parts} <= set(place):
+        return best
+    last = [
+        PartPlan(start_cell=part.start_cell, stop_cell=part.stop_cell, owner=place[part.owner])
+        for part in expected.parts
+    ]
+    even = split_cells(sizes, [1.0] * len(ready))
+    turn = position // len(ctx.replay.fragments)
+    return kept_parts(last, best, even, rates, turn=turn, megabits=8e-6 * sum(sizes))
+
+
+def _rate_mbit_s(ctx: Context, peer: str, report: Ready) -> float:
+    """Return the rate of the slower direction; a downlink counts only if it is declared."""
+    record = ctx.seen.get(peer)
+    downlink = record.downlink_mbit_s if record is not None else 0.0
+    return min(report.uplink_mbit_s, downlink or math.inf)

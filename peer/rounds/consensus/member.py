@@ -1,22 +1,54 @@
-"""A member's side of one term: report to the leader, reduce, and stay until it is decided."""
+"""A member's way through the terms of one position: a machine without sockets, and its driver.
+
+A contribution is offered at one position. Its member reports to the leader of a term, waits for the
+group, and reduces, until the position is decided; a term that fails leads to the next one. A
+position that is not decided next is reduced early, by the leader that its first term will have if
+the electorate stays as it is. If an entry in between names another leader, or the early reduction
+failed, the same frozen contribution begins anew: nothing was decided with it.
+
+`MemberRound` is the machine: events and the time go in, actions come out, and it decides which
+leader this peer reports to, and when. A `Flight` does what it asks for: it owns the session with
+that leader, and the timers. `join` is one such session. See `round.py` for the leader's side.
+
+    SEEKING     no electorate is known yet
+    REPORTED    a session with the leader, or on the way to one
+    REDUCING    the leader's group came
+    LATE        this peer is not in the group, or too early: it waits for a decision
+    PAUSED      all electors have led in vain: a moment's rest
+    OVER        the position is decided, or its epoch has ended
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Protocol
 
-from atoll.dht.tasks import beside
-from atoll.dht.transport import Stream
-from atoll.optim.log.entry import MalformedRecord
-from atoll.peer.rounds.allreduce.exchange import Exchange, exchange_of
-from atoll.peer.rounds.allreduce.upfront import begin_upfront
-from atoll.peer.rounds.consensus.closing import Seat, group_of
-from atoll.peer.rounds.context import Context
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.phases import RoundPhase
+from atoll.dht.identity import short
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import beside, end
+from atoll.dht.transport import Refused, Stream, TransportError
+from atoll.optim.log.entry import Elector, MalformedRecord
+from atoll.optim.reduction.contribution import Offer
+from atoll.peer.rounds.allreduce.exchange import Exchange, begin_upfront, exchange_of
+from atoll.peer.rounds.consensus.dissemination import Seat, group_of
+from atoll.peer.rounds.consensus.leader import Leading
+from atoll.peer.rounds.consensus.round import Place, leader_of
+from atoll.peer.rounds.consensus.voter import Voter
+from atoll.peer.rounds.context import AttemptFailed, Context, failure_key
 from atoll.peer.rounds.messages import (
     ALIVE,
     GONE,
     GROUP,
     PART_DONE,
+    PROTOCOL,
     READY,
     REPAIR,
     SEATED,
@@ -29,11 +61,291 @@ from atoll.peer.rounds.messages import (
     tagged,
 )
 
+CLOSED_STALLS = 20  # how long a peer that came too late waits for the decision
+
+WAITS_FOR_DECISION = frozenset({RefusalCode.CLOSED, RefusalCode.BARRED})
+"""Refusals after which the round goes on without this peer."""
+
+
+class MemberState(Enum):
+    """The states of a member; the module's docstring describes each."""
+
+    SEEKING = "seeking"
+    REPORTED = "reported"
+    REDUCING = "reducing"
+    LATE = "late"
+    PAUSED = "paused"
+    OVER = "over"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberView:
+    """A member's view of clock and log; `now` is in seconds."""
+
+    now: float
+    place: Place
+    """of the entry that is decided next"""
+    electorate: tuple[Elector, ...]
+    term: int
+    """the term below which this elector accepts nothing at that place"""
+
+
+# Events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """The leader's group came."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The session with the leader has ended."""
+
+    why: str
+    code: RefusalCode | None = None
+    """of a refusal; None: the leader is lost, or broke the rules"""
+    reason: str = ""
+    """what the leader gave as the reason of its refusal"""
+    key: Hashable = None
+    """what is alike in such failures"""
+
+
+# Actions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Report to a leader, and take part."""
+
+    leader: str
+    term: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """End the session with the leader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoteTurn:
+    """The position is the one that is decided next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportTurn:
+    """Report to the leader again, that the turn of an early position has come."""
+
+    term: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchEntries:
+    """Look for what is missing, and return when that was done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountFailure:
+    """A term failed; others may know of a decision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Show a new phase."""
+
+    phase: RoundPhase
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendReport:
+    """Report an event to the operator."""
+
+    level: Level
+    text: str
+    key: Hashable = None
+    """what repeats have in common; None: their text"""
+
+
+Action = Join | Leave | NoteTurn | ReportTurn | FetchEntries | CountFailure | Show | SendReport
+
+
+class MemberRound:
+    """One contribution's way to the decision of its position."""
+
+    def __init__(self, place: Place, *, stall_s: float) -> None:
+        """Nothing is reported yet."""
+        self.place = place
+        self.state = MemberState.SEEKING
+        self.phase = RoundPhase.WAIT
+        self.wake_at: float | None = None
+        """when it wants to be looked at, if nothing happens before"""
+        self._stall_s = stall_s
+        self._term = 0
+        self._leader: Elector | None = None
+        self._electors = 0
+        """of the electorate that named the leader"""
+        self._was_early = False
+        """whether the leader was joined before the turn"""
+        self._has_turn = False
+        """whether the turn has come since"""
+        self._has_group = False
+        """whether the contribution was in a group, of this session or an earlier one"""
+        self._failure: Failed | None = None
+        self._late_since: int | None = None
+        """the position at which an early failure waits for the next entry"""
+
+    def receive(self, event: Grouped | Failed) -> list[Action]:
+        """Take an event; what is to be done at once."""
+        if self.state not in (MemberState.REPORTED, MemberState.REDUCING):
+            return []  # of a session that has been given up
+        if isinstance(event, Failed):
+            self._failure = event
+            return []
+        self.state, self._has_group = MemberState.REDUCING, True
+        return self._show(RoundPhase.REDUCE)
+
+    def advance(self, view: MemberView) -> list[Action]:
+        """Look at the clock and the log; what is to be done.
+
+        Call it again after doing that, until nothing is left to do.
+        """
+        in_session = self.state in (MemberState.REPORTED, MemberState.REDUCING)
+        if self._is_over(view):
+            return self._end()
+        match self.state:
+            case MemberState.SEEKING:
+                return self._join(view)
+            case MemberState.LATE | MemberState.PAUSED:
+                return self._rest(view)
+        if in_session and self._failure is not None:
+            return self._fail(self._failure, view)
+        return self._watch(view) if in_session else []
+
+    def _is_over(self, view: MemberView) -> bool:
+        return view.place.epoch != self.place.epoch or view.place > self.place
+
+    def _is_early(self, view: MemberView) -> bool:
+        return view.place < self.place
+
+    def _end(self) -> list[Action]:
+        if self.state is MemberState.OVER:
+            return []
+        self.state, self.wake_at = MemberState.OVER, None
+        return [Leave()]
+
+    def _show(self, phase: RoundPhase) -> list[Action]:
+        self.phase = phase
+        return [Show(phase=phase)]
+
+    def _join(self, view: MemberView) -> list[Action]:
+        """Report to the leader of the term; at the turn, of one that may still be decided."""
+        if not view.electorate:
+            return []
+        self._was_early = self._is_early(view)
+        if not self._was_early:
+            self._term = max(self._term, view.term)
+        self._leader = leader_of(view.electorate, self.place.position, self._term)
+        self._electors = len(view.electorate)
+        self._has_turn, self._failure, self.wake_at = False, None, None
+        self.state = MemberState.REPORTED
+        join = Join(leader=self._leader.peer_id, term=self._term)
+        return [*self._show(RoundPhase.WAIT), join]
+
+    def _watch(self, view: MemberView) -> list[Action]:
+        """Leave the leader if it is the wrong one; at the turn, report to the right one."""
+        if self._is_early(view):
+            if view.electorate and not self._lost_lead(view):
+                return []
+            return self._give_up(view)
+        if self._has_turn:
+            return []
+        if self._was_early and (not view.electorate or self._lost_lead(view)):
+            return self._give_up(view)
+        self._has_turn = True
+        actions: list[Action] = [NoteTurn(), Show(phase=self.phase)]
+        return [*actions, ReportTurn(term=self._term)] if self._was_early else actions
+
+    def _lost_lead(self, view: MemberView) -> bool:
+        """Return whether an entry gave the term to another."""
+        electorate = view.electorate
+        return bool(electorate) and self._leader != leader_of(
+            electorate, self.place.position, self._term
+        )
+
+    def _give_up(self, view: MemberView) -> list[Action]:
+        """Another elector leads the term now: begin anew with it."""
+        self._seek()
+        if not self._has_group or self._leader is None or not view.electorate:
+            return [Leave()]
+        text = (
+            f"round {self.place.position + 1}: what was reduced early is reduced again: "
+            f"{short(self._leader.peer_id)} does not lead it"
+        )
+        return [Leave(), SendReport(level="info", text=text)]
+
+    def _seek(self) -> None:
+        self.state, self.wake_at = MemberState.SEEKING, None
+
+    # failures
+
+    def _fail(self, failure: Failed, view: MemberView) -> list[Action]:
+        self._failure = None
+        if self._is_early(view):
+            return self._fail_early(failure, view)
+        if self._lost_lead(view):  # it was a wrong leader that failed
+            self._seek()
+            return [Leave()]
+        position = self.place.position
+        if failure.code in WAITS_FOR_DECISION:
+            self.state, self._late_since = MemberState.LATE, None
+            self.wake_at = view.now + CLOSED_STALLS * self._stall_s
+            text = f"round {position + 1}: {failure.reason}"
+            return [*self._show(RoundPhase.LATE), SendReport(level="info", text=text)]
+        if failure.code == RefusalCode.DECIDED:
+            self._try_next()
+            return [FetchEntries()]
+        if failure.code is not None and self._leader is not None:
+            name = self._leader.peer_id
+            text = f"round {position + 1}: {short(name)} refused: {failure.why}"
+            key = "leader refused", position, name, failure.key
+            self._try_next()
+            return [SendReport(level="warning", text=text, key=key)]
+        text = f"round {position + 1}, term {self._term}: {failure.why}"
+        report = SendReport(level="warning", text=text, key=("term failed", position, failure.key))
+        self._try_next()
+        return [CountFailure(), report]
+
+    def _fail_early(self, failure: Failed, view: MemberView) -> list[Action]:
+        """Wait for the next entry: it may name another leader, or bring the turn."""
+        self.state, self.wake_at = MemberState.LATE, None
+        self._late_since = view.place.position
+        show = self._show(RoundPhase.LATE)
+        return [*show, FetchEntries()] if failure.code == RefusalCode.DECIDED else show
+
+    def _try_next(self) -> None:
+        """The next leader's turn; after the last one's, a stall later."""
+        self._seek()
+        self._term += 1
+        if self._term % self._electors == 0:
+            self.state = MemberState.PAUSED
+
+    def _rest(self, view: MemberView) -> list[Action]:
+        if self.state is MemberState.PAUSED and self.wake_at is None:
+            self.wake_at = view.now + self._stall_s
+        if self.wake_at is None:  # late for an early round
+            over = self._late_since is None or view.place.position > self._late_since
+        else:
+            over = view.now >= self.wake_at
+        if not over:
+            return []
+        if self.state is MemberState.LATE and self.wake_at is not None:
+            self._try_next()
+            return self.advance(view)
+        self._seek()
+        return self._join(view)
+
+
 CONNECT_STALLS = 3  # a first contact with a leader may have to dial
-
-
-class AttemptFailed(Exception):  # noqa: N818
-    """This term decides nothing; the next leader tries."""
 
 
 async def join(
@@ -107,3 +419,205 @@ async def _recv(ctx: Context, stream: Stream) -> bytes:
     if message is None:
         raise AttemptFailed("the leader ended the session before the position was decided")
     return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferedWindow:
+    """A contribution as it is offered at the next position of its fragment."""
+
+    number: int
+    """counts the offers of this process, so that a settlement finds its own"""
+    fragment: int = 0
+    offer: Offer
+    tokens: int
+    steps: int
+    loss: float | None
+
+
+@dataclass(kw_only=True, eq=False)
+class Pending:
+    """The contribution that waits for a decision."""
+
+    window: OfferedWindow
+    since: float
+    turn_at: float | None = None
+    """when its position was the next to be decided; None before that"""
+    exchange: Exchange | None = None
+
+
+class Host(Protocol):
+    """The engine, as a flight needs it."""
+
+    voter: Voter
+    leading: Leading
+
+    def show(self, flight: Flight) -> None:
+        """Take a change of the flight's phase."""
+        ...
+
+    def count_failure(self) -> None:
+        """A term failed."""
+        ...
+
+    async def catch_up(self) -> None:
+        """Look for what is missing, and return when that was done."""
+        ...
+
+
+class Flight:
+    """Runs until it is cancelled, which its host does when the position is decided."""
+
+    def __init__(self, ctx: Context, host: Host, place: Place, pending: Pending) -> None:
+        """Not begun."""
+        self._ctx = ctx
+        self._host = host
+        self.place = place
+        self.pending = pending
+        self._member = MemberRound(place, stall_s=ctx.settings.stall_s)
+        self._changed = asyncio.Event()
+        self._session: asyncio.Task[None] | None = None
+        self._stream: Stream | None = None
+
+    @property
+    def phase(self) -> RoundPhase:
+        """The phase of this contribution."""
+        return self._member.phase
+
+    async def run(self) -> None:
+        """One term after the other, until the position is decided."""
+        try:
+            async with beside(self._watch_log()):
+                while self._member.state is not MemberState.OVER:
+                    self._changed.clear()
+                    while actions := self._member.advance(self._view()):
+                        await self._do_all(actions)
+                    await self._await_change()
+                    if self._session is not None and self._session.done():
+                        self._session.result()
+        finally:
+            await self._leave()
+
+    def _view(self) -> MemberView:
+        replica = self._ctx.replica
+        place = Place(replica.epoch, replica.position)
+        return MemberView(
+            now=self._ctx.now(),
+            place=place,
+            electorate=tuple(replica.electorate),
+            # A voter stands at a position only once it knows who else votes there.
+            term=self._host.voter.term if place == self.place and replica.electorate else 0,
+        )
+
+    async def _watch_log(self) -> None:
+        while True:
+            await self._ctx.replica.passed(self._ctx.replica.position)
+            self._changed.set()
+
+    async def _await_change(self) -> None:
+        """Return when something happened, or the member wants to look again."""
+        limit_s = self._ctx.alive_s  # an electorate may come without an entry
+        if self._member.state is not MemberState.SEEKING:
+            wake_at = self._member.wake_at
+            limit_s = math.inf if wake_at is None else max(0.0, wake_at - self._ctx.now())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if limit_s == math.inf else limit_s):
+                await self._changed.wait()
+
+    # actions of the machine
+
+    async def _do_all(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            await self._do(action)
+
+    async def _do(self, action: Action) -> None:
+        match action:
+            case Join():
+                await self._leave()
+                self._session = asyncio.create_task(self._take_part(action.leader, action.term))
+            case Leave():
+                await self._leave()
+            case ReportTurn():
+                await self._report_turn(action.term)
+            case NoteTurn():
+                if self.pending.turn_at is None:
+                    self.pending.turn_at = self._ctx.now()
+            case FetchEntries():
+                await self._host.catch_up()
+            case CountFailure():
+                self._host.count_failure()
+            case Show():
+                self._host.show(self)
+            case SendReport():
+                self._ctx.on_event(action.level, action.text, key=action.key)
+
+    async def _leave(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await end(session)
+
+    async def _take_part(self, leader: str, term: int) -> None:
+        """Hold a session with a leader; its end is an event."""
+        try:
+            await self._join(leader, term)
+        except Refused as error:
+            failed = Failed(
+                why=str(error), code=error.code, reason=error.message, key=failure_key(error)
+            )
+        except (AttemptFailed, TransportError) as error:
+            failed = Failed(why=str(error), key=failure_key(error))
+        else:
+            return
+        self._member.receive(failed)
+        self._changed.set()
+
+    async def _join(self, leader: str, term: int) -> None:
+        stream = await self._line_to(leader)
+        self._stream = stream
+        try:
+            ready = self._ready(term)
+            frames = self.pending.window.offer.frames
+            await join(self._ctx, stream, ready, frames, partial(self._joined, term))
+        finally:
+            self._stream = None
+            if self.pending.exchange is not None:
+                await self.pending.exchange.close()
+
+    def _joined(self, term: int, exchange: Exchange) -> None:
+        self.pending.exchange = exchange
+        leadership = self._host.leading.at(self.place, term)
+        if leadership is not None:
+            leadership.exchange = exchange
+            exchange.on_part = leadership.changed.set
+        for action in self._member.receive(Grouped()):
+            if isinstance(action, Show):  # all that a group asks for
+                self._host.show(self)
+
+    async def _line_to(self, leader: str) -> Stream:
+        if leader == self._ctx.me.peer_id:
+            return self._host.leading.line_to_myself()
+        connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
+        return await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
+
+    async def _report_turn(self, term: int) -> None:
+        if self._stream is not None:
+            message = tagged(READY, self._ready(term))
+            with suppress(TransportError):  # the end of the session shows in what is read from it
+                await self._stream.send(message, timeout_s=self._ctx.settings.stall_s)
+
+    def _ready(self, term: int) -> Ready:
+        replica, window = self._ctx.replica, self.pending.window
+        return Ready(
+            protocol=PROTOCOL,
+            epoch=self.place.epoch,
+            position=self.place.position,
+            term=term,
+            stands_at=replica.position,
+            chain=replica.chain,
+            incarnation=self._ctx.me.incarnation,
+            weight=window.offer.weight,
+            tokens=window.tokens,
+            steps=window.steps,
+            loss=window.loss,
+            norm=window.offer.norm,
+            uplink_mbit_s=self._ctx.link.uplink_mbit_s,
+        )

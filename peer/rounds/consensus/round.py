@@ -15,9 +15,18 @@ is to be done now.
     DECIDED     a quorum voted: there is a certificate
     FAILED      this term decides nothing; the next leader tries
 
-The rules of ballots are those of `ballot.py`, of groups those of `policies.py`, of parts those of
-`parts.py`. `tests/peer/rounds/consensus/test_round_check.py` drives these same classes through
-every order of events within a bound.
+A part is *done* when its owner has named its digest. The entry can be proposed then, while the
+bytes are still on their way to the voters: whoever votes holds them. A part is *lost* when nothing
+brings its bytes any more; it is reduced again under a new owner.
+
+Ballots are single-decree Paxos, one decree a position (Lamport, "Paxos Made Simple", 2001),
+numbered by attempts. `TERM` attempts in a row are a term, which one elector leads,
+`leader_order[term % electors]`: a leader whose proposal lost its bytes has others left. Attempt 0
+has a fixed leader and needs no promises. All of it lives in memory and dies with the process: a
+restarted peer is another incarnation, and so another elector. The rules of groups are those of
+`policies.py`, of electorates those of `atoll.optim.log.entry`.
+`tests/peer/rounds/consensus/test_model_check.py` (ballots) and `test_round_check.py` drive these
+same classes through every order of messages, crashes, restarts and losses within a bound.
 """
 
 from __future__ import annotations
@@ -26,17 +35,450 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
-from atoll.optim.log.entry import Certificate, Elector, Entry, Member, Part, Vote, is_quorum
+from atoll.optim.log.entry import (
+    Certificate,
+    Elector,
+    Entry,
+    Member,
+    Part,
+    Partial,
+    Vote,
+    is_quorum,
+    leader_order,
+)
 from atoll.optim.reduction.cells import Cells
-from atoll.peer.rounds.consensus.ballot import TERM, Accepted, Leads, Place, Proposer, term_of
-from atoll.peer.rounds.consensus.parts import Fetch, FetchEnded, Parts, RepairPart
-from atoll.peer.rounds.messages import Group, PartDone, Ready
-from atoll.peer.rounds.policies import Close, Rendezvous, close_decision
+from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready, Repair
+from atoll.peer.rounds.policies import Close, Rendezvous, close_decision, new_owner
+
+TERM = 4  # attempts of one leader: each but the first is for a proposal that nobody can vote for
+
+
+class Place(NamedTuple):
+    """The subject of a decree. Places are in order: a higher epoch comes after all of a lower."""
+
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """The entry that an elector voted for last."""
+
+    attempt: int
+    entry: bytes
+
+
+def term_of(attempt: int) -> int:
+    """The term that an attempt belongs to."""
+    return attempt // TERM
+
+
+def leader_of(electorate: Sequence[Elector], position: int, term: int) -> Elector:
+    """Return the leader of a term."""
+    order = leader_order(electorate, position)
+    return electorate[order[term % len(order)]]
+
+
+class Acceptor:
+    """One elector's memory of one place."""
+
+    def __init__(self) -> None:
+        """Nothing promised, nothing accepted."""
+        self.promised = 0
+        self.accepted: Accepted | None = None
+
+    def prepare(self, attempt: int) -> bool:
+        """Promise to refuse attempts below `attempt`; False if a later one was promised."""
+        if attempt < self.promised:
+            return False
+        self.promised = attempt
+        return True
+
+    def accept(self, attempt: int, entry: bytes) -> bool:
+        """Vote for `entry`; False if a later attempt was promised, or at another entry.
+
+        An attempt has one leader and a leader proposes once, so a second entry at the same attempt
+        comes from a faulty leader and is refused.
+        """
+        if attempt < self.promised:
+            return False
+        if self.accepted and self.accepted.attempt == attempt and self.accepted.entry != entry:
+            return False
+        self.promised = attempt
+        self.accepted = Accepted(attempt=attempt, entry=entry)
+        return True
+
+
+class Booth:
+    """The acceptor state of one process: it votes where it stands, and never where it has left.
+
+    A replica may go back within an epoch, if it recovers from an older snapshot. What it
+    promised at the places ahead of it is forgotten then, so it must not vote there once more.
+    """
+
+    def __init__(self, me: Elector) -> None:
+        """No place yet."""
+        self._me = me
+        self._electorate: tuple[Elector, ...] = ()
+        self._retiring = False
+        self.here = self.furthest = Place(-1, -1)
+        self.acceptor = Acceptor()
+
+    def retire(self) -> None:
+        """Resign: vote for nothing more, except what this process has voted for here already."""
+        self._retiring = True
+
+    @property
+    def retired(self) -> bool:
+        """Return whether this process has voted for nothing here or further on, and never will."""
+        here = self.here == self.furthest
+        return self._retiring and here and self.acceptor.accepted is None
+
+    def turn(self, place: Place, electorate: Sequence[Elector]) -> bool:
+        """Stand at `place`; whether that is another place than before."""
+        moved = place != self.here
+        self.here, self._electorate = place, tuple(electorate)
+        if place > self.furthest:
+            self.furthest, self.acceptor = place, Acceptor()
+        return moved
+
+    @property
+    def promised(self) -> int:
+        """The attempt below which nothing is accepted here."""
+        return self.acceptor.promised if self.here == self.furthest else 0
+
+    def check(self, remote: str, place: Place, attempt: int) -> None:
+        """Return whether this process votes at `place` for `remote` as the leader of `attempt`.
+
+        Raises:
+            Refused: with the reason.
+        """
+        if place != self.here:
+            raise Refused(
+                RefusalCode.ELSEWHERE,
+                f"expected (epoch, position) {tuple(self.here)}, got {tuple(place)}",
+            )
+        if self.here != self.furthest:
+            raise Refused(
+                RefusalCode.LEFT,
+                f"voted up to {tuple(self.furthest)}, got {tuple(place)}: no way back",
+            )
+        if self._me not in self._electorate:
+            raise Refused(RefusalCode.NO_ELECTOR, "this peer does not vote at this position")
+        if self.retired:
+            raise Refused(RefusalCode.RETIRED, "this peer leaves, and votes no more")
+        leader = leader_of(self._electorate, place.position, term_of(attempt))
+        if remote != leader.peer_id:
+            raise Refused(
+                RefusalCode.NOT_THE_LEADER, f"expected {leader.peer_id} at attempt {attempt}"
+            )
+
+    def prepare(self, remote: str, place: Place, attempt: int) -> Accepted | None:
+        """Promise; what was accepted before.
+
+        Raises:
+            Refused: with the reason.
+        """
+        self.check(remote, place, attempt)
+        if not self.acceptor.prepare(attempt):
+            raise self._superseded(attempt)
+        return self.acceptor.accepted
+
+    def accept(self, remote: str, place: Place, attempt: int, entry: bytes) -> None:
+        """Vote for `entry`.
+
+        Raises:
+            Refused: with the reason.
+        """
+        self.check(remote, place, attempt)
+        if not self.acceptor.accept(attempt, entry):
+            raise self._superseded(attempt)
+
+    def _superseded(self, attempt: int) -> Refused:
+        return Refused(
+            RefusalCode.SUPERSEDED, f"attempt {self.promised} was promised, got {attempt}"
+        )
+
+
+class Proposer:
+    """A leader's choice of the one entry of its attempt."""
+
+    def __init__(self, *, attempt: int, electors: int) -> None:
+        """Without promises; attempt 0 needs none."""
+        self.attempt = attempt
+        self._electors = electors
+        self.promises: dict[int, Accepted | None] = {}
+        self.chosen: bytes | None = None
+
+    @property
+    def free(self) -> bool:
+        """Return whether it may choose: it leads attempt 0, or a quorum has promised."""
+        return self.attempt == 0 or is_quorum(list(self.promises), self._electors)
+
+    def promise(self, elector: int, accepted: Accepted | None) -> None:
+        """Note the promise of the elector of this index; later ones change nothing."""
+        self.promises.setdefault(elector, accepted)
+
+    def adopted(self) -> bytes | None:
+        """The entry that it has to propose, if any."""
+        return value_to_propose(list(self.promises.values()))
+
+    def choose(self, own: bytes) -> bytes:
+        """The entry to propose: the one accepted before, else `own`; the first choice stands.
+
+        Raises:
+            RuntimeError: without the promises of a quorum.
+        """
+        if not self.free:
+            raise RuntimeError(f"expected promises of a quorum before attempt {self.attempt}")
+        if self.chosen is None:
+            adopted = self.adopted()
+            self.chosen = own if adopted is None else adopted
+        return self.chosen
+
+
+class Leads:
+    """The attempts that one process leads: those of its incarnation, each once, and never back."""
+
+    def __init__(self, me: Elector) -> None:
+        """None yet."""
+        self._me = me
+        self._furthest = Place(-1, -1)
+        self._led: set[int] = set()
+
+    def begin(self, place: Place, attempt: int, electorate: Sequence[Elector]) -> Proposer:
+        """Lead an attempt.
+
+        Raises:
+            Refused: another elector leads it, or it was led before: a leader that proposed twice
+                could decide a position twice.
+        """
+        self.check(place, term_of(attempt), electorate)
+        if place > self._furthest:
+            self._furthest, self._led = place, set()
+        if place < self._furthest or attempt in self._led:
+            raise Refused(
+                RefusalCode.SUPERSEDED, f"attempt {attempt} is over; come with the next one"
+            )
+        self._led.add(attempt)
+        return Proposer(attempt=attempt, electors=len(electorate))
+
+    def check(self, place: Place, term: int, electorate: Sequence[Elector]) -> None:
+        """Return whether the term is this process's to lead.
+
+        Raises:
+            Refused: it is not.
+        """
+        if not electorate:
+            raise Refused(
+                RefusalCode.NO_ELECTOR, "this peer knows no electorate; it has to recover first"
+            )
+        leader = leader_of(electorate, place.position, term)
+        if leader != self._me:
+            raise Refused(
+                RefusalCode.NOT_THE_LEADER, f"expected {leader.peer_id} to lead term {term}"
+            )
+
+
+def value_to_propose(promises: Sequence[Accepted | None]) -> bytes | None:
+    """The entry of the highest attempt among a quorum's promises; None leaves the choice free."""
+    accepted = [promise for promise in promises if promise is not None]
+    return max(accepted, key=lambda a: a.attempt).entry if accepted else None
+
+
+OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
+
+IsLive = Callable[[str], bool]
+"""Whether a member's session lasts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """Get a part that is done and does not come by itself, from any of these members."""
+
+    part: int
+    done: PartDone
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchEnded:
+    """A fetch has ended, with the bytes in hand or without."""
+
+    part: int
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairPart:
+    """Order all members to reduce a part again under a new owner."""
+
+    order: Repair
+    owner: str
+
+
+@dataclass(kw_only=True)
+class PartState:
+    """The progress of one part."""
+
+    plan: PartPlan
+    owner: int
+    due: float
+    """when an owner that lives but has not finished loses the part; on the leader's clock"""
+    generation: int = 0
+    done: PartDone | None = None
+    is_fetched: bool = False
+    """whether a fetch has begun"""
+    fetch_ended: bool = False
+
+
+class Parts:
+    """The parts of one group."""
+
+    def __init__(self, group: Group, cells: Cells, *, now: float) -> None:
+        """All with their first owners; `cells` are those of the position's fragment."""
+        self._group = group
+        self._cells = cells
+        due = now + OWNERS_SHARE * group.deadline_s
+        self._parts = [PartState(plan=plan, owner=plan.owner, due=due) for plan in group.parts]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def digests(self) -> dict[int, bytes]:
+        """The digests that owners have named, by part."""
+        return {i: part.done.digest for i, part in enumerate(self._parts) if part.done}
+
+    def note(self, remote: str, done: PartDone) -> None:
+        """Take an owner's word on a part; that of another member counts for nothing."""
+        if done.part >= len(self._parts):
+            return
+        part = self._parts[done.part]
+        owner = self._group.members[part.owner].peer_id
+        if owner == remote and done.generation == part.generation and self._is_sound(part, done):
+            part.done = done
+
+    def fetched(self, event: FetchEnded) -> None:
+        """A fetch has ended; one of an earlier generation changes nothing."""
+        part = self._parts[event.part]
+        if part.done is not None and part.done.digest == event.digest:
+            part.fetch_ended = True
+
+    def look_after(self, view: LeaderView, is_live: IsLive) -> list[Fetch | RepairPart]:
+        """Begin what brings back parts that are lost."""
+        actions: list[Fetch | RepairPart] = []
+        for index in range(len(self._parts)):
+            if self._is_lost(index, view, is_live):
+                actions += self._repair(index, view, is_live)
+            else:
+                actions += self._fetch(index, view, is_live)
+        return actions
+
+    def fetch_missing(self, view: LeaderView, is_live: IsLive) -> list[Fetch]:
+        """Fetch parts that are done and do not come by themselves."""
+        return [each for i in range(len(self._parts)) for each in self._fetch(i, view, is_live)]
+
+    def settled(self, view: LeaderView, is_live: IsLive) -> bool:
+        """Return whether all parts are done, and here or on their way."""
+        return all(
+            part.done is not None and (index in view.held or self._comes(index, view, is_live))
+            for index, part in enumerate(self._parts)
+        )
+
+    def lost(self, view: LeaderView, is_live: IsLive) -> bool:
+        """Return whether a part is neither here nor anywhere."""
+        return any(self._is_lost(index, view, is_live) for index in range(len(self._parts)))
+
+    def logged(self, gone: Sequence[int]) -> tuple[Part, ...]:
+        """The parts as an entry names them; of the members in `gone` nothing is counted.
+
+        All must be done.
+        """
+        return tuple(_logged(part, part.done, gone) for part in self._parts if part.done)
+
+    def _is_sound(self, part: PartState, done: PartDone) -> bool:
+        """Whether an owner's word can be logged: its length, and members by their prefixes."""
+        start, stop = part.plan.start_cell, part.plan.stop_cell
+        members = len(self._group.members)
+        named = [p.member for p in done.partial]
+        return (
+            done.wire_bytes <= self._cells.max_body_bytes(members, start, stop)
+            and named == sorted(set(named))
+            and all(m < members for m in named)
+            and all(p.cells < stop - start for p in done.partial)
+        )
+
+    def _is_held(self, index: int, view: LeaderView) -> bool:
+        return self._parts[index].done is not None and index in view.held
+
+    def _comes(self, index: int, view: LeaderView, is_live: IsLive) -> bool:
+        """Return whether the leader's own exchange still brings it."""
+        return index in view.coming and self._owner_lives(self._parts[index], view.now, is_live)
+
+    def _is_lost(self, index: int, view: LeaderView, is_live: IsLive) -> bool:
+        part = self._parts[index]
+        if self._is_held(index, view) or self._comes(index, view, is_live):
+            return False
+        if part.done is None:
+            return not self._owner_lives(part, view.now, is_live)
+        return part.fetch_ended
+
+    def _fetch(self, index: int, view: LeaderView, is_live: IsLive) -> list[Fetch]:
+        part = self._parts[index]
+        if part.done is None or part.is_fetched:
+            return []
+        if self._is_held(index, view) or self._comes(index, view, is_live):
+            return []
+        part.is_fetched = True
+        members = tuple(self._group.members[i].peer_id for i in self._alive(is_live))
+        return [Fetch(part=index, done=part.done, members=members)]
+
+    def _owner_lives(self, part: PartState, now: float, is_live: IsLive) -> bool:
+        """Return whether its owner may still finish a part: it is there, and not overdue."""
+        owner = self._group.members[part.owner].peer_id
+        return is_live(owner) and (part.done is not None or now < part.due)
+
+    def _alive(self, is_live: IsLive) -> list[int]:
+        return [i for i, m in enumerate(self._group.members) if is_live(m.peer_id)]
+
+    def _repair(self, index: int, view: LeaderView, is_live: IsLive) -> list[RepairPart]:
+        """The live member that owns the fewest cells; the old owner if nobody else is left."""
+        part, alive = self._parts[index], self._alive(is_live)
+        load: dict[int, int] = {}
+        for state in self._parts:
+            cells = state.plan.stop_cell - state.plan.start_cell
+            load[state.owner] = load.get(state.owner, 0) + cells
+        owner = new_owner((part.owner,), alive, load)
+        if owner is None:
+            owner = new_owner((), alive, load)
+        if owner is None:
+            return []
+        part.owner, part.done = owner, None
+        part.is_fetched = part.fetch_ended = False
+        part.due = view.now + OWNERS_SHARE * self._group.deadline_s
+        part.generation += 1
+        order = Repair(part=index, generation=part.generation, owner=owner, senders=tuple(alive))
+        return [RepairPart(order=order, owner=self._group.members[owner].peer_id)]
+
+
+def _logged(part: PartState, done: PartDone, gone: Sequence[int]) -> Part:
+    cells = {member: 0 for member in gone} | {p.member: p.cells for p in done.partial}
+    return Part(
+        start_cell=part.plan.start_cell,
+        stop_cell=part.plan.stop_cell,
+        owner=part.owner,
+        generation=part.generation,
+        wire_bytes=done.wire_bytes,
+        digest=done.digest,
+        partial=tuple(Partial(member=m, cells=c) for m, c in sorted(cells.items())),
+    )
+
 
 # A group without a quorum of electors closes after so many graces all the same: its work is
 # reduced, and may still be voted for by electors that trained nothing.

@@ -8,7 +8,7 @@ from atoll.optim.inprocess.group import GroupError, at_random
 from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.methods import parse
 from atoll.optim.reducer import Contribution
-from atoll.optim.reduction.weights import clip_factors
+from atoll.optim.reduction.contribution import clip_factors
 from support.toys import TOKENS, Team, flat, net, set_gradient, sgd
 
 EXACT = "diloco(codec=fp32, lr=1.0, momentum=0.0, weights=equal, clip_at=0.0)"

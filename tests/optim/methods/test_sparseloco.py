@@ -7,7 +7,7 @@ import torch
 
 from atoll.compression import CodecError
 from atoll.optim.methods import parse
-from atoll.optim.state import fragments
+from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from support.toys import Team, flat, net
 
@@ -110,7 +110,7 @@ def test_who_sent_what_is_told_by_topk_only():
 
 def test_a_tile_of_a_matrix_is_one_chunk():
     layout = Layout(names=("w", "v"), shapes=((130, 70), (5,)))
-    tiled = fragments.tiled(layout)
+    tiled = cuts.tiled(layout)
     vector = torch.arange(layout.numel, dtype=torch.float32)
     values = tiled.take(vector)
     matrix = vector[: 130 * 70].view(130, 70)

@@ -13,15 +13,14 @@ from atoll.optim.reduction.cells import (
     LENGTH,
     TERM,
     Cells,
+    Sent,
     Term,
     UpdateError,
     body_of,
     pack,
     unpack,
 )
-from atoll.optim.reduction.sent import Sent
-from atoll.optim.state.fragments import Fragment, by_tensor, tiled, whole
-from atoll.optim.state.layout import CELL, Layout
+from atoll.optim.state.layout import CELL, Fragment, Layout, by_tensor, tiled, whole
 
 N = 2 * CELL + 700
 CODEC = parse("int8")

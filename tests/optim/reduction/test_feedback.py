@@ -5,11 +5,9 @@ import torch
 from torch import Tensor
 
 from atoll.compression import parse
-from atoll.optim.reduction.cells import Cells, body_of
-from atoll.optim.reduction.feedback import Feedback
-from atoll.optim.reduction.sent import sums_of_squares
-from atoll.optim.state.fragments import piece_slices
-from atoll.optim.state.layout import CELL
+from atoll.optim.reduction.cells import Cells, body_of, sums_of_squares
+from atoll.optim.reduction.contribution import Feedback
+from atoll.optim.state.layout import CELL, piece_slices
 
 NUM_CELLS = 3
 N = 2 * CELL + 1_000

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from atoll.optim.reduction.weights import (
+from atoll.optim.reduction.contribution import (
     WorkRefused,
     cap_weights,
     clip_factors,

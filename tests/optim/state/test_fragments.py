@@ -5,10 +5,8 @@ import torch
 
 from atoll.compression import parse
 from atoll.optim.methods import parse as parse_method
-from atoll.optim.state import fragments
-from atoll.optim.state.difference import Difference
-from atoll.optim.state.fragments import FragmentError
-from atoll.optim.state.layout import CELL, Layout
+from atoll.optim.state import layout as cuts
+from atoll.optim.state.layout import CELL, Difference, FragmentError, Layout
 
 LAYOUT = Layout(
     names=("embedding.w", "blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.2.a", "norm.w"),
@@ -27,7 +25,7 @@ def covered(cut) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("cut", [fragments.sequential, fragments.strided])
+@pytest.mark.parametrize("cut", [cuts.sequential, cuts.strided])
 def test_every_value_is_in_one_fragment(cut, count):
     made = cut(LAYOUT, count)
     assert len(made) == count
@@ -35,24 +33,24 @@ def test_every_value_is_in_one_fragment(cut, count):
 
 
 def test_blocks_are_taken_in_order_or_in_turns():
-    first, second = fragments.sequential(LAYOUT, 2)
+    first, second = cuts.sequential(LAYOUT, 2)
     assert first.spans == ((0, 27),)  # embedding, blocks 0 and 1
     assert second.spans == ((27, 37),)  # block 2 and what follows it
-    even, odd = fragments.strided(LAYOUT, 2)
+    even, odd = cuts.strided(LAYOUT, 2)
     assert even.spans == ((0, 21), (27, 37))
     assert odd.spans == ((21, 27),)
 
 
 def test_model_without_blocks_is_one_fragment():
     layout = Layout(names=("w",), shapes=((5,),))
-    assert fragments.strided(layout, 1)[0].spans == ((0, 5),)
+    assert cuts.strided(layout, 1)[0].spans == ((0, 5),)
     with pytest.raises(FragmentError, match="1 to 1"):
-        fragments.strided(layout, 2)
+        cuts.strided(layout, 2)
 
 
 def test_take_and_put_are_inverse():
     vector = torch.arange(LAYOUT.numel, dtype=torch.float32)
-    for fragment in (*fragments.strided(LAYOUT, 2), fragments.tiled(LAYOUT)):
+    for fragment in (*cuts.strided(LAYOUT, 2), cuts.tiled(LAYOUT)):
         back = torch.full_like(vector, -1.0)
         fragment.put_(back, fragment.take(vector))
         inside = back >= 0
@@ -62,13 +60,13 @@ def test_take_and_put_are_inverse():
 
 def test_pieces_of_the_whole_are_the_cells_of_the_grid():
     layout = Layout(names=("w",), shapes=((CELL + 10,),))
-    assert fragments.whole(layout).pieces == ((CELL,), (10,))
-    assert fragments.by_tensor(LAYOUT).pieces == LAYOUT.shapes
+    assert cuts.whole(layout).pieces == ((CELL,), (10,))
+    assert cuts.by_tensor(LAYOUT).pieces == LAYOUT.shapes
 
 
 def test_large_tensors_are_cut_between_rows_of_tiles():
     layout = Layout(names=("w", "v", "conv"), shapes=((1_000, 300), (3 * CELL,), (70, 9, 1_000)))
-    cut = fragments.by_tensor(layout)
+    cut = cuts.by_tensor(layout)
     assert cut.pieces == (
         *((384, 300), (384, 300), (232, 300)),
         *((2 * CELL,), (CELL,)),
@@ -81,8 +79,8 @@ def test_large_tensors_are_cut_between_rows_of_tiles():
 def test_cosine_chunks_do_not_notice_that_a_tensor_is_cut(spec):
     layout, codec = Layout(names=("w",), shapes=((1_024, 320),)), parse(spec)
     values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))
-    pieces = fragments.by_tensor(layout).pieces
-    cut = fragments.decode_pieces(codec, fragments.encode_pieces(codec, values, pieces), pieces)
+    pieces = cuts.by_tensor(layout).pieces
+    cut = cuts.decode_pieces(codec, cuts.encode_pieces(codec, values, pieces), pieces)
     whole = codec.decode(codec.encode(values.view(1_024, 320)), (1_024, 320))
     torch.testing.assert_close(cut, whole.view(-1), rtol=1e-5, atol=1e-6)
 
@@ -96,7 +94,7 @@ def test_codecs_that_look_at_shapes_get_tensors(codec, shaped):
 
 def test_tiles_lie_in_cells_that_begin_with_each_tensor():
     layout = Layout(names=("w", "v"), shapes=((300, 256), (5,)))
-    tiled = fragments.tiled(layout)
+    tiled = cuts.tiled(layout)
     assert tiled.pieces == ((CELL,), (300 * 256 - CELL,), (5,))
 
 
@@ -115,12 +113,12 @@ def test_tiles_are_put_in_a_row_as_by_a_table_of_places():
                 ]
         expected += [x for line in matrix[:down] for x in line[across:]]
         expected += [x for line in matrix[down:] for x in line]
-    assert fragments.tiled(layout).take(vector).tolist() == expected
+    assert cuts.tiled(layout).take(vector).tolist() == expected
 
 
 def test_a_mask_says_which_values_lie_in_some_pieces():
     layout = Layout(names=("w", "v"), shapes=((300, 256), (5,)))
-    tiled = fragments.tiled(layout)
+    tiled = cuts.tiled(layout)
     mask = tiled.mask(torch.tensor([True, False, False]))
     inside = torch.zeros(layout.numel)
     tiled.put_(inside, torch.cat([torch.ones(CELL), torch.zeros(layout.numel - CELL)]))
@@ -130,14 +128,14 @@ def test_a_mask_says_which_values_lie_in_some_pieces():
 def test_frames_that_do_not_fit_are_refused():
     codec = parse("int8")
     values = torch.randn(20)
-    frames = fragments.encode_pieces(codec, values, ((5,), (15,)))
+    frames = cuts.encode_pieces(codec, values, ((5,), (15,)))
     torch.testing.assert_close(
-        fragments.decode_pieces(codec, frames, ((5,), (15,))), values, rtol=0.0, atol=0.02
+        cuts.decode_pieces(codec, frames, ((5,), (15,))), values, rtol=0.0, atol=0.02
     )
     with pytest.raises(FragmentError, match="2 frames"):
-        fragments.decode_pieces(codec, frames[:1], ((5,), (15,)))
+        cuts.decode_pieces(codec, frames[:1], ((5,), (15,)))
     with pytest.raises(FragmentError, match="piece 0"):
-        fragments.decode_pieces(codec, frames, ((6,), (14,)))
+        cuts.decode_pieces(codec, frames, ((6,), (14,)))
 
 
 def test_values_are_aligned_with_their_places_in_vectors():
@@ -145,9 +143,9 @@ def test_values_are_aligned_with_their_places_in_vectors():
     layout = Layout(names=tuple(f"blocks.{i}.w" for i in range(7)), shapes=shapes)
     vector = torch.randn(layout.numel)
     for fragment in (
-        fragments.tiled(layout),
-        fragments.whole(layout),
-        *fragments.strided(layout, 3),
+        cuts.tiled(layout),
+        cuts.whole(layout),
+        *cuts.strided(layout, 3),
     ):
         expected, got = torch.zeros_like(vector), torch.zeros_like(vector)
         values = fragment.take(vector)
@@ -166,9 +164,9 @@ def test_a_difference_is_what_is_taken_of_it():
     layout = Layout(names=tuple(f"blocks.{i}.w" for i in range(6)), shapes=shapes)
     a, b = torch.randn(layout.numel), torch.randn(layout.numel)
     for fragment in (
-        fragments.tiled(layout),
-        fragments.whole(layout),
-        *fragments.strided(layout, 3),
+        cuts.tiled(layout),
+        cuts.whole(layout),
+        *cuts.strided(layout, 3),
     ):
         difference = Difference(fragment, fragment.cut(a), fragment.cut(b))
         expected = fragment.take(a - b)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atoll.optim import Layout, OuterState, StateError, nesterov
 from atoll.optim.state import outer_step
-from atoll.optim.state.fragments import strided
+from atoll.optim.state.layout import strided
 from atoll.optim.state.outer_step import (
     ADAMW_SUMS,
     adamw,

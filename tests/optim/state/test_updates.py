@@ -9,7 +9,7 @@ from atoll.optim import methods
 from atoll.optim.log.replay import cells_of
 from atoll.optim.reduction.cells import Cells, UpdateError, body_of
 from atoll.optim.reduction.sparse_mean import SparseMean
-from atoll.optim.state import fragments
+from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.optim.state.outer_step import descend
@@ -18,7 +18,7 @@ from atoll.optim.state.updates import dense, joined, numel_of
 SHAPES = ((640, 1_100), (512,), (70, 9, 100), (64, 64), (3, 3), (1_300, 256), (512,))
 LAYOUT = Layout(names=tuple(f"blocks.{i}.w" for i in range(7)), shapes=SHAPES)
 SPARSE = methods.parse("sparseloco(merge=select)")
-TILED = fragments.tiled(LAYOUT)
+TILED = cuts.tiled(LAYOUT)
 CELLS = cells_of(SPARSE, TILED)
 
 
@@ -36,7 +36,7 @@ def some_of(numel, seed=0):
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("signed", [False, True])
 def test_descent_has_the_bits_of_all_values(decay, signed):
-    layouts = [TILED, fragments.whole(LAYOUT), *fragments.strided(LAYOUT, 3)]
+    layouts = [TILED, cuts.whole(LAYOUT), *cuts.strided(LAYOUT, 3)]
     state = OuterState.genesis(LAYOUT, vector(3))
     for fragment in layouts:
         update = some_of(fragment.numel)

@@ -18,8 +18,7 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.reducer import TrainerProgress
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import GossipSettled
-from atoll.peer.rounds.context import RoundSettings
-from atoll.peer.rounds.trace import RoundTrace
+from atoll.peer.rounds.context import RoundSettings, RoundTrace
 
 LAYOUT = Layout(names=("w",), shapes=((50,),))
 

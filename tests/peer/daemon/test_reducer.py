@@ -12,9 +12,8 @@ import torch
 from atoll.compression import CodecError
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import DiLoCo
-from atoll.optim.reduction.feedback import Feedback
-from atoll.optim.reduction.weights import WorkRefused
-from atoll.optim.state import fragments
+from atoll.optim.reduction.contribution import Feedback, WorkRefused
+from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer
@@ -461,7 +460,7 @@ def test_a_worker_cuts_the_model_as_the_run_does(bench):
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     worker = DiLoCo(model, inner, each.reducer, inner_steps=1)
     assert each.reducer.method.name == "sparseloco"
-    assert worker.fragments[0].tensors == fragments.tiled(layout).tensors
+    assert worker.fragments[0].tensors == cuts.tiled(layout).tensors
 
 
 @pytest.mark.parametrize("missed", [(OTHER,), ()], ids=["update", "NULL"])

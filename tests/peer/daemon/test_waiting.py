@@ -6,7 +6,7 @@ import threading
 import torch
 
 from atoll.optim.reducer import Contribution
-from atoll.optim.reduction.feedback import Feedback
+from atoll.optim.reduction.contribution import Feedback
 from atoll.peer.daemon.log_run import Publisher
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.peer.rounds.allreduce.owner import OwnedPart
+from atoll.peer.rounds.allreduce.sides import OwnedPart
 from atoll.peer.rounds.consensus.leader import Leadership
 from atoll.peer.rounds.local import stream_pair
 

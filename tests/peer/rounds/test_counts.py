@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from atoll.optim.state import fragments
+from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.consensus.dissemination import FAN_OUT
 from support.swarm import reached, run_swarm
@@ -44,7 +44,7 @@ def count_a_round(folder, num_peers):
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     patch = pytest.MonkeyPatch()
-    patch.setattr(fragments, "CELL", CELL_VALUES)
+    patch.setattr(cuts, "CELL", CELL_VALUES)
     try:
         return {n: count_a_round(tmp_path_factory.mktemp(f"swarm-{n}"), n) for n in (16, 64)}
     finally:

@@ -18,8 +18,7 @@ from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry
 from atoll.optim.reduction.robust import median
 from atoll.optim.state.layout import CELL, Layout
-from atoll.peer.rounds.allreduce.owner import Owner
-from atoll.peer.rounds.allreduce.state import CODES, ExchangeState
+from atoll.peer.rounds.allreduce.sides import CODES, ExchangeState, Owner
 from atoll.peer.rounds.conduct import FIRST_BAR_S
 from atoll.peer.rounds.pacing import Link
 from support.strikes import expect_no_work_lost, expect_sums, passed, settled_down

@@ -8,7 +8,7 @@ import pytest
 from atoll.dht.identity import verify
 from atoll.dht.roster import RosterError
 from atoll.optim.log.entry import ChainMismatch, Entry, Epoch, verify_claims
-from atoll.peer.rounds.consensus.ballot import leader_of
+from atoll.peer.rounds.consensus.round import leader_of
 from support.swarm import RUN_ID, SETTINGS, run_swarm, signed_epoch
 
 run = partial(run_swarm, codec="int8")

@@ -12,7 +12,7 @@ from torch import nn
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.reducer import Commit
-from atoll.optim.state.fragments import whole
+from atoll.optim.state.layout import whole
 from atoll.peer.errors import SavedStateError
 from atoll.peer.training import learner
 from atoll.peer.training.data import load as data

@@ -18,7 +18,7 @@ from atoll.optim.reduction.lowrank import Factors, LowRankCells, rank_of, warm_n
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.allreduce.factors import FactorReceiver, FactorReducer, answers, first_frames
 from atoll.peer.rounds.allreduce.reduction import CellRefused, Norms, PartRange, Share
-from atoll.peer.rounds.allreduce.state import ExchangeState
+from atoll.peer.rounds.allreduce.sides import ExchangeState
 from support.strikes import KINDS, Strike, run_strike
 from support.swarm import Swarm
 

@@ -7,7 +7,6 @@ from atoll.compression import CodecError, parse
 from atoll.optim.reduction.cells import Cells, pack
 from atoll.optim.state.layout import CELL
 from atoll.optim.state.updates import dense
-from atoll.peer.rounds.allreduce.owner import Arrival, accumulate
 from atoll.peer.rounds.allreduce.reduction import (
     CellRefused,
     PartRange,
@@ -15,6 +14,7 @@ from atoll.peer.rounds.allreduce.reduction import (
     PartReducer,
     Share,
 )
+from atoll.peer.rounds.allreduce.sides import Arrival, accumulate
 
 NUMEL = 21 * CELL + 100
 CELLS = Cells.of_vector(parse("topk+2bit"), NUMEL)

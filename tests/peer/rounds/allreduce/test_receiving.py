@@ -8,7 +8,6 @@ import torch
 from atoll.compression import CodecError, parse
 from atoll.optim.reduction.cells import Cells, body_of, pack
 from atoll.optim.state.layout import CELL
-from atoll.peer.rounds.allreduce.owner import Arrival, accumulate
 from atoll.peer.rounds.allreduce.reduction import (
     CellRefused,
     PartRange,
@@ -16,6 +15,7 @@ from atoll.peer.rounds.allreduce.reduction import (
     PartReducer,
     Share,
 )
+from atoll.peer.rounds.allreduce.sides import Arrival, accumulate
 
 CODEC = parse("int8")
 NUMEL = 2 * CELL + 100

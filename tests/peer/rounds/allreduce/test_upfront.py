@@ -7,10 +7,11 @@ import pytest
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.testing.memory import run_virtual
+from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Entry
-from atoll.peer.rounds.allreduce import upfront
+from atoll.peer.rounds.allreduce import exchange
 from atoll.peer.rounds.allreduce.exchange import Exchange
-from atoll.peer.rounds.consensus.ballot import leader_of
+from atoll.peer.rounds.consensus.round import leader_of
 from atoll.peer.rounds.messages import REDUCE, UPFRONT, PartPlan, Upfront, tagged
 from atoll.peer.rounds.policies import kept_parts, split_cells
 from support.streams import heads, send
@@ -98,7 +99,7 @@ def test_what_a_round_holds_is_let_go_when_it_is_over(tmp_path):
         await asyncio.sleep(1.0)
         alive = gc.get_objects()
         assert [o.group.position for o in alive if type(o) is Exchange] == []
-        assert sum(o._messages.qsize() for o in alive if type(o) is upfront.HeldStream) == 0
+        assert sum(o._messages.qsize() for o in alive if type(o) is exchange.HeldStream) == 0
 
     gc.collect()
     gc.disable()
@@ -185,7 +186,7 @@ def test_upfront_codes_that_fit_nothing_are_refused_by_name(tmp_path):
         await swarm.until(lambda: passed(peers, 2))
         owner = peers[0]
         position = owner.replica.position
-        plan = upfront.expected_plan(owner.ctx, position)
+        plan = exchange.expected_plan(owner.ctx, position)
         mine = [i for i, p in enumerate(plan.parts) if p.owner == owner.identity.peer_id]
         theirs = [i for i, p in enumerate(plan.parts) if p.owner != owner.identity.peer_id]
         fields = {"position": position, "plan": plan.digest, "part": mine[0]}
@@ -231,12 +232,12 @@ def test_a_held_stream_gives_what_came_in_order_and_no_more_than_its_limit():
             pass
 
     async def main():
-        async with upfront.HeldStream(Fake([b"", b"Cab", b"", b"Ccd", None]), 6, 1.5) as held:
+        async with exchange.HeldStream(Fake([b"", b"Cab", b"", b"Ccd", None]), 6, 1.5) as held:
             got = [await held.recv(timeout_s=1.0) for _ in range(5)]
         assert got == [b"", b"Cab", b"", b"Ccd", None]
-        async with upfront.HeldStream(Fake([b"Cab", b"Ccd", b"Cef"]), 6, 1.5) as held:
+        async with exchange.HeldStream(Fake([b"Cab", b"Ccd", b"Cef"]), 6, 1.5) as held:
             assert [await held.recv(timeout_s=1.0) for _ in range(2)] == [b"Cab", b"Ccd"]
-            with pytest.raises(upfront.Refused, match=RefusalCode.TOO_LONG):
+            with pytest.raises(Refused, match=RefusalCode.TOO_LONG):
                 await held.recv(timeout_s=1.0)
 
     run_virtual(main())

@@ -8,10 +8,10 @@ import pytest
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import MalformedRecord, Member
-from atoll.optim.state import fragments
+from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.consensus import dissemination
-from atoll.peer.rounds.consensus.closing import PATIENCE_STALLS, group_of, group_payload
+from atoll.peer.rounds.consensus.dissemination import PATIENCE_STALLS, group_of, group_payload
 from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.messages import MAX_GROUP_BYTES, Closed, Group, PartPlan
 from support import strikes
@@ -73,7 +73,7 @@ def test_what_is_no_deflated_group_is_refused(data):
 
 
 def run(tmp_path, monkeypatch, scenario):
-    monkeypatch.setattr(fragments, "CELL", CELL_VALUES)
+    monkeypatch.setattr(cuts, "CELL", CELL_VALUES)
     run_swarm(tmp_path, scenario, layout=LAYOUT)
 
 

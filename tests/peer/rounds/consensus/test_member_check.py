@@ -9,8 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from atoll.dht.refusals import RefusalCode
-from atoll.peer.rounds.consensus.ballot import Place, leader_of
-from atoll.peer.rounds.consensus.membership import (
+from atoll.peer.rounds.consensus.member import (
     CLOSED_STALLS,
     Failed,
     Grouped,
@@ -22,6 +21,7 @@ from atoll.peer.rounds.consensus.membership import (
     NoteTurn,
     ReportTurn,
 )
+from atoll.peer.rounds.consensus.round import Place, leader_of
 from support.model import elector
 from support.round_model import Broken, canonical, clone
 

@@ -10,8 +10,8 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log import entry as log
 from atoll.optim.log.entry import is_quorum
-from atoll.peer.rounds.consensus import ballot
-from atoll.peer.rounds.consensus.ballot import TERM, Acceptor, Booth, Leads
+from atoll.peer.rounds.consensus import round as machine
+from atoll.peer.rounds.consensus.round import TERM, Acceptor, Booth, Leads
 from support.model import DecidedTwice, Message, Model, Voided
 
 
@@ -115,45 +115,45 @@ def any_promise_is_as_good(promises):
 
 def vote_for_anything(self, attempt, entry):
     self.promised = max(self.promised, attempt)
-    self.accepted = ballot.Accepted(attempt=attempt, entry=entry)
+    self.accepted = machine.Accepted(attempt=attempt, entry=entry)
     return True
 
 
 def test_half_of_the_electors_are_no_quorum(monkeypatch):
-    monkeypatch.setattr(ballot, "is_quorum", plurality)
+    monkeypatch.setattr(machine, "is_quorum", plurality)
     monkeypatch.setattr(log, "is_quorum", plurality)
     with pytest.raises(DecidedTwice):
         Model(4, terms(2), 0).explore()
 
 
 def test_a_leader_must_not_ignore_what_was_accepted(monkeypatch):
-    monkeypatch.setattr(ballot, "value_to_propose", lambda promises: None)
+    monkeypatch.setattr(machine, "value_to_propose", lambda promises: None)
     with pytest.raises(DecidedTwice):
         Model(3, terms(2), 0).explore()
 
 
 def test_a_leader_must_adopt_the_entry_of_the_highest_attempt(monkeypatch):
-    monkeypatch.setattr(ballot, "value_to_propose", any_promise_is_as_good)
+    monkeypatch.setattr(machine, "value_to_propose", any_promise_is_as_good)
     with pytest.raises(DecidedTwice):
         Model(3, terms(3), 0).explore()
 
 
 def test_a_leader_must_wait_for_a_quorum_of_promises(monkeypatch):
-    monkeypatch.setattr(ballot.Proposer, "free", property(lambda self: bool(self.promises)))
+    monkeypatch.setattr(machine.Proposer, "free", property(lambda self: bool(self.promises)))
     with pytest.raises(DecidedTwice):
         Model(3, terms(2), 0).explore()
 
 
 def test_a_leader_that_proposes_anew_needs_promises(monkeypatch):
     free = property(lambda self: self.attempt in (0, 1) or len(self.promises) * 2 > self._electors)
-    monkeypatch.setattr(ballot.Proposer, "free", free)
+    monkeypatch.setattr(machine.Proposer, "free", free)
     with pytest.raises(DecidedTwice):
         Model(3, [0, 1], 0).explore()
 
 
 def test_a_leader_must_not_propose_two_entries_at_one_attempt(monkeypatch):
     monkeypatch.setattr(Acceptor, "accept", vote_for_anything)
-    monkeypatch.setattr(ballot, "value_to_propose", lambda promises: None)
+    monkeypatch.setattr(machine, "value_to_propose", lambda promises: None)
     with pytest.raises(DecidedTwice):
         Model(3, [0, 1], 0).explore()
 

@@ -5,11 +5,8 @@ Each broken rule below is one that somebody could write; the same search has to 
 
 import pytest
 
-from atoll.peer.rounds.consensus import ballot
 from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.ballot import Proposer
-from atoll.peer.rounds.consensus.parts import Parts
-from atoll.peer.rounds.consensus.round import OVER, Round, RoundState
+from atoll.peer.rounds.consensus.round import OVER, Parts, Proposer, Round, RoundState
 from atoll.peer.rounds.policies import Close
 from support import round_model
 from support.round_model import Broken, RoundModel
@@ -144,7 +141,7 @@ def test_another_attempt_needs_promises(monkeypatch):
 
 
 def test_what_promises_name_has_to_be_proposed(monkeypatch):
-    monkeypatch.setattr(ballot, "value_to_propose", lambda promises: None)
+    monkeypatch.setattr(machine, "value_to_propose", lambda promises: None)
     expect_broken("decided twice", mishaps=2, reported=True)
 
 

@@ -7,7 +7,7 @@ diloco = DiLoCo(model, inner, reducer, inner_steps=30)
 for batch in data:
     loss = ...
     loss.backward()
-    diloco.step(tokens=batch.numel(), loss=loss)    # in place of inner.step()
+    diloco.step(tokens=batch.numel(), loss=loss)    # instead of inner.step()
     inner.zero_grad()
 """
 

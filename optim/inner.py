@@ -158,7 +158,7 @@ class Muon(ByParameter):
     def _muon(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         momentum = self.momentum_of(param).mul_(group["momentum"]).add_(grad)
         update = grad.add(momentum, alpha=group["momentum"]).flatten(1)
-        scale = 0.2 * math.sqrt(max(update.shape))
+        scale = 0.2 * math.sqrt(max(update.shape))  # the RMS of AdamW's steps is about 0.2
         param.add_(orthogonalize(update).view_as(param), alpha=-group["lr"] * scale)
 
     def _adamw(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class Muon(ByParameter):
 
 
 def orthogonalize(matrix_RC: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
-    """The nearest orthogonal matrix, nearly: U V^T of the singular value decomposition.
+    """Return nearly the nearest orthogonal matrix: U V^T of the singular value decomposition.
 
     Args:
         matrix_RC: R rows, C columns; in bf16 on CUDA, in fp32 elsewhere.
@@ -188,7 +188,7 @@ def orthogonalize(matrix_RC: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor
     a, b, c = NEWTON_SCHULZ
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
     x: Tensor = matrix_RC.float() if wide else matrix_RC.float().T
-    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
+    x = x / (torch.linalg.matrix_norm(x) + 1e-7)  # a matrix of zeros stays one
     if x.device.type == "cuda":
         x = x.bfloat16()
     for _ in range(steps):
@@ -199,7 +199,7 @@ def orthogonalize(matrix_RC: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor
 
 
 def muon_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of a model for `Muon`.
+    """Return the parameter groups of a model for `Muon`.
 
     Matrices of hidden layers go to Muon. Embeddings, the layers that give one output for each row
     of an embedding, and vectors go to AdamW; vectors do not decay.
@@ -223,7 +223,7 @@ def muon_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]
 
 
 def _heads(model: nn.Module, table: nn.Embedding) -> list[nn.Linear]:
-    """The layers at the end of a model that turn an embedding around.
+    """Return the layers at the end of a model that turn an embedding around.
 
     A hidden layer may have as many outputs as a table has rows: 256 is a usual width and the number
     of bytes. So one of another shape, or before the end, is only a head if no other layer has as
@@ -245,7 +245,7 @@ def build(
     weight_decay: float = 0.1,
     fused: bool | None = None,
 ) -> Optimizer:
-    """An optimizer over a model's trainable parameters; vectors, such as norms, do not decay.
+    """Return an optimizer over a model's trainable parameters; vectors, as norms, do not decay.
 
     Args:
         name: which.
@@ -271,7 +271,7 @@ def build(
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices, which decay, and vectors, which don't."""
+    """Return two parameter groups: matrices, which decay, and vectors, which don't."""
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = (
         ([p for p in trained if p.dim() >= 2], weight_decay),

@@ -18,7 +18,7 @@ class Contribution:
     """The result of one window of a peer; frozen until a commit settles it."""
 
     fragment: int = 0
-    """Which fragment of the model; 0 where the whole model syncs together."""
+    """Fragment of the model; 0 if the whole model syncs together."""
 
     window: int
     """The peer's own count of windows, from 0; names the contribution with its fragment."""
@@ -35,7 +35,7 @@ class Contribution:
     """Inner steps behind delta, likewise."""
 
     loss: float
-    """Mean training loss of these steps; NaN where the caller does not tell."""
+    """Mean training loss of these steps; NaN if the caller does not report it."""
 
     lr: float = 0.0
     """Inner learning rate at the end of the window, for methods whose outer step follows it; the
@@ -66,11 +66,11 @@ class Commit:
     first window is meant to be."""
 
     settles: bool = True
-    """Whether this entry decides my pending contribution. False for an earlier entry that
+    """True if this entry decides my pending contribution. False for an earlier entry that
     arrives while a contribution for a later one is under way; then `included` is None."""
 
     members: int
-    """How many contributions are in; 0 for an entry without an update."""
+    """Number of contributions in it; 0 for an entry without an update."""
 
     reset: bool = False
     """Drop drift and pending contribution and take params_N as they are: this peer's work is
@@ -114,16 +114,16 @@ class Reducer(Protocol):
     def wait(self) -> None:
         """Deliver decided entries, until one settles a contribution of mine.
 
-        Where the next entry is not mine to wait for, this delivers what is decided and returns at
+        If the next entry is not mine to wait for, this delivers what is decided and returns at
         once: it can be called at each step. A contribution has one deadline, set when it is
         submitted; one whose fragment has its turn at a later position is not waited for.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a restart needs to go on in the same bits."""
+        """Return everything that a restart needs to continue in the same bits."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; called after `start`."""
+        """Continue where `state_dict` was taken; called after `start`."""
         ...

@@ -24,7 +24,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median_low
 
-SLOWEST, FASTEST = 0.5, 2.0  # H within half to twice the median; beyond it change accumulation
+# H stays within half to twice the median's, so a false claim of speed moves it no further; a peer
+# beyond that should change how many batches it accumulates a step.
+SLOWEST, FASTEST = 0.5, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,7 @@ def deadline(step_s: Sequence[float], *, inner_steps: int) -> list[int]:
     window_s = inner_steps * median_low(step_s)
     shortest = max(1, math.ceil(SLOWEST * inner_steps))
     longest = math.floor(FASTEST * inner_steps)
+    # 1e-9: equal speeds take all of `inner_steps`, though a quotient may round to just below it.
     return [min(max(math.floor(window_s / s + 1e-9), shortest), longest) for s in step_s]
 
 
@@ -142,7 +145,7 @@ class Timetable:
         return self._stair(position // self.num_fragments).inner_steps
 
     def mean_window(self, rounds: int) -> int:
-        """H on average over so many rounds; the first where they are none."""
+        """H on average over so many rounds; the first one's if there are none."""
         if not rounds:
             return self.window(0)
         return max(1, round(self.steps_until(rounds) * self.num_fragments / rounds))
@@ -195,6 +198,8 @@ def growing_over(rule: QSR, rate: Rate, *, rounds: int, num_fragments: int = 1) 
     if rounds < 1:
         raise ValueError(f"expected a run with an end, got {rounds} rounds")
 
+    # Of the total and the steps that its windows add up to, one rises and the other falls with the
+    # total, so they cross once.
     def of(total_steps: int) -> Timetable:
         return growing(rule, rate, total_steps=total_steps, num_fragments=num_fragments)
 

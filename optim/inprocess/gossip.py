@@ -41,7 +41,9 @@ from atoll.optim.reduction.contribution import cap_weights, clip_factors, work_w
 from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
 
-UNEVEN = 1 / 16  # share of the mean mass: less is not worth sending a momentum for
+# Share of the mean mass. Mass may not travel without the momentum, which is a third vector on the
+# wire; a smaller difference is not worth one.
+UNEVEN = 1 / 16
 
 T = TypeVar("T", int, str)
 
@@ -57,13 +59,13 @@ class Side:
     """Its weights before the step."""
 
     momentum_N: Tensor | None = None  # noqa: N815
-    """Its momentum, where it hands over mass."""
+    """Its momentum, if it hands over mass."""
 
     mass: float = 1.0
     """Push-sum weight, in [0, 1]."""
 
     weight: float = 1.0
-    """How its pseudo-gradient is weighed; 0 for a joiner's first window."""
+    """Weight of its pseudo-gradient; 0 for a joiner's first window."""
 
     steps: int = 1
     """Inner steps behind the pseudo-gradient."""
@@ -99,7 +101,7 @@ def pairs(members: Sequence[T], seed: object, position: int) -> list[tuple[T, ..
 
 
 def handed_over(mine: float, theirs: float) -> float:
-    """The mass that one with `mine` hands over to one with `theirs`; below 0 what it is given."""
+    """Return the mass that `mine` hands over to `theirs`; negative if it is given some."""
     given = (mine - theirs) / 2
     return given if abs(given) > UNEVEN * (mine + theirs) / 2 else 0.0
 
@@ -120,7 +122,7 @@ def meet(
         fragment: of the method; all values.
         state: this peer's own, exact; left as it is.
         mine: what the partner decodes of this peer.
-        theirs: what this peer decodes of the partner; None where there is none.
+        theirs: what this peer decodes of the partner; None if there is none.
         inner_lr: inner learning rate at the end of the window.
     """
     sides = [mine] if theirs is None else [mine, theirs]
@@ -154,7 +156,7 @@ def _levelled(state: OuterState, mine: Side, theirs: Side, share: float) -> Oute
         state: before.
         mine: what the partner decodes of this peer.
         theirs: likewise the other way.
-        share: handed over, in the mean mass; below 0 where it was given.
+        share: handed over, in the mean mass; negative if it was given.
     """
     carried = mine if share > 0 else theirs
     if carried.momentum_N is None:
@@ -199,8 +201,9 @@ def _mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 class GossipGroup(WorkerGroup):
     """Pairs that a shared seed draws each round; with an odd number one worker stays alone.
 
-    A worker sends its pseudo-gradient and its weights. Whose partner is away, or misses the round,
-    stays alone as well. A joiner begins at the weights of the first who is present, without mass.
+    A worker sends its pseudo-gradient and its weights. One whose partner is away, or misses the
+    round, stays alone as well. A joiner begins at the weights of the first that is present, without
+    mass.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class GossipGroup(WorkerGroup):
     def mass_of(self, index: int) -> float:
         """A worker's push-sum weight; 0 for one that is not here.
 
-        For who watches a group of their own: a joiner begins at 0, and no meeting changes the sum.
+        For observers: a joiner begins at 0, and no meeting changes the sum.
         """
         return self._mass.get(index, 0.0)
 
@@ -273,7 +276,7 @@ class GossipGroup(WorkerGroup):
         self._settle(fragment, dict(sorted(commits.items())))
 
     def _missed(self, index: int) -> Commit:
-        """A round that a worker misses: its state stays, its work remains in its drift."""
+        """Let a worker miss a round: its state stays, its work remains in its drift."""
         state = self.state_of(index)
         state = self._states[index] = state.at(state.position + 1)
         return Commit(position=state.position, params_N=state.params_N, included=None, members=0)

@@ -1,11 +1,11 @@
-"""Workers that share one process: who is there, who handed in what, and who is settled when.
+"""Groups of workers that share one process: presence, contributions and their settlement.
 
 The workers run in lockstep in one thread: the last one to submit a fragment reduces it and
 settles for all. They come and go as peers do:
 
     joins    a worker that starts after the first round has weight 0 in its first window
     leaves   nobody waits for it any more; what it handed in and its residual are lost
-    misses   a round that goes on without a worker's contribution: it has trained and sent, and
+    misses   a round that closes without a worker's contribution: it has trained and sent, and
              its work stays in its drift, to be counted in a later round, once
 
     GroupError (RuntimeError)   workers out of step, of different models, or a method of the other
@@ -28,7 +28,7 @@ from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState, is_finite
 
 Misses = Callable[[int, int], bool]
-"""Whether the round at a position goes on without a worker: (position, index)."""
+"""(position, index) -> whether the round at a position closes without a worker."""
 
 
 class GroupError(RuntimeError):
@@ -49,8 +49,8 @@ class GroupStatistics:
     """Length of all updates together: what a follower of the log receives."""
 
     wire_bytes: int = 0
-    """Payload that all workers together have sent to one another; as much was received. Who
-    misses a round has sent all the same."""
+    """Payload that all workers together have sent to one another; as much was received. A worker
+    that misses a round has sent all the same."""
 
 
 def nobody(position: int, index: int) -> bool:
@@ -66,6 +66,7 @@ def at_random(share: float, seed: int) -> Misses:
     """
     if not 0.0 <= share < 1.0:
         raise ValueError(f"expected a share of missed rounds from 0 to below 1, got {share}")
+    # Drawn anew from its place, so a run that resumes misses the same rounds.
     return lambda position, index: random.Random(f"{seed}/{position}/{index}").random() < share
 
 
@@ -81,7 +82,7 @@ class WorkerGroup(ABC):
             size: number of workers, those that join later included.
             method: what they run, or its spec.
             misses: who misses which rounds.
-            options: of the method, in place of its spec's or the defaults.
+            options: of the method, instead of its spec's or the defaults.
 
         Raises:
             ValueError: when size is below 1, or there is no such method or option.
@@ -242,6 +243,7 @@ class InProcessMember:
                 f"expected the other workers to submit window {pending.window} first; "
                 "run the workers in turns, one step each"
             )
+        # A `Difference` is a pass over the model at each reading; a group reads it several times.
         contribution = replace(contribution, delta=contribution.delta_N)
         self._check(contribution)
         if contribution.fragment in self._joining:
@@ -250,7 +252,7 @@ class InProcessMember:
         self._group._submitted(contribution.fragment)
 
     def wait(self) -> None:
-        """Nothing to wait for: the last submit settles."""
+        """Return at once: the last submit settles."""
 
     def settle(self, commit: Commit) -> None:
         """Pass a commit on to this worker's method.
@@ -260,7 +262,7 @@ class InProcessMember:
         """
         if self._settle is None:
             raise GroupError(f"expected worker {self.index} to have started")
-        if commit.included is not None:
+        if commit.included is not None:  # dropped as meant, not missed: the next window counts
             self._joining.discard(commit.fragment)
         self._settle(commit)
 
@@ -283,7 +285,7 @@ class InProcessMember:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; load all workers before the next submit.
+        """Continue where `state_dict` was taken; load all workers before the next submit.
 
         Raises:
             StateError: when the parameters are of another length.

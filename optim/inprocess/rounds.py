@@ -38,7 +38,7 @@ class Reduced:
     """The decoded update that everyone applies."""
 
     body: bytes = b""
-    """Its frames, where the next state holds more of them than their sum."""
+    """Its frames, if the next state holds more of them than their sum."""
 
     body_bytes: int
     """Length of the update."""
@@ -157,6 +157,7 @@ class MeanReduction(WithFeedback):
         self._settle(offers, shares)
         for index, feedback in enumerate(self.feedback):
             part = self._part(index)
+            # The encoding's loss stays with the owner, as the mass that it stands for.
             feedback.owner_credit(part, (mean_F[part] - update_F[part]) * sum(weights))
         body_bytes = sum(map(len, frames))
         others = self.size - 1  # each frame goes to its owner, each mean back to all others
@@ -179,8 +180,8 @@ class MeanReduction(WithFeedback):
 class GatherReduction(WithFeedback):
     """The sparse shape: everyone decodes everyone's frames; nothing is encoded again.
 
-    The mean divides by the weights of all peers, or, where the method says so, of those that
-    sent a value: then what one peer alone selected counts in full.
+    The mean divides by the weights of all peers, or, if the method asks for it, of those that
+    sent a value: then a value that one peer alone selected counts in full.
     """
 
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
@@ -218,7 +219,7 @@ class GatherReduction(WithFeedback):
         return Reduced(
             update_F=update_F,
             body_bytes=body_bytes,
-            wire_bytes=(self.size - 1) * body_bytes,
+            wire_bytes=(self.size - 1) * body_bytes,  # each worker's frames go to all others
             clipped=sum(s < w for s, w in zip(shares, weights, strict=True)),
         )
 
@@ -228,8 +229,7 @@ class LowRankReduction(WithFeedback):
 
     Each worker's error is its input less the common output; Q stays warm in the common state
     (`atoll.optim.reduction.lowrank`). Departures: the first Q is a fixed hash, not drawn at
-    random; weights
-    may differ; the factors may travel in another codec than fp32.
+    random; weights may differ; the factors may travel in another codec than fp32.
     """
 
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
@@ -260,6 +260,7 @@ class LowRankReduction(WithFeedback):
             update_F=update_F,
             body=body_of(frames),
             body_bytes=body_bytes,
+            # Both factors go to their owners, both means back to all others.
             wire_bytes=2 * (self.size - 1) * body_bytes,
             clipped=sum(s < w for s, w in zip(shares, weights, strict=True)),
         )
@@ -377,7 +378,7 @@ class InProcessGroup(WorkerGroup):
         )
 
     def _update(self, fragment: int, contributions: Sequence[Contribution]) -> Tensor | None:
-        """Move the state on; None where nothing counts and it keeps its bits."""
+        """Advance the state; None if nothing counts and it keeps its bits."""
         reduction = self._reductions[fragment]
         weights = reduction.weights(contributions)
         if sum(weights) == 0:

@@ -37,7 +37,7 @@ from typing import Annotated, ClassVar, Literal, Self, cast
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-VERSION: Literal[2] = 2
+VERSION: Literal[2] = 2  # of `Entry`; another version is another record, refused here
 MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom vanish at once
 
 Verify = Callable[[str, bytes, bytes], bool]

@@ -1,6 +1,6 @@
 """A replica in an event loop: peers and the coordinator follow their log through it.
 
-Whatever changes the replica runs in a pool of threads, one change at a time. What the loop reads
+Changes of the replica run in a pool of threads, one change at a time. What the loop reads
 (`standing`) changes only between two of its steps, when a change is complete: so what a task reads
 without awaiting is of one moment.
 """
@@ -89,7 +89,7 @@ class LiveReplica(ReplicaView):
         self.standing = core.standing
         self.compute = compute
         self.is_installing = False
-        """Whether a snapshot is being put in place, which takes long with a large model."""
+        """True while a snapshot is being put in place, which takes long with a large model."""
         self.moved_at = 0.0
         """when this replica came to stand where it stands, on the loop's clock"""
         self.stood_s = 0.0

@@ -4,7 +4,7 @@ Fragments take turns: with n of them, position p moves fragment (p + 1) mod n. T
 which their first windows end (`atoll.optim.methods.worker`).
 
 A run decides each part of its parameters in a log of its own. A dense run has one part, all of
-them, so one log; whoever follows a log is given its `Module` and asks for nothing else of the run.
+them, so one log; a replica is given the log's `Module` and asks for nothing else of the run.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Replay:
                 f"entry {entry.position}: expected {len(cells)} cells, got {entry.num_cells}"
             )
         for part in entry.parts:
+            # Refused before anybody fetches it: a signed entry must not make peers allocate more.
             longest = cells.max_body_bytes(len(entry.members), part.start_cell, part.stop_cell)
             if part.wire_bytes > longest:
                 raise MalformedRecord(
@@ -116,7 +117,7 @@ class Replay:
         """
         self.check(entry)
         if entry.kind == "null":
-            return state.at(entry.position + 1)
+            return state.at(entry.position + 1)  # given up: not even the momentum moves
         if update_F is None:
             update_F = self.decode(entry, body)
         fragment = self.fragments[entry.fragment]
@@ -127,6 +128,7 @@ class Replay:
             new = self.method.apply(state, update_F, fragment=fragment, **scalars)
         cells = self._cells[entry.fragment]
         if isinstance(cells, LowRankCells):
+            # The state holds Q, the body's second factors: the next update starts warm from them.
             cells.keep_warm(state, new, body)
         return new
 

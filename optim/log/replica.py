@@ -74,23 +74,23 @@ from atoll.optim.state.updates import Update
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStanding:
-    """Where a replica stands. It is replaced as a whole, so all of it is of one moment."""
+    """Standing of a replica. It is replaced as a whole, so all of it is of one moment."""
 
     head: StoreHead = field(default_factory=lambda: StoreHead(epoch=0, position=0, chain=b""))
     """The epoch, the next position, and the chain there."""
     electorate: tuple[Elector, ...] = ()
-    """Return the next entry's electorate; empty while the entries here are not the epoch's."""
+    """The next entry's electorate; empty while the entries here are not the epoch's."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
     snapshots: dict[int, OuterState] = field(default_factory=dict)
-    """Those that joiners may fetch, by position."""
+    """Snapshots that joiners may fetch, by position."""
     opened: Epoch | None = None
     epoch_record: bytes = b""
     """`opened` as the run's key signed it; empty before the first."""
     diverged: str = ""
     """Why the state here is no longer the run's; empty while it is."""
     leaps: int = 0
-    """Return how often a state was put in place without entries leading to it."""
+    """Number of times that a state was put in place without entries leading to it."""
 
     def is_at_base(self, epoch: Epoch) -> bool:
         """Return whether the head is where an epoch begins."""
@@ -181,7 +181,7 @@ class ReplicaView:
 
     @property
     def epoch_record(self) -> bytes:
-        """That epoch as the run's key signed it; empty before the first."""
+        """The newest epoch as the run's key signed it; empty before the first."""
         return self.standing.epoch_record
 
     @property
@@ -191,7 +191,7 @@ class ReplicaView:
 
     @property
     def leaps(self) -> int:
-        """Return how often a state was put in place without entries leading to it."""
+        """Return the number of states put in place without entries leading to them."""
         return self.standing.leaps
 
     def root_scheduled(self, position: int) -> int | None:
@@ -418,7 +418,7 @@ class Replica(ReplicaView):
         state, diverged = at.state, at.diverged
         if applies:
             state, diverged = self._next_state(at, entry, body, update_F)
-        self._store(claim, body, at)
+        self._store(claim, body, at)  # before the standing: what is announced is on disk
         after = replace(self._after(at, entry), state=state, diverged=diverged)
         if applies and not diverged:
             after = self._noted(after, entry)
@@ -684,7 +684,8 @@ class Replica(ReplicaView):
         """
         epoch = self.read_epoch(record)
         if self.opened is not None and epoch.epoch <= self.opened.epoch:
-            return True
+            return True  # known: nothing to recover
+        # On disk first: after a crash the entries beyond the base must still be known as void.
         self.store.put_epoch(epoch.epoch, record)
         is_here = self.ready and self.standing.is_at_base(epoch)
         self._know_epoch(epoch, record)
@@ -710,7 +711,7 @@ class Replica(ReplicaView):
         return epoch
 
     def rewind(self) -> bool:
-        """Go back to the base of the epoch if entries beyond it are void; whether that worked.
+        """Go back to the base of the epoch if entries beyond it are void; True if that worked.
 
         It works if this peer's own log reaches the base with the chain that the epoch names. A
         ledger does not go back: epochs begin at its head.

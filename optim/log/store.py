@@ -40,7 +40,7 @@ from typing import Any
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, OuterState, StateError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # of the tables below; in the file's `user_version`, where 0 means a new file
 PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
 
 _SCHEMA = """
@@ -58,7 +58,7 @@ CREATE TABLE snapshots (
     leaf_digests BLOB NOT NULL, layout TEXT NOT NULL, file TEXT NOT NULL);
 """
 
-# What is asked at every entry must not read them all: a row is kilobytes, and they only grow.
+# Queries at every entry must not read all of them: a row is kilobytes, and the log only grows.
 _INDEXES = """
 CREATE INDEX IF NOT EXISTS held ON entries (position, body_bytes) WHERE has_body AND body_bytes;
 CREATE INDEX IF NOT EXISTS gone ON entries (position) WHERE has_body = 0;
@@ -113,6 +113,8 @@ def _prepare(db: sqlite3.Connection, path: Path, run_id: bytes, *, fsync: bool) 
         _create(db, run_id)
     _expect_run(db, run_id, path)
     db.executescript(_INDEXES)
+    # After a kill, WAL holds the calls that returned. NORMAL syncs at checkpoints alone: a loss of
+    # power may cost the last calls, never the file.
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
 
@@ -154,7 +156,7 @@ class SnapshotInfo:
     """A stored snapshot."""
 
     position: int
-    """Of the entry that comes next: so many are applied."""
+    """Position of the next entry: so many are applied."""
     chain: bytes
     root: bytes
     leaf_digests: tuple[bytes, ...]
@@ -235,7 +237,7 @@ class Snapshots:
             for index in range(state.num_leaves):
                 file.write(state.read_leaf(index))
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # or the new name could stand for bytes that are not there
         partial.replace(self._directory / name)
 
     def _discard_stray_files(self) -> None:
@@ -255,7 +257,7 @@ class StoreHead:
 
     epoch: int
     position: int
-    """Of the next entry."""
+    """Position of the next entry."""
     chain: bytes
     """The one that the next entry names as its previous chain."""
 
@@ -272,7 +274,7 @@ class StoredEntry:
     """The chain after this entry."""
     body_bytes: int
     has_body: bool
-    """Whether the body is still here; a body of no bytes always is."""
+    """True while the body is here; a body of no bytes always is."""
 
 
 @dataclass(frozen=True, kw_only=True)

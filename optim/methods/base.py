@@ -36,7 +36,7 @@ import re
 import typing
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -77,11 +77,11 @@ class Method(ABC):
     """The inner optimizer that the paper takes."""
 
     factors: ClassVar[bool] = True
-    """Whether `powersgd`'s factors are reduced one after the other (`lowrank`). If not,
-    it is a codec like any other: for methods that cut the model their own way."""
+    """True if `powersgd`'s factors are reduced one after the other (`lowrank`); else it is a codec
+    like any other, for methods that cut the model their own way."""
 
     every_step: ClassVar[bool] = False
-    """Whether a window is always one step, because gradients are sent."""
+    """True if a window is always one step, because gradients are sent."""
 
     shape: ClassVar[Shape] = "mean"
     """The `reduction`, unless the codec asks for another."""
@@ -129,7 +129,7 @@ class Method(ABC):
 
     @property
     def residual(self) -> float:
-        """Share of what was lost that comes back; all of it with factors, as in PowerSGD."""
+        """Return the share of a loss that comes back; all of it with factors, as in PowerSGD."""
         return 1.0 if self.reduction == "low-rank" else self.feedback
 
     @property
@@ -167,6 +167,7 @@ class Method(ABC):
         """
         memory_M = torch.zeros(self.memory_numel(layout))
         if self.rank:
+            # The first Q is a fixed hash, not a draw: every replica begins with the same bits.
             warm_K = lowrank.cold(layout, self.rank)
             memory_M[memory_M.numel() - warm_K.numel() :] = warm_K
         return OuterState.genesis(layout, params_N, memory_M)
@@ -239,9 +240,9 @@ class Method(ABC):
     def spec(self) -> str:
         """Return the string that `parse` turns back into this method."""
         changed = [
-            f"{f.name}={_text(getattr(self, f.name))}"
+            f"{f.name}={value.spec if isinstance(value, Codec) else value}"
             for f in fields(self)
-            if getattr(self, f.name) != _default(f)
+            if (value := getattr(self, f.name)) != _default(f)
         ]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
 
@@ -254,10 +255,6 @@ def require(condition: bool, expected: str, got: object) -> None:
     """
     if not condition:
         raise MethodError(f"expected {expected}, got {got}")
-
-
-def _text(value: object) -> str:
-    return value.spec if isinstance(value, Codec) else str(value)
 
 
 def _default(option: Field[Any]) -> object:
@@ -280,12 +277,12 @@ def register(method: _M) -> _M:
 
 
 def names() -> list[str]:
-    """Names of all methods, sorted."""
+    """Return the names of all methods, sorted."""
     return sorted(_METHODS)
 
 
 def parse(spec: str, **options: object) -> Method:
-    """The method that `spec` names, with `options` in place of the spec's or the defaults.
+    """Return the method that `spec` names, with `options` instead of the spec's or the defaults.
 
     Options are values of their fields' types, or texts as in a spec.
 
@@ -299,7 +296,7 @@ def parse(spec: str, **options: object) -> Method:
 
 
 def given(spec: str) -> frozenset[str]:
-    """Names of the options that a spec sets.
+    """Return the names of the options that a spec sets.
 
     Raises:
         MethodError: an unknown name, or no spec.
@@ -308,7 +305,7 @@ def given(spec: str) -> frozenset[str]:
 
 
 def defaults_for(spec: str, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:
-    """Options of a spec's method whose best values follow from the run (`Method.defaults_for`).
+    """Return options of a spec's method that follow from the run (`Method.defaults_for`).
 
     Raises:
         MethodError: an unknown name, or no spec.
@@ -347,7 +344,7 @@ def _items(method: type[Method], text: str) -> dict[str, object]:
 
 
 def _construct(method: type[Method], options: dict[str, object]) -> Method:
-    kinds = _kinds(method)
+    kinds = typing.get_type_hints(method)
     known = [f.name for f in fields(method)]
     unknown = [key for key in options if key not in known]
     if unknown:
@@ -355,12 +352,6 @@ def _construct(method: type[Method], options: dict[str, object]) -> Method:
             f"{method.name}: expected options among {', '.join(known)}; got {', '.join(unknown)}"
         )
     return method(**{key: _value(key, value, kinds[key]) for key, value in options.items()})
-
-
-@cache
-def _kinds(method: type[Method]) -> dict[str, object]:
-    """Types of a method's options."""
-    return typing.get_type_hints(method)
 
 
 def _value(key: str, value: object, kind: object) -> typing.Any:  # noqa: ANN401 - by the field
@@ -373,7 +364,10 @@ def _value(key: str, value: object, kind: object) -> typing.Any:  # noqa: ANN401
     if kind is bool:
         return _choice(key, value, ("True", "False")) == "True"
     if kind in (int, float):
-        return _number(key, value, kind)
+        try:
+            return int(value) if kind is int else float(value)
+        except ValueError:
+            raise MethodError(f"expected a number in {key}, got {value!r}") from None
     return value
 
 
@@ -381,10 +375,3 @@ def _choice(key: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise MethodError(f"expected {key} to be one of {', '.join(allowed)}; got {value!r}")
     return value
-
-
-def _number(key: str, value: str, kind: object) -> float:
-    try:
-        return int(value) if kind is int else float(value)
-    except ValueError:
-        raise MethodError(f"expected a number in {key}, got {value!r}") from None

@@ -53,7 +53,7 @@ class CO2(Worker):
         return self._sent_N
 
     def _handed_in(self, fragment: Fragment) -> None:
-        self._owed_N = torch.zeros_like(self._owed_N)
+        self._owed_N = torch.zeros_like(self._owed_N)  # all of it is in what was just sent
         self._start_N = self.layout.held(self.model, self._next_start())
         self.layout.load_(self.model, self._start_N)
 
@@ -61,6 +61,7 @@ class CO2(Worker):
         """Keep what was left out; local moves when the window has ended."""
         if not commit.settles:
             return
+        # Local began anew since, so unlike a drift it holds nothing of what was left out.
         missing = torch.ones(len(self.fragments[0].pieces), dtype=torch.bool)
         if commit.included is not None:
             missing = ~commit.included
@@ -72,7 +73,7 @@ class CO2(Worker):
         return {
             "start_N": self._start_N,
             "sent_N": self._sent_N,
-            "owed_N": self._owed_N.clone(),
+            "owed_N": self._owed_N.clone(),  # the one that later commits change in place
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -98,11 +99,11 @@ class CO2Method(Method):
     penalty: float = 1.0
     """Staleness gap penalty: pseudo-gradients are divided by it."""
 
-    clip: float = math.inf
+    clip: float = math.inf  # the published code never clips
     """Largest magnitude of a momentum."""
 
     stale: bool = True
-    """Whether a reduction is taken one window late; else it is waited for."""
+    """Take a reduction one window late, instead of waiting for it."""
 
     def __post_init__(self) -> None:
         """Check the options.

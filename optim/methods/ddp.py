@@ -51,7 +51,7 @@ class DDP(Worker):
         self.layout.load_(self.model, commit.params_N)
 
     def _train(self) -> None:
-        """Nothing: the commit moves the parameters."""
+        """Leave the parameters alone: the commit moves them."""
 
     def _rate(self) -> float:
         return float(self.inner.param_groups[0]["lr"])
@@ -104,7 +104,7 @@ class DDPMethod(Method):
         require(0 < self.eps < math.inf, "an eps above 0", self.eps)
 
     def memory_numel(self, layout: Layout) -> int:
-        """Both moments, and what their bias corrections have come to."""
+        """Count both moments, and the averages of ones that correct their bias."""
         return super().memory_numel(layout) + ADAMW_SUMS
 
     def apply(
@@ -113,6 +113,7 @@ class DDPMethod(Method):
         """AdamW on the mean gradient, clipped."""
         return adamw(
             state,
+            # Here and not at the senders: nobody holds the whole mean before.
             clipped(update_F, self.clip_norm) if self.clip_norm else update_F,
             lr=lr,
             beta1=self.beta1,

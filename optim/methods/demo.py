@@ -49,12 +49,12 @@ class DeMoMethod(Method):
     every_step: ClassVar[bool] = True
 
     codec: Codec = field(default_factory=lambda: Dct(k=32))
-    feedback: float = 0.999
+    feedback: float = 0.999  # the residual is the momentum
     weights: WeightRule = "equal"
     clip_at: float = 0.0
 
     average: Literal["all", "senders"] = "all"
-    """Whom the mean of a coefficient divides by."""
+    """Peers by whose number the mean of a coefficient divides."""
 
     decay: float = 0.0
     """Decoupled weight decay."""
@@ -76,7 +76,7 @@ class DeMoMethod(Method):
         return self.average
 
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:
-        """The whole model, a piece a tensor."""
+        """Return the whole model, a piece a tensor: chunks of the DCT do not cross tensors."""
         return (by_tensor(layout),)
 
     def apply(

@@ -43,13 +43,13 @@ from atoll.optim.state.outer_step import nesterov
 
 SHORT = (0.8, 0.3)  # learning rate and momentum up to SHORT_ROUNDS
 SHORT_ROUNDS = 100
-LONG_MOMENTUM = 0.9
+LONG_MOMENTUM = 0.9  # published for thousands of rounds
 LONG_ROUNDS = 1_000  # the published runs are longer
 LONG_LR = ((1, 0.4), (4, 0.6), (8, 0.8))  # up to as many peers; 0.8 beyond
 
 
 def outer_defaults(rounds: int, inner_steps: int, peers: int) -> tuple[float, float]:
-    """Outer learning rate and momentum for a run.
+    """Return outer learning rate and momentum for a run.
 
     Args:
         rounds: rounds of the run; 0 for one without an end, which counts as long.
@@ -110,6 +110,7 @@ class DiLoCo(Worker):
             for param, place in self.layout.parameters_in(self.model, fragment.spans):
                 self._move_(param, *(v[place].view(param.shape).to(param.device) for v in vectors))
         if pending is not None and not commit.settles:
+            # Another entry of the fragment came first: move the point that is subtracted later too.
             window.pending = replace(pending, local_N=pending.local_N + (new_F - old_F))
 
     def _move_(
@@ -120,7 +121,7 @@ class DiLoCo(Worker):
         submitted: Tensor | None = None,
         mine: Tensor | None = None,
     ) -> None:
-        local = param.to(torch.float32)
+        local = param.to(torch.float32)  # the parameter itself, unless it is bf16
         if submitted is None:
             local.add_(new - old)
         elif mine is None:
@@ -133,7 +134,8 @@ class DiLoCo(Worker):
             param.copy_(local)
 
     def _merge_(self, local: Tensor, new: Tensor, submitted: Tensor) -> None:
-        """Local where my contribution is in: the new synced values and what was trained since."""
+        """Set local where my contribution is in: new synced values and what was trained since."""
+        # In this order, nothing trained since leaves exactly the synced bits.
         local.sub_(submitted).add_(new)
 
 
@@ -152,13 +154,13 @@ class DiLoCoMethod(Method):
     """Outer momentum."""
 
     tau: int = 0
-    """Inner steps that a reduction travels while training goes on; 0 waits for it."""
+    """Inner steps that a reduction travels while training continues; 0 waits for it."""
 
     count: int = 1
     """Number of fragments."""
 
     pattern: Literal["strided", "sequential"] = "strided"
-    """Which blocks make a fragment, where there are several."""
+    """Choice of the blocks that make a fragment, if there are several."""
 
     def __post_init__(self) -> None:
         """Check the options.

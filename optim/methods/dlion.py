@@ -26,7 +26,9 @@ from atoll.optim.state.layout import Fragment
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import descend
 
-ROUNDER = 192.0  # added and taken off, leaves multiples of 2^-16: three sixths less three are 0
+# Added and taken off, it leaves multiples of 2^-16. A sixth is no fp32 number, so three votes for
+# and three against left 1e-8, whose sign is 1: without rounding, many ties moved.
+ROUNDER = 192.0
 
 
 class DLion(DDP):
@@ -39,7 +41,7 @@ class DLion(DDP):
 
     def _message(self, grad_N: Tensor) -> Tensor:
         if not bool(torch.isfinite(grad_N).all()):
-            return grad_N
+            return grad_N  # the worker drops the step; the momentum stays sound
         beta1, beta2 = self.method.beta1, self.method.beta2
         step_N = self._momentum_N * beta1 + grad_N * (1.0 - beta1)
         self._momentum_N = self._momentum_N * beta2 + grad_N * (1.0 - beta2)
@@ -48,7 +50,10 @@ class DLion(DDP):
         return torch.where(step_N > 0, 1.0, -1.0)
 
     def _in_turns(self) -> Tensor:
-        """1 and -1 for even and odd values, the other way round at the next position."""
+        """Return 1 and -1 for even and odd values, the other way round at the next position.
+
+        One fixed sign would move parameters without a gradient by the whole rate at each step.
+        """
         signs_N = torch.ones(self.layout.numel)
         signs_N[(self.reducer.position + 1) % 2 :: 2] = -1.0
         return signs_N
@@ -72,9 +77,9 @@ class DLionMethod(Method):
     every_step: ClassVar[bool] = True
 
     codec: Codec = field(default_factory=Sign)
-    feedback: float = 0.0
-    weights: WeightRule = "equal"
-    clip_at: float = 0.0
+    feedback: float = 0.0  # the codec loses nothing of a sign
+    weights: WeightRule = "equal"  # one vote a peer
+    clip_at: float = 0.0  # all signs have one norm
 
     beta1: float = 0.9
     """Share of the momentum in what is sent."""
@@ -86,7 +91,7 @@ class DLionMethod(Method):
     """Decoupled weight decay."""
 
     vote: Literal["majority", "average"] = "majority"
-    """What becomes of the signs."""
+    """Sign of the sum of signs, or their mean."""
 
     def __post_init__(self) -> None:
         """Check the options.

@@ -44,10 +44,11 @@ class Eager(CO2):
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         super()._follow(commit, new_F, window)
-        self._members = commit.members or self._members
+        self._members = commit.members or self._members  # an entry without an update names none
 
     def _next_start(self) -> Tensor:
         lr, mu = self.method.lr, self.method.momentum
+        # The log's mean has the stale part; the overlay replaces it by the fresh one.
         fresh_N = self._sent_N / self._members
         x_N = fresh_N - self._fresh_N
         self._fresh_N = fresh_N

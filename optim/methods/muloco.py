@@ -28,5 +28,5 @@ class MuLoCoMethod(DiLoCoMethod):
 
     @classmethod
     def defaults_for(cls, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:
-        """None: the paper's constants hold for its runs of all lengths."""
+        """Return none: the paper's constants hold for its runs of all lengths."""
         return {}

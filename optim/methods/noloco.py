@@ -36,11 +36,11 @@ class PairedMethod(Method):
     shape: ClassVar[Shape] = "pairs"
 
     keep_variance: bool = False
-    """Whether the mean of two models keeps their variance, tensor by tensor (arXiv:2404.04616);
-    then meetings move the sum over all peers."""
+    """Let the mean of two models keep their variance, tensor by tensor (arXiv:2404.04616); then
+    meetings move the sum over all peers."""
 
     def centre(self, centre_N: Tensor, params: Sequence[Tensor], layout: Layout) -> Tensor:
-        """The point to which the parameters of a pair are pulled.
+        """Return the point to which the parameters of a pair are pulled.
 
         Args:
             centre_N: their mean.
@@ -51,7 +51,7 @@ class PairedMethod(Method):
 
 
 def with_variance_kept(centre_N: Tensor, params: Sequence[Tensor], layout: Layout) -> Tensor:
-    """A mean of weights with the variance that the averaged ones have, tensor by tensor.
+    """Return a mean of weights with the variance of the averaged ones, tensor by tensor.
 
     Averaging vectors that are not correlated shrinks their variance. arXiv:2404.04616 scales the
     values of each tensor about their mean, so that the variance is the mean of those averaged:
@@ -86,7 +86,7 @@ class NoLoCoMethod(PairedMethod):
     name: ClassVar[str] = "noloco"
     worker_class: ClassVar[type[Worker]] = DiLoCo
 
-    codec: Codec = field(default_factory=Fp32)
+    codec: Codec = field(default_factory=Fp32)  # no residual keeps what is lost of the weights
     feedback: float = 0.0
     clip_at: float = 0.0
 
@@ -112,5 +112,5 @@ class NoLoCoMethod(PairedMethod):
     def apply(
         self, state: OuterState, update_F: Tensor, *, fragment: Fragment, lr: float, momentum: float
     ) -> OuterState:
-        """The modified Nesterov step of one peer; `update_F` is delta, then the pull."""
+        """Take the modified Nesterov step of one peer; `update_F` is delta, then the pull."""
         return gossip(state, update_F, lr=lr, momentum=momentum, pull=self.pull)

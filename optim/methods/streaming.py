@@ -1,4 +1,4 @@
-"""`streaming`: fragments that sync one after the other while training goes on (arXiv:2501.18512).
+"""`streaming`: fragments that sync one after the other while training continues (arXiv:2501.18512).
 
 Fragment p hands in its pseudo-gradient every H steps, at its own offset. The reduction travels
 for tau inner steps; then
@@ -38,7 +38,7 @@ class StreamingMethod(DiLoCoMethod):
 
     name: ClassVar[str] = "streaming"
     worker_class: ClassVar[type[Worker]] = Streaming
-    factors: ClassVar[bool] = False
+    factors: ClassVar[bool] = False  # it cuts the model its own way
 
     codec: Codec = field(default_factory=Fp4)
 

@@ -5,11 +5,11 @@
     delta    what it sends at the end of a window, of one fragment
 
 Each fragment of the group's method has its own window of H inner steps, at its own offset, by its
-turn in the log; where the log went on without this peer, at that turn anew. A contribution that is
+turn in the log; if the log advanced without this peer, at that turn anew. A contribution that is
 handed in stays pending until a commit settles it; the commit is taken `delay` inner steps later,
-so that a reduction may travel while training goes on. With a delay of 0 the peer waits.
+so that a reduction may travel while training continues. With a delay of 0 the peer waits.
 
-A subclass says what it sends (`_delta`) and how local follows a commit (`_follow`).
+A subclass defines the contribution (`_delta`) and how local follows a commit (`_follow`).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Worker(ABC):
     """Counts steps, hands in contributions and takes commits, for any method."""
 
     keeps_work: ClassVar[bool] = True
-    """Whether what was left out of an update is in the next contribution."""
+    """True if the next contribution holds what an update left out; a lost gradient is gone."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class Worker(ABC):
         return self._statistics
 
     def step(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
-        """Do an inner step, in place of `inner.step()`; at the end of a window, meet the others.
+        """Do an inner step instead of `inner.step()`; at the end of a window, meet the others.
 
         Args:
             tokens: tokens (or samples) that the gradients come from; they weigh this peer.
@@ -279,9 +279,9 @@ class Worker(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Everything, at any step: model, inner optimizer, reducer and the open windows.
 
-        Loading it and going on gives the same bits as not stopping. Random number generators
-        and the place in the data are the caller's. The first fragment's window lies at the top,
-        those of others in "fragments".
+        A worker that loads it continues in the same bits as one that never stopped. Random number
+        generators and the place in the data are the caller's. The first fragment's window lies at
+        the top, those of others in "fragments".
         """
         first, *others = [window.state_dict() for window in self._windows]
         return {
@@ -324,13 +324,14 @@ class Worker(ABC):
             window.load_state_dict(saved)
         self._arrived = [Commit(**commit) for commit in state.get("arrived", [])]
         self._statistics = WorkerStatistics(**state["statistics"])
+        # Commits that came early are decided but not in synced: the log is already beyond it.
         came = [commit.position for commit in self._arrived]
         self._log_position = max([self._statistics.position, *came])
         self._load_own_state(state)
         self.reducer.load_state_dict(state["reducer"])
         self._resumed_s = time.perf_counter()
 
-    # what a method says
+    # What a method defines
 
     @abstractmethod
     def _delta(self, index: int, local_F: Tensor) -> Tensor | Difference:
@@ -381,7 +382,7 @@ class Worker(ABC):
     def _cut(self, synced_N: Tensor) -> list[Tensor]:
         return [fragment.cut(synced_N) for fragment in self.fragments]
 
-    # windows
+    # Windows
 
     def _begin_windows(self, position: int) -> None:
         """Empty windows, H / fragments apart.
@@ -395,7 +396,7 @@ class Worker(ABC):
             window.restart(self.inner_steps - (turn + 1) * self.inner_steps // count)
 
     def _count(self, tokens: int, loss: float | Tensor | None) -> None:
-        tokens = operator.index(tokens)  # a tensor that counts a mask would go on to the others
+        tokens = operator.index(tokens)  # a tensor that counts a mask would reach other peers
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         for window in self._windows:
             window.count(tokens, loss)
@@ -415,7 +416,7 @@ class Worker(ABC):
         """Let the window end whose turn it is, if it is another's than the one that has ended.
 
         Contributions out of turn wait for those before them: without this, fragments of a run that
-        went on without its peers once would be decided all at one time from then on. No window is
+        advanced without its peers once would all be decided at one time from then on. No window is
         passed over twice in a row, so that each is handed in by a peer that is slow as well.
         """
         if all(window.pending is None for window in self._windows):
@@ -433,7 +434,7 @@ class Worker(ABC):
             window.step_in_window = self.inner_steps - ahead * self.inner_steps // count
 
     def _turn(self) -> int:
-        """The fragment that the log moves next, of those that are not on offer (`optim.replay`)."""
+        """Return the fragment that the log moves next, of those that are not on offer."""
         count, undecided = len(self._windows), self._undecided()
         turns = [(self.reducer.position + 1 + ahead) % count for ahead in range(count)]
         return next((turn for turn in turns if turn not in undecided), turns[0])
@@ -450,6 +451,7 @@ class Worker(ABC):
         window = self._windows[index]
         local_F = self.layout.flatten(self.model, self.fragments[index].spans)
         delta = self._delta(index, local_F)
+        # A `Difference` is computed later, by whoever asks; it is finite if local is.
         if not is_finite(delta if isinstance(delta, Tensor) else local_F):
             self._discard()
             local_F, delta = self._held(index), torch.zeros(self.fragments[index].numel)
@@ -458,7 +460,7 @@ class Worker(ABC):
         number = self._statistics.windows
         self._statistics = replace(self._statistics, windows=number + 1, loss=loss)
         window.pending = PendingWindow(local_N=local_F, tokens=window.tokens, steps=window.steps)
-        window.step_in_window = 0
+        window.step_in_window = 0  # tokens and steps stay until a commit has counted them
         window.losses = []
         return Contribution(
             fragment=index,
@@ -473,8 +475,8 @@ class Worker(ABC):
     def _discard(self) -> None:
         """Drop windows whose result is not finite; what was handed in before stays in local.
 
-        Their moments hold NaN as well, so the inner optimizer starts afresh. A contribution of no
-        tokens, thus of weight 0, takes its place: nobody has to wait for this peer.
+        The inner optimizer starts afresh. A contribution of no tokens, thus of weight 0, takes its
+        place: nobody has to wait for this peer.
         """
         _log.warning(
             "window %d ended in NaN or infinity after %d steps: dropped, back to position %d with "
@@ -487,9 +489,10 @@ class Worker(ABC):
         stands = zip(self.fragments, self._synced, self._windows, strict=True)
         for fragment, synced_F, window in stands:
             pending = window.pending
+            # From synced, a commit would subtract the pending contribution a second time.
             fragment.put_cut_(sound_N, synced_F if pending is None else pending.local_N)
         self.layout.load_(self.model, sound_N)
-        self.inner.state.clear()
+        self.inner.state.clear()  # its moments hold NaN as well
         for window in self._windows:
             window.disown()
         self._restart()
@@ -516,17 +519,19 @@ class Worker(ABC):
         What is decided next may be an older one, of another fragment.
         """
         decided = -1
+        # A wait that decides nothing has passed its deadline: the peer trains on, the window grows.
         while self._overdue() and decided != self._decided:
             decided = self._decided
             self.reducer.wait()
 
-    # commits
+    # Commits
 
     def _settle(self, commit: Commit) -> None:
         """Take a commit, or keep it until its time has come."""
         self._decided += 1
         self._log_position = max(self._log_position, commit.position)
         if commit.reset:
+            # A recovery may lead back to an epoch's base, so the position may fall.
             self._log_position = commit.position
             self._arrived = []
             self._reset(commit)
@@ -537,6 +542,7 @@ class Worker(ABC):
 
     def _is_early(self, commit: Commit) -> bool:
         pending = self._windows[commit.fragment].pending
+        # Commits of a fragment build on each other: none overtakes one that is still kept.
         kept = any(earlier.fragment == commit.fragment for earlier in self._arrived)
         early = commit.settles and pending is not None and pending.age < self.delay
         return early or kept
@@ -549,7 +555,7 @@ class Worker(ABC):
     def _take(self, commit: Commit) -> None:
         window = self._windows[commit.fragment]
         new_F = self.fragments[commit.fragment].cut(commit.params_N)
-        self._follow(commit, new_F, window)
+        self._follow(commit, new_F, window)  # needs the pending contribution: close it after
         if commit.settles:
             self._close(commit, window)
         self._synced[commit.fragment] = new_F
@@ -574,6 +580,8 @@ class Worker(ABC):
             self._statistics = replace(stats, included=stats.included + 1)
         else:
             self._statistics = replace(stats, left_out=stats.left_out + 1)
+        # Any piece counts all of it: a partial inclusion loses no gradient, only the weight of the
+        # pieces that are missing.
         if included or not self.keeps_work:
             window.tokens -= pending.tokens
             window.steps -= pending.steps

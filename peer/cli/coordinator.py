@@ -190,10 +190,13 @@ async def _tell(up: Running) -> None:
 
 def announce(up: Running, *, as_json: bool) -> None:
     """Print the invite on stdout, and how to use it on stderr."""
+    from atoll.peer.training.permission import options_for
+
     spec, status = up.coordinator.spec, up.coordinator.status()
     say(f"run {spec.run.name} ({status.run_id[:12]}), {status.params:,} parameters")
     say(f"listening on {up.address}; state in {up.state_dir}")
-    say("join with `atoll peer INVITE`, watch with `atoll dashboard INVITE`:")
+    join = " ".join(["atoll peer INVITE", *options_for(spec)])
+    say(f"join with `{join}`, watch with `atoll dashboard INVITE`:")
     if as_json:
         print_json(
             {

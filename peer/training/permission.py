@@ -96,6 +96,22 @@ class Allowed:
             )
 
 
+def options_for(spec: RunSpec) -> list[str]:
+    """Return the options of `atoll peer` that a spec needs beyond its invite."""
+    options, nothing = [], Allowed()
+    if spec.model.custom is not None:
+        options.append(f"--allow-model {spec.model.custom}")
+    for option, expect in (
+        ("--data PATH", nothing.expect_data),
+        ("--tokenizer PATH", nothing.expect_tokenizer),
+    ):
+        try:
+            expect(spec)
+        except DataError:
+            options.append(option)
+    return options
+
+
 def with_own_files(spec: RunSpec, *, data: str | None, tokenizer: str | None) -> RunSpec:
     """Return a spec that names the owner's data and tokenizer instead of its own."""
     own = {"source": data, "tokenizer": tokenizer}

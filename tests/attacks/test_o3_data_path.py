@@ -8,7 +8,7 @@ import pytest
 from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.errors import DataError
 from atoll.peer.training.data import documents
-from atoll.peer.training.permission import Allowed, with_own_files
+from atoll.peer.training.permission import Allowed, options_for, with_own_files
 from atoll.peer.training.trainer import open_corpus, open_tokenizer
 
 
@@ -132,3 +132,10 @@ def test_the_owners_own_path_is_read_instead(home):
     assert b"secret" not in bytes(corpus.train_N) + bytes(corpus.valid_N)
     with pytest.raises(DataError):
         open_corpus(spec_of("~/.ssh"), allowed)
+
+
+def test_the_organiser_is_told_what_the_owners_of_peers_must_name(home):
+    assert options_for(spec_of()) == options_for(spec_of("hf:some/name")) == []
+    model = {"model": {"custom": "mine:build"}}
+    spec = RunSpec.from_dict(model | {"data": {"source": "texts", "tokenizer": "t.json"}})
+    assert options_for(spec) == ["--allow-model mine:build", "--data PATH", "--tokenizer PATH"]

@@ -179,7 +179,9 @@ class Coordinator:
                 f"the coordinator cannot write to its disk: {error}",
             ) from None
         left_out = _left_out(electorate, claim.entry)
-        late = self._went_on(claim.entry)
+        # Half of the trainers decided the next entry before this one arrived.
+        alive = self.presence.alive(self._steady())
+        late = common_position(alive, epoch=claim.entry.epoch) > claim.entry.position + 1
         # Today's measurement is not that of a round of an hour ago.
         valid_loss = None if late else self._mean_valid_loss()
         self.rounds.add(
@@ -232,13 +234,10 @@ class Coordinator:
 
     def _moved_on(self) -> None:
         self._note_finished()
-        self._report_divergence()
+        if self.replica.diverged and not self._divergence_reported:
+            self._divergence_reported = True
+            self._events.report("error", self.replica.diverged)
         self._checkpoints.look(last=self.finished.is_set())
-
-    def _note_started(self) -> None:
-        if self._started_s is None and self.replica.opened is not None:
-            self._started_s = self._clock()
-            self.replica.store.put_note("started", repr(self._started_s).encode())
 
     async def tick(self) -> None:
         """Do what is due by time alone; call it every `TICK_S`."""
@@ -248,7 +247,9 @@ class Coordinator:
         self._epochs.note(alive, now_s)
         if not self.finished.is_set() and (self._logged or self.replica.opened is None):
             await self._epochs.look(alive, now_s, self._round_s(now_s))
-            self._note_started()
+            if self._started_s is None and self.replica.opened is not None:
+                self._started_s = self._clock()
+                self.replica.store.put_note("started", repr(self._started_s).encode())
         if self._catching_up is not None:
             self._catching_up.look(self._claimed(now_s), now_s)
         if self._models is not None:
@@ -340,11 +341,6 @@ class Coordinator:
             return head.position
         return max(head.position, common_position(self.presence.alive(now_s), epoch=head.epoch))
 
-    def _went_on(self, entry: Entry) -> bool:
-        """True if half of the trainers decided the next entry before this one arrived."""
-        alive = self.presence.alive(self._steady())
-        return common_position(alive, epoch=entry.epoch) > entry.position + 1
-
     def _claimed(self, now_s: float) -> int:
         """The highest position that any peer online claims to have."""
         epoch = self.replica.head.epoch
@@ -370,11 +366,6 @@ class Coordinator:
             self.finished.set()
             rounds = self.spec.run.rounds
             self._events.report("info", f"run complete: all {rounds} rounds committed")
-
-    def _report_divergence(self) -> None:
-        if self.replica.diverged and not self._divergence_reported:
-            self._divergence_reported = True
-            self._events.report("error", self.replica.diverged)
 
 
 def _left_out(electorate: Sequence[Elector], entry: Entry) -> list[str]:

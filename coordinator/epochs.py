@@ -67,24 +67,18 @@ class Epochs:
 
     async def look(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> None:
         """Open an epoch if one is due; `round_s` is the length of a round."""
+        head = self._replica.head
         if not self._is_open:
             if len(electable(alive, epoch=None)) >= self._min_peers:
                 await self.open(alive, now_s)
-        elif not electable(alive, epoch=self._replica.head.epoch):  # nobody to open an epoch with
+        elif not electable(alive, epoch=head.epoch):  # nobody to open an epoch with
             self._progress.pause(now_s)
-        elif not self._can_decide():
+        # If the electors that have not resigned are no quorum, nothing can be decided at our head,
+        # and no peer is beyond it. An epoch that opens there voids nothing, so it need not wait.
+        elif not can_decide(self._replica.electorate, self._retired, (head.epoch, head.position)):
             await self.open(alive, now_s, because=": electors left")
         elif self._progress.is_stalled(now_s, round_s):
             await self._open_if_whole(alive, now_s)
-
-    def _can_decide(self) -> bool:
-        """Return whether the electors that have not resigned can still be a quorum.
-
-        If not, nothing can be decided at our head, and no peer is beyond it. An epoch that opens
-        there voids nothing, so it need not wait.
-        """
-        electorate, head = self._replica.electorate, self._replica.head
-        return can_decide(electorate, self._retired, (head.epoch, head.position))
 
     async def open(self, alive: Sequence[KnownPeer], now_s: float, because: str = "") -> bool:
         """Open an epoch with the peers that can vote; return False if there are none."""

@@ -58,7 +58,7 @@ class KnownPeers:
         """Take a status; return what was known before."""
         before = self._peers.get(status.peer_id)
         if before is None and len(self._peers) >= MAX_PEERS:
-            self._forget_oldest()
+            del self._peers[min(self._peers, key=lambda peer_id: self._peers[peer_id].seen_s)]
         self._peers[status.peer_id] = KnownPeer(status=status, seen_s=now_s, left=left)
         return before
 
@@ -76,10 +76,6 @@ class KnownPeers:
         for peer_id, peer in list(self._peers.items()):
             if now_s - peer.seen_s > FORGET_S:
                 del self._peers[peer_id]
-
-    def _forget_oldest(self) -> None:
-        oldest = min(self._peers, key=lambda peer_id: self._peers[peer_id].seen_s)
-        del self._peers[oldest]
 
 
 class Presence:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +220,7 @@ class CoordinatorClient(StatusClient):
             certificate=certificate,
             body_bytes=len(view),
         )
-        reply = await self._offer(header, _body_parts(view))
+        reply = await self._offer(header, view)
         return Published(accepted=reply.accepted, head=_head(reply.head))
 
     async def fetch_entries(
@@ -317,17 +317,16 @@ class CoordinatorClient(StatusClient):
             heartbeat_s=min(max(reply.heartbeat_s, 0.1), 60.0),
         )
 
-    async def _offer(
-        self, header: pb.PublishHeader, body: Iterator[pb.PublishRequest]
-    ) -> pb.PublishReply:
+    async def _offer(self, header: pb.PublishHeader, body: memoryview) -> pb.PublishReply:
         async def call(channel: Any) -> pb.PublishReply:  # noqa: ANN401
             stream = stub(channel, "Publish")()
             try:
                 await _write(stream, pb.PublishRequest(header=header))
                 reply = await _reply(stream, CALL_TIMEOUT_S)
                 if reply.send_body:
-                    for part in body:
-                        await _write(stream, part)
+                    for start in range(0, len(body), CHUNK_BYTES):
+                        chunk = bytes(body[start : start + CHUNK_BYTES])
+                        await _write(stream, pb.PublishRequest(chunk=chunk))
                     await stream.done_writing()
                     reply = await _reply(stream, CALL_TIMEOUT_S + header.body_bytes / APPLY_B_S)
                 return reply
@@ -346,11 +345,6 @@ async def _reply(stream: Any, timeout_s: float) -> pb.PublishReply:  # noqa: ANN
     if reply is EOF:
         raise BadReply("the coordinator closed the stream without answering an entry")
     return reply  # type: ignore[no-any-return]
-
-
-def _body_parts(view: memoryview) -> Iterator[pb.PublishRequest]:
-    for start in range(0, len(view), CHUNK_BYTES):
-        yield pb.PublishRequest(chunk=bytes(view[start : start + CHUNK_BYTES]))
 
 
 async def _read_body(replies: AsyncIterator[Any], size: int) -> bytes:

@@ -109,16 +109,11 @@ def _unknown_key(loc: tuple[int | str, ...], known: _Known) -> str:
     name = str(loc[-1])
     if len(loc) == 1:
         return f"unknown section{_hint(name, known)}"
-    return f"unknown key{_hint(name, known[str(loc[0])]) or _elsewhere(name, known)}"
+    elsewhere = (section for section, keys in known.items() if name in keys)
+    belongs = next((f"; it belongs to [{section}]" for section in elsewhere), "")
+    return f"unknown key{_hint(name, known[str(loc[0])]) or belongs}"
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def _elsewhere(key: str, known: _Known) -> str:
-    for section, keys in known.items():
-        if key in keys:
-            return f"; it belongs to [{section}]"
-    return ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from atoll.coordinator.run.addresses import split_address
-from atoll.coordinator.run.status import PeerStatus, RunStatus
+from atoll.coordinator.run.status import RunStatus
 
 _RUN = {
     "position": "Entries in the coordinator's log.",
@@ -74,11 +74,7 @@ class Metrics:
             value = getattr(status, name)
             gauge.set(float("nan") if value is None else value)
         self._alive.set(sum(peer.state != "gone" for peer in status.peers))
-        for gauge in self._peer.values():
-            gauge.clear()
-        for peer in status.peers:
-            self._show(peer)
-
-    def _show(self, peer: PeerStatus) -> None:
         for name, gauge in self._peer.items():
-            gauge.labels(peer.peer_id).set(getattr(peer, name))
+            gauge.clear()  # forgets the peers that are no longer listed
+            for peer in status.peers:
+                gauge.labels(peer.peer_id).set(getattr(peer, name))

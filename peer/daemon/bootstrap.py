@@ -26,7 +26,7 @@ from atoll.dht.transport import TransportError
 from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
 from atoll.peer.daemon.neighbours import ADDRESSES_KEPT, free_port
-from atoll.peer.gossip.models import ModelFetcher
+from atoll.peer.gossip.snapshots import ModelFetcher
 from atoll.peer.recovery.ledger import LedgerRecovery
 
 REMEDY = "set coordinator.dht_listen to another address, or to port 0 for any that is free"

@@ -439,7 +439,7 @@ class GossipReducer(RunReducer):
         own = OuterState.genesis(self._ctx.layout, state["params_N"], state["memory_M"])
         # The round is a count that peers keep level, so it does not go back with the weights.
         own = own.at(max(int(state["position"]), self.position))
-        self._thread.ask(lambda: self._install(own))
+        self._thread.ask(lambda: self._gossip.install(own))
         self._joining = bool(state["joining"])
         self.progress.position = own.position
         self._deliver(
@@ -447,10 +447,6 @@ class GossipReducer(RunReducer):
         )
 
     # decisions
-
-    def _install(self, state: OuterState) -> OuterState:
-        self._gossip.install(state)
-        return state
 
     def _take(self, settled: GossipSettled) -> None:
         included = None

@@ -109,7 +109,9 @@ class LogRun:
                 genesis=self._genesis,
                 stall_s=spec.round.stall_s,
                 on_event=env.say,
-                on_progress=self._note_recovery,
+                on_progress=lambda what, left: env.on_phase(
+                    RoundPhase.RECOVER, self.replica.position, left=left
+                ),
                 fallback=self._source,
             ),
             on_recovered=self._on_recovered,
@@ -262,9 +264,6 @@ class LogRun:
         return await self._env.fetch_state(self._replay.memory_numel, 0)
 
     # in the loop
-
-    def _note_recovery(self, what: str, left: int) -> None:
-        self._env.on_phase(RoundPhase.RECOVER, self.replica.position, left=left)
 
     def _on_settled(self, settled: Settled) -> None:
         self._decisions.put(settled)

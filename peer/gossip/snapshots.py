@@ -1,4 +1,4 @@
-"""Lend a state to a joiner of a gossip run, or fetch one from any peer.
+"""Lend a state to a joiner of a gossip run, or fetch one, also for the coordinator.
 
 No certificate exists for a state in a gossip run, because each peer has its own. A joiner trusts
 the peer that it asks, which the run admitted, as it would in a meeting. Digests only ensure that
@@ -8,14 +8,21 @@ the state arrives as it was sent.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Protocol
 
+from atoll.coordinator.gossip import Model
+from atoll.coordinator.report.text import clean
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport
+from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport, TransportError
+from atoll.optim.log.entry import LogError
 from atoll.optim.state.layout import Layout
-from atoll.optim.state.outer_state import Assembly, OuterState, merkle_root
+from atoll.optim.state.outer_state import Assembly, OuterState, StateError, merkle_root
 from atoll.peer.gossip.context import GossipContext
+from atoll.peer.gossip.messages import GossipHead
 from atoll.peer.rounds.guard import guarded_stream
 from atoll.peer.rounds.messages import LeafRequest, SnapshotMeta
 
@@ -24,6 +31,12 @@ LEND_S = 60.0  # since the last request for a leaf
 MAX_STREAMS = 4  # of leaves at once; more would starve this peer's own meetings
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 DIGEST_BYTES = 32
+
+CONNECT_S = 10.0  # longer than the 5 s for which libp2p does not redial after a failure
+PATIENCE_S = 10.0  # of the coordinator, for a leaf of 1 MiB
+ASKED = 8  # peers, those with the highest rounds in the roster first
+
+_log = logging.getLogger(__name__)
 
 
 class Holder(Protocol):
@@ -131,3 +144,50 @@ async def _fetch_leaves(
             if leaf is None:
                 raise PeerUnreachable("the stream ended before all leaves arrived", peer=peer)
             assembly.add(index, leaf)
+
+
+class ModelFetcher:
+    """Asks one peer after another for its model, as the coordinator keeps one."""
+
+    def __init__(
+        self, *, transport: Transport, roster: Roster, layout: Layout, memory_numel: int
+    ) -> None:
+        """Fetch with the coordinator's node.
+
+        Args:
+            transport: transport of the coordinator.
+            roster: roster of the run.
+            layout: layout of the run's model.
+            memory_numel: values that the outer step keeps in addition to the parameters.
+        """
+        self._transport = transport
+        self._roster = roster
+        self._layout = layout
+        self._memory_numel = memory_numel
+
+    async def __call__(self, at_least: int) -> Model | None:
+        """Return a model of at least this round; None if no peer has one."""
+        try:
+            records = (await self._roster.peers()).values()
+        except (RosterError, TransportError, TimeoutError, OSError) as error:
+            _log.info("cannot read the roster: %s", clean(error))
+            return None
+        trainers = [record for record in records if record.role == "trainer"]
+        furthest = sorted(trainers, key=lambda record: (-record.position, record.peer_id))
+        for record in furthest[:ASKED]:
+            with suppress(TransportError, LogError, StateError, TimeoutError, ValueError):
+                model = await self._from(record, at_least)
+                if model is not None:
+                    return model
+        return None
+
+    async def _from(self, record: PeerRecord, at_least: int) -> Model | None:
+        peer = record.peer_id
+        await self._transport.connect(peer, record.addresses, timeout_s=CONNECT_S)
+        reply = await self._transport.call(peer, "gossip-head", b"", timeout_s=PATIENCE_S)
+        if GossipHead.decode(reply).round < at_least:
+            return None
+        state = await fetch_state(
+            self._transport, peer, self._layout, self._memory_numel, patience_s=PATIENCE_S
+        )
+        return Model(state=state, peer_id=peer)

@@ -8,8 +8,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import LogError
 from atoll.optim.state.outer_state import StateError
-from atoll.peer.gossip.models import ModelFetcher
-from atoll.peer.gossip.snapshots import LENT, fetch_state
+from atoll.peer.gossip.snapshots import LENT, ModelFetcher, fetch_state
 from atoll.peer.rounds.messages import LeafRequest, SnapshotMeta
 from support.crowd import LAYOUT, TOKENS, in_crowd, kept, spread
 

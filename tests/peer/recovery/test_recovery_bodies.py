@@ -8,8 +8,8 @@ import pytest
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Elector, Entry, Member, Part
-from atoll.peer.recovery import bodies
-from atoll.peer.recovery.bodies import AHEAD, Bodies
+from atoll.peer.recovery import recovery
+from atoll.peer.recovery.recovery import BODIES_AHEAD, Bodies
 from atoll.peer.recovery.sources import Donor
 from atoll.peer.rounds.messages import Head
 
@@ -96,8 +96,8 @@ def test_several_are_fetched_at_once_and_given_in_order():
         taken, took_s = await take_all(entries, [donor(s) for s in sources], [])
         assert [body.split()[1] for _, body in taken] == [str(e.position).encode() for e in entries]
         assert {name for name, _ in taken} == {"x", "y"}
-        assert max(s.most for s in sources) == AHEAD / 2
-        assert took_s == pytest.approx(FETCH_S * len(entries) / AHEAD)
+        assert max(s.most for s in sources) == BODIES_AHEAD / 2
+        assert took_s == pytest.approx(FETCH_S * len(entries) / BODIES_AHEAD)
         assert sorted(p for s in sources for p in s.asked) == [e.position for e in entries]
 
     run_virtual(main())
@@ -134,7 +134,7 @@ def test_who_was_not_beyond_an_entry_is_not_asked_for_it():
 
 
 def test_large_bodies_are_fetched_one_at_a_time(monkeypatch):
-    monkeypatch.setattr(bodies, "AHEAD_BYTES", 250)
+    monkeypatch.setattr(recovery, "BODIES_AHEAD_BYTES", 250)
 
     async def main(num_bytes):
         source = SlowSource(name="x")
@@ -154,6 +154,6 @@ def test_what_is_under_way_is_given_up_with_the_rest():
                 async for _ in some.of(entries[0]):
                     raise RuntimeError("enough")
         assert source.under_way == []
-        assert len(source.asked) <= AHEAD
+        assert len(source.asked) <= BODIES_AHEAD
 
     run_virtual(main())

@@ -287,7 +287,7 @@ cli.main()
 """
 
 
-def test_tracebacks_and_stray_log_records_of_a_program_hold_no_escapes():
+def test_tracebacks_and_stray_records_of_a_program_hold_no_escapes():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, timeout=60)
     told = done.stderr.decode()
     assert done.returncode == 1

@@ -168,7 +168,7 @@ def test_another_size_of_a_custom_model_is_asked_for_again(tmp_path):
 
 
 @pytest.mark.parametrize("overrides", [{}, {"num_layers": 10**9}, {"dim": 192 * 10**9}])
-def test_a_model_larger_than_the_owner_is_shown_is_refused_before_it_is_built(tmp_path, overrides):
+def test_a_model_larger_than_the_owner_is_shown_is_not_built(tmp_path, overrides):
     owner = Owner(tmp_path)
     small = Layout(names=("w",), shapes=((5, 5),))
     with pytest.raises(ModelError, match="expected a model of 25 parameters, as was claimed, got"):
@@ -332,7 +332,7 @@ def test_without_a_terminal_it_is_refused_with_the_remedy(organise, kit, tmp_pat
 
 
 @pytest.mark.parametrize("model", [{"custom": "logging:basicConfig", "overrides": {}}])
-def test_a_peer_of_a_run_with_code_that_it_lacks_is_refused_before_it_starts(
+def test_a_run_of_code_that_is_not_allowed_is_refused_before_it_starts(
     organise, kit, tmp_path, capsys, monkeypatch, model
 ):
     """The organiser has the state; the peer has only the spec's word for what to run."""

@@ -131,7 +131,10 @@ def meet(
         mass = (mine.mass + theirs.mass) / 2
         state = _levelled(state, mine, theirs, given / mass)
         sides = [_evened(mine, theirs), _evened(theirs, mine)]
-    centre_N = _mean([side.params_N for side in sides], _masses(sides))
+    masses = [side.mass for side in sides]
+    if not any(masses):
+        masses = [1.0] * len(masses)  # two joiners: neither counts more
+    centre_N = _mean([side.params_N for side in sides], masses)
     if len(sides) > 1:
         centre_N = method.centre(centre_N, [side.params_N for side in sides], state.layout)
     delta_N = _mean(_clipped(sides, method.clip_at), cap_weights([s.weight for s in sides]))
@@ -173,12 +176,6 @@ def _evened(side: Side, other: Side) -> Side:
     share = max(0.0, (other.mass - side.mass) / 2) / mass
     params_N = side.params_N + (other.params_N - side.params_N) * share
     return replace(side, params_N=params_N, mass=mass)
-
-
-def _masses(sides: Sequence[Side]) -> list[float]:
-    """Return the weights of both sides, equal if neither has any."""
-    masses = [side.mass for side in sides]
-    return masses if any(masses) else [1.0] * len(masses)
 
 
 def _clipped(sides: Sequence[Side], at: float) -> list[Tensor]:

@@ -71,6 +71,19 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update
 
+LEASE_S = 15.0  # of a snapshot after a request for 8 MiB of it: what 5 Mbit/s take, and a retry
+SNAPSHOT_SHARE = 0.05  # of the time, that a ledger may spend on snapshots: large ones take seconds
+DISK_ERRORS = (OSError, sqlite3.OperationalError)  # raised when a disk takes no more
+ROOTS = 16  # newest roots that a ledger compares with certified ones: several snapshots' delay
+PAGE = 64  # entries read from the disk at once
+
+VerifyRun = Callable[[bytes, bytes], bool]
+"""(data, signature) -> whether the run's key signed that data."""
+
+
+class NotNext(ChainMismatch):
+    """Not the entry that comes next here; nothing need be wrong with it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStanding:
@@ -213,20 +226,6 @@ class ReplicaView:
             stored = Entry.decode(record.entry).state_root
             root = stored.root if stored is not None and stored.position == position else None
         return root
-
-
-LEASE_S = 15.0  # of a snapshot after a request for 8 MiB of it: what 5 Mbit/s take, and a retry
-SNAPSHOT_SHARE = 0.05  # of the time, that a ledger may spend on snapshots: large ones take seconds
-DISK_ERRORS = (OSError, sqlite3.OperationalError)  # raised when a disk takes no more
-ROOTS = 16  # newest roots that a ledger compares with certified ones: several snapshots' delay
-PAGE = 64  # entries read from the disk at once
-
-VerifyRun = Callable[[bytes, bytes], bool]
-"""(data, signature) -> whether the run's key signed that data."""
-
-
-class NotNext(ChainMismatch):
-    """Not the entry that comes next here; nothing need be wrong with it."""
 
 
 class Replica(ReplicaView):
@@ -634,7 +633,10 @@ class Replica(ReplicaView):
             self._expect_next(claim.entry, after)
             after = self._after(after, claim.entry)
         if after.head.position < state.position:
-            raise _missing_before(state, after.head)
+            raise NotNext(
+                f"snapshot {state.position}: expected the entries before it from "
+                f"{after.head.position} on"
+            )
         for claim in new:
             self._store_header(claim)
             # One by one: if the disk is full now, the head is still that of the store.
@@ -738,10 +740,4 @@ def _not_next(entry: Entry, head: StoreHead) -> NotNext:
     return NotNext(
         f"expected the entry at epoch {head.epoch}, position {head.position}, "
         f"got epoch {entry.epoch}, position {entry.position}"
-    )
-
-
-def _missing_before(state: OuterState, head: StoreHead) -> NotNext:
-    return NotNext(
-        f"snapshot {state.position}: expected the entries before it from {head.position} on"
     )

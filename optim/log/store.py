@@ -41,6 +41,7 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, OuterState, StateError
 
 SCHEMA_VERSION = 1  # of the tables below; in the file's `user_version`, where 0 means a new file
+CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
 PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
 
 _SCHEMA = """
@@ -172,7 +173,11 @@ class Snapshots:
         self._db = db
         self._lock = lock
         self._directory = directory
-        self._discard_stray_files()
+        with lock:
+            known = {row[0] for row in db.execute("SELECT file FROM snapshots")}
+        for path in directory.glob("snapshot-*"):
+            if path.name not in known:
+                path.unlink(missing_ok=True)
 
     def positions(self) -> list[int]:
         """Positions of the stored snapshots, oldest first."""
@@ -218,7 +223,13 @@ class Snapshots:
     def save(self, state: OuterState, chain: bytes) -> None:
         """Write the state before entry `state.position`; hashes it if that was not done yet."""
         name = f"snapshot-{state.position:012d}.bin"
-        self._write(state, name)
+        partial = self._directory / f"{name}.new"
+        with partial.open("wb") as file:
+            for index in range(state.num_leaves):
+                file.write(state.read_leaf(index))
+            file.flush()
+            os.fsync(file.fileno())  # or the new name could stand for bytes that are not there
+        partial.replace(self._directory / name)
         layout, digests = state.layout.to_json(), b"".join(state.leaves())
         row = (state.position, chain, state.root(), digests, layout, name)
         with self._lock, self._db:
@@ -230,25 +241,6 @@ class Snapshots:
         rows = [(position,) for position in positions]
         self._db.executemany("DELETE FROM snapshots WHERE position = ?", rows)
         return files
-
-    def _write(self, state: OuterState, name: str) -> None:
-        partial = self._directory / f"{name}.new"
-        with partial.open("wb") as file:
-            for index in range(state.num_leaves):
-                file.write(state.read_leaf(index))
-            file.flush()
-            os.fsync(file.fileno())  # or the new name could stand for bytes that are not there
-        partial.replace(self._directory / name)
-
-    def _discard_stray_files(self) -> None:
-        with self._lock:
-            known = {row[0] for row in self._db.execute("SELECT file FROM snapshots")}
-        for path in self._directory.glob("snapshot-*"):
-            if path.name not in known:
-                path.unlink(missing_ok=True)
-
-
-CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +371,9 @@ class LogStore:
                 return False
             self._expect_next(epoch, position, before_base=before_base)
             with self._changing():
-                self._insert(position, epoch, entry, certificate, chain, memoryview(body))
+                row = (position, epoch, entry, certificate, chain, len(body), 1)
+                self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                self._insert_body(position, memoryview(body))
             self.prune()
             return True
 
@@ -548,7 +542,10 @@ class LogStore:
         try:
             yield
         finally:
-            self._release(position)
+            with self._lock:
+                self._leases[position] -= 1
+                if not self._leases[position]:
+                    del self._leases[position]
 
     # Bounds
 
@@ -629,19 +626,6 @@ class LogStore:
         if epoch < head.epoch and not before_base:
             raise OutOfOrder(f"expected an entry of epoch {head.epoch} or later, got {epoch}")
 
-    def _insert(
-        self,
-        position: int,
-        epoch: int,
-        entry: bytes,
-        certificate: bytes,
-        chain: bytes,
-        body: memoryview,
-    ) -> None:
-        row = (position, epoch, entry, certificate, chain, len(body), 1)
-        self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        self._insert_body(position, body)
-
     def _insert_body(self, position: int, body: memoryview) -> None:
         for part, start in enumerate(range(0, len(body), CHUNK_BYTES)):
             data = body[start : start + CHUNK_BYTES]
@@ -671,12 +655,6 @@ class LogStore:
         later = [p for p in self.snapshot_positions() if p > 0]
         old = later[: -self._keep_snapshots or None]
         return [p for p in old if p not in self._leases]
-
-    def _release(self, position: int) -> None:
-        with self._lock:
-            self._leases[position] -= 1
-            if not self._leases[position]:
-                del self._leases[position]
 
 
 def _record(row: tuple[Any, ...]) -> StoredEntry:

@@ -70,21 +70,16 @@ def outer_defaults(rounds: int, inner_steps: int, peers: int) -> tuple[float, fl
         )
     if inner_steps == 1:
         return 1.0, 0.0
-    share = _length(rounds)
+    share = 1.0  # a run without an end is long
+    if rounds:  # 0 up to SHORT_ROUNDS, 1 from LONG_ROUNDS on, the logarithm between
+        share = math.log(rounds / SHORT_ROUNDS) / math.log(LONG_ROUNDS / SHORT_ROUNDS)
+        share = min(max(share, 0.0), 1.0)
     lr, momentum = SHORT
     long_lr = next((lr for limit, lr in LONG_LR if peers <= limit), LONG_LR[-1][1])
     return (
         round(lr + share * (long_lr - lr), 2),
         round(momentum + share * (LONG_MOMENTUM - momentum), 2),
     )
-
-
-def _length(rounds: int) -> float:
-    """0 for a short run, 1 for a long one, the logarithm between."""
-    if rounds == 0:
-        return 1.0
-    share = math.log(rounds / SHORT_ROUNDS) / math.log(LONG_ROUNDS / SHORT_ROUNDS)
-    return min(max(share, 0.0), 1.0)
 
 
 class DiLoCo(Worker):

@@ -269,7 +269,9 @@ class Worker(ABC):
         that send gradients, whose inner optimizer never steps: unscale the gradients, then `step`.
         """
         self._count(tokens, loss)
-        self._take_arrived()
+        arrived, self._arrived = self._arrived, []
+        for commit in arrived:  # again: those whose time has not come are kept anew
+            self._settle(commit)
         if self._overdue():
             self._wait()
         ended = self._ended()
@@ -504,7 +506,12 @@ class Worker(ABC):
         for contribution in contributions:
             self.reducer.submit(contribution)
             self._handed_in(self.fragments[contribution.fragment])
-        self._await_overdue()
+        # Each wait may decide an older contribution, of another fragment. One that decides nothing
+        # has passed its deadline: the peer trains on, and the window grows.
+        decided = -1
+        while self._overdue() and decided != self._decided:
+            decided = self._decided
+            self.reducer.wait()
         now_s = time.perf_counter()
         self._statistics = replace(
             self._statistics,
@@ -512,17 +519,6 @@ class Worker(ABC):
             wait_s=self._statistics.wait_s + now_s - before_s,
         )
         self._resumed_s = now_s
-
-    def _await_overdue(self) -> None:
-        """Wait while a contribution is overdue, and something is still decided.
-
-        What is decided next may be an older one, of another fragment.
-        """
-        decided = -1
-        # A wait that decides nothing has passed its deadline: the peer trains on, the window grows.
-        while self._overdue() and decided != self._decided:
-            decided = self._decided
-            self.reducer.wait()
 
     # Commits
 
@@ -546,11 +542,6 @@ class Worker(ABC):
         kept = any(earlier.fragment == commit.fragment for earlier in self._arrived)
         early = commit.settles and pending is not None and pending.age < self.delay
         return early or kept
-
-    def _take_arrived(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        for commit in arrived:
-            self._settle(commit)
 
     def _take(self, commit: Commit) -> None:
         window = self._windows[commit.fragment]

@@ -25,8 +25,8 @@ from atoll.peer.gossip.meeting import GossipWindow
 from atoll.peer.gossip.peer import GossipPeer, GossipRound, GossipStatistics
 from atoll.peer.gossip.policies import LATE_BY, Draw, draw, patience_s
 from atoll.peer.gossip.snapshots import Lender
+from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.context import RoundTrace
-from atoll.peer.rounds.guard import guarded_stream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,8 @@ from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.meeting import GossipWindow, MeetingTimes, OwnSide, PartnerAhead
 from atoll.peer.gossip.messages import PROTOCOL, GossipHead, MeetingOutcome, Question, Terms
 from atoll.peer.gossip.policies import REFUSALS, Draw, brought_level
-from atoll.peer.rounds.conduct import Fault
+from atoll.peer.rounds.conduct import Fault, guarded_call
 from atoll.peer.rounds.context import RoundTrace
-from atoll.peer.rounds.guard import guarded_call
 
 ASKED_AROUND = 3  # peers asked when this one is behind: it believes a round that two report
 DOUBT_STALLS = 20.0  # stall times for which a peer in doubt asks for the outcome of a meeting

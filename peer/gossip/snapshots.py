@@ -23,7 +23,7 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState, StateError, merkle_root
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import GossipHead
-from atoll.peer.rounds.guard import guarded_stream
+from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.messages import LeafRequest, SnapshotMeta
 
 LENT = 2  # states kept for joiners, of 8 bytes per parameter each

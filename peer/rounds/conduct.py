@@ -2,14 +2,25 @@
 
 Every peer judges by what it saw itself: as an owner the cells, as a leader the reports.
 Accusations are not passed on, so nobody can have another one barred. Being slow, dying or being
-cut off is no fault: it is dealt with in its round. Nothing here waits or sends.
+cut off is no fault: it is dealt with in its round.
+
+Bytes that are no valid message are a fault. `guarded_call` and `guarded_stream` answer them with a
+named refusal, whichever handler they meet.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from atoll.compression import CodecError
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import CallHandler, Refused, Stream, StreamHandler
+from atoll.optim.log.entry import LogError
+from atoll.optim.reduction.cells import UpdateError
+from atoll.optim.reduction.contribution import WorkRefused
 
 MAX_FAULTS = 3  # one may be a flipped bit, two a bad hour; the third is a habit
 MEMORY_S = 600.0  # faults further apart than this do not add up
@@ -81,3 +92,36 @@ class Conduct:
         if record is None or now >= record.until:
             return None
         return Barred(left_s=record.until - now, why=record.why)
+
+
+BAD_INPUT = (LogError, UpdateError, CodecError, WorkRefused)
+
+
+OnFault = Callable[[str, Fault], None]
+"""(peer, fault): called for every message that breaks the rules."""
+
+
+def guarded_call(handler: CallHandler, on_fault: OnFault) -> CallHandler:
+    """`handler`, answering bad input with `Refused`."""
+
+    async def handle(remote: str, body: bytes) -> bytes:
+        try:
+            return await handler(remote, body)
+        except BAD_INPUT as error:
+            on_fault(remote, Fault.BAD_MESSAGE)
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
+
+    return handle
+
+
+def guarded_stream(handler: StreamHandler, on_fault: OnFault) -> StreamHandler:
+    """`handler`, ending a stream of bad input with `Refused`."""
+
+    async def handle(remote: str, stream: Stream) -> None:
+        try:
+            await handler(remote, stream)
+        except BAD_INPUT as error:
+            on_fault(remote, Fault.BAD_MESSAGE)
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
+
+    return handle

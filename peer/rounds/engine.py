@@ -28,14 +28,14 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.live import Applied
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront, not_upfront
+from atoll.peer.rounds.conduct import guarded_call, guarded_stream
 from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed
 from atoll.peer.rounds.consensus.leader import Leading, OnLed
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWindow, Pending
 from atoll.peer.rounds.consensus.round import Place
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
-from atoll.peer.rounds.deflating import inflated
-from atoll.peer.rounds.guard import guarded_call, guarded_stream
+from atoll.peer.rounds.fetching import Archive
 from atoll.peer.rounds.messages import (
     PROTOCOL,
     REDUCE,
@@ -47,9 +47,9 @@ from atoll.peer.rounds.messages import (
     Reduce,
     Upfront,
     Voted,
+    inflated,
 )
 from atoll.peer.rounds.policies import positions_ahead
-from atoll.peer.rounds.serving import Archive
 
 REACH_TRIES = 4  # a commit may be under way: look again this often before refusing a peer
 

@@ -1,7 +1,8 @@
-"""Fetching bytes that are named by a digest or by the log, from whoever has them.
+"""Fetching bytes that a digest or the log names, and serving them to others.
 
-Every length is known from the log before the first byte arrives, so a donor can neither make a
-peer take memory nor keep it waiting beyond a stall for each piece.
+A peer serves parts in progress, entries, bodies and snapshots. Every length is known from the log
+before the first byte arrives, so a donor can neither make a peer take memory nor keep it waiting
+beyond a stall for each piece.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import end
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport, TransportError
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
+from atoll.optim.log.store import NotStored
+from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.messages import (
     PIECE_BYTES,
@@ -29,6 +32,9 @@ from atoll.peer.rounds.messages import (
 
 MAX_SPAN = 4096  # headers of one request
 QUIET_STALLS = 0.5  # after which another peer is asked too
+MAX_STREAMS = 8  # of bulk transfers at once; more would starve this peer's own rounds
+
+R = TypeVar("R", bound=Record)
 
 
 class Asking(Protocol):
@@ -175,3 +181,68 @@ async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytes:
 def refuse_missing(what: str) -> Refused:
     """The answer to a request for something that is not here."""
     return Refused(RefusalCode.NOT_HERE, f"expected {what}; ask another peer")
+
+
+class Archive:
+    """The donor's side."""
+
+    def __init__(self, ctx: Context) -> None:
+        """Serve from the context's replica."""
+        self._ctx = ctx
+        self._slots = asyncio.Semaphore(MAX_STREAMS)
+
+    def serve(self) -> None:
+        """Answer from now on."""
+        transport = self._ctx.transport
+        transport.serve_stream("part", guarded_stream(self._serve_part, self._ctx.fault))
+        transport.serve_stream("headers", guarded_stream(self._serve_headers, self._ctx.fault))
+        transport.serve_stream("body", guarded_stream(self._serve_body, self._ctx.fault))
+        transport.serve_stream("leaves", guarded_stream(self._serve_leaves, self._ctx.fault))
+
+    async def _request(self, stream: Stream, kind: type[R]) -> R:
+        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
+        if message is None:
+            raise Refused(
+                RefusalCode.BAD_REQUEST, f"expected a {kind.__name__} record, got nothing"
+            )
+        return kind.decode(message)
+
+    async def _serve_part(self, remote: str, stream: Stream) -> None:
+        request = await self._request(stream, PartRequest)
+        body = self._ctx.parts.body(request.digest)
+        if body is None:
+            raise refuse_missing(f"part {request.digest.hex()[:12]}")
+        async with self._slots:
+            await send_pieces(self._ctx, stream, body)
+
+    async def _serve_headers(self, remote: str, stream: Stream) -> None:
+        span = await self._request(stream, Span)
+        count = max(0, min(span.stop - span.start, MAX_SPAN))
+        timeout_s = 4 * self._ctx.settings.stall_s
+        async with self._slots:
+            rows = await self._ctx.compute(self._ctx.replica.store.headers, span.start, count)
+            for row in rows:
+                decided = Decided(entry=row.entry, certificate=row.certificate)
+                await stream.send(decided.encode(), timeout_s=timeout_s)
+
+    async def _serve_body(self, remote: str, stream: Stream) -> None:
+        span = await self._request(stream, Span)
+        async with self._slots:
+            try:
+                body = await self._ctx.compute(self._ctx.replica.store.body, span.start)
+            except NotStored:
+                raise refuse_missing(f"the body of entry {span.start}") from None
+            await send_pieces(self._ctx, stream, body)
+
+    async def _serve_leaves(self, remote: str, stream: Stream) -> None:
+        request = await self._request(stream, LeafRequest)
+        state = self._ctx.replica.lease(request.position)
+        if state is None or request.stop > state.num_leaves:
+            raise refuse_missing(f"the snapshot at {request.position}")
+        timeout_s = 4 * self._ctx.settings.stall_s
+        async with self._slots:
+            digests = await self._ctx.compute(state.leaves)
+            meta = SnapshotMeta(position=request.position, leaves=b"".join(digests))
+            await stream.send(meta.encode(), timeout_s=timeout_s)
+            for index in range(request.start, request.stop):
+                await stream.send(state.read_leaf(index), timeout_s=timeout_s)

@@ -25,6 +25,7 @@ cells the kind ``CELL`` and whole frames, each with its length before it
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
@@ -34,6 +35,7 @@ from atoll.optim.log.entry import (
     Count,
     Digest,
     Incarnation,
+    MalformedRecord,
     Member,
     Part,
     PeerId,
@@ -347,3 +349,28 @@ PART_DONE, CELL, REDUCE, UPFRONT, ALIVE = b"D", b"C", b"H", b"E", b""
 def tagged(kind: bytes, record: Record) -> bytes:
     """A stream message."""
     return kind + record.encode()
+
+
+LEVEL = 1  # of zlib: higher ones take longer and shrink these no further
+
+
+def deflated(record: bytes) -> bytes:
+    """A record's bytes as they travel."""
+    return zlib.compress(record, LEVEL)
+
+
+def inflated(data: bytes, max_bytes: int) -> bytes:
+    """The bytes that travelled.
+
+    Raises:
+        MalformedRecord: they are not deflated, or are more than `max_bytes`, which is noticed
+            before they take memory.
+    """
+    reader = zlib.decompressobj()
+    try:
+        record = reader.decompress(data, max_bytes)
+    except zlib.error as error:
+        raise MalformedRecord(f"not deflated: {error}") from None
+    if not reader.eof or reader.unused_data:
+        raise MalformedRecord(f"deflated: expected at most {max_bytes} bytes and no more")
+    return record

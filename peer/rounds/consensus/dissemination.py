@@ -27,8 +27,17 @@ from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.rounds.allreduce.exchange import Exchange
 from atoll.peer.rounds.context import Context
-from atoll.peer.rounds.deflating import deflated, inflated
-from atoll.peer.rounds.messages import Announced, Closed, Decided, Gone, Group, Ready, Repair
+from atoll.peer.rounds.messages import (
+    Announced,
+    Closed,
+    Decided,
+    Gone,
+    Group,
+    Ready,
+    Repair,
+    deflated,
+    inflated,
+)
 
 FAN_OUT = 8  # a thousand peers in four steps, and eight copies of an entry are what one sends
 T = TypeVar("T")

@@ -22,11 +22,13 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
 
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks, beside, end, race
-from atoll.dht.transport import Refused, Stream, TransportError
+from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.entry import (
     Certificate,
     CertificateInvalid,
@@ -78,9 +80,7 @@ from atoll.peer.rounds.consensus.round import (
 )
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import AttemptFailed, Context, failure_key
-from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.fetching import fetch_part
-from atoll.peer.rounds.local import LocalStream, stream_pair
 from atoll.peer.rounds.messages import (
     ALIVE,
     GONE,
@@ -105,6 +105,8 @@ from atoll.peer.rounds.messages import (
     Ready,
     Repair,
     Seated,
+    deflated,
+    inflated,
     tagged,
 )
 from atoll.peer.rounds.policies import (
@@ -859,3 +861,77 @@ def _rate_mbit_s(ctx: Context, peer: str, report: Ready) -> float:
     record = ctx.seen.get(peer)
     downlink = record.downlink_mbit_s if record is not None else 0.0
     return min(report.uplink_mbit_s, downlink or math.inf)
+
+
+Queue = asyncio.Queue[bytes | Refused | None]
+
+
+class LocalStream:
+    """One end of a pair; the face of `atoll.dht.transport.Stream`."""
+
+    def __init__(
+        self,
+        remote: str,
+        method: str,
+        inbox: Queue,
+        outbox: Queue,
+    ) -> None:
+        """Use `stream_pair` instead."""
+        self.remote = remote
+        self.method = method
+        self._inbox = inbox
+        self._outbox = outbox
+        self._ended = False
+
+    async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
+        """Never blocks: the other end is in this process."""
+        self._outbox.put_nowait(bytes(data))
+
+    async def recv(self, *, timeout_s: float) -> bytes | None:
+        """The next message, or None at the end."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await self._inbox.get()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"nothing came for {timeout_s:.1f} s", peer=self.remote
+            ) from None
+
+        if isinstance(message, Refused):
+            raise message
+        return message
+
+    def refuse(self, error: Refused) -> None:
+        """End the stream with a refusal, as a handler that raises it does."""
+        self._outbox.put_nowait(error)
+
+    async def end(self, *, timeout_s: float) -> None:
+        """Say that nothing more will be sent."""
+        if not self._ended:
+            self._ended = True
+            self._outbox.put_nowait(None)
+
+    async def close(self) -> None:
+        """End both directions."""
+        await self.end(timeout_s=0)
+        self._inbox.put_nowait(None)
+
+    async def __aenter__(self) -> Self:
+        """The stream."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        await self.close()
+
+
+def stream_pair(peer: str, method: str) -> tuple[LocalStream, LocalStream]:
+    """Two ends; what one sends the other receives."""
+    first: Queue = asyncio.Queue()
+    second: Queue = asyncio.Queue()
+    return LocalStream(peer, method, first, second), LocalStream(peer, method, second, first)

@@ -33,9 +33,8 @@ from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import Booth, Place, term_of
 from atoll.peer.rounds.context import Context
-from atoll.peer.rounds.deflating import deflated, inflated
 from atoll.peer.rounds.fetching import fetch_part
-from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose, Voted
+from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose, Voted, deflated, inflated
 from atoll.peer.rounds.policies import positions_ahead
 
 MAX_ELECTORS = 8  # of an electorate in which votes go to all: 56 messages of 200 bytes

@@ -6,7 +6,6 @@ import pytest
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
-from atoll.peer.rounds.deflating import deflated
 from atoll.peer.rounds.messages import (
     PROTOCOL,
     READY,
@@ -19,6 +18,7 @@ from atoll.peer.rounds.messages import (
     Ready,
     Reduce,
     Span,
+    deflated,
     tagged,
 )
 from support.streams import send

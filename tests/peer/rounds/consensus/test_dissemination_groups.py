@@ -12,8 +12,7 @@ from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.consensus import dissemination
 from atoll.peer.rounds.consensus.dissemination import PATIENCE_STALLS, group_of, group_payload
-from atoll.peer.rounds.deflating import deflated, inflated
-from atoll.peer.rounds.messages import MAX_GROUP_BYTES, Closed, Group, PartPlan
+from atoll.peer.rounds.messages import MAX_GROUP_BYTES, Closed, Group, PartPlan, deflated, inflated
 from support import strikes
 from support.strikes import KINDS, Strike, run_strike
 from support.swarm import RUN_ID, SETTINGS, reached, run_swarm

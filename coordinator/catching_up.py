@@ -13,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
+from atoll.dht.tasks import end
 from atoll.optim.log.entry import Elector, Entry
 from atoll.optim.log.live import LiveReplica, OnTaken, Recovered, RecoveryError
 from atoll.optim.log.replica import DISK_ERRORS
 from atoll.optim.log.store import StoreError
 
+SETTLING_S = 300.0  # a change that has begun hashes and writes a whole model before it ends
 LAG_S = 5.0  # without progress; meanwhile peers prune more, and asking them where they are is cheap
 
 log = logging.getLogger(__name__)
@@ -97,9 +98,7 @@ class CatchUp:
     async def close(self) -> None:
         """Cancel a recovery under way; the replica completes a change that it has begun."""
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await end(self._task, timeout_s=SETTLING_S)
 
     async def _run(self) -> None:
         before, positions = self._replica.state.position, list[int]()

@@ -56,6 +56,7 @@ class Checkpointing:
         if not due or not self._replica.is_current or position in (0, self._newest):
             return
         self._newest = position
+        # Never cancelled, and awaited by the next one or `close`: a checkpoint that begins is kept.
         self._writing = asyncio.create_task(self._write(self._writing))
 
     async def close(self) -> None:

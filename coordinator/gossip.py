@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +21,7 @@ from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, RoundHistory
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import HISTORY, RoundReport, RoundSummary
 from atoll.dht.identity import short
+from atoll.dht.tasks import end
 from atoll.optim.log.entry import Certificate, Claim, Entry
 from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.replica import NotNext, Replica
@@ -105,9 +105,7 @@ class KeptModels:
     async def close(self) -> None:
         """Cancel a fetch under way."""
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await end(self._task)
 
     async def _run(self, due: int) -> None:
         try:

@@ -14,7 +14,6 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 from atoll.dht.p2pd import P2pd, P2pdError
 from atoll.dht.streams import (
@@ -32,6 +31,7 @@ from atoll.dht.streams import (
     encode_refusal,
     within,
 )
+from atoll.dht.tasks import Tasks
 from atoll.dht.transport import (
     MAX_CALL_BYTES,
     MAX_MESSAGE_BYTES,
@@ -230,6 +230,12 @@ class LibP2PStream(StreamEnd):
         self._wake()
 
 
+def _close_unmade(stream: LibP2PStream, connection: socket.socket) -> None:
+    """Close the socket of a stream whose task was cancelled before its first step."""
+    if not stream.connection.is_made:
+        connection.close()
+
+
 Admit = Callable[[LibP2PStream, bytes], bool]
 """Returns True if the other side's admission is good; refuses on the stream if not."""
 
@@ -258,7 +264,7 @@ class LibP2PTransport:
         self._is_closed = False
         self._streams: set[LibP2PStream] = set()
         self._idle: dict[tuple[str, str, bytes], list[LibP2PStream]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._known: dict[str, tuple[str, ...]] = {}
         self._connected: set[str] = set()
         self._dialing: dict[str, asyncio.Lock] = {}
@@ -344,10 +350,7 @@ class LibP2PTransport:
         self._is_closed = True
         for stream in list(self._streams):
             await stream.close()
-        tasks = self._tasks - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._part()
 
     async def _part(self) -> None:
@@ -501,16 +504,8 @@ class LibP2PTransport:
             connection.close()
             return
         stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
-        task = asyncio.get_running_loop().create_task(self._serve(stream, connection))
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._served, stream, connection))
-
-    def _served(
-        self, stream: LibP2PStream, connection: socket.socket, task: asyncio.Task[None]
-    ) -> None:
-        self._tasks.discard(task)
-        if not stream.connection.is_made:  # cancelled before its first step
-            connection.close()
+        task = self._tasks.spawn(self._serve(stream, connection))
+        task.add_done_callback(lambda _: _close_unmade(stream, connection))
 
     def _admit(self, stream: LibP2PStream, admission: bytes) -> bool:
         try:

@@ -36,6 +36,7 @@ from typing import IO, Any
 
 from atoll.dht.bindings import P2PD_PATH, Multiaddr, PeerID, p2pd_pb2
 from atoll.dht.identity import Identity
+from atoll.dht.tasks import end, race
 from atoll.dht.transport import PeerUnreachable
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class P2pd:
         self._control = folder / "d.sock"
         self._log: deque[str] = deque(maxlen=20)
         self._ready = asyncio.Event()
+        # Not cancelled: `close` awaits it after the process, to hear its last words.
         self._reader = asyncio.create_task(self._read_output())
         self._listener: socket.socket | None = None
         self._greeters: set[asyncio.Task[str]] = set()
@@ -176,13 +178,11 @@ class P2pd:
         return Multiaddr(f"/unix{self._control}")
 
     async def _come_up(self) -> None:
-        dead = asyncio.ensure_future(self.process.wait())
-        ready = asyncio.ensure_future(self._ready.wait())
-        await asyncio.wait({dead, ready}, timeout=STARTUP_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in (dead, ready):
-            task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STARTUP_S):
+                await race(self._ready.wait(), self.process.wait())
         if not self._ready.is_set():
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # for its last words
             words = " | ".join(self._log) or "nothing"
             how = f"did not start within {STARTUP_S:g} s" if self.is_alive else "ended at its start"
             raise P2pdError(f"p2pd {how}; its output: {words}")
@@ -326,9 +326,7 @@ class P2pd:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
-        for task in self._greeters:
-            task.cancel()
-        await asyncio.gather(*self._greeters, return_exceptions=True)
+        await end(*self._greeters, expected=(Exception,))  # `_greeted` logs every failure
         await self._stop()
         await self._reader
         self._lock.close()

@@ -253,8 +253,9 @@ class RoundsHost:
         }
 
     async def close(self) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
+        from atoll.dht.tasks import end
+
+        await end(self.task)
         await self.rounds.close()
         await self.node.close()
         self.replica.store.close()

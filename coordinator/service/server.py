@@ -51,6 +51,7 @@ from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.service.metrics import Metrics
 from atoll.coordinator.service.service import Service
 from atoll.dht import verify
+from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.live import LiveReplica
 from atoll.optim.log.replay import WHOLE, Module
@@ -188,8 +189,8 @@ async def running(
             stack.push_async_callback(nodes[0].close)
             stack.push_async_callback(_fetching(coordinator, nodes[0]).close)
         metrics = stack.enter_context(Metrics.served(spec.coordinator.metrics_listen))
-        ticking = asyncio.create_task(_tick(coordinator, metrics))
-        stack.push_async_callback(_cancel, ticking)
+        ticking = await stack.enter_async_context(Tasks())
+        ticking.spawn(_tick(coordinator, metrics))
         yield Running(
             invite=_invite(coordinator, address),
             coordinator=coordinator,
@@ -418,9 +419,3 @@ async def _tick(coordinator: Coordinator, metrics: Metrics | None) -> None:
         except Exception:
             log.exception("the coordinator continues, but something failed")
         await asyncio.sleep(TICK_S)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

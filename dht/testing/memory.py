@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from atoll.dht.streams import Mark, StreamEnd, decode_refusal, encode_refusal, within
+from atoll.dht.tasks import Tasks
 from atoll.dht.testing.virtualtime import VirtualTimeLoop, run_virtual
 from atoll.dht.transport import (
     MAX_CALL_BYTES,
@@ -325,7 +326,7 @@ class MemoryTransport:
         self._killed = False
         self._calls: set[_Call] = set()
         self._streams: set[MemoryStream] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def __repr__(self) -> str:
         return f"MemoryTransport({self.peer_id})"
@@ -380,7 +381,7 @@ class MemoryTransport:
         for stream in list(self._streams):
             await stream.close()
         self.alive = False
-        await self._cancel_tasks()
+        await self._tasks.close()
         for other in self.network._peers.values():
             other._lose(self.peer_id, clean=True)
 
@@ -438,7 +439,7 @@ class MemoryTransport:
     # The other side
 
     def _answer(self, call: _Call, admission: bytes, body: bytes) -> None:
-        self._spawn(self._serve_call(call, admission, body))
+        self._tasks.spawn(self._serve_call(call, admission, body))
 
     async def _serve_call(self, call: _Call, admission: bytes, body: bytes) -> None:
         there, back = call.pipes
@@ -455,7 +456,7 @@ class MemoryTransport:
 
     def _accept(self, stream: MemoryStream, admission: bytes) -> None:
         self._streams.add(stream)
-        self._spawn(self._serve_stream(stream, admission))
+        self._tasks.spawn(self._serve_stream(stream, admission))
         if not stream.far_end_lives:  # the caller died while the question was on its way
             stream.lose(PeerUnreachable(f"peer {stream.remote} is gone", peer=stream.remote))
 
@@ -474,23 +475,11 @@ class MemoryTransport:
         wire = encode_refusal(self.handlers.refusal(error, self.peer_id))
         return decode_refusal(wire, self.peer_id)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     # Faults
 
     def _die(self) -> None:
         self.alive, self._killed = False, True
-        for task in self._tasks:
-            task.cancel()
-
-    async def _cancel_tasks(self) -> None:
-        tasks = self._tasks - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.cancel()
 
     def _lose(self, remote: str, *, clean: bool) -> None:
         error = None if clean else PeerUnreachable(f"the connection to {remote} broke", peer=remote)

@@ -136,6 +136,7 @@ async def _serve(
     quiet: bool,
 ) -> int:
     from atoll.coordinator.service.server import running
+    from atoll.dht.tasks import Tasks
     from atoll.peer.daemon.bootstrap import BootstrapNode
 
     admission_s = spec.coordinator.admission_hours * 3600
@@ -148,11 +149,10 @@ async def _serve(
         start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
     ) as up:
         on_ready(up)
-        telling = None if quiet else asyncio.create_task(_tell(up))
-        await stop.wait()
-        if telling is not None:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+        async with Tasks() as telling:
+            if not quiet:
+                telling.spawn(_tell(up))
+            await stop.wait()
     return 130 if received == [signal.SIGINT] else 0
 
 

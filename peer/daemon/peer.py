@@ -28,6 +28,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import KeptTasks
 from atoll.optim.log.entry import Elector
 from atoll.optim.log.live import Compute
 from atoll.optim.state.layout import Layout
@@ -37,7 +38,6 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, Membership, StateDirectory
 from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.peer_tasks import PeerTasks
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox
 from atoll.peer.paths import PeerPaths
@@ -64,7 +64,7 @@ class Environment:
     node: Node
     neighbours: Neighbours
     outbox: Outbox
-    tasks: PeerTasks
+    tasks: KeptTasks
     say: OnEvent
     on_phase: OnPhase
     compute: Compute
@@ -254,7 +254,7 @@ class Peer:
         self.run.progress.leaving = True  # first, so that no group waits for this peer any more
         await self.run.hand_over()
         # The heartbeats end first: one after the goodbye would take this peer in again.
-        await self._env.tasks.end(GOODBYE_S)
+        await self._env.tasks.close(GOODBYE_S)
         with suppress(CoordinatorError, TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
                 await self.run.heartbeats.leave()
@@ -287,8 +287,8 @@ async def _environment(
     # For what would block the loop: decode, accumulate, apply, hash, SQLite.
     threads = background_threads(2, "atoll-work")
     stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-    # The group closes last, although its tasks end first: one that hangs keeps nothing else open.
-    tasks = await stack.enter_async_context(PeerTasks(lambda text: announcer.say("error", text)))
+    # These tasks close last, although they end first: one that hangs keeps nothing else open.
+    tasks = await stack.enter_async_context(KeptTasks(lambda text: announcer.say("error", text)))
     files = stack.enter_context(ExitStack())
     stack.push_async_callback(client.close)
     enrolment, joined = await Enrolment.open(client, directory, invite, announcer.show)
@@ -306,7 +306,7 @@ async def _environment(
         clock_offset_s=client.clock_offset_s,
     )
     stack.push_async_callback(node.close)
-    stack.push_async_callback(tasks.end, GOODBYE_S)
+    stack.push_async_callback(tasks.close, GOODBYE_S)
     env = Environment(
         options=options,
         me=me,

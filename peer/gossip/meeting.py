@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from atoll.compression import CodecError
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import beside, together
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met, Side, decoded, handed_over, meet
 from atoll.optim.log.entry import MalformedRecord, sha256
@@ -239,13 +239,9 @@ class Meeting:
             MalformedRecord, UpdateError, CodecError: it sends invalid data.
         """
         async with asyncio.timeout(self._deadline_s()):
-            alive = asyncio.create_task(self._stay_alive())
-            try:
-                mine, theirs = await _both(self._send(), self._receive())
+            async with beside(self._stay_alive()):
+                mine, theirs = await together(self._send(), self._receive())
                 return await self._meet(mine, theirs)
-            finally:
-                alive.cancel()
-                await asyncio.gather(alive, return_exceptions=True)
 
     async def _meet(self, mine: Side, theirs: Side) -> Met:
         before = self._ctx.now()
@@ -407,23 +403,6 @@ def show(cells: Cells, mine: OwnSide, gives: bool) -> tuple[Side, bytes]:
         steps=mine.window.steps,
     )
     return side, b"".join(packed)
-
-
-async def _both(
-    first: Coroutine[Any, Any, Side], second: Coroutine[Any, Any, Side]
-) -> tuple[Side, Side]:
-    # The first failure of either cancels the other.
-    tasks = [asyncio.create_task(first), asyncio.create_task(second)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
-        return tasks[0].result(), tasks[1].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 BROKEN = (TransportError, TimeoutError, MalformedRecord, UpdateError, CodecError, WorkRefused)

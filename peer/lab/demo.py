@@ -36,6 +36,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.run.status import RunStatus
+from atoll.dht.tasks import end
 from atoll.peer.lab.children import ATOLL, Child
 from atoll.peer.paths import PeerPaths
 
@@ -375,9 +376,8 @@ class Demo:
             await asyncio.wait_for(showing, SHOWN_S)
             return True
         finally:
-            for task in (watching, showing):
-                task.cancel()
-            await asyncio.gather(watching, showing, return_exceptions=True)
+            # The failure that counts has been raised above; the other one follows from it.
+            await end(watching, showing, expected=(Exception,))
 
     async def _supervise(self) -> None:
         spec = self.options.spec

@@ -436,9 +436,7 @@ class Bodies:
         trace: TracebackType | None,
     ) -> None:
         """Give up what is under way."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end(*self._tasks.values(), expected=FETCH_ERRORS)
 
     async def of(self, entry: Entry) -> AsyncIterator[tuple[Donor, bytes]]:
         """Yield the body as one donor after the other gives it, until the caller is content."""
@@ -450,8 +448,6 @@ class Bodies:
             except FETCH_ERRORS as error:
                 self._on_failure(entry, donor, error)
                 continue
-            finally:
-                task.cancel()
             yield donor, body
 
     def _fetch_from(self, position: int) -> None:

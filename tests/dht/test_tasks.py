@@ -1,10 +1,12 @@
 """Work that runs at the same time: who ends it, and who learns of its failures."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
-from atoll.dht.tasks import Tasks, beside, end, race, together
+from atoll.dht.tasks import ENDING_S, Tasks, beside, end, race, together
+from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable
 
 
@@ -95,6 +97,16 @@ def test_parts_of_one_thing_fail_together():
     assert ended
 
 
+def test_parts_return_their_results_in_order():
+    async def scenario():
+        assert await together(asyncio.sleep(0.01, "slow"), asyncio.sleep(0, "fast")) == [
+            "slow",
+            "fast",
+        ]
+
+    assert told(scenario) == []
+
+
 def test_a_race_returns_what_the_work_returns_or_nothing():
     async def scenario():
         ended = []
@@ -167,3 +179,82 @@ def test_a_helper_may_end_before_it_begins():
             pass
 
     assert told(scenario) == []
+
+
+async def swallow(release, error=None):
+    """Ignore every cancellation until the event is set."""
+    while not release.is_set():
+        with suppress(asyncio.CancelledError):
+            await release.wait()
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_work_that_swallows_its_cancellation_is_named_and_left(caplog, owned):
+    failures = []
+
+    async def main():
+        loop, release, tasks = asyncio.get_running_loop(), asyncio.Event(), Tasks()
+        loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
+        work = swallow(release, Broken("late"))
+        task = tasks.spawn(work) if owned else asyncio.create_task(work)
+        await asyncio.sleep(0)
+        before_s = loop.time()
+        await (tasks.close() if owned else end(task))
+        assert loop.time() - before_s == pytest.approx(ENDING_S)
+        assert not task.done()
+        release.set()
+        await asyncio.sleep(1)
+        assert task.done()
+
+    run_virtual(main())
+    assert "swallow (Task-" in caplog.text
+    assert "has not ended 30 s after it was cancelled" in caplog.text
+    assert failures == ["late"]  # reported when it comes, not lost
+
+
+def test_ending_that_is_cancelled_still_waits_for_its_tasks():
+    ended = []
+
+    async def slow():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            with suppress(asyncio.CancelledError):  # that which closing passes on
+                await asyncio.sleep(1)
+            await asyncio.sleep(1)
+            ended.append(True)
+
+    async def main():
+        tasks = Tasks()
+        tasks.spawn(slow())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(tasks.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert ended
+
+    run_virtual(main())
+
+
+def test_a_task_may_close_its_owner():
+    async def main():
+        tasks = Tasks()
+        await tasks.spawn(tasks.close())
+
+    run_virtual(main())
+
+
+def test_a_context_closes_its_tasks():
+    ended = []
+
+    async def main():
+        async with Tasks() as tasks:
+            tasks.spawn(hang(ended))
+            await asyncio.sleep(0)
+        assert ended
+
+    run_virtual(main())

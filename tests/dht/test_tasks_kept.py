@@ -1,11 +1,11 @@
-"""The tasks of a peer: a failure ends no other, and all end with their owner."""
+"""Kept tasks: a failure ends no other, and all end with their owner."""
 
 import asyncio
 
 import pytest
 
+from atoll.dht.tasks import RESTART_S, KeptTasks
 from atoll.dht.testing.memory import run_virtual
-from atoll.peer.daemon.peer_tasks import RESTART_S, PeerTasks
 
 
 def test_work_that_must_not_end_starts_again_and_says_why():
@@ -16,7 +16,7 @@ def test_work_that_must_not_end_starts_again_and_says_why():
             starts.append(asyncio.get_running_loop().time())
             raise ValueError("broken")
 
-        async with PeerTasks(told.append) as tasks:
+        async with KeptTasks(told.append) as tasks:
             tasks.keep(work)
             await asyncio.sleep(2.5 * RESTART_S)
         assert len(starts) == len(told) == 3
@@ -36,7 +36,7 @@ def test_a_failure_is_logged_and_ends_no_other(caplog):
             await asyncio.sleep(1.0)
             done.append(what)
 
-        async with PeerTasks(print) as tasks:
+        async with KeptTasks(print) as tasks:
             tasks.spawn(fails)
             tasks.spawn(works, "other")
             await asyncio.sleep(2.0)
@@ -57,7 +57,7 @@ def test_all_end_with_the_block_whose_error_passes_as_it_is():
             ended.append(True)
 
     async def main():
-        async with PeerTasks(print) as tasks:
+        async with KeptTasks(print) as tasks:
             tasks.spawn(work)
             await asyncio.sleep(0)
             raise KeyError("the block's own")
@@ -81,11 +81,11 @@ def test_ending_waits_only_so_long_and_lets_nothing_new_begin():
             began.append(True)
 
         loop = asyncio.get_running_loop()
-        async with PeerTasks(print) as tasks:
+        async with KeptTasks(print) as tasks:
             tasks.spawn(stubborn)
             await asyncio.sleep(0)
             before_s = loop.time()
-            await tasks.end(2.0)
+            await tasks.close(2.0)
             assert loop.time() - before_s == pytest.approx(2.0)
             tasks.spawn(late)
         assert began == []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import HEADER_BYTES, Codec, CodecError, Dims, floats
-from atoll.compression.int8 import Int8
+from atoll.compression.blocks import Int8
 from atoll.compression.registry import register
 
 

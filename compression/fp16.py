@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import part
-from atoll.compression.kernels.blocks import BlockCodec, block_peaks, scale_blocks_, squarable
-from atoll.compression.raw import require_all_finite
+from atoll.compression.blocks import BlockCodec, block_peaks, scale_blocks_, squarable
+from atoll.compression.floats import require_all_finite
 from atoll.compression.registry import register
 from atoll.compression.scratch import TILE, scratch
 

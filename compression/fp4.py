@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import BF16_MAX
-from atoll.compression.four_bit import FourBitCodec
-from atoll.compression.kernels.blocks import block_peaks, scale_blocks_
+from atoll.compression.blocks import FourBitCodec, block_peaks, scale_blocks_
 from atoll.compression.kernels.planes import constant, pack_wide_, unpack_wide
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch

@@ -20,8 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.four_bit import FourBitCodec
-from atoll.compression.kernels.blocks import absmax_scales, scale_blocks_, steps_of
+from atoll.compression.blocks import FourBitCodec, absmax_scales, scale_blocks_, steps_of
 from atoll.compression.kernels.planes import EIGHTS, pack_, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import part
-from atoll.compression.kernels.blocks import BlockCodec, absmax_scales, scale_blocks_
+from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.kernels.lookup import Levels, look_up, nearest_codes
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch

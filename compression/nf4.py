@@ -17,8 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atoll.compression.four_bit import FourBitCodec
-from atoll.compression.kernels.blocks import absmax_scales, scale_blocks_
+from atoll.compression.blocks import FourBitCodec, absmax_scales, scale_blocks_
 from atoll.compression.kernels.lookup import look_up, nearest_codes
 from atoll.compression.kernels.planes import pack_, unpack
 from atoll.compression.registry import register

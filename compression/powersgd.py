@@ -40,7 +40,7 @@ from atoll.compression.base import (
     peak,
     require_finite,
 )
-from atoll.compression.fp32 import Fp32
+from atoll.compression.floats import Fp32
 from atoll.compression.kernels.noise import MASK_64, mix
 from atoll.compression.registry import register
 

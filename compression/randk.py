@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import FLOAT_MAX, Codec, CodecError, Dims, Mode, peak, spans
-from atoll.compression.fp32 import Fp32
+from atoll.compression.floats import Fp32
 from atoll.compression.kernels.noise import MASK_64, fresh_seed, mix
 from atoll.compression.registry import register
 from atoll.compression.sparse import CHUNK, SparseCodec, entries, num_entries

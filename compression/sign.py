@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import BF16_MAX
-from atoll.compression.kernels.blocks import BlockCodec, mean_sizes, scale_blocks_
+from atoll.compression.blocks import BlockCodec, mean_sizes, scale_blocks_
 from atoll.compression.kernels.planes import pack_weighted, plane_bytes, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch

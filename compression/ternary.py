@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import BF16_MAX, TINY, CodecError, Mode, part
-from atoll.compression.kernels.blocks import BlockCodec, absmax_scales, scale_blocks_
+from atoll.compression.blocks import BlockCodec, absmax_scales, scale_blocks_
 from atoll.compression.kernels.noise import MARGIN, add_noise_, fresh_seed, mix
 from atoll.compression.kernels.planes import pack_weighted, plane_bytes, run_length
 from atoll.compression.registry import register

@@ -33,8 +33,7 @@ from atoll.compression.base import (
     refuse_infinite,
     spans,
 )
-from atoll.compression.int8 import Int8
-from atoll.compression.kernels.blocks import MAGNITUDE
+from atoll.compression.blocks import MAGNITUDE, Int8
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
 from atoll.compression.sparse import (

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import BF16_MAX, FLOAT_MAX, TINY, CodecError, require_finite
+from atoll.compression.blocks import BlockCodec, block_peaks, squarable
 from atoll.compression.kernels.bins import NUM_SUMS, bin_means, store_counts, store_sums
-from atoll.compression.kernels.blocks import BlockCodec, block_peaks, squarable
 from atoll.compression.kernels.planes import pack_, plane_bytes, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import room, scratch

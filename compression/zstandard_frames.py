@@ -20,8 +20,8 @@ import zstandard
 from torch import Tensor
 
 from atoll.compression.base import HEADER_BYTES, Codec, CodecError, Dims, Mode
+from atoll.compression.blocks import Int8
 from atoll.compression.checksum import Checksum
-from atoll.compression.int8 import Int8
 from atoll.compression.registry import register
 
 MAX_WINDOW_BYTES = 8 << 20  # what any level below 20 uses; bounds a hostile frame's memory

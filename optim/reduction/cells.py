@@ -42,7 +42,7 @@ from torch import Tensor
 
 from atoll.compression import Codec, CodecError
 from atoll.compression.base import Frame
-from atoll.compression.kernels.blocks import squarable
+from atoll.compression.blocks import squarable
 from atoll.compression.scratch import room, scratch
 from atoll.compression.sparse import CoordinateCodec, Sparse, SparseCodec
 from atoll.optim.state import vectors

@@ -1,8 +1,8 @@
-"""Codecs that store each value as a float: the base of `fp32` and `bf16`.
+"""Codecs that store each value as a float: `fp32`, the values as they are, and `bf16`.
 
-Payload: one float for each value. Values beyond the largest of the stored type become that.
-
-A decoder refuses NaN and infinity.
+Payload: one float (little endian) for each value. Values beyond the largest of the stored type
+become that. `bf16` is the upper half of fp32, rounded to nearest even. A decoder refuses NaN and
+infinity.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import Codec, Dims, peak, require_finite, spans
+from atoll.compression.registry import register
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,23 @@ def require_all_finite(x: Tensor) -> None:
     """Refuse decoded values that are NaN or infinite; the sum is the cheap first look."""
     if not math.isfinite(float(x.sum())):
         require_finite(x.to(torch.float32), "values")
+
+
+@register
+@dataclass(frozen=True)
+class Fp32(RawCodec):
+    """32 bits a value, lossless; contractive with a residual of zero."""
+
+    name: ClassVar[str] = "fp32"
+    code: ClassVar[int] = 1
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+
+@register
+@dataclass(frozen=True)
+class Bf16(RawCodec):
+    """16 bits a value, 8 of precision, the range of fp32; contractive."""
+
+    name: ClassVar[str] = "bf16"
+    code: ClassVar[int] = 3
+    dtype: ClassVar[torch.dtype] = torch.bfloat16

@@ -115,7 +115,7 @@ class GossipRun:
             layout=env.layout,
             settings=RoundSettings(stall_s=spec.round.stall_s, grace_s=spec.round.grace_s),
             compute=env.compute,
-            on_event=env.say,
+            on_event=env.report,
             last_round=spec.run.rounds,
             ready_in_s=progress.ready_in_s,
         )
@@ -284,7 +284,7 @@ class StateSearch:
             patience_s=4 * ctx.settings.stall_s,
         )
         self.recoveries += 1
-        self._env.say(
+        self._env.report(
             "info",
             f"recovered the state of round {state.position} from {short(peer)} "
             f"in {time.monotonic() - began_s:.1f} s",
@@ -296,12 +296,12 @@ class StateSearch:
         try:
             state = await self._env.fetch_state(self._memory_numel)
         except (CoordinatorError, StateError) as error:
-            self._env.say("warning", f"no state from the coordinator yet: {error}")
+            self._env.report("warning", f"no state from the coordinator yet: {error}")
             return None
         if state.position:
             self.recoveries += 1
             text = f"recovered the state of round {state.position} from the coordinator"
-            self._env.say("info", text)
+            self._env.report("info", text)
         return state
 
 

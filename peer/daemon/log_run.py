@@ -97,7 +97,7 @@ class LogRun:
             scalars=outer_scalars(spec, self._replay),
             settings=RoundSettings(stall_s=spec.round.stall_s, grace_s=spec.round.grace_s),
             compute=env.compute,
-            on_event=env.say,
+            on_event=env.report,
             ready_in_s=self.progress.ready_in_s,
             rule=rule_of(spec.round.reducer),
         )
@@ -108,7 +108,7 @@ class LogRun:
                 RosterSources(self.ctx),
                 genesis=self._genesis,
                 stall_s=spec.round.stall_s,
-                on_event=env.say,
+                on_event=env.report,
                 on_progress=lambda what, left: env.on_phase(
                     RoundPhase.RECOVER, self.replica.position, left=left
                 ),
@@ -182,14 +182,14 @@ class LogRun:
             return
         known = self.ctx.seen.values()
         here = [Elector(peer_id=r.peer_id, incarnation=r.incarnation) for r in known]
-        told = self._quorum.look(
+        warning = self._quorum.look(
             replica.position,
             replica.electorate,
             [*here, self.ctx.me],
             in_touch=self.heartbeats.in_touch,
         )
-        if told is not None:
-            self._env.say("warning", told)
+        if warning is not None:
+            self._env.report("warning", warning)
 
     def stored_all(self) -> bool:
         """Return whether the coordinator has every entry that this peer has."""
@@ -236,7 +236,7 @@ class LogRun:
         """Resume from this machine, or fetch a state."""
         env = self._env
         if await self.replica.resume():
-            env.say("info", f"resumed at position {self.replica.position} from this machine")
+            env.report("info", f"resumed at position {self.replica.position} from this machine")
         while True:
             if not self.replica.ready and (joined is None or joined.head.position == 0):
                 await self._begin()
@@ -256,7 +256,7 @@ class LogRun:
         try:
             state = await self._genesis()
         except (CoordinatorError, StateError) as error:
-            self._catching_up.say_waiting(f"no first state from the coordinator yet: {error}")
+            self._catching_up.report_waiting(f"no first state from the coordinator yet: {error}")
             return
         await self.replica.install(state)
 
@@ -308,7 +308,7 @@ class Publisher:
         self._replica = replica
         self._rounds = rounds
         self._publishing = False
-        self._told_pruned = False
+        self._reported_pruned = False
 
     def on_led(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
         """Send an entry that this peer proposed, at once."""
@@ -365,14 +365,14 @@ class Publisher:
         try:
             body = await self._env.compute(self._replica.store.body, position)
         except NotStored:
-            if not self._told_pruned:  # once: each answer asks for the same entry again
-                self._env.say(
+            if not self._reported_pruned:  # once: each answer asks for the same entry again
+                self._env.report(
                     "warning",
                     f"the coordinator lacks entry {position}, whose body was pruned here to stay "
                     "within round.log_mb; if no peer has kept it, the coordinator resumes from a "
                     "snapshot",
                 )
-            self._told_pruned = True
+            self._reported_pruned = True
             return False
         return await self._publish(record.epoch, position, record.entry, record.certificate, body)
 
@@ -414,7 +414,7 @@ class CatchingUp:
         try:
             recovered = await self._recovery.run()
         except (RecoveryError, CoordinatorError, LogError) as error:
-            self.say_waiting(f"cannot catch up yet: {error}")
+            self.report_waiting(f"cannot catch up yet: {error}")
         else:
             self._patience.over()
             if recovered is not None:
@@ -425,7 +425,7 @@ class CatchingUp:
         if self._ctx.replica.leaps != before:
             self._on_leap()
 
-    def say_waiting(self, text: str) -> None:
+    def report_waiting(self, text: str) -> None:
         """Report that something is missing, as loudly as its duration asks."""
         level = self._patience.level(self._ctx.now())
         if level is not None:
@@ -475,7 +475,7 @@ class QuorumWatch:
     def __init__(self) -> None:
         """Begin without anybody missing."""
         self._missing_at: int | None = None
-        self._told_at: int | None = None
+        self._reported_at: int | None = None
 
     def look(
         self,
@@ -498,9 +498,9 @@ class QuorumWatch:
             self._missing_at = None
             return None
         before, self._missing_at = self._missing_at, position
-        if before != position or self._told_at == position:
+        if before != position or self._reported_at == position:
             return None  # one look is not enough, as a roster is some seconds behind
-        self._told_at = position
+        self._reported_at = position
         until = (
             f"the coordinator opens a new epoch, after {STALL_S:.0f} s without a round (or the "
             "time of three rounds, if that is longer)"

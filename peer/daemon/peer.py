@@ -65,7 +65,7 @@ class Environment:
     neighbours: Neighbours
     outbox: Outbox
     tasks: KeptTasks
-    say: OnEvent
+    report: OnEvent
     on_phase: OnPhase
     compute: Compute
 
@@ -288,7 +288,7 @@ async def _environment(
     threads = background_threads(2, "atoll-work")
     stack.callback(threads.shutdown, wait=False, cancel_futures=True)
     # These tasks close last, although they end first: one that hangs keeps nothing else open.
-    tasks = await stack.enter_async_context(KeptTasks(lambda text: announcer.say("error", text)))
+    tasks = await stack.enter_async_context(KeptTasks(lambda text: announcer.report("error", text)))
     files = stack.enter_context(ExitStack())
     stack.push_async_callback(client.close)
     enrolment, joined = await Enrolment.open(client, directory, invite, announcer.show)
@@ -319,7 +319,7 @@ async def _environment(
         neighbours=Neighbours(node, me, options.rates, keep_addresses=enrolment.keep_addresses),
         outbox=outbox,
         tasks=tasks,
-        say=announcer.say,
+        report=announcer.report,
         on_phase=on_phase,
         compute=_compute_in(threads),
     )

@@ -96,24 +96,24 @@ class Announcer:
         self._repeats = Repeats()
         self._lock = threading.Lock()  # the loop and the trainer both report
 
-    def say(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
+    def report(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
         """Report an event, here and to the coordinator; see `OnEvent`."""
-        told = self._throttled(level, text, key)
-        if told is not None:
-            self._outbox.note(level, told, self._now_s())
-            self._on_event(level, told)
+        shown = self._throttled(level, text, key)
+        if shown is not None:
+            self._outbox.note(level, shown, self._now_s())
+            self._on_event(level, shown)
 
     def show(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
         """Report an event here only."""
-        told = self._throttled(level, text, key)
-        if told is not None:
-            self._on_event(level, told)
+        shown = self._throttled(level, text, key)
+        if shown is not None:
+            self._on_event(level, shown)
 
     def _throttled(self, level: Level, text: str, key: Hashable | None) -> str | None:
         if level == "info":
             return text
         with self._lock:
-            return self._repeats.told(text, time.monotonic(), key=key)
+            return self._repeats.shown(text, time.monotonic(), key=key)
 
 
 class Repeats:
@@ -123,7 +123,7 @@ class Repeats:
         self._said: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
         """By key: the count and the time of the last one; the latest key is at the end."""
 
-    def told(self, text: str, now_s: float, *, key: Hashable | None = None) -> str | None:
+    def shown(self, text: str, now_s: float, *, key: Hashable | None = None) -> str | None:
         """Return the text to report, with its count if it repeats; None to leave it out.
 
         Args:
@@ -438,12 +438,12 @@ class Heartbeats:
             try:
                 beat = await self._beat_or_join()
                 if not self.in_touch:
-                    self._env.say("info", "in touch with the coordinator again")
+                    self._env.report("info", "in touch with the coordinator again")
                 pause_s, self.in_touch = beat.heartbeat_s, True
             except CoordinatorError as error:
                 if self.in_touch:  # once: it may be away for days
                     text = f"out of touch with the coordinator, training continues: {error}"
-                    self._env.say("warning", text)
+                    self._env.report("warning", text)
                 self.in_touch, pause_s = False, min(2 * pause_s, MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 

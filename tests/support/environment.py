@@ -52,7 +52,7 @@ def environment(me, *, rates=None, rounds=0, **changes):
         "neighbours": None,
         "outbox": Outbox(),
         "tasks": None,
-        "say": lambda level, text, key=None: None,
+        "report": lambda level, text, key=None: None,
         "on_phase": lambda phase, position, left=None: None,
         "compute": inline,
     }

@@ -67,7 +67,7 @@ class Peer:
             client=self.client,
             enrolment=types.SimpleNamespace(renew=self.joined.append),
             tasks=types.SimpleNamespace(spawn=self.spawn),
-            say=lambda level, text, key=None: self.said.append(f"{level}: {text}"),
+            report=lambda level, text, key=None: self.said.append(f"{level}: {text}"),
         )
         self.node, self.outbox = self.env.node, self.env.outbox
         rounds = swarm_peer.rounds

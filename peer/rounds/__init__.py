@@ -1,1 +1,6 @@
-"""Rounds: rendezvous, reduction, repair, votes and certificates of one position of the log."""
+"""Rounds: peers that trust nobody decide, position after position, what the log says next.
+
+`engine.Rounds` is the entry point. A round finds its group, reduces the group's contributions
+(`allreduce`), and agrees on the result by votes (`consensus`). It survives the loss of any peer,
+its leader's too, as long as a quorum of electors lives; docs/protocol.md has the rules.
+"""

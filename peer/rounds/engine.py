@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -88,7 +88,7 @@ class Rounds:
         self,
         ctx: Context,
         *,
-        catch_up: Callable[[], Awaitable[None]],
+        catch_up: Callable[[], Coroutine[None, None, None]],
         on_settled: Callable[[Settled], None],
         on_phase: OnPhase,
         on_led: OnLed,
@@ -226,19 +226,19 @@ class Rounds:
     # what flights report
 
     def show(self, flight: Flight) -> None:
-        """See `Host`. The phase that people see is that of the position that is decided next."""
+        """Publish the phase of a flight, if its position is the one that is decided next."""
         if flight.phase is RoundPhase.REDUCE:
             self._grouped.set()
         if flight.place.position == self._ctx.replica.position:
             self._phase(flight.phase)
 
     def count_failure(self) -> None:
-        """See `Host`."""
+        """Count a failed term, and look for the entry that may have ended it."""
         self._stats.attempts_failed += 1
         self.kick_catch_up()
 
     async def catch_up(self) -> None:
-        """See `Host`."""
+        """Look for missing entries, and return when that was done."""
         self.kick_catch_up()
         if self._catching_up is not None:
             await asyncio.wait({self._catching_up})
@@ -246,10 +246,7 @@ class Rounds:
     def kick_catch_up(self) -> None:
         """Look for missing entries, unless that is under way."""
         if self._catching_up is None or self._catching_up.done():
-            self._catching_up = self._tasks.spawn(self._look_for_missing())
-
-    async def _look_for_missing(self) -> None:
-        await self._catch_up()
+            self._catching_up = self._tasks.spawn(self._catch_up())
 
     async def _reach(self, position: int) -> None:
         """Wait a moment until this peer stands at a position; look for missing entries."""

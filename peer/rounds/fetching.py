@@ -38,7 +38,7 @@ R = TypeVar("R", bound=Record)
 
 
 class Asking(Protocol):
-    """What it takes to ask a peer for what is in the log."""
+    """The means to ask a peer for what is in the log."""
 
     @property
     def transport(self) -> Transport:

@@ -45,9 +45,9 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.state.outer_step import to_fp32
 
-PROTOCOL = 6
+PROTOCOL = 6  # peers of another protocol refuse each other's reports
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
-MAX_GROUP_BYTES = 1 << 20
+MAX_GROUP_BYTES = 1 << 20  # 4,096 members of some 190 bytes, and their parts
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
 
 Weight = Annotated[FiniteFloat, Field(ge=0)]
@@ -75,7 +75,7 @@ class Known(Record):
 
 
 class Head(Record):
-    """Where a peer stands in the log, and what it can give to others."""
+    """A peer's place in the log, and what it can give to others."""
 
     protocol: Count
     epoch: Count
@@ -113,7 +113,7 @@ class Ready(Record):
 
 
 class PartPlan(Record):
-    """Who reduces which cells."""
+    """Cells, and the member that reduces them."""
 
     start_cell: Count
     stop_cell: Count
@@ -135,7 +135,7 @@ class Group(Record):
 
     @property
     def digest(self) -> bytes:
-        """What names the group."""
+        """The group's name."""
         return sha256(self.encode())
 
 
@@ -201,7 +201,7 @@ class Reduce(Record):
 
 
 class PlannedPart(Record):
-    """Who is expected to reduce which cells."""
+    """Cells, and the peer that is expected to reduce them."""
 
     start_cell: Count
     stop_cell: Count
@@ -223,7 +223,7 @@ def planned_parts(
 
 
 class Plan(Record):
-    """How a position is cut, whoever its members are."""
+    """The cut of a position, whoever its members are."""
 
     epoch: Count
     position: Count
@@ -231,7 +231,7 @@ class Plan(Record):
 
     @property
     def digest(self) -> bytes:
-        """What names the plan."""
+        """The plan's name."""
         return sha256(self.encode())
 
 

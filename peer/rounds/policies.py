@@ -138,12 +138,12 @@ def is_large(members: int) -> bool:
 
 
 def num_rows(members: int) -> int:
-    """Into how many rows a large group falls."""
+    """Return the number of rows of a large group."""
     return max(2, round(math.sqrt(members / ROW_SHAPE)))
 
 
 def is_relayed(members: int, values: int, code_bytes: int) -> bool:
-    """Whether relays add up codes of a sum: a member's sums are no longer than its codes are.
+    """Return whether relays add up codes: a member's sums are no longer than its codes are.
 
     A member relays its row's share of the vector, in fp32. Codes of one bit a value are 1/32 of
     that, so only the rows of some 256 members are long enough.
@@ -212,7 +212,7 @@ def kept_parts(
 
 
 def _transfer(plans: Sequence[PartPlan], rates_mbit_s: Sequence[float]) -> float:
-    """When the last member's link is done, in the time of a whole vector at 1 Mbit/s."""
+    """Return when the last link is done, in units of a whole vector at 1 Mbit/s."""
     total = plans[-1].stop_cell
     shares = [0.0] * len(rates_mbit_s)
     for plan in plans:
@@ -278,7 +278,7 @@ def positions_ahead(fragments: int) -> int:
 def round_deadline_s(
     body_bytes: int, slowest_mbit_s: float, stall_s: float, *, before: int = 0
 ) -> float:
-    """How long a reduction may take: eight times the slowest member's transfer, and ten stalls.
+    """Return the limit of a reduction: eight times the slowest member's transfer, and ten stalls.
 
     Both legs of the slowest link carry at most the whole vector; eight leaves room for a
     measured rate that is four times too high. The reductions of the `before` positions that are

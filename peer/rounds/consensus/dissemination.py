@@ -40,9 +40,10 @@ from atoll.peer.rounds.messages import (
 )
 
 FAN_OUT = 8  # a thousand peers in four steps, and eight copies of an entry are what one sends
-T = TypeVar("T")
-
 CALL_STALLS = 4  # of a call that may have to fetch parts before it answers
+PATIENCE_STALLS = 0.5  # for members to forward a group, beyond the time of its transfer
+
+T = TypeVar("T")
 
 
 Body = Callable[[Sequence[str]], bytes]
@@ -133,8 +134,6 @@ def branches(peers: Sequence[str]) -> list[tuple[str, ...]]:
     """At most eight branches of nearly equal size; the first peers begin them."""
     return [tuple(peers[start::FAN_OUT]) for start in range(min(FAN_OUT, len(peers)))]
 
-
-PATIENCE_STALLS = 0.5  # for members to forward a group, beyond the time of its transfer
 
 Send = Callable[[str, Closed], Awaitable[None]]
 """(member, group): on its session."""

@@ -12,14 +12,15 @@ sessions by signs of life, the group by the grace, the reduction by the group's 
 their calls. The roster is some seconds old, so each trainer is asked where it stands.
 
 `Leading` holds the leaderships of this peer, `Leadership` is one of them, `Polls` asks electors
-for promises and votes, and `Expected` asks trainers when they will be ready.
+for promises and votes. `LocalStream` makes a leader a
+member of its own group, like the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -119,59 +120,9 @@ from atoll.peer.rounds.policies import (
 
 PROBE_S = 1.0  # how often peers that are waited for are asked
 DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
-
-
-class Expected:
-    """Trainers that answer and stand here, or are about to, and when each expects to be ready.
-
-    They are known by the roster and by the electorate: at the beginning of an epoch the roster may
-    show nobody.
-    """
-
-    def __init__(
-        self,
-        ctx: Context,
-        *,
-        electorate: Callable[[], Sequence[Elector]],
-        ready: Callable[[], Collection[str]],
-    ) -> None:
-        """`ready` returns the peers that have a session with the leader."""
-        self._ctx = ctx
-        self._electorate = electorate
-        self._ready = ready
-
-    async def ask(self) -> dict[str, float]:
-        """Ask all once; when each expects to be ready, on the leader's clock."""
-        trainers, here = await self._trainers(), self._ready()
-        asked = await self._ask([peer for peer in trainers if peer not in here])
-        now = self._ctx.now()
-        return {peer: now for peer in trainers if peer in here} | asked | self._mine()
-
-    async def _ask(self, peers: Sequence[str]) -> dict[str, float]:
-        heads = await asyncio.gather(*(ask_head(self._ctx, peer) for peer in peers))
-        now, stands_at = self._ctx.now(), self._ctx.replica.position
-        return {
-            peer: now + head.ready_in_s
-            for peer, head in zip(peers, heads, strict=True)
-            if head is not None
-            and head.position >= stands_at - DECISION_UNDER_WAY
-            and head.role == "trainer"
-        }
-
-    def _mine(self) -> dict[str, float]:
-        """When the leader itself will be, which may lead a group that it is not in."""
-        ready_in_s = self._ctx.ready_in_s()
-        return {} if ready_in_s is None else {self._ctx.me.peer_id: self._ctx.now() + ready_in_s}
-
-    async def _trainers(self) -> list[str]:
-        records = await self._ctx.roster_peers()
-        peers = {peer for peer, record in records.items() if record.role == "trainer"}
-        peers |= {elector.peer_id for elector in self._electorate()}
-        return sorted(peers - {self._ctx.me.peer_id})
-
-
 HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
 POLL_STALLS = 10  # a vote before there is a group, which has a deadline of its own
+LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 
 
 class Polls:
@@ -239,7 +190,7 @@ class Polls:
                     for index, elector in enumerate(electorate):
                         asking = self._ask_vote(question, index, elector, record, timeout_s)
                         group.create_task(asking)
-        except BaseExceptionGroup as failures:
+        except BaseExceptionGroup as failures:  # the first one is the reason that the term failed
             raise failures.exceptions[0] from None
         self._take(Polled(attempt=question.attempt))
 
@@ -280,6 +231,7 @@ class Polls:
         try:
             if peer == self._ctx.me.peer_id:
                 answer = await self._voter.answer(peer, method, record)
+            # A peer without a session may be gone: a head takes half a stall, a poll up to ten.
             elif self._is_live(peer) or await ask_head(self._ctx, peer) is not None:
                 call = self._ctx.transport.call
                 answer = await call(peer, method, record, timeout_s=timeout_s)
@@ -305,12 +257,6 @@ async def ask_head(ctx: Context, peer: str) -> Head | None:
         ctx.link.note_round_trip(peer, ctx.now() - asked_at)
         return Head.decode(answer)
     return None
-
-
-LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
-
-Check = Callable[[str, Ready], Awaitable[None]]
-"""(member, its report): raises Refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,8 +285,8 @@ class Leadership:
     leads: Leads
     place: Place
     term: int
-    check: Check
-    """whether a member may take part"""
+    check: Callable[[str, Ready], Awaitable[None]]
+    """(member, its report): raises Refused if the member may not take part"""
     exchange: Exchange | None = None
     """this peer's own part in the reduction, if it is a member of the group"""
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -356,9 +302,6 @@ class Leadership:
         )
         self.round = Round(
             self.place, self.term, leads=self.leads, rules=rules, view=self._log_view()
-        )
-        self._expected = Expected(
-            self.ctx, electorate=self._electorate, ready=lambda: set(self.round.live)
         )
         self._polls = Polls(
             self.ctx, self.voter, self.place, is_live=self.round.is_live, take=self._take
@@ -389,7 +332,7 @@ class Leadership:
             await self._do_all(left)
 
     def _end_session(self, session: Session) -> list[Action]:
-        """The member counts as gone at once, unless it has reported anew."""
+        """Count the member as gone at once, unless it has reported anew."""
         if self.sessions[session.remote] is not session:
             return []
         actions = self._take(Left(peer=session.remote))
@@ -413,7 +356,8 @@ class Leadership:
                     await self._help()
                     await self._await_change(self.ctx.alive_s)
                     self._polls.check()
-                    self._check_help()
+                    if self._helper is not None and self._helper.done():
+                        self._helper.result()
         finally:
             await self._polls.stop()
             await self._end_help()
@@ -499,7 +443,7 @@ class Leadership:
         return actions
 
     async def _watch_log(self) -> None:
-        """The turn comes, or another electorate, as soon as an entry is applied."""
+        """Look again when an entry is applied: the turn comes, or another electorate."""
         while True:
             await self.ctx.replica.passed(self.ctx.replica.position)
             self.changed.set()
@@ -515,10 +459,6 @@ class Leadership:
         elif self._helped is RoundState.FORMING:
             self._helper = asyncio.create_task(self._probe())
 
-    def _check_help(self) -> None:
-        if self._helper is not None and self._helper.done():
-            self._helper.result()
-
     async def _end_help(self) -> None:
         if self._helper is not None:
             await end(self._helper)
@@ -532,8 +472,34 @@ class Leadership:
 
     async def _probe(self) -> None:
         while True:
-            self._take(Probed(ready_at=await self._expected.ask()))
+            self._take(Probed(ready_at=await self._ask_trainers()))
             await asyncio.sleep(PROBE_S)
+
+    async def _ask_trainers(self) -> dict[str, float]:
+        """Return when each trainer that stands here expects to be ready, on the leader's clock.
+
+        The roster is some seconds old, so each one is asked. At the beginning of an epoch it may
+        show nobody, so the electorate is asked too.
+        """
+        me, replica = self.ctx.me.peer_id, self.ctx.replica
+        records = await self.ctx.roster_peers()
+        trainers = {peer for peer, record in records.items() if record.role == "trainer"}
+        trainers |= {elector.peer_id for elector in self._electorate()}
+        trainers -= {me}
+        here = trainers & set(self.round.live)
+        asked = sorted(trainers - here)
+        heads = await asyncio.gather(*(ask_head(self.ctx, peer) for peer in asked))
+        now = self.ctx.now()
+        ready_at = dict.fromkeys(sorted(here), now)
+        for peer, head in zip(asked, heads, strict=True):
+            if head is None or head.role != "trainer":
+                continue
+            if head.position >= replica.position - DECISION_UNDER_WAY:
+                ready_at[peer] = now + head.ready_in_s
+        ready_in_s = self.ctx.ready_in_s()
+        if ready_in_s is not None:  # a leader may lead a group that it is not a member of
+            ready_at[me] = now + ready_in_s
+        return ready_at
 
     async def _listen(self, session: Session) -> None:
         with suppress(TransportError):
@@ -550,7 +516,7 @@ class Leadership:
                     await self._take_turn(session.remote, Ready.decode(message[1:]))
 
     async def _take_turn(self, remote: str, ready: Ready) -> None:
-        """A member reports that the position's turn has come at its place in the log.
+        """Take a member's report that the position's turn has come at its place in the log.
 
         Raises:
             Refused: it has not come here, and does not soon: the next leader tries.
@@ -739,7 +705,7 @@ class Leading:
         await self._check_place(ready)
 
     async def _check_place(self, ready: Ready) -> None:
-        """Both stand on the same log, at the position or a little before it."""
+        """Raise Refused unless both stand on one log, at the position or a little before it."""
         replica = self._ctx.replica
         await self._reach(ready.stands_at)
         if replica.position > ready.position:
@@ -759,7 +725,7 @@ class Leading:
             )
 
     def _lead(self, ready: Ready) -> Leadership:
-        """The leadership of a term of ours; it starts with the first call."""
+        """Return the leadership of a term of ours; it starts with the first call."""
         key = (ready.epoch, ready.position, ready.term)
         if key not in self._leaderships:
             leadership = Leadership(
@@ -790,6 +756,7 @@ class Leading:
             await announced
             await leadership.until_left()
         except (AttemptFailed, TransportError, ValueError) as error:
+            # An entry before the position may name another leader for it, which is no failure.
             if not (isinstance(error, Refused) and error.code is RefusalCode.NOT_THE_LEADER):
                 self._ctx.on_event(
                     "warning",
@@ -812,7 +779,7 @@ class Leading:
         self, leadership: Leadership, entry: Entry, certificate: Certificate
     ) -> None:
         decided = Decided(entry=entry.encode(), certificate=certificate.encode())
-        live = sorted(leadership.round.live)
+        live = sorted(leadership.round.live)  # first: they surely live, and pass it on
         others = set(leadership.sessions) | set(self._ctx.seen)
         others |= {elector.peer_id for elector in entry.electorate}
         await self._dissemination.tell(decided, [*live, *sorted(others)])
@@ -867,7 +834,7 @@ Queue = asyncio.Queue[bytes | Refused | None]
 
 
 class LocalStream:
-    """One end of a pair; the face of `atoll.dht.transport.Stream`."""
+    """One end of a stream from a peer to itself, as `atoll.dht.transport.Stream` has it."""
 
     def __init__(
         self,

@@ -61,6 +61,7 @@ from atoll.peer.rounds.messages import (
     tagged,
 )
 
+CONNECT_STALLS = 3  # a first contact with a leader may have to dial
 CLOSED_STALLS = 20  # how long a peer that came too late waits for the decision
 
 WAITS_FOR_DECISION = frozenset({RefusalCode.CLOSED, RefusalCode.BARRED})
@@ -345,9 +346,6 @@ class MemberRound:
         return self._join(view)
 
 
-CONNECT_STALLS = 3  # a first contact with a leader may have to dial
-
-
 async def join(
     ctx: Context,
     stream: Stream,
@@ -446,7 +444,7 @@ class Pending:
 
 
 class Host(Protocol):
-    """The engine, as a flight needs it."""
+    """The part of the engine that a flight uses; the engine imports flights, not the reverse."""
 
     voter: Voter
     leading: Leading

@@ -56,6 +56,14 @@ from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready, Repair
 from atoll.peer.rounds.policies import Close, Rendezvous, close_decision, new_owner
 
 TERM = 4  # attempts of one leader: each but the first is for a proposal that nobody can vote for
+OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
+# A group without a quorum of electors closes after so many graces all the same: its work is
+# reduced, and may still be voted for by electors that trained nothing.
+ALONE_GRACES = 3
+LATE_STALLS = 2  # past the group's deadline: owners may finish at it, and their word takes a moment
+
+IsLive = Callable[[str], bool]
+"""Returns True as long as a member's session lasts."""
 
 
 class Place(NamedTuple):
@@ -291,12 +299,6 @@ def value_to_propose(promises: Sequence[Accepted | None]) -> bytes | None:
     return max(accepted, key=lambda a: a.attempt).entry if accepted else None
 
 
-OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
-
-IsLive = Callable[[str], bool]
-"""Whether a member's session lasts."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
     """Get a part that is done and does not come by itself, from any of these members."""
@@ -365,7 +367,7 @@ class Parts:
             part.done = done
 
     def fetched(self, event: FetchEnded) -> None:
-        """A fetch has ended; one of an earlier generation changes nothing."""
+        """Note the end of a fetch; one of an earlier generation changes nothing."""
         part = self._parts[event.part]
         if part.done is not None and part.done.digest == event.digest:
             part.fetch_ended = True
@@ -403,7 +405,7 @@ class Parts:
         return tuple(_logged(part, part.done, gone) for part in self._parts if part.done)
 
     def _is_sound(self, part: PartState, done: PartDone) -> bool:
-        """Whether an owner's word can be logged: its length, and members by their prefixes."""
+        """Check that an owner's word can be logged: its length, and members by their prefixes."""
         start, stop = part.plan.start_cell, part.plan.stop_cell
         members = len(self._group.members)
         named = [p.member for p in done.partial]
@@ -478,12 +480,6 @@ def _logged(part: PartState, done: PartDone, gone: Sequence[int]) -> Part:
         digest=done.digest,
         partial=tuple(Partial(member=m, cells=c) for m, c in sorted(cells.items())),
     )
-
-
-# A group without a quorum of electors closes after so many graces all the same: its work is
-# reduced, and may still be voted for by electors that trained nothing.
-ALONE_GRACES = 3
-LATE_STALLS = 2  # past the group's deadline: owners may finish at it, and their word takes a moment
 
 
 class RoundState(Enum):

@@ -67,20 +67,20 @@ class Tally:
             self._electorate = tuple(electorate)
 
     def vote(self, entry: Entry, voted: Voted, leader: str) -> None:
-        """This elector voted; its leader has it by the answer."""
+        """Send this elector's vote to the others; its leader has it by the answer."""
         if len(self._electorate) > MAX_ELECTORS:
             return
         me = self._ctx.me.peer_id
         others = {elector.peer_id for elector in self._electorate} - {me, leader}
         for peer in sorted(others):
             self._telling.spawn(self._tell(peer, voted))
-        if leader != me:
+        if leader != me:  # a leader counts the answers to its proposal instead
             self._own = entry, voted
             self._votes[self._index(me)] = voted
             self._count()
 
     def take(self, remote: str, voted: Voted) -> None:
-        """Another elector's vote, looked at when this peer has voted too.
+        """Take another elector's vote, which counts once this peer has voted too.
 
         Raises:
             Refused: it is no elector here.
@@ -108,8 +108,10 @@ class Tally:
         if self._own is None:
             return
         entry, own = self._own
-        same = [i for i, v in sorted(self._votes.items()) if _what(v) == _what(own)]
+        cast = sorted(self._votes.items())
+        same = [i for i, v in cast if (v.attempt, v.entry) == (own.attempt, own.entry)]
         if is_quorum(same, len(self._electorate)):
+            # A signature takes longer to check than to count: only a quorum is worth it.
             valid = [i for i in same if self._is_valid(i, entry)]
             if is_quorum(valid, len(self._electorate)):
                 self._own = None
@@ -123,10 +125,6 @@ class Tally:
         del self._votes[index]
         self._ctx.fault(peer, Fault.BAD_VOTE)
         return False
-
-
-def _what(vote: Voted) -> tuple[int, bytes]:
-    return vote.attempt, vote.entry
 
 
 class Voter:
@@ -160,7 +158,7 @@ class Voter:
 
     @property
     def retired(self) -> bool:
-        """See `Booth.retired`."""
+        """Return whether this elector has resigned; see `Booth.retired`."""
         self._turn()
         return self._booth.retired
 
@@ -222,7 +220,7 @@ class Voter:
         self._check_rules(entry)
         body = await self.gather(entry, remote)
         await self._verify(entry, body)
-        self._turn()
+        self._turn()  # gathering takes a while: the position may have been decided meanwhile
         self._booth.accept(remote, place, ask.attempt, record)
         signature = self._ctx.sign(vote_payload(entry, ask.attempt))
         voted = Voted(
@@ -236,7 +234,7 @@ class Voter:
         return Ballot(signature=signature)
 
     async def take_vote(self, remote: str, voted: Voted) -> None:
-        """Another elector voted.
+        """Take the vote of another elector.
 
         Raises:
             Refused: not here, or it is no elector.
@@ -284,7 +282,7 @@ class Voter:
         return self._verified.get(entry.digest)
 
     async def _verify(self, entry: Entry, body: bytes) -> None:
-        """Everything decodes; parts that were decoded as they came are not decoded again."""
+        """Decode the body, unless all its parts were decoded as they came."""
         if entry.digest in self._verified:
             return
         update_N = None

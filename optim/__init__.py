@@ -11,9 +11,13 @@ for batch in data:
     inner.zero_grad()
 """
 
-from atoll.optim.inprocess.gossip import GossipGroup
-from atoll.optim.inprocess.group import GroupError, GroupStatistics
-from atoll.optim.inprocess.rounds import InProcessGroup, in_process
+from atoll.optim.inprocess import (
+    GossipGroup,
+    GroupError,
+    GroupStatistics,
+    InProcessGroup,
+    in_process,
+)
 from atoll.optim.methods.diloco import DiLoCo, outer_defaults
 from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.reducer import Commit, Contribution, Reducer

@@ -35,9 +35,9 @@ import math
 import re
 import typing
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ from atoll.optim.state.updates import dense
 
 Shape = Literal["mean", "gather", "low-rank", "pairs"]
 InnerName = Literal["adamw", "muon", "lion", "sgd"]
+
+MAX_SPEC_CHARS = 1_000  # longer than any sensible spec; bounds the work on a hostile one
 
 
 class MethodError(ValueError):
@@ -242,7 +244,8 @@ class Method(ABC):
         changed = [
             f"{f.name}={value.spec if isinstance(value, Codec) else value}"
             for f in fields(self)
-            if (value := getattr(self, f.name)) != _default(f)
+            if (value := getattr(self, f.name))
+            != (f.default if f.default_factory is MISSING else f.default_factory())
         ]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
 
@@ -256,12 +259,6 @@ def require(condition: bool, expected: str, got: object) -> None:
     if not condition:
         raise MethodError(f"expected {expected}, got {got}")
 
-
-def _default(option: Field[Any]) -> object:
-    return option.default_factory() if option.default_factory is not MISSING else option.default
-
-
-MAX_SPEC_CHARS = 1_000  # longer than any sensible spec; bounds the work on a hostile one
 
 _METHODS: dict[str, type[Method]] = {}
 _SPEC = re.compile(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)

@@ -250,6 +250,7 @@ class GossipGroup(WorkerGroup):
         known = next(iter(sorted(self._states.items())), (index, self._genesis))[1]
         begun = OuterState.genesis(known.layout, known.params_N)
         self._states[index] = begun.at(known.position)
+        # A mass for a joiner would count the first worker's weights twice.
         self._mass[index] = 0.0 if self.statistics().rounds else 1.0
 
     def _unseat(self, index: int) -> None:
@@ -305,7 +306,7 @@ class GossipGroup(WorkerGroup):
 
         def sent(vector_N: Tensor) -> Tensor:
             nonlocal used
-            if len(pair) < 2:
+            if len(pair) < 2:  # alone: nothing travels, so no codec loses anything
                 return vector_N
             frames = self._cells.encode(vector_N)
             used += sum(map(len, frames))

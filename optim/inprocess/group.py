@@ -246,7 +246,7 @@ class InProcessMember:
         # A `Difference` is a pass over the model at each reading; a group reads it several times.
         contribution = replace(contribution, delta=contribution.delta_N)
         self._check(contribution)
-        if contribution.fragment in self._joining:
+        if contribution.fragment in self._joining:  # as in a run, it counts from the second on
             contribution = replace(contribution, tokens=0)
         self.contributions[contribution.fragment] = contribution
         self._group._submitted(contribution.fragment)

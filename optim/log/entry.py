@@ -43,7 +43,8 @@ MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom v
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
+# Bounds of fields: a record of a stranger is refused before anything is computed from it.
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # fits SQLite's integers
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 PeerId = Annotated[str, Field(min_length=1, max_length=128)]
 Incarnation = Annotated[str, Field(min_length=1, max_length=32)]
@@ -74,7 +75,7 @@ class Record(BaseModel):
     """A strict, frozen, canonically encoded message."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    max_bytes: ClassVar[int] = 1 << 20
+    max_bytes: ClassVar[int] = 1 << 20  # checked before parsing
 
     def encode(self) -> bytes:
         """Return the canonical bytes."""
@@ -99,7 +100,7 @@ class Record(BaseModel):
             raise MalformedRecord(f"{name}: not a valid record: {_first_line(error)}") from None
         except Exception as error:  # msgpack has exceptions of its own outside ValueError
             raise MalformedRecord(f"{name}: not msgpack: {_first_line(error)}") from None
-        if record.encode() != data:
+        if record.encode() != data:  # else one record could have two digests
             raise MalformedRecord(f"{name}: the bytes are not the record's canonical encoding")
         return record
 
@@ -199,6 +200,7 @@ class Entry(Record):
     def _check(self) -> Self:
         if (self.kind == "update") != bool(self.parts and self.members):
             raise ValueError("an update has members and parts, NULL has neither")
+        # The outer step computes in fp32; a wider scalar would leave its rounding to each replica.
         if _fp32(self.lr) != self.lr or _fp32(self.momentum) != self.momentum:
             raise ValueError("scalars are fp32 values")
         if len({e.peer_id for e in self.electorate}) != len(self.electorate):

@@ -42,7 +42,7 @@ class SparseLoCoMethod(Method):
     worker_class: ClassVar[type[Worker]] = DiLoCo
 
     codec: Codec = field(default_factory=lambda: TopK(k=64, values=TwoBit()))
-    feedback: float = 0.95
+    feedback: float = 0.95  # the paper's
 
     lr: float = 1.0
     """Outer learning rate."""
@@ -59,11 +59,12 @@ class SparseLoCoMethod(Method):
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
+        # After a second selection nobody knows how many peers sent a value.
         return self.average if self.merge == "union" else "all"
 
     @property
     def reduction(self) -> Shape:
-        """Everyone decodes everyone's frames, or what was selected of their mean."""
+        """Return "gather" if everyone decodes all frames, "mean" if owners select once more."""
         return "gather" if self.merge == "union" else "mean"
 
     def fragments(self, layout: Layout) -> tuple[Fragment, ...]:

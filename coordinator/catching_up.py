@@ -19,8 +19,7 @@ from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
 from atoll.dht.tasks import end
 from atoll.optim.log.entry import Elector, Entry
-from atoll.optim.log.live import LiveReplica, OnTaken, Recovered, RecoveryError
-from atoll.optim.log.replica import DISK_ERRORS
+from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, OnTaken, Recovered, RecoveryError
 from atoll.optim.log.store import StoreError
 
 SETTLING_S = 300.0  # a change that has begun hashes and writes a whole model before it ends

@@ -28,8 +28,7 @@ from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundReport, RunStatus
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError, Verify
-from atoll.optim.log.live import LiveReplica
-from atoll.optim.log.replica import DISK_ERRORS, NotNext
+from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
 from atoll.optim.log.store import StoreHead
 
 TICK_S = 0.5  # a new epoch opens at most this long after it is due

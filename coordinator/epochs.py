@@ -15,7 +15,7 @@ from atoll.coordinator.presence import MAX_PEERS, KnownPeer
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import PeerStatus
 from atoll.optim.log.entry import Elector, choose_electors
-from atoll.optim.log.live import LiveReplica
+from atoll.optim.log.replica import LiveReplica
 
 
 class Epochs:

@@ -23,8 +23,7 @@ from atoll.coordinator.run.status import HISTORY, RoundReport, RoundSummary
 from atoll.dht.identity import short
 from atoll.dht.tasks import end
 from atoll.optim.log.entry import Certificate, Claim, Entry
-from atoll.optim.log.live import LiveReplica
-from atoll.optim.log.replica import NotNext, Replica
+from atoll.optim.log.replica import LiveReplica, NotNext, Replica
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState
 

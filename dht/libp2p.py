@@ -1,4 +1,4 @@
-"""The transport over libp2p: each exchange is one libp2p stream, framed by `atoll.dht.streams`.
+"""The transport over libp2p: each exchange is one libp2p stream, framed by `atoll.dht.transport`.
 
 We use p2pd's raw streams, not hivemind's servicers: those allocate whatever length a stranger
 names, and have no deadlines. Flow control is p2pd's and the kernel's: `send` waits while the far
@@ -16,38 +16,36 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from atoll.dht.p2pd import P2pd, P2pdError
-from atoll.dht.streams import (
+from atoll.dht.tasks import Tasks
+from atoll.dht.transport import (
     HEADER_BYTES,
+    MAX_CALL_BYTES,
+    MAX_MESSAGE_BYTES,
     MAX_OPEN_BYTES,
     MAX_REFUSAL_BYTES,
     VERSION,
-    Connection,
-    FrameError,
-    Mark,
-    StreamEnd,
-    decode_open,
-    decode_refusal,
-    encode_open,
-    encode_refusal,
-    within,
-)
-from atoll.dht.tasks import Tasks
-from atoll.dht.transport import (
-    MAX_CALL_BYTES,
-    MAX_MESSAGE_BYTES,
     CallHandler,
     Check,
+    Connection,
     DeadlineExceeded,
+    FrameError,
     Handlers,
+    Mark,
     PeerUnreachable,
     Refused,
+    StreamEnd,
     StreamHandler,
     TransportError,
     TransportStatistics,
     admit_everyone,
     checked_method,
     checked_size,
+    decode_open,
+    decode_refusal,
+    encode_open,
+    encode_refusal,
     log_failure,
+    within,
 )
 from atoll.dht.wirecount import WireTotals
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.streams import MAX_CODE_BYTES
+from atoll.dht.transport import MAX_CODE_BYTES
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("dht", "coordinator", "peer")

@@ -53,9 +53,7 @@ from atoll.coordinator.service.service import Service
 from atoll.dht import verify
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain
-from atoll.optim.log.live import LiveReplica
-from atoll.optim.log.replay import WHOLE, Module
-from atoll.optim.log.replica import DISK_ERRORS, Replica, ReplicaView
+from atoll.optim.log.replica import DISK_ERRORS, WHOLE, LiveReplica, Module, Replica, ReplicaView
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 

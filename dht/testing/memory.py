@@ -30,7 +30,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from atoll.dht.streams import Mark, StreamEnd, decode_refusal, encode_refusal, within
 from atoll.dht.tasks import Tasks
 from atoll.dht.testing.virtualtime import VirtualTimeLoop, run_virtual
 from atoll.dht.transport import (
@@ -38,14 +37,19 @@ from atoll.dht.transport import (
     CallHandler,
     Check,
     Handlers,
+    Mark,
     PeerUnreachable,
     Refused,
+    StreamEnd,
     StreamHandler,
     TransportError,
     TransportStatistics,
     admit_everyone,
     checked_method,
     checked_size,
+    decode_refusal,
+    encode_refusal,
+    within,
 )
 
 __all__ = ["MemoryLink", "MemoryNetwork", "MemoryTransport", "VirtualTimeLoop", "run_virtual"]

@@ -1,8 +1,13 @@
 """A copy of what one log decides: its state, its chain, its epoch, and the entries that led here.
 
-It accepts what a quorum of the electorate has certified, and nothing else. All calls are
+A run decides each part of its parameters in a log of its own; a dense run has one. A replica is
+given the log's `Module` and asks for nothing else of the run. `Replay` are the rules by which
+entries become states, equal at every replica. Fragments take turns: with n of them, position p
+moves fragment (p + 1) mod n. That is the order in which their first windows end
+(`atoll.optim.methods.worker`).
+
+A `Replica` accepts what a quorum of the electorate has certified, and nothing else. All calls are
 synchronous and may block (SQLite, hashing, decoding, applying); one thread at a time may change it.
-`atoll.optim.log.live.LiveReplica` is the same for an event loop.
 
     accept    check(entry, certificate) -> Claim     all but the body
               accept(claim, body)                    the state moves on
@@ -23,6 +28,11 @@ Snapshots are taken at multiples of `Module.snapshot_every`; the entry `snapshot
 later carries their root. Peers keep them in memory too, from the newest one whose root is certified
 on (usually two), because joiners fetch them. A ledger keeps their roots, and serves its files.
 
+A `LiveReplica` is the same in an event loop: peers and the coordinator follow their log through it.
+Changes run in a pool of threads, one at a time. What the loop reads (`standing`) changes only
+between two of its steps, when a change is complete: so what a task reads without awaiting is of one
+moment. `ReplicaView` is what can be read of either without waiting.
+
 Exceptions: `LogError` (atoll.optim.log.entry) for an entry that is wrong, and of these
 
     ChainMismatch
@@ -31,12 +41,16 @@ Exceptions: `LogError` (atoll.optim.log.entry) for an entry that is wrong, and o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
+from atoll.compression.sparse import Sparse
 from atoll.optim.log.entry import (
     Certificate,
     ChainMismatch,
@@ -46,6 +60,7 @@ from atoll.optim.log.entry import (
     Epoch,
     EpochInvalid,
     LogPlace,
+    MalformedRecord,
     SignedEpoch,
     Verify,
     certified_root,
@@ -57,7 +72,6 @@ from atoll.optim.log.entry import (
     split_body,
     verify_claims,
 )
-from atoll.optim.log.replay import Module, Replay
 from atoll.optim.log.store import (
     LogStore,
     NotStored,
@@ -66,10 +80,186 @@ from atoll.optim.log.store import (
     StoreError,
     StoreHead,
 )
-from atoll.optim.reduction.cells import Bytes, UpdateError
-from atoll.optim.state.layout import Layout
+from atoll.optim.methods.base import Method, MethodError
+from atoll.optim.reduction.cells import Bytes, Cells, UpdateError
+from atoll.optim.reduction.contribution import Feedback
+from atoll.optim.reduction.lowrank import INPUT, LowRankCells
+from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update
+
+
+class Replay:
+    """The rules of one log."""
+
+    def __init__(self, method: Method, layout: Layout) -> None:
+        """Cut the layout into fragments as the method does.
+
+        Raises:
+            MethodError: the method keeps no common state that a log could hold.
+            CodecError: its codec is of no use in a round.
+        """
+        if not method.logged:
+            raise MethodError(f"expected a method whose state is in the log, got {method.name}")
+        self.method = method
+        self.layout = layout
+        self.fragments: tuple[Fragment, ...] = method.fragments(layout)
+        self._cells = tuple(cells_of(method, fragment) for fragment in self.fragments)
+
+    @property
+    def memory_numel(self) -> int:
+        """Values of the state beside the parameters."""
+        return self.method.memory_numel(self.layout)
+
+    @property
+    def by_factors(self) -> bool:
+        """Return whether matrices travel as factors and residuals are taken against the update."""
+        return self.method.reduction == "low-rank"
+
+    def fragment_at(self, position: int) -> int:
+        """Return the fragment that a position moves."""
+        return (position + 1) % len(self.fragments)
+
+    def cells_at(self, position: int) -> Cells:
+        """Return the cells of the fragment that a position moves."""
+        return self._cells[self.fragment_at(position)]
+
+    def max_body_bytes(self, entry: Entry) -> int:
+        """Return the bytes of the longest body that an entry can have."""
+        if entry.kind == "null":
+            return 0
+        return self.cells_at(entry.position).max_body_bytes(len(entry.members))
+
+    def check(self, entry: Entry) -> None:
+        """Check what follows from the method and the layout alone.
+
+        Raises:
+            MalformedRecord: another fragment than is due, other cells, or parts that are too long.
+        """
+        due, cells = self.fragment_at(entry.position), self.cells_at(entry.position)
+        if entry.fragment != due:
+            raise MalformedRecord(
+                f"entry {entry.position}: expected fragment {due}, got {entry.fragment}"
+            )
+        if entry.kind == "null":
+            return
+        if entry.num_cells != len(cells):
+            raise MalformedRecord(
+                f"entry {entry.position}: expected {len(cells)} cells, got {entry.num_cells}"
+            )
+        for part in entry.parts:
+            # Refused before anybody fetches it: a signed entry must not make peers allocate more.
+            longest = cells.max_body_bytes(len(entry.members), part.start_cell, part.stop_cell)
+            if part.wire_bytes > longest:
+                raise MalformedRecord(
+                    f"entry {entry.position}: expected a part of at most {longest} bytes, "
+                    f"got one of {part.wire_bytes}"
+                )
+
+    def decode(self, entry: Entry, body: Bytes) -> Update:
+        """Return the update of an entry.
+
+        Raises:
+            MalformedRecord: the body is not the one that the entry names.
+            UpdateError: it does not decode to finite numbers.
+        """
+        split_body(entry, memoryview(body))
+        return self.cells_at(entry.position).decode_body(body, len(entry.members))
+
+    def next_state(
+        self, state: OuterState, entry: Entry, body: Bytes, update_F: Update | None = None
+    ) -> OuterState:
+        """Return state(p+1) = apply(state(p), entry(p)).
+
+        Args:
+            state: the state before the entry; left as it is.
+            entry: the entry; the caller has checked that it follows and is certified.
+            body: the bytes of its parts, checked here against their digests.
+            update_F: the decoded body, if the caller has verified and decoded it already.
+
+        Raises:
+            MalformedRecord: the entry or the body is none of this run's.
+            UpdateError: the body does not decode to finite numbers.
+        """
+        self.check(entry)
+        if entry.kind == "null":
+            return state.at(entry.position + 1)  # given up: not even the momentum moves
+        if update_F is None:
+            update_F = self.decode(entry, body)
+        fragment = self.fragments[entry.fragment]
+        scalars = {"lr": entry.lr, "momentum": entry.momentum}
+        if isinstance(update_F, Sparse):
+            new = self.method.apply_sparse(state, update_F, fragment=fragment, **scalars)
+        else:
+            new = self.method.apply(state, update_F, fragment=fragment, **scalars)
+        cells = self._cells[entry.fragment]
+        if isinstance(cells, LowRankCells):
+            # The state holds Q, the body's second factors: the next update starts warm from them.
+            cells.keep_warm(state, new, body)
+        return new
+
+    def residual(self, fragment: int) -> Feedback:
+        """Return a peer's error feedback of one fragment, empty."""
+        return residual_of(self.method, self.fragments[fragment])
+
+
+def cells_of(method: Method, fragment: Fragment) -> Cells:
+    """Return how a fragment travels in the method's rounds.
+
+    Raises:
+        CodecError: the codec cannot be used in a round.
+    """
+    if method.reduction == "low-rank":
+        return LowRankCells(codec=method.codec, fragment=fragment)
+    return Cells(
+        codec=method.codec,
+        fragment=fragment,
+        gathers=method.reduction == "gather",
+        by_senders=method.divides_by == "senders",
+    )
+
+
+def residual_of(method: Method, fragment: Fragment) -> Feedback:
+    """Return a member's error feedback of a fragment, empty.
+
+    Raises:
+        ValueError: feedback does not go with the codec.
+    """
+    by_factors = method.reduction == "low-rank"
+    return Feedback(
+        fragment.numel,
+        INPUT if by_factors else method.codec,
+        beta=method.residual,
+        pieces=fragment.pieces,
+        against_update=by_factors,
+    )
+
+
+WHOLE = "log"  # the only log of a dense run, and the folder in which a coordinator keeps it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A part of the parameters of a run, decided in one log."""
+
+    run_id: bytes
+    method: Method
+    layout: Layout
+    """The parameters that the log decides."""
+    snapshot_every: int
+    """Positions between two state roots, hence between two snapshots."""
+    name: str = WHOLE
+    """The name of its log among those of the run."""
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The rules that turn a state and an entry into the next state.
+
+        Raises:
+            MethodError: the method keeps no common state, as gossip does; it has no log.
+        """
+        return Replay(self.method, self.layout)
+
 
 LEASE_S = 15.0  # of a snapshot after a request for 8 MiB of it: what 5 Mbit/s take, and a retry
 SNAPSHOT_SHARE = 0.05  # of the time, that a ledger may spend on snapshots: large ones take seconds
@@ -741,3 +931,276 @@ def _not_next(entry: Entry, head: StoreHead) -> NotNext:
         f"expected the entry at epoch {head.epoch}, position {head.position}, "
         f"got epoch {entry.epoch}, position {entry.position}"
     )
+
+
+T = TypeVar("T")
+
+
+OnTaken = Callable[[int], None]
+"""Called in the loop with the position of each entry that came to be in the log here."""
+
+
+def _ignore(position: int) -> None:
+    """Take no note of an entry."""
+
+
+class Compute(Protocol):
+    """Runs a function off the event loop (or on it, in tests with a virtual clock)."""
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any) -> Awaitable[Any]:  # noqa: ANN401
+        """Return the function's result."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """One entry, applied."""
+
+    entry: Entry
+    state: OuterState
+    apply_s: float
+    update_F: Update | None = None  # noqa: N815
+    """the decoded update, if residuals are taken against it"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """The result of a recovery."""
+
+    from_position: int
+    to_position: int
+    snapshot_position: int | None
+    entries: int
+    donors: tuple[str, ...]
+    seconds: float
+
+
+class RecoveryError(RuntimeError):
+    """A replica cannot catch up now; it is worth another try later."""
+
+
+class LiveReplica(ReplicaView):
+    """Waits for a replica's changes, and makes them off the loop."""
+
+    def __init__(
+        self,
+        core: Replica,
+        *,
+        compute: Compute,
+        on_failure: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """Take over a replica.
+
+        Args:
+            core: from now on changed and read through this object alone.
+            compute: runs what blocks.
+            on_failure: called if the disk takes no more: a peer's replica cannot continue then.
+        """
+        self.core = core
+        self.module = core.module
+        self.store = core.store
+        self.is_ledger = core.is_ledger
+        self.standing = core.standing
+        self.compute = compute
+        self.is_installing = False
+        """True while a snapshot is being put in place, which takes long with a large model."""
+        self.moved_at = 0.0
+        """when this replica came to stand where it stands, on the loop's clock"""
+        self.stood_s = 0.0
+        """how long it stood where it was before"""
+        self.listeners: list[Callable[[Applied], None]] = []
+        self._on_failure = on_failure
+        self._lock = asyncio.Lock()
+        self._moved = asyncio.Condition()
+        self._changes: set[asyncio.Task[Any]] = set()
+
+    # Waiting
+
+    async def passed(self, position: int) -> None:
+        """Wait until `position` is decided and applied, or the epoch has changed."""
+        epoch = self.epoch
+        async with self._moved:
+            await self._moved.wait_for(lambda: self.position > position or self.epoch != epoch)
+
+    async def moved(self) -> None:
+        """Wait until anything is decided, installed or adopted."""
+        async with self._moved:
+            await self._moved.wait()
+
+    async def settled(self) -> None:
+        """Wait for the end of the change under way; its caller may have been cancelled."""
+        async with self._lock:
+            pass
+
+    async def close(self) -> None:
+        """Finish the change under way, then close the store."""
+        async with self._lock:
+            self.store.close()
+
+    # The log
+
+    async def claim(self, entry: bytes, certificate: bytes) -> Claim:
+        """Decode the next entry and check everything but its body; see `Replica.check`."""
+
+        def work() -> Claim:
+            return self.core.check(Entry.decode(entry), Certificate.decode(certificate))
+
+        claim: Claim = await self.compute(work)  # reads one standing, so it waits for no change
+        return claim
+
+    async def verify(
+        self, records: Sequence[tuple[bytes, bytes]], here: LogPlace | None
+    ) -> list[Claim]:
+        """Verify entries that somebody sent; see `Replica.verify`."""
+        claims: list[Claim] = await self.compute(self.core.verify, records, here)
+        return claims
+
+    async def accept(
+        self,
+        entry: Entry,
+        certificate: Certificate,
+        body: Bytes,
+        update_F: Update | None = None,
+        *,
+        since: float | None = None,
+    ) -> bool:
+        """Check, apply and store the next entry; False if its position is decided already.
+
+        `since` is when its certificate came, on the loop's clock: what was done for it before this
+        call counts as applying too.
+
+        Raises:
+            LogError: the entry does not follow, or its certificate or its body is invalid.
+            UpdateError: the body does not decode.
+        """
+
+        def work() -> Update | None:
+            return self.core.accept(self.core.check(entry, certificate), body, update_F)
+
+        try:
+            await self._accept(entry, work, since)
+        except NotNext:
+            if entry.position < self.position:
+                return False
+            raise
+        return True
+
+    async def accept_claim(self, claim: Claim, body: Bytes, on_taken: OnTaken = _ignore) -> bool:
+        """Apply and store the next entry; False if it is not the next one any more."""
+        try:
+            await self._accept(claim.entry, lambda: self.core.accept(claim, body), None, on_taken)
+        except NotNext:
+            return False
+        return True
+
+    async def _accept(
+        self,
+        entry: Entry,
+        work: Callable[[], Update | None],
+        since: float | None,
+        on_taken: OnTaken = _ignore,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time() if since is None else since
+
+        def report(update_F: Update | None) -> None:
+            on_taken(entry.position)
+            if not self.is_current:  # a ledger without the state
+                return
+            applied = Applied(
+                entry=entry,
+                state=self.state,
+                apply_s=loop.time() - started,
+                update_F=update_F if self.replay.by_factors else None,
+            )
+            for listener in self.listeners:
+                listener(applied)
+
+        await self.change(work, report)
+
+    # Recovery
+
+    async def install(
+        self, state: OuterState, claims: Sequence[Claim] = (), on_taken: OnTaken = _ignore
+    ) -> None:
+        """Continue from a snapshot; see `Replica.install`."""
+
+        def report(new: Sequence[Claim]) -> None:
+            for claim in new:
+                on_taken(claim.entry.position)
+
+        self.is_installing = True
+        try:
+            await self.change(lambda: self.core.install(state, claims), report)
+        finally:
+            self.is_installing = False
+
+    async def add_body(self, position: int, body: Bytes) -> None:
+        """Put back the body of a stored entry; see `Replica.add_body`."""
+        await self.compute(self.core.add_body, position, body)
+
+    async def resume(self) -> bool:
+        """Take up what is stored; see `Replica.resume`."""
+        # No move: how long the run has stood here is not known to a process that begins.
+        return await self.change(self.core.resume, is_move=False)
+
+    async def rewind(self) -> bool:
+        """Go back to the base of the epoch; see `Replica.rewind`."""
+        return await self.change(self.core.rewind)
+
+    def lease(self, position: int) -> OuterState | None:
+        """Return a snapshot to somebody who fetches it; see `Replica.lease`."""
+        return self.core.lease(position)
+
+    # Epochs
+
+    async def adopt(self, record: bytes) -> bool:
+        """Begin an epoch if it is newer; see `Replica.adopt`."""
+        return await self.change(lambda: self.core.adopt(record))
+
+    async def open_epoch(
+        self, electorate: Sequence[Elector], sign: Callable[[bytes], bytes]
+    ) -> Epoch:
+        """Sign and begin a new epoch at the head; see `Replica.open_epoch`."""
+        return await self.change(lambda: self.core.open_epoch(electorate, sign))
+
+    # Changes
+
+    async def change(
+        self,
+        work: Callable[[], T],
+        then: Callable[[T], None] = lambda result: None,
+        *,
+        is_move: bool = True,
+    ) -> T:
+        """Make a change, to its end even if the caller is cancelled meanwhile.
+
+        A thread cannot be stopped. If its lock were given back while it works, the next change
+        would run beside it, and no listener would hear of this one.
+        """
+        task = asyncio.create_task(self._hold(work, then, is_move))
+        self._changes.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def _hold(self, work: Callable[[], T], then: Callable[[T], None], is_move: bool) -> T:
+        async with self._lock:
+            before = self.standing
+            try:
+                result: T = await self.compute(work)
+            except (OSError, sqlite3.Error) as error:
+                self._on_failure(error)
+                raise
+            finally:  # part of an install may be done even if the rest failed
+                self.standing = self.core.standing
+            then(result)
+        if is_move and self.standing is not before:
+            await self._notify()
+        return result
+
+    async def _notify(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self.stood_s = now - self.moved_at if self.moved_at else 0.0
+        self.moved_at = now
+        async with self._moved:
+            self._moved.notify_all()

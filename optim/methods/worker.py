@@ -390,7 +390,7 @@ class Worker(ABC):
         """Empty windows, H / fragments apart.
 
         The first to end is that of the fragment whose turn it is at the position
-        (`atoll.optim.log.replay`).
+        (`atoll.optim.log.replica`).
         """
         count = len(self._windows)
         for index, window in enumerate(self._windows):

@@ -27,7 +27,7 @@ import torch
 
 from atoll.coordinator.report.text import size
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.replay import cells_of
+from atoll.optim.log.replica import cells_of
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import Membership
 from atoll.peer.paths import PeerPaths

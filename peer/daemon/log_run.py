@@ -36,9 +36,7 @@ from atoll.optim.log.entry import (
     genesis_chain,
     is_quorum,
 )
-from atoll.optim.log.live import LiveReplica, Recovered, RecoveryError
-from atoll.optim.log.replay import Module, Replay
-from atoll.optim.log.replica import Replica
+from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
 from atoll.optim.log.store import LogStore, NotStored, StoreHead
 from atoll.optim.reduction.robust import rule_of
 from atoll.optim.state.outer_state import OuterState, StateError

@@ -30,7 +30,7 @@ from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks
 from atoll.optim.log.entry import Elector
-from atoll.optim.log.live import Compute
+from atoll.optim.log.replica import Compute
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads

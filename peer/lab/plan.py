@@ -27,7 +27,7 @@ from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inner import muon_groups
-from atoll.optim.log.replay import cells_of
+from atoll.optim.log.replica import cells_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reduction.cells import LENGTH
 from atoll.optim.schedules import Timetable

@@ -14,7 +14,7 @@ from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.levels import LOGGING
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError
-from atoll.optim.log.live import LiveReplica, OnTaken, Recovered
+from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import PeerSource, Source, whom_to_ask
 from atoll.peer.rounds.context import RoundSettings

@@ -11,7 +11,7 @@ they publish to it anyway.
 
 Errors:
 
-    RecoveryError (RuntimeError; atoll.optim.log.live)
+    RecoveryError (RuntimeError; atoll.optim.log.replica)
      +-- NoDonor     nobody who could be reached has what is missing; try again later
 """
 
@@ -26,7 +26,7 @@ from typing import Self
 from atoll.coordinator.run.levels import Level
 from atoll.dht.tasks import end
 from atoll.optim.log.entry import Claim, Entry, LogError, LogPlace
-from atoll.optim.log.live import LiveReplica, OnTaken, Recovered, RecoveryError
+from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered, RecoveryError
 from atoll.optim.state.outer_state import Assembly, OuterState, StateError
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, Source, Sources
 from atoll.peer.rounds.messages import Head

@@ -12,8 +12,7 @@ from atoll.dht.identity import short
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.entry import Elector, Entry, Verify
-from atoll.optim.log.live import Compute, LiveReplica
-from atoll.optim.log.replay import Replay
+from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.robust import Rule
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.conduct import Conduct, Fault

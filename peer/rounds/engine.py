@@ -25,7 +25,7 @@ from atoll.optim.log.entry import (
     MalformedRecord,
     check_certificate,
 )
-from atoll.optim.log.live import Applied
+from atoll.optim.log.replica import Applied
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront, not_upfront
 from atoll.peer.rounds.conduct import guarded_call, guarded_stream

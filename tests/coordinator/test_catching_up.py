@@ -20,8 +20,7 @@ from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.live import LiveReplica, Recovered, RecoveryError
-from atoll.optim.log.replica import Replica
+from atoll.optim.log.replica import LiveReplica, Recovered, RecoveryError, Replica
 from atoll.optim.log.store import LogStore
 from atoll.peer.recovery.ledger import LedgerRecovery
 from atoll.peer.recovery.recovery import Recovery

@@ -11,14 +11,15 @@ from atoll.dht import libp2p
 from atoll.dht.identity import Identity
 from atoll.dht.libp2p import protocol_name
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.streams import Mark, encode_open
 from atoll.dht.transport import (
     MAX_CALL_BYTES,
     MAX_MESSAGE_BYTES,
     DeadlineExceeded,
+    Mark,
     PeerUnreachable,
     Refused,
     TransportError,
+    encode_open,
 )
 from support.nodes import RUN, TICKET
 

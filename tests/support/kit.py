@@ -29,7 +29,7 @@ from atoll.optim.log.entry import (
     sha256,
     vote_payload,
 )
-from atoll.optim.log.replay import Replay
+from atoll.optim.log.replica import Replay
 from atoll.optim.log.store import StoreHead
 from atoll.optim.reduction.cells import body_of
 from atoll.optim.state.layout import Layout

@@ -10,8 +10,7 @@ from typing import Any
 from atoll.coordinator.run.keys import RunKeys, verify_run_key
 from atoll.dht import verify
 from atoll.optim.log.entry import Claim, Entry, genesis_chain
-from atoll.optim.log.replay import Module
-from atoll.optim.log.replica import Replica
+from atoll.optim.log.replica import Module, Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.rounds.messages import PROTOCOL, Decided, Head

@@ -21,9 +21,7 @@ from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim import methods
 from atoll.optim.log.entry import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain, sha256
-from atoll.optim.log.live import LiveReplica, Recovered, RecoveryError
-from atoll.optim.log.replay import Module, Replay
-from atoll.optim.log.replica import Replica
+from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Offer, work_weight
 from atoll.optim.reduction.robust import Rule

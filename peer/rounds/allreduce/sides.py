@@ -24,7 +24,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
-from atoll.optim.log.live import Compute
+from atoll.optim.log.replica import Compute
 from atoll.optim.reduction.cells import LENGTH, pack
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
 from atoll.optim.state import vectors

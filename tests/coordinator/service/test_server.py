@@ -31,7 +31,7 @@ from atoll.coordinator.service.server import (
     running,
     serve,
 )
-from atoll.optim.log.live import LiveReplica
+from atoll.optim.log.replica import LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 
 

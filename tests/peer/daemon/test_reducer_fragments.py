@@ -3,7 +3,7 @@
 import threading
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.live import Applied
+from atoll.optim.log.replica import Applied
 from atoll.optim.state.layout import CELL, Layout
 from support.reducer_bench import ME, OTHER, contribution, decided, of_fragment, state
 

@@ -12,7 +12,7 @@ import pytest
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.live import LiveReplica, Recovered
+from atoll.optim.log.replica import LiveReplica, Recovered
 from atoll.peer.recovery.recovery import NoDonor, Recovery
 from atoll.peer.recovery.sources import Source
 from atoll.peer.rounds.messages import Decided, Head

@@ -7,21 +7,23 @@ from hypothesis import strategies as st
 
 from atoll.dht.libp2p import LibP2PStream
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.streams import (
+from atoll.dht.transport import (
     HEADER_BYTES,
+    MAX_CALL_BYTES,
     MAX_CODE_BYTES,
+    MAX_MESSAGE_BYTES,
     MAX_OPEN_BYTES,
     SCRATCH_BYTES,
     Connection,
     FrameError,
     FrameReader,
     Mark,
+    Refused,
     decode_open,
     decode_refusal,
     encode_open,
     encode_refusal,
 )
-from atoll.dht.transport import MAX_CALL_BYTES, MAX_MESSAGE_BYTES, Refused
 
 
 class Sink:

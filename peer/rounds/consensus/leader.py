@@ -11,9 +11,8 @@ of the term; what is done, and when, the machine in `round.py` decides. All wait
 sessions by signs of life, the group by the grace, the reduction by the group's deadline, votes by
 their calls. The roster is some seconds old, so each trainer is asked where it stands.
 
-`Leading` holds the leaderships of this peer, `Leadership` is one of them, `Polls` asks electors
-for promises and votes. `LocalStream` makes a leader a
-member of its own group, like the others.
+`Leading` holds the leaderships of this peer, `Leadership` is one of them, and `Polls` asks electors
+for promises and votes. Over a `LocalStream` a leader is a member of its own group like the others.
 """
 
 from __future__ import annotations

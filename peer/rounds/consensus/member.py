@@ -386,7 +386,9 @@ def group_weight(ctx: Context, group: Group) -> float:
 
 async def _follow_orders(ctx: Context, stream: Stream, seat: Seat) -> None:
     while True:
-        message = await _recv(ctx, stream)
+        message = await stream.recv(timeout_s=ctx.settings.stall_s)
+        if message is None:
+            raise AttemptFailed("the leader ended the session before the position was decided")
         if message[:1] == GROUP:
             closed = Closed.decode(message[1:])
             seat.take(closed, group_of(closed), passed=False)
@@ -410,13 +412,6 @@ async def _send_alive(ctx: Context, stream: Stream) -> None:
     while True:
         await asyncio.sleep(ctx.alive_s)
         await stream.send(ALIVE, timeout_s=ctx.settings.stall_s)
-
-
-async def _recv(ctx: Context, stream: Stream) -> bytes:
-    message = await stream.recv(timeout_s=ctx.settings.stall_s)
-    if message is None:
-        raise AttemptFailed("the leader ended the session before the position was decided")
-    return message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -569,7 +564,11 @@ class Flight:
         self._changed.set()
 
     async def _join(self, leader: str, term: int) -> None:
-        stream = await self._line_to(leader)
+        if leader == self._ctx.me.peer_id:  # no transport dials itself
+            stream = self._host.leading.line_to_myself()
+        else:
+            connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
+            stream = await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
         self._stream = stream
         try:
             ready = self._ready(term)
@@ -589,12 +588,6 @@ class Flight:
         for action in self._member.receive(Grouped()):
             if isinstance(action, Show):  # all that a group asks for
                 self._host.show(self)
-
-    async def _line_to(self, leader: str) -> Stream:
-        if leader == self._ctx.me.peer_id:
-            return self._host.leading.line_to_myself()
-        connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
-        return await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
 
     async def _report_turn(self, term: int) -> None:
         if self._stream is not None:

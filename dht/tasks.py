@@ -69,10 +69,12 @@ async def beside(*work: Work[Any]) -> AsyncIterator[None]:
 
 async def together(*work: Work[T]) -> list[T]:
     """Return all results in order; the first failure ends the others, and is raised."""
+    parts: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            parts = [group.create_task(each) for each in work]
+            parts.extend(group.create_task(each) for each in work)
     except BaseExceptionGroup as failures:
+        parts.clear()  # a task holds its failure, whose traceback holds this frame
         for failure in failures.exceptions[1:]:
             _report(failure)
         raise failures.exceptions[0] from None
@@ -209,15 +211,15 @@ async def _cancel(tasks: Collection[asyncio.Task[Any]], timeout_s: float) -> Non
     """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
-    interruption: asyncio.CancelledError | None = None
+    is_interrupted = False
     left = set(tasks)
     for task in left:
         task.cancel()
     while left and (left_s := deadline_s - loop.time()) > 0:
         try:
             _, left = await asyncio.wait(left, timeout=left_s)
-        except asyncio.CancelledError as error:
-            interruption = error
+        except asyncio.CancelledError:
+            is_interrupted = True
             for task in left:
                 task.cancel()
     for task in left:
@@ -225,8 +227,9 @@ async def _cancel(tasks: Collection[asyncio.Task[Any]], timeout_s: float) -> Non
             logger.error(
                 "%s has not ended %g s after it was cancelled; leaving it", _name(task), timeout_s
             )
-    if interruption is not None:
-        raise interruption
+    if is_interrupted:
+        # A new one: an error kept here would hold this frame, and the frame the error.
+        raise asyncio.CancelledError
 
 
 def _name(task: asyncio.Task[Any]) -> str:

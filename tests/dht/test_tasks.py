@@ -1,6 +1,8 @@
 """Work that runs at the same time: who ends it, and who learns of its failures."""
 
 import asyncio
+import gc
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -238,6 +240,38 @@ def test_ending_that_is_cancelled_still_waits_for_its_tasks():
         assert ended
 
     run_virtual(main())
+
+
+def test_an_interrupted_ending_leaves_nothing_to_the_collector():
+    class Held:
+        pass
+
+    async def main():
+        held = []
+
+        async def owner():
+            big, tasks = Held(), Tasks()
+            held.append(weakref.ref(big))
+            tasks.spawn(hang())
+            await asyncio.sleep(0)
+            await tasks.close()
+
+        owning = asyncio.create_task(owner())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        owning.cancel()
+        with suppress(asyncio.CancelledError):
+            await owning
+        del owning
+        await asyncio.sleep(0)
+        assert held[0]() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_virtual(main())
+    finally:
+        gc.enable()
 
 
 def test_a_task_may_close_its_owner():

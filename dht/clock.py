@@ -1,4 +1,4 @@
-"""The clock by which records expire: ours plus the offset to the coordinator's clock.
+"""The clock by which records expire: our own plus the offset to the coordinator's clock.
 
 hivemind refuses peers whose clock is off by more than 3 s. A peer that has learnt its offset from
 its first authenticated contact sets it here, and hivemind's DHT in this process follows.
@@ -26,4 +26,5 @@ def set_offset(offset_s: float) -> None:
     _offset_s = offset_s
     for name, module in sys.modules.copy().items():  # copied: other threads may import
         if name.startswith("hivemind.") and hasattr(module, "get_dht_time"):
+            # Each module holds its own reference, taken when it was imported.
             setattr(module, "get_dht_time", now_s)  # noqa: B010 - no declared attribute

@@ -32,6 +32,7 @@ from typing import Self
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+# The protobufs of the module's docstring.
 _KEY_PREFIX = bytes.fromhex("08011240")
 _ID_PREFIX = bytes.fromhex("002408011220")
 _KEY_BYTES = len(_KEY_PREFIX) + 64

@@ -277,7 +277,7 @@ class LibP2PTransport:
     async def rebind(self, daemon: P2pd) -> None:
         """Continue with a new daemon of the same identity, after the old one died."""
         self._daemon = daemon
-        self._connected.clear()
+        self._connected.clear()  # connections and streams died with the old daemon
         self._idle.clear()
         self.restarts += 1
         await self.start()
@@ -346,7 +346,7 @@ class LibP2PTransport:
         if self._is_closed:
             return
         self._is_closed = True
-        for stream in list(self._streams):
+        for stream in list(self._streams):  # first, so that the others read an end, not a break
             await stream.close()
         await self._tasks.close()
         await self._part()
@@ -383,13 +383,14 @@ class LibP2PTransport:
         async with lock:
             if peer in self._connected:
                 return
+            # If two dial each other at once, both fail, and libp2p waits 5 s before it dials again.
             if self.peer_id > peer:
                 await self._wait_for_dial(peer)
             if peer not in self._connected:
                 await self._dial(peer, timeout_s)
 
     async def _wait_for_dial(self, peer: str) -> None:
-        """Wait for the lower PeerID to dial: two that dial each other at once both fail."""
+        """Wait a moment for the lower PeerID to dial."""
         deadline_s = asyncio.get_running_loop().time() + PATIENCE_S * (1 + self._rng.random())
         while asyncio.get_running_loop().time() < deadline_s:
             if peer in await self._live():
@@ -405,7 +406,7 @@ class LibP2PTransport:
                 await self._daemon.dial(peer, self._known.get(peer, ()), timeout_s=left_s)
                 self._connected.add(peer)
             except P2pdError as error:
-                pause_s *= 1 + self._rng.random()
+                pause_s *= 1 + self._rng.random()  # by chance, so that two peers fall out of step
                 if loop.time() + pause_s > deadline_s:
                     raise PeerUnreachable(
                         f"{peer} cannot be reached: {error}", peer=peer
@@ -472,6 +473,7 @@ class LibP2PTransport:
         return reply
 
     def _idle_stream(self, peer: str, method: str) -> LibP2PStream | None:
+        # By admission too: the other side checked the one with which the stream was opened.
         idle = self._idle.get((peer, method, self.admission), [])
         while idle:
             stream = idle.pop()
@@ -526,7 +528,7 @@ class LibP2PTransport:
         await asyncio.wait({stream.opened}, timeout=GREETING_S)
         if stream.opened.done() and not stream.opened.cancelled():
             return True
-        if stream.connection.is_wanted:
+        if stream.connection.is_wanted:  # if not, a refusal is still on its way out
             stream.connection.abort()
         return False
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 WATCH_S = 1.0  # between two looks; the death of p2pd is noticed at once
 REJOIN_EVERY = 30  # watches; a bootstrap peer that is gone for good is dialled twice a minute
 PING_EVERY = 5  # watches; a p2pd that hangs is found within 5 s + PING_TIMEOUT_S
-PING_TIMEOUT_S = 10.0
+PING_TIMEOUT_S = 10.0  # a machine under load answers late; a restart breaks every stream
 BOOTSTRAP_S = 10.0  # to dial one bootstrap peer
 DHT_WAIT_S = 3.0  # hivemind's own wait for a node that does not answer
 RESTART_PAUSE_S = 1.0  # between two attempts to restart p2pd
@@ -64,7 +64,7 @@ class _Dht:
                 initial_peers=list(reached) or None,
                 record_validator=validator,
                 wait_timeout=DHT_WAIT_S,
-                ensure_bootstrap_success=False,
+                ensure_bootstrap_success=False,  # `_stay_joined` keeps trying
                 strict=False,
                 cache_locally=False,  # a cached record would show an old position
                 cache_nearest=0,
@@ -73,7 +73,7 @@ class _Dht:
         except BaseException:
             await p2p.shutdown()
             raise
-        if old is not None:
+        if old is not None:  # else the run's records would be gone until all publish again
             node.protocol.storage = old.protocol.storage
         return cls(p2p, node)
 
@@ -173,7 +173,7 @@ class Node:
             relay=relay,
             auto_relay=auto_relay,
         )
-        clock.set_offset(clock_offset_s)
+        clock.set_offset(clock_offset_s)  # before the DHT starts: it refuses a clock 3 s off
         async with AsyncExitStack() as undo:
             daemon = await P2pd.start(identity, options)
             undo.push_async_callback(daemon.close)
@@ -264,8 +264,8 @@ class Node:
 
     async def _restart(self) -> None:
         logger.warning("p2pd of %s has ended or hangs; restarting it", self.peer_id)
-        options = self.daemon.options
-        self.wire.totals()
+        options = self.daemon.options  # with the port that it had: others know our address
+        self.wire.totals()  # the last look at its sockets, before they are gone
         await self.daemon.close()
         await self._dht.close()
         while not await self._is_revived(options):
@@ -273,7 +273,7 @@ class Node:
         if self.on_restart is not None:
             try:
                 await self.on_restart()
-            except Exception as error:
+            except Exception as error:  # the watcher must survive its listener
                 log_failure(error)
 
     async def _is_revived(self, options: P2pdOptions) -> bool:

@@ -84,7 +84,7 @@ class P2pdOptions:
 
 def command(control: Path, key: Path, options: P2pdOptions) -> list[str]:
     """Return p2pd's command line."""
-    wide = int(not options.is_loopback_only)
+    wide = int(not options.is_loopback_only)  # a loopback peer must not ask a router for ports
     arguments = [
         f"-listen=/unix{control}",
         f"-id={key}",
@@ -187,7 +187,7 @@ class P2pd:
             how = f"did not start within {STARTUP_S:g} s" if self.is_alive else "ended at its start"
             raise P2pdError(f"p2pd {how}; its output: {words}")
         await self._identify()
-        (self._folder / "key").unlink()  # p2pd has read it
+        (self._folder / "key").unlink()  # p2pd has read it; no second copy of the key stays on disk
 
     async def _identify(self) -> None:
         reply = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), timeout_s=10)
@@ -255,7 +255,7 @@ class P2pd:
         await self._ask(request, timeout_s=10)
 
     def _watch(self, listener: socket.socket, accept: Accept) -> None:
-        if listener is self._listener:
+        if listener is self._listener:  # `_rest` may call after `close`
             loop = asyncio.get_running_loop()
             loop.add_reader(listener, self._accept_all, listener, accept)
 
@@ -305,6 +305,7 @@ class P2pd:
             return connection, await self._exchange(connection, request)
         except BaseException as error:
             connection.close()
+            # A TimeoutError is an OSError, but a slow p2pd is not a dead one.
             if isinstance(error, (OSError, EOFError)) and not isinstance(error, TimeoutError):
                 raise P2pdGone(f"p2pd of {self.peer_id} does not answer: {error}") from error
             raise
@@ -328,7 +329,7 @@ class P2pd:
             self._listener = None
         await end(*self._greeters, expected=(Exception,))  # `_greeted` logs every failure
         await self._stop()
-        await self._reader
+        await self._reader  # its pipe ends with the process
         self._lock.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -362,7 +363,7 @@ def _remove_if_left(folder: Path) -> None:
     about = folder.lstat()
     is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
     if not is_ours or time.time() - about.st_mtime < LEFT_AFTER_S:
-        return
+        return  # anybody may make a folder or a link of this name
     with (folder / "lock").open("rb+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
@@ -398,7 +399,7 @@ def _varint(number: int) -> bytes:
 
 
 async def _greet(connection: socket.socket) -> str:
-    """The PeerID of the peer that opened a stream from p2pd."""
+    """Return the PeerID of the peer that opened a stream from p2pd."""
     info = p2pd_pb2.StreamInfo()
     async with asyncio.timeout(GREETING_S):
         info.ParseFromString(await _receive(connection))

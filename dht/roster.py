@@ -40,14 +40,14 @@ from atoll.dht.transport import MAX_ADMISSION_BYTES, Check, Refused, admit_every
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-DOMAIN = b"atoll roster 1\0"
+DOMAIN = b"atoll roster 1\0"  # a signature for one purpose is worth nothing for another
 MAX_TTL_S = 300.0  # the DHT keeps the record that expires last: a far date would block later ones
 GOODBYE_S = 5.0  # life of the last record, unless the one before lasts longer
 CLOCK_SLACK_S = 10.0  # by which the clock of a record's writer may be ahead of ours
 # Limits of a record: a stranger's bytes are refused before they cost much.
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 256
-MAX_ARRAY = 32
+MAX_ARRAY = 32  # more than the fields or addresses of a record
 MAX_BODY_BYTES = 8192
 MAX_RECORD_BYTES = MAX_BODY_BYTES + MAX_ADMISSION_BYTES + 256
 INCARNATION_CHARS = 32
@@ -197,6 +197,7 @@ def _checked(record: PeerRecord) -> PeerRecord:
     _expect(record.role in get_args(RosterRole), "role")
     for name in ("epoch", "position", "protocol"):
         value = getattr(record, name)
+        # `type`, not isinstance: a bool is an int.
         _expect(type(value) is int and 0 <= value < MAX_INTEGER, name)
     for name in AMOUNTS:
         value = getattr(record, name)
@@ -256,6 +257,7 @@ class RosterValidator:
         record = open_record(_bytes(value), run_id=self._run_id)
         if subkey != _pack(record.peer_id):
             raise RecordError(f"its subkey is not {record.peer_id}, who signed it")
+        # The signature covers the time in the record, not the one given to the DHT.
         if expires_at != record.expires_at:
             raise RecordError("it expires at another time than it says")
         if expires_at > clock.now_s() + MAX_TTL_S + CLOCK_SLACK_S:
@@ -277,7 +279,7 @@ class RosterValidator:
 
 
 def _bytes(value: bytes) -> bytes:
-    """The bytes inside a DHT value, which hivemind packs with msgpack."""
+    """Return the bytes inside a DHT value, which hivemind packs with msgpack."""
     if len(value) > MAX_RECORD_BYTES + 8:
         raise RecordError(f"value of {len(value)} bytes, expected at most {MAX_RECORD_BYTES}")
     try:
@@ -334,7 +336,7 @@ class DhtRoster:
             raise RosterError("no DHT node accepted our record; check this machine's clock")
 
     async def _store(self, record: PeerRecord, ttl_s: float) -> bool:
-        """True if a node stored the record; raises RosterError if the DHT does not answer."""
+        """Return True if a node stored the record. Raises RosterError if the DHT is silent."""
         # The DHT keeps the record that expires last, so a new one must outlive the one before.
         after_last = self._last.expires_at + 1e-3 if self._last else 0.0
         record = replace(record, expires_at=max(clock.now_s() + ttl_s, after_last))
@@ -358,6 +360,7 @@ class DhtRoster:
         try:
             if not isinstance(value, bytes):
                 raise RecordError("expected bytes")
+            # The admission is judged here, record by record: see the top of this module.
             record = open_record(value, run_id=self._run_id, check=self._check)
         except RecordError as error:
             logger.debug("a record in the roster is skipped: %s", error)
@@ -384,7 +387,7 @@ class DhtRoster:
 
         Cancelling it would leave tasks behind that wait for it without end (hivemind 1.1.12).
         """
-        search = asyncio.create_task(work)
+        search = asyncio.create_task(work)  # no `Tasks`: its `close` would cancel it
         self._searches.add(search)
         search.add_done_callback(self._ended)
         try:

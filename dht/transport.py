@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 20  # of a stream; 16 chunks of int8, 84 ms at 100 Mbit/s
 MAX_CALL_BYTES = 3 << 20  # of a call's body or reply
-MAX_ADMISSION_BYTES = 4096
-MAX_METHOD_CHARS = 64
+MAX_ADMISSION_BYTES = 4096  # read from strangers, before they are admitted
+MAX_METHOD_CHARS = 64  # one byte carries the length; names are a word
 
 
 class TransportError(Exception):
@@ -258,6 +258,7 @@ class Handlers:
         if handler is None:
             raise Refused(RefusalCode.UNKNOWN_METHOD, f"this peer serves no calls of {method}")
         reply = await handler(remote, body)
+        # Checked here, so that an answer that is too long blames the handler and not the caller.
         checked_size("an answer", len(reply), MAX_CALL_BYTES)
         self.num_served += 1
         return bytes(reply)
@@ -278,17 +279,18 @@ class Handlers:
             return Refused(error.code, error.message, peer=me)
         if not isinstance(error, TransportError):
             self._on_failure(error)
+        # The kind alone: the text is for our own log, not for a stranger.
         return Refused(RefusalCode.INTERNAL, f"{type(error).__name__} in the handler", peer=me)
 
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 1  # of these frames; part of the protocol's name, so versions never meet
 CALL, STREAM = 0, 1
-HEADER_BYTES = 5
+HEADER_BYTES = 5  # mark and length
 MAX_OPEN_BYTES = 3 + MAX_METHOD_CHARS + MAX_ADMISSION_BYTES
-MAX_REFUSAL_BYTES = 1024
-MAX_CODE_BYTES = 64
+MAX_REFUSAL_BYTES = 1024  # a sentence for a log; a stranger writes it
+MAX_CODE_BYTES = 64  # every `RefusalCode` fits; longer words are cut
 SCRATCH_BYTES = 1 << 14  # longer payloads are read straight into their own memory
 WRITE_WINDOW_BYTES = 1 << 18  # unsent bytes after which `send` waits
 
@@ -352,7 +354,7 @@ class FrameReader:
         """Take `num_bytes` from the last buffer. Raises FrameError."""
         payload = self._payload
         if payload is not None and len(payload) - self._filled > SCRATCH_BYTES:
-            self._filled += num_bytes
+            self._filled += num_bytes  # asyncio has read into the payload itself: no copy
             self._finish_if_full()
         else:
             self.feed(memoryview(self._scratch)[:num_bytes])
@@ -425,13 +427,13 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Return the buffer for asyncio to fill."""
+        """Keep asyncio's transport."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=WRITE_WINDOW_BYTES, low=WRITE_WINDOW_BYTES // 2)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Keep asyncio's transport."""
+        """Return the buffer for asyncio to fill."""
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -446,7 +448,7 @@ class Connection(asyncio.BufferedProtocol):
         """Report the end to the sink."""
         self._is_lost, self.is_full = True, False
         self._sink.on_connection_lost(exc)
-        self._sink.on_writable()
+        self._sink.on_writable()  # a sender that waits for room must learn that none will come
 
     def pause_writing(self) -> None:
         """Note that unsent bytes exceed the write window."""
@@ -487,6 +489,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _fail(self, error: FrameError) -> None:
+        # Not answered: after a broken frame nothing says where the next one begins.
         self.abort()
         self._sink.on_connection_lost(error)
 
@@ -546,12 +549,12 @@ async def within(work: Coroutine[None, None, T], timeout_s: float, what: str, pe
         async with asyncio.timeout(timeout_s):
             return await work
     except TransportError:
-        raise
+        raise  # DeadlineExceeded is a TimeoutError too, and names its own exchange
     except TimeoutError:
         text = f"{what} with {peer}: not done in {timeout_s:g} s"
         raise DeadlineExceeded(text, peer=peer) from None
     finally:
-        work.close()
+        work.close()  # cancelled before its first step, it would warn that nobody awaits it
 
 
 class StreamEnd(ABC):
@@ -636,6 +639,7 @@ class StreamEnd(ABC):
 
     async def _recv(self) -> bytes | None:
         while not self._inbox:
+            # Messages that arrived come before an end, and a clean end before a later break.
             if self._closed:
                 raise TransportError(f"stream {self.method} was closed here", peer=self.remote)
             if self._peer_ended:
@@ -680,13 +684,13 @@ class StreamEnd(ABC):
     def on_close(self) -> None:
         """Note that the other side will neither send nor read."""
         self._peer_closed = True
-        if self._error is None:
+        if self._error is None:  # a refusal is followed by CLOSE; the reader must see the refusal
             self._peer_ended = True
         self._wake()
 
     def on_error(self, error: TransportError) -> None:
         """Note that the other side refused or is gone."""
-        self._error = self._error or error
+        self._error = self._error or error  # the first is the cause, the others follow from it
         self._wake()
 
     def on_lost(self, error: TransportError) -> None:

@@ -33,8 +33,8 @@ HEADER = struct.Struct("=IHHII")
 DIAG_BYTES = 72  # struct inet_diag_msg
 ATTRIBUTE = struct.Struct("=HH")
 TCP_INFO = 2  # INET_DIAG_INFO
-REPLY_BYTES = 1 << 16
-REPLY_TIMEOUT_S = 1.0
+REPLY_BYTES = 1 << 16  # twice the most that the kernel puts into one part of a dump
+REPLY_TIMEOUT_S = 1.0  # the kernel answers at once; the event loop waits for this
 MIN_POLL_S = 0.02  # calls closer together than this share one reading
 
 IP_HEADER_BYTES = {socket.AF_INET: 20, socket.AF_INET6: 40}
@@ -212,7 +212,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
     while len(data) >= HEADER.size:
         size, kind, *_ = HEADER.unpack_from(data)
         yield kind, data[HEADER.size : size]
-        data = data[(size + 3) & ~3 :]
+        data = data[(size + 3) & ~3 :]  # netlink aligns messages to 4 bytes
 
 
 def _parse(message: bytes) -> SocketCount | None:
@@ -222,7 +222,7 @@ def _parse(message: bytes) -> SocketCount | None:
         if kind == TCP_INFO:
             totals = _totals(message[0], rest[ATTRIBUTE.size : size])
             return SocketCount(cookie=cookie, totals=totals)
-        rest = rest[max(4, (size + 3) & ~3) :]
+        rest = rest[max(4, (size + 3) & ~3) :]  # a size of 0 would never end
     return None
 
 

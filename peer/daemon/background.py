@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 NICENESS = 10  # a tenth of a contended core; at 5, inner steps ended as late as at 0
-MOST = 19
+MOST = 19  # the highest niceness of Linux
 _thread = threading.local()
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Generic, TypeVar
 
 CLOSE_S = 20.0  # a peer that leaves waits 10 s for a last vote, 3 s and twice 5 s for goodbyes
-POLL_S = 0.1
+POLL_S = 0.1  # until a Ctrl-C during the start is noticed
 ASK_S = 60.0  # for a question that the loop answers at once, unless the machine is suspended
 
 T = TypeVar("T")
@@ -46,6 +46,8 @@ class LoopThread(Generic[T]):
         self._closing = asyncio.Event()
         self._entered: Future[T] = Future()
         self._failure: Exception | None = None
+        # No `Tasks`: it begins before the loop runs, and `close` ends it from another thread, with
+        # its own deadline.
         self._holding = self._loop.create_task(self._hold(context))
         self._thread = threading.Thread(target=self._run, name="atoll-peer", daemon=True)
         self._thread.start()
@@ -107,6 +109,7 @@ class LoopThread(Generic[T]):
             self._holding.cancel()
 
     async def _hold(self, context: AbstractAsyncContextManager[T]) -> None:
+        # Never raises: the failure belongs to the thread that waits in `__init__` or `close`.
         try:
             async with context as value:
                 self._entered.set_result(value)

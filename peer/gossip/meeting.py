@@ -287,7 +287,7 @@ class Meeting:
         try:
             await turn
         finally:
-            turn.cancel()
+            turn.cancel()  # a future, not a task: gives its place in the pacer back
         await self._say(CELL + message, timeout_s=self._deadline_s())
 
     async def _receive(self) -> Side:

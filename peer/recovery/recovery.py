@@ -475,4 +475,4 @@ def _fetching(donor: Donor, entry: Entry) -> asyncio.Task[bytes]:
             return b""
         return await donor.source.body(entry.position, entry.body_bytes)
 
-    return asyncio.create_task(fetch())
+    return asyncio.create_task(fetch())  # `of` awaits it, or the end of the context cancels it

@@ -1,18 +1,18 @@
 """Pacing: the rate at which a peer sends in a round, and the order.
 
 Without pacing, TCP fills the queue in front of the uplink until it overflows: bytes are sent twice,
-and votes wait behind cells.  So bulk messages of a round leave one after the other at the uplink's
+and votes wait behind cells. So bulk messages of a round leave one after the other at the uplink's
 rate: those of the older position first, own codes before reduced cells (results can only be
 complete once codes have come), and then receivers in turn, each peer beginning with its successor.
 
 The rate is what the owner declared, else what transfers showed: how fast others acknowledged bytes
-in the later part of the longest time in which more waited to leave, the median of some rounds.  Now
+in the later part of the longest time in which more waited to leave, the median of some rounds. Now
 and then a round searches for more than that (the idea of BBR, ACM Queue 14(5), 2016, with a round
-for its round trips).  A peer that knows nothing yet is not paced; the first round then measures.
+for its round trips). A peer that knows nothing yet is not paced; the first round then measures.
 Nor is one whose rounds are too short for a reading: nothing would find a pace that is too low.
 Codes that leave up front and the rest of their round are one reading, with a pause.
-Nor may more than ``QUEUE_S`` of it queue beyond what is under way for a round trip, however wrong
-the rate.  Round trips are those of questions that peers answer at once, the least of each peer.
+Nor may more than `QUEUE_S` of it queue beyond what is under way for a round trip, however wrong
+the rate. Round trips are those of questions that peers answer at once, the least of each peer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sample:
 
 
 def peak_mbit_s(points: Sequence[tuple[float, int]], window_s: float = WINDOW_S) -> float:
-    """Highest rate of a counter over little more than ``window_s``; 0 where nothing lasts so long.
+    """Return a counter's highest rate over little more than `window_s`; 0 if nothing lasts as long.
 
     Args:
         points: (seconds, bytes so far), in order.
@@ -83,12 +83,12 @@ def peak_mbit_s(points: Sequence[tuple[float, int]], window_s: float = WINDOW_S)
 def saturated_mbit_s(
     stretches: Sequence[Sequence[Sample]], window_s: float = WINDOW_S
 ) -> float | None:
-    """Rate of the later two thirds of the longest time for which the link was busy.
+    """Return the rate in the later two thirds of the longest time for which the link was busy.
 
-    The first third may be TCP's slow start.  A mean and not a peak: confirmations come in bursts,
-    of which a peak makes a rate that the link does not have.  And from one confirmation to another:
-    a pace that lets few messages go would else be read too low, and lower with every round.  0
-    where the link was not busy for ``window_s``, None where too little was confirmed.
+    The first third may be TCP's slow start. A mean and not a peak: confirmations come in bursts,
+    of which a peak makes a rate that the link does not have. And from one confirmation to another:
+    a pace that lets few messages go would else be read too low, and lower with every round. 0
+    if the link was not busy for `window_s`, None if too little was confirmed.
     """
     runs = [run for samples in stretches for run in busy_runs(samples)]
     run = max(runs, key=_span_s, default=[])
@@ -105,7 +105,7 @@ def saturated_mbit_s(
 
 
 def busy_runs(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The times for which a stretch was busy."""
+    """Return the times for which a stretch was busy."""
     return [list(run) for busy, run in groupby(samples, lambda sample: sample.busy) if busy]
 
 
@@ -126,7 +126,7 @@ class RateEstimate:
     """What rounds have shown of one direction of a link, and how the next one is to look at it."""
 
     mbit_s: float | None = None
-    """None where nothing is known"""
+    """None if nothing is known"""
     gain: float = math.inf
     """over the estimate, in the next round; infinite: as fast as it goes"""
     recent: tuple[float, ...] = ()
@@ -142,14 +142,15 @@ class RateEstimate:
         return self.mbit_s * self.gain
 
     def without_pace(self) -> RateEstimate:
-        """The estimate after a short round that the pace held, which no such round can correct.
+        """Return the estimate after a short round that the pace held.
 
-        What such a round sends at once waits no longer in TCP's queue than it did for its turns.
+        No such round can correct the pace. Without one, its bytes wait no longer in TCP's queue
+        than they did for their turns.
         """
         return replace(self, gain=math.inf, recent=())
 
     def after(self, saturated_mbit_s: float | None) -> RateEstimate:
-        """The estimate after a round in which the busy link showed this rate, 0 for none.
+        """Return the estimate after a round in which the busy link showed this rate, 0 for none.
 
         None: the round was busy and showed no rate. If it was the pace that kept it busy, the pace
         is forgotten, which no round of this size would ever correct.
@@ -173,7 +174,7 @@ class RateEstimate:
 
 
 Order = tuple[int, ...]
-"""What goes first: the smaller tuple."""
+"""A message's rank; the smaller tuple goes first."""
 
 
 @dataclass(order=True)
@@ -185,10 +186,10 @@ class _Turn:
 
 
 class Pacer:
-    """Grants turns to send, at most so many bytes a second.  Belongs to one event loop."""
+    """Grants turns to send, at most so many bytes a second. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        """Not paced until ``rate_mbit_s`` is set."""
+        """Not paced until `rate_mbit_s` is set."""
         self.rate_mbit_s: float | None = None
         self._turns: list[_Turn] = []
         self._numbers = count()
@@ -200,31 +201,31 @@ class Pacer:
         self._timer: asyncio.TimerHandle | None = None
 
     def restart(self) -> None:
-        """A round begins: whatever was not confirmed before does not count."""
+        """Begin a round: bytes that were not confirmed before it do not count."""
         self._in_flight = 0.0
 
     def confirm(self, num_bytes: int, seconds: float) -> None:
-        """So much was delivered in the last ``seconds``."""
+        """Note that so many bytes were delivered in the last `seconds`."""
         self._in_flight = max(0.0, self._in_flight - num_bytes) * (1 - LOST_SHARE)
         bytes_s = max((self.rate_mbit_s or 0.0) / BITS, num_bytes / max(seconds, 1e-3))
         self._limit = max(MIN_IN_FLIGHT_BYTES, (self.round_trip_s + QUEUE_S) * bytes_s)
         self._grant()
 
     def was_busy(self, confirmed: int = 0) -> bool:
-        """Whether anybody waits for a turn; where nothing is paced, whether bytes wait on the way.
+        """Return whether a message waits for a turn or, without a pace, bytes wait on the way.
 
-        Without a pace, who sends what others' codes let it send has a turn now and then, and the
+        Without a pace, a peer that sends as others' codes arrive has a turn now and then, and the
         link is idle in between: its bytes are confirmed as soon as they leave.
 
         Args:
-            confirmed: bytes since ``confirm`` was told last.
+            confirmed: bytes since the last call of `confirm`.
         """
         granted, self._granted = self._granted, False
         waits = self._in_flight - confirmed >= MIN_IN_FLIGHT_BYTES / 2
         return bool(self._turns) or (granted and waits and self.rate_mbit_s is None)
 
     def turn(self, num_bytes: int, order: Order) -> asyncio.Future[None]:
-        """Done when so many bytes may be sent; cancel it to give it up."""
+        """Return a future that is done when so many bytes may be sent; cancel it to give it up."""
         granted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._turns, _Turn(order, next(self._numbers), num_bytes, granted))
         self._grant()
@@ -257,17 +258,17 @@ class Watch:
     """One reduction's look at the link."""
 
     def __init__(self, link: Link) -> None:
-        """Made by ``Link.watch``."""
+        """Made by `Link.watch`."""
         self._link = link
         self.disturbed = False
-        """whether somebody died, stalled or was left out: then readings say nothing of the link"""
+        """whether a member died, stalled or was left out: then readings say nothing of the link"""
 
     def pause(self) -> None:
-        """Nothing is to be sent for a while; what was read counts with the rest of the round."""
+        """Stop reading while nothing is sent; readings so far count with the rest of the round."""
         self._link.unwatch(self, learns=False)
 
     def close(self) -> None:
-        """The reduction is over."""
+        """End the reduction."""
         self._link.unwatch(self)
 
 
@@ -291,25 +292,25 @@ class Link:
         self._down_mbit_s = 0.0
 
     def declare(self, uplink_mbit_s: float) -> None:
-        """Take the owner's word; 0 where there is none."""
+        """Take the rate that the owner declared; 0 if there is none."""
         self._declared_mbit_s = uplink_mbit_s
         self._set_pace()
 
     @property
     def uplink_mbit_s(self) -> float:
-        """Declared, else measured, else a guess."""
+        """Return the declared rate, else the measured one, else a guess."""
         return self._declared_mbit_s or self._up.mbit_s or UNKNOWN_MBIT_S
 
     @property
     def downlink_mbit_s(self) -> float:
-        """The highest rate seen, and no less than up.
+        """Return the highest rate seen, and no less than the uplink's.
 
         Rounds seldom fill a downlink, so that is a lower bound; few links are slower down than up.
         """
         return max(self._down_mbit_s, self.uplink_mbit_s)
 
     def note_round_trip(self, peer: str, seconds: float) -> None:
-        """A peer answered a question after so long; the furthest one's round trip counts."""
+        """Note how long a peer took to answer; the furthest one's round trip counts."""
         kept = self._round_trips.pop(peer, deque(maxlen=KEPT_ROUND_TRIPS))
         kept.append(min(seconds, MAX_ROUND_TRIP_S))
         self._round_trips[peer] = kept
@@ -318,7 +319,7 @@ class Link:
         self.pacer.round_trip_s = max(min(trips) for trips in self._round_trips.values())
 
     def watch(self, transport: Transport) -> Watch:
-        """A reduction begins, or its codes go on their way."""
+        """Begin to read for a reduction, or for codes that leave before it."""
         if not self._watches:
             if not self._stretches:
                 self.pacer.restart()
@@ -329,9 +330,9 @@ class Link:
         return watch
 
     def unwatch(self, watch: Watch, *, learns: bool = True) -> None:
-        """A reduction ends, or pauses.
+        """End a reduction, or pause it.
 
-        At its end learn from what was read since one ended last, where none stumbled.
+        At its end, learn from the readings since the last end if no member was lost.
         """
         if watch not in self._watches:
             return

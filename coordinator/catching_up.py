@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
-from atoll.dht.tasks import end
+from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import Elector, Entry
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, OnTaken, Recovered, RecoveryError
 from atoll.optim.log.store import StoreError
@@ -81,6 +81,7 @@ class CatchUp:
         self._on_taken = on_taken
         self._log_event = report
         self._lag = Lag()
+        self._tasks = Tasks()
         self._task: asyncio.Task[None] | None = None
         self._failure = ""
         """Why the last attempt failed."""
@@ -92,12 +93,11 @@ class CatchUp:
         replica = self._replica
         position = replica.position if replica.diverged else replica.state.position
         if not running and self._lag.is_due(position, furthest, now_s):
-            self._task = asyncio.create_task(self._run())
+            self._task = self._tasks.spawn(self._run())
 
     async def close(self) -> None:
         """Cancel a recovery under way; the replica completes a change that it has begun."""
-        if self._task is not None:
-            await end(self._task, timeout_s=SETTLING_S)
+        await self._tasks.close(SETTLING_S)
 
     async def _run(self) -> None:
         before, positions = self._replica.state.position, list[int]()

@@ -21,7 +21,7 @@ from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, RoundHistory
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import HISTORY, RoundReport, RoundSummary
 from atoll.dht.identity import short
-from atoll.dht.tasks import end
+from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import Certificate, Claim, Entry
 from atoll.optim.log.replica import LiveReplica, NotNext, Replica
 from atoll.optim.log.store import StoreHead
@@ -90,6 +90,7 @@ class KeptModels:
         self._last = last
         self._on_kept = on_kept
         self._report = report
+        self._tasks = Tasks()
         self._task: asyncio.Task[None] | None = None
         self._not_before_s = 0.0
 
@@ -99,12 +100,11 @@ class KeptModels:
         running = self._task is not None and not self._task.done()
         if due is not None and not running and now_s >= self._not_before_s:
             self._not_before_s = now_s + RETRY_S
-            self._task = asyncio.create_task(self._run(due))
+            self._task = self._tasks.spawn(self._run(due))
 
     async def close(self) -> None:
         """Cancel a fetch under way."""
-        if self._task is not None:
-            await end(self._task)
+        await self._tasks.close()
 
     async def _run(self, due: int) -> None:
         try:

@@ -5,6 +5,7 @@ only when they are imported by name.
 """
 
 from atoll.dht.identity import Identity, IdentityError, verify
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import (
     DeadlineExceeded,
@@ -23,6 +24,7 @@ __all__ = [
     "PeerRecord",
     "PeerUnreachable",
     "RecordError",
+    "RefusalCode",
     "Refused",
     "Roster",
     "RosterError",

@@ -170,15 +170,17 @@ class Recovery:
         asking = {asyncio.create_task(self._ask(source)): source for source in sources}
         pending = set(asking)
         timeout_s: float | None = None
-        while pending:
-            done, pending = await asyncio.wait(
-                pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                break
-            if any(task.result() is not None for task in done):
-                timeout_s = SLOW_STALLS * self._stall_s
-        await end(*pending)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                if any(task.result() is not None for task in done):
+                    timeout_s = SLOW_STALLS * self._stall_s
+        finally:  # also when recovery itself is cancelled
+            await end(*pending)
         heads = {asking[task]: task.result() for task in asking if task not in pending}
         donors = [Donor(source=s, head=head) for s, head in heads.items() if head is not None]
         for donor in donors:

@@ -20,8 +20,8 @@ Wire format (little endian), the same for all codecs::
 The checksum is the CRC-32 of bytes 0..3, then for each whole segment of 32 KiB of the payload,
 read as 64 rows of 64 signed 64-bit words, the 64 sums of its rows and the 64 sums of its columns
 (64 bits, carry dropped), then the rest of the payload as it is. Sums are twice as fast as
-a CRC.  What changes one word changes a row and a column; only four words or more, in a
-rectangle and by equal amounts, could keep all sums.
+a CRC. A change of one word changes the sums of its row and its column; only four words or more, in
+a rectangle and by equal amounts, could keep all sums.
 
 A receiver MUST check the length against `Codec.wire_bytes` before it allocates
 anything, and the checksum before it reads the payload.
@@ -54,7 +54,7 @@ Device = torch.device | str
 Frame = bytes | bytearray | memoryview
 Dims = tuple[int, ...]
 
-HEADER_BYTES = 8
+HEADER_BYTES = 8  # a multiple of 8, so that a payload is aligned if its frame is
 FLOAT_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
 TINY = torch.tensor(1e-37)  # 1 / TINY is finite; far below any gradient that matters
@@ -119,7 +119,7 @@ def carve(payload: Tensor, *sections: tuple[torch.dtype, int]) -> list[Tensor]:
 
 
 def part(x: Tensor, start: int, stop: int, *, dim: int = 0) -> Tensor:
-    """Return a slice of `x`; `x` itself where that is all of it, which costs nothing."""
+    """Return a slice of `x`; `x` itself if the slice is all of it, which saves a call."""
     if start == 0 and stop == x.shape[dim]:
         return x
     return x.narrow(dim, start, stop - start)
@@ -138,13 +138,15 @@ def step_sizes(x_N: Tensor, tiles: int = 2) -> list[int]:
 
 
 def spans(x_N: Tensor, tiles: int = 2) -> list[tuple[int, int]]:
-    """Return what to process at once, as (start, stop)."""
+    """Return the ranges (start, stop) to process at once, one after the other."""
     ends = list(itertools.accumulate(step_sizes(x_N, tiles), initial=0))
     return list(itertools.pairwise(ends))
 
 
 def _aligned(data: Frame) -> Tensor:
-    """Return `data` as a uint8 tensor that starts at a multiple of 8; a copy where it must be."""
+    """Return `data` as a uint8 tensor that starts at a multiple of 8; a copy only if needed."""
+    # Payloads are read as words of 64 bits. torch takes read-only memory for writable, so that
+    # `bytes` are copied.
     if not memoryview(data).readonly:
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         if tensor.data_ptr() % 8 == 0:
@@ -185,7 +187,7 @@ class Codec(ABC):
 
     @property
     def elementwise(self) -> bool:
-        """Return whether values alone matter, so that a model may be cut anywhere to encode it."""
+        """Return True if values alone matter: then a model may be cut anywhere to encode it."""
         return not self.by_tensor
 
     def for_layer(self, layer: str) -> Codec:
@@ -250,8 +252,8 @@ class Codec(ABC):
         Args:
             data: one frame; nothing before or after it.
             shape: the shape that was encoded.
-            device: where to decode.
-            out: a contiguous fp32 tensor of `shape` to write to, in place of a new one.
+            device: the device that decodes and holds the result.
+            out: a contiguous fp32 tensor of `shape` to write to, instead of a new one.
 
         Raises:
             CodecError: wrong length, codec, version, parameters, count, checksum, or a
@@ -314,12 +316,12 @@ class Codec(ABC):
     def _write_sealed(
         self, x_N: Tensor, dims: Dims, payload: Tensor, seal: Checksum | None
     ) -> Tensor:
-        """Write a payload on the CPU; `seal`, if given, is called with the length that is final."""
+        """Write a payload on the CPU; report to `seal`, if given, each part that is final."""
         return self._write(x_N, dims, payload)
 
     @abstractmethod
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
-        """Decode to `out_N`, same device; refuse what no encoder writes and would do harm."""
+        """Decode to `out_N`, same device; refuse harmful content that no encoder writes."""
 
     def _write_rows(self, x_RN: Tensor, payload_RB: Tensor) -> Tensor:
         """Write one payload per row; rows of `payload_RB` are aligned to 8."""
@@ -357,7 +359,7 @@ class Codec(ABC):
 
     def _fill_from_device(self, x_N: Tensor, dims: Dims, payload: Tensor) -> float:
         """Encode on the accelerator; the payload and its witness come over in one copy."""
-        padded = -(-payload.numel() // 8) * 8
+        padded = -(-payload.numel() // 8) * 8  # the witness behind it must be aligned to be viewed
         staging = torch.empty(padded + 8, dtype=torch.uint8, device=x_N.device)
         witness = self._write(x_N, dims, staging[: payload.numel()])
         staging[padded : padded + 4].view(torch.float32).copy_(witness)
@@ -419,6 +421,7 @@ class Codec(ABC):
 def _spec_item(key: str, value: object) -> str:
     if isinstance(value, Codec):
         return value.spec
+    # The short form only if it parses to the same float: the spec names a codec completely.
     short = f"{value:g}" if isinstance(value, float) else ""
     return f"{key}={short if short and float(short) == value else value}"
 

@@ -11,7 +11,9 @@ Payload::
     codes    int8, one for each value; value = code * scale
 
 A decoder multiplies once in fp32, so it has the same bits everywhere. Encoders write
-codes in -127..127; a decoder also takes -128. An all-zero block has scale 0.
+codes in -127..127; a decoder also takes -128. All codes of an all-zero block are 0.
+The error of a value is at most amax / 252 of its block, half a step and the rounding of its scale;
+below 1e-34 it may be larger, since no scale is below `TINY`.
 
 Source: 8-Bit Approximations for Parallelism in Deep Learning, arXiv:1511.04561.
 Departures: linear codes in blocks instead of a code of the whole tensor, so that one
@@ -60,7 +62,8 @@ class BlockCodec(Codec):
     """Base of the codecs with one scale for each block of `block` values."""
 
     block: int = 256
-    code_limit: ClassVar[float] = 128.0  # a power of two; no code stands for more
+    # A power of two. No code stands for more, so scales up to FLOAT_MAX / code_limit decode finite.
+    code_limit: ClassVar[float] = 128.0
 
     scales_per_block: ClassVar[int] = 1
     code_dtype: ClassVar[torch.dtype] = torch.uint8
@@ -80,9 +83,9 @@ class BlockCodec(Codec):
         """Return the bytes of the codes of `numel` <= `TILE` values."""
 
     def _measure(self, x_BK: Tensor, measures_BM: Tensor) -> None:
-        """Store what is to be known of each block first: its largest magnitude.
+        """Store the measures of each block that its factors need: its largest magnitude.
 
-        One measure at least MUST be NaN or infinite where the block has such a value.
+        One measure at least MUST be NaN or infinite if the block has such a value.
         """
         block_peaks(x_BK, measures_BM)
 
@@ -103,7 +106,7 @@ class BlockCodec(Codec):
         """
 
     def _finish(self, factors_BF: Tensor, scales_BS: Tensor) -> None:
-        """Store the scales of the frame, where they are known only once all codes are."""
+        """Store the scales of the frame, if they are known only after all codes."""
 
     @abstractmethod
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
@@ -218,7 +221,7 @@ class BlockCodec(Codec):
             self._read_tile(codes_M, scales_BS, out_M)
 
     def _steps(self, x_N: Tensor, *rest: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Return what is processed at once: values, what there is for each block, and codes."""
+        """Return the steps to process at once: values, the tensors by block, and codes."""
         sizes = step_sizes(x_N, self.tiles_at_once)
         if len(sizes) == 1:
             return [(x_N, *rest)]
@@ -236,6 +239,7 @@ class BlockCodec(Codec):
             return x_M.view(1, numel)
         short = numel % self.block
         if short:
+            # Zeros would pull down means and moments; repetitions leave the peak as it is.
             tail = x_M[-short:].repeat(-(-self.block // short))[: self.block]
             x_M = torch.cat([x_M[:-short], tail])
         return x_M.view(-1, self.block)
@@ -254,8 +258,9 @@ def scale_blocks_(out_M: Tensor, scales_B1: Tensor, block: int) -> None:
 def steps_of(x_BK: Tensor, factors_B1: Tensor, zero: int = 0) -> Tensor:
     """Return zero + round(x * factor), at most 2^21 in magnitude, in the low bits of int32.
 
-    1.5 * 2^23 is added in the same pass; the fraction falls off. `zero` is even, so that ties
-    fall the same way. Reused scratch.
+    1.5 * 2^23 is added in the same pass; the fraction falls off, since fp32 has steps of 1 between
+    2^23 and 2^24 (the 1.5 keeps negative sums in there). `zero` is even, so that ties fall the same
+    way. Reused scratch.
     """
     row_K = part(_rounder(zero, x_BK.device), 0, x_BK.shape[1])
     return torch.addcmul(row_K, x_BK, factors_B1, out=scratch("work", x_BK)).view(torch.int32)
@@ -267,10 +272,10 @@ def _rounder(zero: int, device: torch.device) -> Tensor:
 
 
 def block_peaks(x_BK: Tensor, peaks_B1: Tensor) -> Tensor:
-    """Store the largest magnitude of each block, NaN where it has one; return magnitudes.
+    """Store the largest magnitude of each block, NaN if it has one; return magnitudes.
 
-    Their bits are compared as integers, NaN above all: that takes half of the time, since nothing
-    is tested for NaN.  Reused scratch.
+    Their bits are compared as integers, NaN above all: that takes half of the time, since torch
+    tests floats for NaN one by one. Reused scratch.
     """
     size_BK = scratch("work", x_BK)
     bits_BK = size_BK.view(torch.int32)
@@ -280,13 +285,13 @@ def block_peaks(x_BK: Tensor, peaks_B1: Tensor) -> Tensor:
 
 
 def squarable(norms: Tensor) -> bool:
-    """Tell whether norms of blocks say that no square or sum overflowed or vanished."""
+    """Return True if the norms of blocks prove that no square or sum overflowed or vanished."""
     smallest, largest = norms.aminmax()
     return SQUARABLE[0] < float(smallest) and float(largest) < SQUARABLE[1]
 
 
 def mean_sizes(x_BK: Tensor, means_B1: Tensor) -> None:
-    """Store the mean magnitude of each block, NaN or infinite where it has such a value.
+    """Store the mean magnitude of each block, NaN or infinite if it has such a value.
 
     Magnitudes are divided before they are added, so that nothing overflows.
     """
@@ -314,7 +319,7 @@ def absmax_scales(
     torch.add(TINY, peaks_B1, alpha=headroom / steps, out=inverse_B1)
     scales_B1.copy_(inverse_B1.clamp_(max=BF16_MAX / code_limit))
     inverse_B1.copy_(scales_B1).reciprocal_()
-    if headroom > 1:
+    if headroom > 1:  # bf16 may have rounded down by as much: no value may pass `steps`
         most_B1 = torch.reciprocal(peaks_B1, out=scratch("most", peaks_B1)).mul_(steps)
         torch.minimum(inverse_B1, most_B1, out=inverse_B1)
     return inverse_B1

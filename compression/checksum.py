@@ -10,11 +10,12 @@ from torch import Tensor
 SEGMENT_SIDE = 64
 SEGMENT_BYTES = SEGMENT_SIDE * SEGMENT_SIDE * 8
 SEGMENTS_AT_ONCE = 16  # 512 KiB are in the L2 cache when they are summed the second time
-SEGMENTS_WORTH_IT = 4  # fewer wait for more
+SEGMENTS_WORTH_IT = 4  # fewer wait for more: a call costs more than it saves in cache
 
 
 def of_rows(payload_RB: Tensor, head: bytes) -> list[int]:
     """Return the checksum of each row (uint8, CPU, aligned to 8), each with this start."""
+    # Shorter rows have no whole segment, so their checksum is a CRC alone.
     if payload_RB.shape[1] >= SEGMENT_BYTES:
         return [Checksum(payload).value(head) for payload in payload_RB.unbind(0)]
     crc = zlib.crc32(head)
@@ -28,7 +29,7 @@ class Checksum:
     """
 
     def __init__(self, payload: Tensor) -> None:
-        """Begin; `payload` need not be filled yet."""
+        """Take the payload, which need not be filled yet."""
         self._payload = payload
         self._whole = whole = payload.numel() // SEGMENT_BYTES
         self._first = self._done = 0
@@ -38,15 +39,18 @@ class Checksum:
             self._sums = torch.empty((whole, 2, SEGMENT_SIDE), dtype=torch.int64)
 
     def postpone(self, written_last: Tensor) -> None:
-        """Sum what lies up to the end of `written_last`, a part, only when all is complete."""
+        """Sum the segments up to the end of `written_last`, a part, only when all is complete.
+
+        Scales come first in a payload, but are complete only after the last codes.
+        """
         end = written_last.data_ptr() + written_last.numel() * written_last.dtype.itemsize
         whole = -(-(end - self._payload.data_ptr()) // SEGMENT_BYTES)
         self._first = self._done = min(whole, self._whole)
 
     def reach(self, written: Tensor) -> None:
-        """Take note that all of the payload up to the end of `written`, a part, is final.
+        """Sum the segments up to the end of `written`, a part: all before it is final.
 
-        But for what was postponed.
+        Postponed segments are excepted.
         """
         end = written.data_ptr() + written.numel() * written.dtype.itemsize
         complete = (end - self._payload.data_ptr()) // SEGMENT_BYTES

@@ -1,4 +1,4 @@
-"""`feedback`: a codec that sends next time what it lost this time.
+"""`feedback`: a codec that adds what it lost to its next input.
 
 Payload: that of the inner codec. The residual stays with the encoder.
 
@@ -89,6 +89,7 @@ class ErrorFeedback(Codec):
             self._residuals.clear()
             self._residuals.update(state)
 
+    # The inner frame has the inner codec's number and tag: it needs a header of its own.
     def _relabelled(self, frame: bytes, dims: Dims) -> bytes:
         buffer = bytearray(frame)
         buffer[:HEADER_BYTES] = self._header(dims, buffer, len(buffer))

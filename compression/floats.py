@@ -1,8 +1,8 @@
 """Codecs that store each value as a float: `fp32`, the values as they are, and `bf16`.
 
 Payload: one float (little endian) for each value. Values beyond the largest of the stored type
-become that. `bf16` is the upper half of fp32, rounded to nearest even. A decoder refuses NaN and
-infinity.
+become that. `bf16` is the upper half of fp32, rounded to nearest even: an error of at most 2^-8 of
+the value. A decoder refuses NaN and infinity.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class RawCodec(Codec):
             witness = _copy(x_N, codes)
             if math.isfinite(float(witness)):
                 return witness
+        # A sum of finite values may overflow: only now look at magnitudes, and clamp.
         limit = torch.finfo(self.dtype).max
         codes.copy_(x_N.clamp(-limit, limit))
         return peak(torch.stack([peak(x_N[start:stop]) for start, stop in spans(x_N)]))

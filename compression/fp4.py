@@ -10,8 +10,8 @@ It is L uint16, each with code i of every plane, that of plane 0 in the highest 
 and two down again a code is the sign and the exponent of an fp16.
 
 value = 0 for e = 0, else +-2^(e - 15) * scale: the levels are 0 and amax times 2^-6 ... 1.
-Rounding is to the nearest level, but to 0 below 3/4 of the least. Magnitudes beyond 1.3e36
-become that.
+Rounding is to the nearest level, but to 0 below 3/4 of the least: the error is at most 0.35 of a
+value, or amax / 80 for the small ones. Magnitudes beyond 1.3e36 become that.
 
 Source: Streaming DiLoCo, arXiv:2501.18512 (E3M0 for outer gradients).
 Departure: scales for each block.
@@ -67,7 +67,7 @@ class Fp4(FourBitCodec):
     def _write_tile(
         self, x_BK: Tensor, factors_BF: Tensor, scales_BS: Tensor, codes: Tensor, numel: int
     ) -> None:
-        """Encode what `_measure` left of the same values: bits of floats rise by octaves.
+        """Encode the magnitudes that `_measure` left in scratch: bits of floats rise by octaves.
 
         32 times as high above the least, the three bits of the exponent lie below the sign. As no
         magnitude is above 86 times the least, none of these is a NaN.

@@ -5,8 +5,9 @@ Payload::
     scales   bf16, amax / 112 of each block of `block` values
     codes    4 bits each, two's complement, packed as `atoll.compression.kernels.planes`
 
-value = (16 code) * scale: the code is used where it stands, in the high half of a byte.
-Encoders write -7..7; a decoder also takes -8.
+value = (16 code) * scale: the code stays in the high half of a byte, which saves a shift.
+Encoders write -7..7; a decoder also takes -8. The error of a value is at most amax / 13.8 of its
+block: half a step, and the rounding of its scale.
 
 Source: SDP4Bit, arXiv:2410.15526 (4 bits and small groups for what travels between nodes).
 Departures: symmetric levels around zero and 16-bit scales; no Hadamard rotation.
@@ -38,6 +39,7 @@ class Int4(FourBitCodec):
     reads_once: ClassVar[bool] = True
 
     def _factors(self, measures_BM: Tensor, scales_BS: Tensor) -> Tensor:
+        # 112 = 7 * 16: scales are of codes in the high half of a byte, factors of codes of -7..7.
         return absmax_scales(measures_BM, 112.0, scales_BS).mul_(1 / 16)
 
     def _write_tile(

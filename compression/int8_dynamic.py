@@ -5,6 +5,9 @@ Payload::
     scales   bf16, the largest magnitude of each block of `block` values
     codes    uint8, index into the code table; value = TABLE[code] * scale
 
+The error of a value is at most 0.011 amax of its block: a table without -1, and the rounding of the
+scale. Small values keep their magnitude: that is the use of the code.
+
 Source: 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861; the table is that of
 its "dynamic tree" data type: signed, up to 7 exponent bits.
 Departures: blocks of 256, 16-bit scales; the nearest code is looked up (see

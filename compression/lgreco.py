@@ -1,10 +1,10 @@
-"""`lgreco`: which codec for which layer, under a budget of error or of bytes.
+"""`lgreco`: the best codec for each layer, under a budget of error or of bytes.
 
 `plan` chooses; as a codec, a tensor is cut into segments of 4,096 values, the candidates compete
-for each under a budget of `bits` a value, and the frame says who won. `planned` chooses for the
-layers of a model from its pseudo-gradients, and returns a `mixed`. Layers whose names differ by
+for each under a budget of `bits` a value, and the frame states the choices. `planned` chooses for
+the layers of a model from its pseudo-gradients, and returns a `mixed`. Layers whose names differ by
 numbers only (blocks.0.mlp.w, blocks.1.mlp.w) are planned as one, so that the spec stays short and
-says something of the model rather than of the numbers seen.
+describes the model instead of the numbers seen.
 
 Payload, tile after tile of 65,536 values (the last may be short)::
 
@@ -147,6 +147,7 @@ class LGreco(Codec):
 
     def __post_init__(self) -> None:
         """Refuse budgets that no candidate meets."""
+        # 1.1: signs, their scales and the choices take a little more than 1 bit a value.
         if not 1.1 <= self.bits <= 32:
             raise CodecError(f"expected 1.1 to 32 bits a value, got {self.bits}")
 
@@ -205,6 +206,7 @@ def _read_tile(payload: Tensor, out_M: Tensor) -> None:
         end = offset + _costs(segment.numel())[choice]
         if end > payload.numel():
             raise CodecError("expected segments within the budget, got more")
+        # A clone, since a segment may begin anywhere and codecs view words of up to 8 bytes.
         _codecs()[choice]._read(payload[offset:end].clone(), (segment.numel(),), segment)
         offset = end
 
@@ -260,7 +262,7 @@ def planned(
 
 
 def _kinds(layers: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """The names that match each pattern, patterns with the most letters first.
+    """Return the names that match each pattern, patterns with the most letters first.
 
     A name has no more letters than the pattern of its kind, so that none before that matches it.
     """
@@ -286,7 +288,7 @@ def _squared_error(codec: Codec, x: Tensor) -> float:
 
 
 def _shortened(kinds: Mapping[str, Sequence[str]], chosen: Mapping[str, Codec]) -> Rules:
-    """The codec of most kinds last and for all others, without the rules that then say nothing."""
+    """Return the rules, with the codec of most kinds last for all others; drop redundant rules."""
     specs = [codec.spec for codec in chosen.values()]
     rules: Rules = [*chosen.items(), ("*", parse(max(specs, key=specs.count)))]
     for rule in list(chosen.items()):

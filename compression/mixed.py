@@ -148,6 +148,7 @@ class MixedLayers(Codec):
 
 
 def _padded(codec: Codec, dims: Dims) -> int:
+    # Codecs view payloads as words of up to 8 bytes: each must begin at a multiple of 8.
     return -(-(codec.wire_bytes(dims) - HEADER_BYTES) // 8) * 8
 
 

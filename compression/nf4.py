@@ -5,6 +5,9 @@ Payload::
     scales   bf16, the largest magnitude of each block of `block` values
     codes    4 bits each, index into `LEVELS`; packed as `atoll.compression.kernels.planes`
 
+The error of a value is at most 0.153 amax of its block: half the widest gap, that between -1 and
+-0.696, and the rounding of the scale.
+
 Source: QLoRA, arXiv:2305.14314 (NF4; its table). Departures: 16-bit scales, which is a quarter
 of a bit less a value; the nearest level is looked up (see `atoll.compression.kernels.lookup`).
 """
@@ -52,6 +55,7 @@ class Nf4(FourBitCodec):
     code: ClassVar[int] = 21
     code_limit: ClassVar[float] = 1.0
 
+    # No headroom: a value that the rounding of its scale puts beyond the last level gets that one.
     def _factors(self, measures_BM: Tensor, scales_BS: Tensor) -> Tensor:
         return absmax_scales(measures_BM, 1.0, scales_BS, code_limit=1.0, headroom=1.0)
 

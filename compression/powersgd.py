@@ -2,7 +2,7 @@
 
 A tensor of two or more dimensions is the matrix [dims[0], rest]; a vector of N values is
 [R, ceil(N / R)] with R the smallest power of two whose square is at least N, padded with zeros.
-Where (rows + columns) * rank is not below the number of values, fp32 values are sent instead.
+If (rows + columns) * rank is not below the number of values, fp32 values are sent instead.
 
 Payload::
 
@@ -13,8 +13,9 @@ fp32 multiplication and an fp32 addition, so it has the same bits everywhere.
 
 The codec alone starts from a fixed Q and takes `iterations` steps of the power method. In
 rounds the two phases are exchanged one after the other and Q stays warm
-(`atoll.optim.reduction.lowrank`):
-P and Q are linear in the matrix, so they are averaged as dense tensors are.
+(`atoll.optim.reduction.lowrank`): P and Q are linear in the matrix, so they are averaged as dense
+tensors are. The squared error is at least that of the best matrix of this rank: the sum of the
+squares of the other singular values.
 
 Source: PowerSGD, arXiv:1905.13727. Departures: the factors may travel in any elementwise codec;
 vectors are folded into matrices.
@@ -60,7 +61,7 @@ class PowerSGD(Codec):
     values: Codec = field(default_factory=Fp32)
 
     def __post_init__(self) -> None:
-        """Refuse ranks without use, and factors in a codec that cannot carry them."""
+        """Refuse ranks out of range, and factors in a codec that cannot carry them."""
         if not 1 <= self.rank <= MAX_RANK or not 1 <= self.iterations <= 16:
             raise CodecError(f"expected rank 1..{MAX_RANK} and iterations 1..16, got {self}")
         fits = self.values.elementwise and self.values.exact_size and not self.values.stateful
@@ -85,7 +86,7 @@ class PowerSGD(Codec):
         if self._plain(dims):
             payload.view(torch.float32).copy_(x_N)
             return largest
-        unit = largest + TINY
+        unit = largest + TINY  # no product of x / unit overflows; a matrix of zeros is no 0 / 0
         factors = torch.cat([part.reshape(-1) for part in self._factors(x_N / unit, dims, unit)])
         self.values._write(factors, (factors.numel(),), payload)
         return largest
@@ -146,6 +147,7 @@ def orthonormal(x_RK: Tensor) -> Tensor:
 @cache
 def start_factor(rows: int, rank: int, device: torch.device) -> Tensor:
     """Return a fixed [rows, rank] matrix of uniform hashes in [-1, 1)."""
+    # Hashes, since a generator's numbers differ between devices; fp32 holds 24 bits exactly.
     words = [mix((rank << 32) + i) & MASK_64 for i in range(rows * rank)]
     numbers = torch.tensor([(word >> 40) / 2**23 - 1 for word in words], dtype=torch.float32)
     return numbers.view(rows, rank).to(device)

@@ -15,10 +15,11 @@ Variants::
     randk                 unbiased: values scaled by size / k, in an exact or unbiased codec
     randk(scaled=False)   contractive: values as they are
 
-Scaled values beyond the largest fp32 become that.
+Scaled values beyond the largest fp32 become that. Over seeds the expected squared error is
+(1 - k / 4096) |x|^2 unscaled and (4096 / k - 1) |x|^2 scaled, for whole chunks and exact values.
 
 Source: MASHA, arXiv:2110.03313 (random-k with shared randomness). Departure: chunks, and an
-affine sequence in place of a generator's permutation, which differs between devices.
+affine sequence instead of a generator's permutation, which differs between devices.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RandK(SparseCodec):
     )
 
     def __post_init__(self) -> None:
-        """Refuse biased values in an unbiased codec, and what no sparse codec carries."""
+        """Refuse biased values in an unbiased codec, and what `check_sparse` refuses."""
         check_sparse(self.k, self.values)
         exact = self.values.name == "fp32" or self.values.mode == "unbiased"
         if self.scaled and not exact:
@@ -107,6 +108,8 @@ def draw(numel: int, k: int, seed: int, device: torch.device) -> Tensor:
     """Return the flat indices that `seed` draws, int64, k distinct ones for each chunk."""
     whole, rest, rest_k = entries(numel, k)
     words = [mix((seed + chunk) & MASK_64) for chunk in range(whole)]
+    # Odd factors are coprime to 4,096, so that k <= 4096 indices are distinct. Offsets take other
+    # bits of the hash.
     factors = _integers([(word | 1) & (CHUNK - 1) for word in words], device)
     offsets = _integers([word >> 12 & (CHUNK - 1) for word in words], device)
     steps = torch.arange(k, device=device)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from atoll.compression.base import Codec, CodecError
 
 MAX_SPEC_CHARS = 1_000  # longer than any sensible spec; bounds the work on a hostile one
-MAX_DEPTH = 8
+MAX_DEPTH = 8  # of codecs inside one another; bounds the parser's recursion on a hostile spec
 
 _CODECS: dict[str, type[Codec]] = {}
 _TERM = re.compile(r"([\w-]+)\s*(?:\((.*)\))?", re.DOTALL)

@@ -15,7 +15,7 @@ TILE = 65_536  # values; codes are packed by tiles
 MAX_VIEWS = 1_000  # kept for each thread; shapes are few, but a caller's choice
 MAX_TILES = 16  # at once: fewer would stay in the L2 cache, but then calls cost more than the L3
 CAPACITY = MAX_TILES * TILE + 64  # planes of a tile are rounded up to whole words
-FRAME_BYTES = 512 * 1024  # longer frames get a buffer of their own
+FRAME_BYTES = 512 * 1024  # twice a tile in fp32; a thread would keep a longer buffer for good
 
 
 class _Pool(threading.local):
@@ -54,7 +54,7 @@ def _prepare(slot: str, shape: Sequence[int], device: torch.device, dtype: torch
     if kept is None:
         kept = _pool.tensors[slot, dtype] = torch.empty(CAPACITY, dtype=dtype)
     view = kept[:numel].view(shape)
-    if len(_pool.tiles) >= MAX_VIEWS:
+    if len(_pool.tiles) >= MAX_VIEWS:  # views cost little to make again; their memory is kept
         _pool.tiles.clear()
     _pool.tiles[slot, dtype, shape] = view
     return view

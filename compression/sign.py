@@ -5,7 +5,9 @@ Payload::
     scales   bf16, mean |x| / 64 of each block of `block` values
     codes    1 bit each, 1 for negative; packed as `atoll.compression.kernels.planes`
 
-value = +-64 * scale; zero counts as positive.
+value = +-64 * scale; zero counts as positive. 64 is a bit of the int8 next to its sign, so a code
+becomes a number by one `or`. The squared error of a block of K values is
+|x|^2 - K mean^2 (and the rounding of the scale).
 
 Source: Distributed Lion, arXiv:2404.00438 (signs both ways). Departure: the scale, which
 makes the codec contractive for gradients as well as for Lion's updates.

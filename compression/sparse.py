@@ -12,7 +12,7 @@ Indices on the wire, all chunks after one another::
     low     the low 8 bits, a byte each
     high    the high 4 bits, packed as `atoll.compression.kernels.planes`
 
-They rise strictly within a chunk; a decoder MUST refuse what does not, and what is not in
+They rise strictly within a chunk; a decoder MUST refuse those that do not, and those outside of
 the chunk.
 """
 
@@ -31,7 +31,7 @@ from atoll.compression.base import HEADER_BYTES, Codec, CodecError, Dims, Frame,
 from atoll.compression.kernels.planes import pack_, pack_runs_, packed_bytes, unpack, unpack_runs
 from atoll.compression.scratch import room
 
-CHUNK = 4_096  # 12-bit indices; 64 x 64
+CHUNK = 4_096  # 12-bit indices; 64 x 64, so that a block of `dct` is one too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
 class CoordinateCodec(Codec):
     """Base of the codecs that send some coordinates of a tensor: of its values, or coefficients.
 
-    A receiver knows which, so a mean of frames can divide each by those that sent it.
+    A receiver knows which ones, so a mean of frames can divide each by the number of its senders.
     """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class SparseCodec(CoordinateCodec):
     """Base of the codecs that send some values of each chunk."""
 
     indices_rise: ClassVar[bool] = False
-    """Whether those of a payload do, or are refused"""
+    """True: indices of a payload rise, or the frame is refused."""
 
     def num_coordinates(self, dims: Dims) -> int:
         """Return how many values a tensor has."""
@@ -116,7 +116,7 @@ class SparseCodec(CoordinateCodec):
         out_N.copy_(all_D)
 
     def sparse(self, data: Frame, shape: Shape) -> Sparse:
-        """Return what a frame says, without making it dense.
+        """Return the entries of a frame, without making it dense.
 
         Raises:
             CodecError: as `decode`.
@@ -133,7 +133,7 @@ class SparseCodec(CoordinateCodec):
         return Sparse(indices=indices_K[order], values=values_K[order], shape=dims)
 
     def sparse_rows(self, frames: Sequence[Frame], numel: int) -> Sparse:
-        """Return what the frames of rows of `numel` values say, without making them dense.
+        """Return the entries of the frames of rows of `numel` values, without making them dense.
 
         Raises:
             CodecError: as `decode`.
@@ -149,7 +149,7 @@ class SparseCodec(CoordinateCodec):
         )
 
     def encode_sparse_rows(self, x_RN: Tensor) -> tuple[list[bytes], Sparse]:
-        """Return a frame for each row, as `encode_rows` does, and what `sparse_rows` gives of them.
+        """Return a frame for each row, as `encode_rows` does, and the result of `sparse_rows`.
 
         Raises:
             CodecError: as `encode`.

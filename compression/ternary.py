@@ -6,8 +6,7 @@ Payload::
     codes    balanced base 3: five digits -1, 0, 1 to an int8, d0 + 3 d1 + 9 d2 + 27 d3 + 81 d4
 
 Digits are cut into planes as in `atoll.compression.kernels.planes` (plane 0 the lowest digit).
-They
-come out from the highest on: d4 is the integer nearest to byte / 81, d3 that to the rest / 27
+They come out from the highest on: d4 is the integer nearest to byte / 81, d3 that to the rest / 27
 and so on. Encoders write -121..121; a decoder takes every byte (at the ends of the range d4
 is then 2 or -2).
 
@@ -17,6 +16,8 @@ Variants::
     ternary(clip=2.5)          as TernGrad: x clipped at 2.5 sigma first; unbiased about the
                                clipped x only, smaller variance; no feedback either
     ternary(stochastic=False)  contractive: |x| above 0.7 mean |x| becomes its block's mean
+
+A stochastic value errs by less than scale; its variance is |x| (scale - |x|).
 
 Source: TernGrad, arXiv:1705.07878; the deterministic rule is that of Ternary Weight Networks,
 arXiv:1605.04711. Departure: blocks of a tile, the layer in a reduction by cells.
@@ -63,7 +64,7 @@ class Ternary(BlockCodec):
     )
 
     def __post_init__(self) -> None:
-        """Refuse a clip that does nothing or cannot be."""
+        """Refuse a negative clip, and one that has no effect."""
         super().__post_init__()
         if self.clip < 0 or (self.clip and not self.stochastic):
             raise CodecError(f"expected clip >= 0, and 0 if not stochastic; got {self.clip}")
@@ -96,6 +97,7 @@ class Ternary(BlockCodec):
             factors_B1 = absmax_scales(peaks_B1, 1.0, scales_BS, code_limit=self.code_limit)
         unit_BK = torch.mul(x_BK, factors_B1, out=scratch("work", x_BK))
         if self.clip:
+            # The clip is here: without it values exceed 1, and even 1 plus noise could round to 2.
             unit_BK.clamp_(-1 + MARGIN, 1 - MARGIN)
         return add_noise_(unit_BK, self._next_seed()).round_()
 
@@ -115,7 +117,7 @@ def _sigma(x_BK: Tensor, peaks_B1: Tensor) -> Tensor:
 
 
 def _nearest(x_BK: Tensor, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
-    """Threshold at 0.7 of the mean magnitude; the scale is the mean of what is above."""
+    """Threshold at 0.7 of the mean magnitude; the scale is the mean of the values above it."""
     unit_BK = scratch("bins", x_BK)
     torch.mul(x_BK, torch.add(peaks_B1, TINY).reciprocal_(), out=unit_BK)
     size_BK = torch.abs(unit_BK, out=scratch("work", x_BK))
@@ -127,7 +129,7 @@ def _nearest(x_BK: Tensor, peaks_B1: Tensor, scales_BS: Tensor) -> Tensor:
 
 
 def bin_means_above_one(size_BK: Tensor) -> Tensor:
-    """Return the mean of each row's values of at least 1, [B, 1]; 1 where there is none."""
+    """Return the mean of each row's values of at least 1, [B, 1]; 1 if there is none."""
     size = size_BK.shape[1]
     kept_BK = scratch("clipped", size_BK)
     count = torch.clamp(size_BK, max=1.0, out=kept_BK).floor_().sum(1, keepdim=True)

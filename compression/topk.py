@@ -5,7 +5,8 @@ Payload::
     values    payload of the codec `values` for all entries, padded to a multiple of 8
     indices   as `atoll.compression.sparse`
 
-Of equal magnitudes any may be taken.
+Of equal magnitudes any may be taken. The error is the norm of the values left out, at most
+sqrt(1 - k / 4096) of the whole for whole chunks, and that of the codec `values`.
 
 Source: SparseLoCo (top-k in chunks, 2-bit values). Departure: chunks are consecutive values
 of the flattened tensor, also of matrices; so a chunk never straddles two cells of a reduction.
@@ -52,7 +53,7 @@ from atoll.compression.sparse import (
     write_indices,
 )
 
-CHUNK_BITS = 12
+CHUNK_BITS = 12  # 2^12 = `CHUNK`
 TILES = 8  # selected from at once: fewer cost more in calls, more leave the L2 cache
 GROUPS = 512  # groups of 8: a first selection among maxima, a second among their groups
 
@@ -113,7 +114,7 @@ class TopK(SparseCodec):
         return self.encode_chosen(self.choose_rows(x_RN))
 
     def choose_rows(self, x_RN: Tensor) -> Sparse:
-        """Return what is to be sent of rows on the CPU that `go_together`, as it is."""
+        """Return the values to send of rows on the CPU that `go_together`, not yet encoded."""
         if x_RN.shape[1] < CHUNK:
             indices_K, values_K = select_short(x_RN, num_entries(x_RN.shape[1], self.k))
         else:
@@ -122,7 +123,7 @@ class TopK(SparseCodec):
         return Sparse(indices=indices_K, values=values_K, shape=tuple(x_RN.shape))
 
     def encode_chosen(self, chosen: Sparse) -> tuple[list[bytes], Sparse]:
-        """Return a frame for each of the rows of which `choose_rows` chose, and what they say.
+        """Return a frame for each row of a choice of `choose_rows`, and the decoded values.
 
         Raises:
             CodecError: as `encode`.
@@ -167,7 +168,7 @@ class TopK(SparseCodec):
         return frames_RB
 
     def _count(self, chosen: Sparse) -> int:
-        """Entries of a row."""
+        """Return how many entries a row has."""
         return num_entries(chosen.shape[1], self.k)
 
     def _add_starts_(self, indices: Tensor, numel: int) -> None:
@@ -180,17 +181,18 @@ class TopK(SparseCodec):
         return indices.view(-1, num_entries(min(numel, CHUNK), self.k))
 
     def _is_regular(self, x_RN: Tensor) -> bool:
-        """Return whether rows can be processed together."""
+        """Return True if rows can be processed together."""
         return x_RN.device.type == "cpu" and self.go_together(x_RN.shape[1])
 
     def go_together(self, numel: int) -> bool:
-        """Return whether rows of `size` values can: whole chunks, or a part of one."""
+        """Return True if rows of `numel` values can: whole chunks, or a part of one."""
+        # A short chunk behind whole ones has another number of entries, so rows are not regular.
         if not numel or (numel > CHUNK and numel % CHUNK):
             return False
-        return self.wire_bytes(numel) % 8 == 0
+        return self.wire_bytes(numel) % 8 == 0  # frames side by side stay aligned
 
     def _sections(self, payload_RB: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """Return the values, what fills them up, and the indices; of each row."""
+        """Return the values, their padding, and the indices of each row."""
         count = num_entries(numel, self.k)
         cut, used = values_payload(self.values, count), self.values.wire_bytes(count) - HEADER_BYTES
         return torch.split(payload_RB, [used, cut - used, index_bytes(count)], dim=1)
@@ -220,7 +222,7 @@ class TopK(SparseCodec):
 
 
 def check_sparse(k: int, values: Codec) -> None:
-    """Refuse what a sparse codec cannot carry.
+    """Refuse parameters that a sparse codec cannot have.
 
     Raises:
         CodecError: k outside 1..4096, or a codec of variable size, with state or of matrices.
@@ -277,13 +279,14 @@ def _largest_on_cpu(x_CM: Tensor, k: int) -> Tensor:
 
     The k-th largest of the maxima of groups is a bound below which nothing is chosen. What is
     left, about 70 of 4,096 for k = 64, lies in the groups whose maxima reach it, and is sorted as
-    integers.  numpy does both many at once.
+    integers. numpy does both many at once.
     """
     bits_CM = scratch("work", x_CM, torch.int32)
     np.bitwise_and(x_CM.view(torch.int32).numpy(), MAGNITUDE, out=bits_CM.numpy())
     groups = next(count for count in (GROUPS, 2 * GROUPS, CHUNK) if count >= min(4 * k, CHUNK))
     most_CG = bits_CM.view(len(bits_CM), -1, groups).amax(1).numpy()
     bound_C1 = np.partition(most_CG, groups - k, axis=1)[:, groups - k : groups - k + 1]
+    # A bound of 1 leaves zeros out: a mean of selections has thousands, all candidates otherwise.
     key_E, starts_C = _candidates(bits_CM.numpy(), most_CG, np.maximum(bound_C1, 1))
     if np.diff(starts_C, append=len(key_E)).min() < k:  # a chunk with less than k that are not 0
         key_E, starts_C = _candidates(bits_CM.numpy(), most_CG, bound_C1)
@@ -295,10 +298,10 @@ def _largest_on_cpu(x_CM: Tensor, k: int) -> Tensor:
 def _candidates(
     bits_CM: np.ndarray, most_CG: np.ndarray, bound_C1: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what reaches the bounds, and where that of each chunk begins.
+    """Return a key for each value that reaches its bound, and the start of each chunk's keys.
 
-    Of each value a key: its chunk, how far it is below the largest magnitude, its index. They
-    rise.
+    A key is the chunk, the distance below the largest magnitude (31 bits), and the index (12 bits).
+    Keys rise, so that the first among equals comes first.
     """
     groups = most_CG.shape[1]
     group_E = np.flatnonzero(most_CG >= bound_C1)

@@ -1,11 +1,12 @@
-"""`2bit`: four bins around the mean, each decoded as the mean of what fell into it.
+"""`2bit`: four bins around the mean, each decoded as the mean of its values.
 
 Payload::
 
     scales   4 bf16 for each block of `block` values: the means of the bins
     codes    2 bits each, the bin; packed as `atoll.compression.kernels.planes`
 
-The bins are `width` sigma wide; the outer two reach to infinity.
+The bins are `width` sigma wide; the outer two reach to infinity. As values are means of bins, the
+mean squared error of a block is at most its variance (and the rounding of the means).
 
 Source: SparseLoCo (four bins over 6 sigma) and MuLoCo, arXiv:2505.23725 (2 bits need a
 statistical codebook). Departure: blocks, with 16-bit means; the paper takes a whole tensor.
@@ -26,8 +27,8 @@ from atoll.compression.kernels.planes import pack_, plane_bytes, unpack
 from atoll.compression.registry import register
 from atoll.compression.scratch import room, scratch
 
-FINEST = 2.0**-20  # step over root mean square: bounds t where all values are the same
-BELOW_4 = 4.0 - 2.0**-21
+FINEST = 2.0**-20  # step over root mean square: bounds t if all values are the same
+BELOW_4 = 4.0 - 2.0**-21  # is cut off to bin 3; there is no bin 4
 SCALE_BYTES = 8  # of a block
 
 
@@ -56,7 +57,7 @@ class TwoBit(BlockCodec):
 
     def _measure(self, x_BK: Tensor, measures_BM: Tensor) -> None:
         if x_BK.device.type == "cpu":
-            measures_BM[:, 2].fill_(1.0)
+            measures_BM[:, 2].fill_(1.0)  # ordinary norms need no unit, which saves two passes
             _moments(x_BK, measures_BM)
             if squarable(measures_BM[:, 1]):
                 return
@@ -85,7 +86,7 @@ class TwoBit(BlockCodec):
         pack_(self._bins(x_BK, factors_BF), 2, codes, numel)
 
     def _write_rows(self, x_RN: Tensor, payload_RB: Tensor) -> Tensor:
-        """A block a row, all at once."""
+        """Write rows of one block each, all at once."""
         rows, size = x_RN.shape
         if not self._is_block(size):
             return super()._write_rows(x_RN, payload_RB)
@@ -124,6 +125,8 @@ class TwoBit(BlockCodec):
         sums_6B = [sums_B1.view(-1) for sums_B1 in sums]
         clipped_BK = torch.clamp(t_BK, 0.0, BELOW_4, out=scratch("clipped", x_BK))
         bins_BK = scratch("bins", x_BK, torch.int8).copy_(clipped_BK)
+        # Sums are of t, not clipped: clipped means of the outer bins cost up to 6 points of error
+        # on Student t.
         store_sums(t_BK, sums_6B)
         store_counts(bins_BK, sums_6B)
         factors_BF[:, 5:].mul_(1 / x_BK.shape[1])

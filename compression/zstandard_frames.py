@@ -1,12 +1,13 @@
-"""`zstd`: another codec's payload, deflated where that makes it smaller.
+"""`zstd`: another codec's payload, deflated if that makes it smaller.
 
 Payload::
 
     0      1   0: as it is; 1: one zstd frame that states its content size
     1      ... the inner codec's payload, or the zstd frame
 
-The length varies; `wire_bytes` is an upper bound. A decoder MUST refuse a zstd frame whose stated
-content size is not the inner payload's, before it inflates it.
+Lossless: the error is that of the inner codec. The length varies; `wire_bytes` is an upper bound.
+A decoder MUST refuse a zstd frame whose stated content size is not the inner payload's, before it
+inflates it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Zstd(Codec):
 
     def __post_init__(self) -> None:
         """Refuse levels beyond zstd's ordinary ones, and codecs that vary themselves."""
+        # From level 20 on a window may exceed `MAX_WINDOW_BYTES`, which decoders refuse.
         if not 1 <= self.level <= 19 or not self.codec.exact_size or self.codec.stateful:
             raise CodecError(f"expected level 1..19 around a codec of exact size, got {self.spec}")
 
@@ -50,7 +52,7 @@ class Zstd(Codec):
 
     @property
     def elementwise(self) -> bool:
-        """Return that of the inner codec."""
+        """Return True if the inner codec is elementwise."""
         return self.codec.elementwise
 
     def for_layer(self, layer: str) -> Codec:

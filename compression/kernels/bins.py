@@ -1,4 +1,4 @@
-"""Bin means: what a statistical codebook of four bins stores for each bin.
+"""Bin means: the values that a statistical codebook of four bins stores.
 
 No masks: a row's sum of max(t, j) is the sum of t at and above j plus j for each value below,
 and bins are counted eight to a word, by the two bits of their numbers.
@@ -55,7 +55,9 @@ def bin_means(shares_6B: Tensor) -> Tensor:
     above_3B = shares_6B[:3] - (1 - from_5B[1:4]) * edges_31
     above_5B = torch.stack([zero_B + 2, *above_3B, zero_B])
     shares_4B = from_5B[:-1] - from_5B[1:]
+    # A bin's share is 0 or at least 1 / 65,536: 1e-6 only spares empty bins a division by 0.
     means_4B = (above_5B[:-1] - above_5B[1:]) / shares_4B.clamp(min=1e-6)
+    # Differences of sums lose digits: a mean may lie outside its bin, that of an empty one does.
     means_4B[1:].clamp_(min=edges_31)
     means_4B[:3].clamp_(max=edges_31)
     return means_4B.T

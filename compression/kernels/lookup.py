@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.compression.scratch import scratch
 
-Levels = tuple[float, ...]  # rising
+Levels = tuple[float, ...]  # rising; a tuple, so that tables are cached by it
 
 
 def nearest_codes(unit_M: Tensor, levels: Levels, found_M: Tensor) -> Tensor:
@@ -38,7 +38,10 @@ def _table(levels: Levels, device: torch.device) -> Tensor:
 
 @cache
 def _nearest(levels: Levels, device: torch.device) -> Tensor:
-    """Return the nearest level of every fp16, by its bits; those beyond the ends get the ends."""
+    """Return the nearest level of every fp16, by its bits; those beyond the ends get the ends.
+
+    Of two equally near the lower. NaN gets some level: the witness of its frame refuses it.
+    """
     middles = [(a + b) / 2 for a, b in itertools.pairwise(levels)]
     every = torch.arange(65_536, dtype=torch.int32).to(torch.int16).view(torch.float16)
     codes = [bisect.bisect_left(middles, value) for value in every.tolist()]

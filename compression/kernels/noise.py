@@ -36,7 +36,7 @@ def add_noise_(x: Tensor, seed: int) -> Tensor:
     independent; it costs four passes where a generator costs twenty. Rounded to fp32, the
     sum is right on average to 2^-23.
     """
-    word = mix(seed)
+    word = mix(seed)  # the low half is a, the high half b; odd, so that no two numbers meet
     table = _table(x.device, -(-x.numel() // TILE))
     bits = scratch("noise", x, torch.int32)
     flips, factor = (torch.tensor(_signed(w), dtype=torch.int32) for w in (word, word >> 32 | 1))
@@ -47,6 +47,7 @@ def add_noise_(x: Tensor, seed: int) -> Tensor:
 
 @cache
 def _table(device: torch.device, num_tiles: int) -> Tensor:
+    # A fixed table: the randomness is in a and b, and one seed gives one frame in every process.
     generator = torch.Generator().manual_seed(0)
     count = num_tiles * TILE
     numbers = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64)

@@ -65,7 +65,7 @@ def pack_(codes_M: Tensor, bits: int, out: Tensor, numel: int, zero: int = 0, ru
     first, *others, last = planes_of(codes_M, numel, 8 // bits, zero, run).unbind(1)
     for j, plane in enumerate(others, start=1):
         first.add_(plane, alpha=1 << j * bits)
-    aligned = out.storage_offset() % 2 == 0
+    aligned = out.storage_offset() % 2 == 0  # else no view as int16: behind an odd number of bytes
     packed = out.view(torch.int16).view(first.shape[0], -1) if aligned else first
     torch.add(first, last, alpha=1 << 8 - bits, out=packed)
     if not aligned:
@@ -135,7 +135,7 @@ def pack_wide_(codes_M: Tensor, out: Tensor, numel: int) -> None:
 
 
 def unpack_wide(packed: Tensor, numel: int) -> Tensor:
-    """Return `numel` codes in the high 4 bits of int16; the others are anything."""
+    """Return `numel` codes in the high 4 bits of int16; the lower bits are arbitrary."""
     length = run_length(numel)
     words = packed.view(numel // length, 1, -1)
     out = room("wide", (words.shape[0], 4, words.shape[2]), packed.device, torch.int16)
@@ -175,7 +175,7 @@ def repeated(byte: int) -> int:
 
 
 def pack_runs_(codes_M: Tensor, bits: int, out: Tensor) -> None:
-    """Pack any number of codes into `packed_bytes` bytes; see `pack_`."""
+    """Pack any number of codes into `packed_bytes` bytes, in runs of a tile as `pack_` does."""
     numel, planes = codes_M.numel(), 8 // bits
     whole = numel // TILE * TILE
     cut = packed_bytes(whole, planes)

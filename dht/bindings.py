@@ -15,17 +15,22 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import hivemind.hivemind_cli as _cli
     from hivemind.dht.node import DHTNode
+    from hivemind.dht.protocol import DHTProtocol
     from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P
     from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+    from hivemind.proto import dht_pb2 as _dht_pb2
     from hivemind.proto import p2pd_pb2 as _p2pd_pb2
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
+    from hivemind.utils.timed_storage import ValueWithExpiration
 
 use_hivemind_log_handler("nowhere")
 logging.addLevelName(logging.WARNING, "WARNING")
 
+dht_pb2: Any = _dht_pb2
 p2pd_pb2: Any = _p2pd_pb2  # its classes are made at run time; type checkers cannot see them
 P2PD_PATH = Path(str(_cli.__file__)).with_name("p2pd")
 
@@ -34,9 +39,13 @@ __all__ = [
     "P2P",
     "P2PD_PATH",
     "DHTNode",
+    "DHTProtocol",
     "DHTRecord",
+    "DictionaryDHTValue",
     "Multiaddr",
     "PeerID",
     "RecordValidatorBase",
+    "ValueWithExpiration",
+    "dht_pb2",
     "p2pd_pb2",
 ]

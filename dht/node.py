@@ -14,11 +14,12 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from atoll.dht import clock
 from atoll.dht.bindings import DHTID, P2P, DHTNode, PeerID
 from atoll.dht.identity import Identity
+from atoll.dht.kademlia import WAIT_S as DHT_WAIT_S
+from atoll.dht.kademlia import Door, join
 from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
@@ -33,7 +34,6 @@ REJOIN_EVERY = 30  # watches; a bootstrap peer that is gone for good is dialled 
 PING_EVERY = 5  # watches; a p2pd that hangs is found within 5 s + PING_TIMEOUT_S
 PING_TIMEOUT_S = 10.0  # a machine under load answers late; a restart breaks every stream
 BOOTSTRAP_S = 10.0  # to dial one bootstrap peer
-DHT_WAIT_S = 3.0  # hivemind's own wait for a node that does not answer
 RESTART_PAUSE_S = 1.0  # between two attempts to restart p2pd
 
 OnRestart = Callable[[], Awaitable[None]]
@@ -48,27 +48,27 @@ class _Dht:
 
     @classmethod
     async def start(
-        cls, daemon: P2pd, run_id: str, reached: Sequence[str], old: DHTNode | None = None
+        cls,
+        daemon: P2pd,
+        run_id: str,
+        reached: Sequence[str],
+        door: Door,
+        check: Check,
+        old: DHTNode | None = None,
     ) -> _Dht:
         """Join the DHT by the bootstrap addresses that could be reached.
 
-        A node that replaces an old one keeps its ID and what it stored.
+        A node that replaces an old one keeps what it stored.
         """
         p2p = await P2P.replicate(daemon.control_maddr)
         key_id = DHTID.generate(source=roster_key(run_id)).to_bytes()
-        validator: Any = RosterValidator(key_id, run_id)  # duck-typed
         try:
-            node = await DHTNode.create(
-                p2p=p2p,
-                node_id=old.node_id if old else None,
-                initial_peers=list(reached) or None,
-                record_validator=validator,
-                wait_timeout=DHT_WAIT_S,
-                ensure_bootstrap_success=False,  # `_stay_joined` keeps trying
-                strict=False,
-                cache_locally=False,  # a cached record would show an old position
-                cache_nearest=0,
-                cache_on_store=False,
+            node = await join(
+                p2p,
+                peer_id=daemon.peer_id,
+                reached=[_peer_of(address) for address in reached],
+                validator=RosterValidator(key_id, run_id, check),
+                door=door,
             )
         except BaseException:
             await p2p.shutdown()
@@ -112,6 +112,8 @@ class Node:
         run_id: str,
         transport: LibP2PTransport,
         dht: _Dht,
+        door: Door,
+        check: Check,
         roster: DhtRoster,
         wire: WireCounter,
     ) -> None:
@@ -125,6 +127,8 @@ class Node:
         """Multiaddrs of peers through which to join; may be replaced at any time."""
         self.on_restart: OnRestart | None = None
         self._dht = dht
+        self._door = door
+        self._check = check
         self._watchers = Tasks()
         self._watchers.spawn(self._watch())
         self._watchers.spawn(self._stay_joined())
@@ -142,6 +146,7 @@ class Node:
         check: Check = admit_everyone,
         relay: bool = True,
         auto_relay: bool = False,
+        relay_service: bool = False,
         clock_offset_s: float = 0.0,
         on_restart: OnRestart | None = None,
     ) -> Node:
@@ -157,6 +162,7 @@ class Node:
             check: judges the credentials of others.
             relay: reach and be reached through relays.
             auto_relay: look for a relay if we cannot be dialed.
+            relay_service: be a relay for others, strangers included.
             clock_offset_s: the run's clock minus ours.
             on_restart: awaited after p2pd was restarted.
 
@@ -172,6 +178,7 @@ class Node:
             announce=tuple(announce_maddrs),
             relay=relay,
             auto_relay=auto_relay,
+            relay_service=relay_service,
         )
         clock.set_offset(clock_offset_s)  # before the DHT starts: it refuses a clock 3 s off
         async with AsyncExitStack() as undo:
@@ -184,7 +191,9 @@ class Node:
             undo.push_async_callback(transport.close)
             await transport.start()
             reached = await _dial(daemon, bootstrap, {identity.peer_id})
-            dht = await _Dht.start(daemon, run_id, reached)
+            door = Door(check, lambda: transport.admission)
+            undo.callback(door.close)
+            dht = await _Dht.start(daemon, run_id, reached, door, check)
             undo.push_async_callback(dht.close)
             roster = DhtRoster(
                 dht.node,
@@ -199,6 +208,8 @@ class Node:
                 run_id=run_id,
                 transport=transport,
                 dht=dht,
+                door=door,
+                check=check,
                 roster=roster,
                 wire=wire,
             )
@@ -234,6 +245,7 @@ class Node:
                     await self.roster.leave()
         await self.transport.close()
         await self._dht.close()
+        self._door.close()
         await self.daemon.close()
 
     # Watching
@@ -292,7 +304,9 @@ class Node:
         self.wire.add(self.daemon.pid)
         await self.transport.rebind(self.daemon)
         reached = await _dial(self.daemon, self.bootstrap, {self.peer_id})
-        self._dht = await _Dht.start(self.daemon, self.run_id, reached, self.dht)
+        self._dht = await _Dht.start(
+            self.daemon, self.run_id, reached, self._door, self._check, self.dht
+        )
         self.roster.node = self.dht
 
     async def _stay_joined(self) -> None:

@@ -75,6 +75,8 @@ class P2pdOptions:
     """Reach peers, and be reached, through relays."""
     auto_relay: bool = False
     """Look for a relay if no peer can dial us."""
+    relay_service: bool = False
+    """Carry the streams of others as their relay; strangers may use it too."""
 
     @property
     def is_loopback_only(self) -> bool:
@@ -95,7 +97,7 @@ def command(control: Path, key: Path, options: P2pdOptions) -> list[str]:
         "-idleTimeout=60s",
         "-persistentConnMaxMsgSize=4194304",
         f"-relay={int(options.relay)}",
-        "-relayHopLimit=0",
+        f"-relayService={int(options.relay_service)}",
         f"-autoRelay={int(options.auto_relay)}",
         f"-autonat={wide}",
         f"-natPortMap={wide}",

@@ -9,11 +9,11 @@ Ed25519 signature by the PeerID named in the body over
 
     "atoll roster 1" | 0x00 | SHA-256(run id) | SHA-256(body) | SHA-256(credential)
 
-A DHT node stores or believes a record only if `RosterValidator` does: the key is the run's, the
-subkey is the PeerID that signed, every field has its type and range, nothing is left over, and it
-expires within `MAX_TTL_S` at the very time given to the DHT (a far date would block later records).
-The reader judges the admission, not the validator: one that expires must not make a whole
-dictionary of records unreadable.
+A record has at most 1 kB. A DHT node stores or believes it only if `RosterValidator` does: the key
+is the run's, the subkey is the PeerID that signed, every field has its type and range, nothing is
+left over, it expires within `MAX_TTL_S` at the very time given to the DHT (a far date would block
+later records), and the admission is the PeerID's and lasts as long. `atoll.dht.kademlia` stores and
+reads records one by one, so that one whose admission has ended does not spoil the others.
 
 Errors::
 
@@ -27,6 +27,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
@@ -48,8 +49,8 @@ CLOCK_SLACK_S = 10.0  # by which the clock of a record's writer may be ahead of 
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 256
 MAX_ARRAY = 32  # more than the fields or addresses of a record
-MAX_BODY_BYTES = 8192
-MAX_RECORD_BYTES = MAX_BODY_BYTES + MAX_ADMISSION_BYTES + 256
+MAX_RECORD_BYTES = 1024  # about 700 are used; two thousand records fit into one DHT answer
+MAX_JUDGED = 4096  # records in memory that were found valid: each comes from several nodes
 INCARNATION_CHARS = 32
 MAX_INTEGER = 1 << 53
 MAX_NUMBER = 1e15
@@ -124,10 +125,25 @@ class Roster(Protocol):
 
 
 def sign_record(record: PeerRecord, identity: Identity, *, run_id: str, credential: bytes) -> bytes:
-    """Return the signed record; it can also travel outside the DHT, from peer to peer."""
-    body = _pack(list(astuple(_checked(record))))
-    signature = identity.sign(_signed_bytes(run_id, body, credential))
-    return _pack([VERSION, body, credential, signature])
+    """Return the signed record; it can also travel outside the DHT, from peer to peer.
+
+    It names as many of the addresses, from the first on, as fit into `MAX_RECORD_BYTES`.
+
+    Raises:
+        RecordError: a field is out of range, or the record is too long even with one address.
+    """
+    while True:
+        body = _pack(list(astuple(_checked(record))))
+        signature = identity.sign(_signed_bytes(run_id, body, credential))
+        data = _pack([VERSION, body, credential, signature])
+        if len(data) <= MAX_RECORD_BYTES:
+            return data
+        if len(record.addresses) <= 1:
+            raise RecordError(
+                f"record of {len(data)} bytes, expected at most {MAX_RECORD_BYTES}; "
+                "announce a shorter address"
+            )
+        record = replace(record, addresses=record.addresses[:-1])
 
 
 def open_record(data: bytes, *, run_id: str, check: Check = admit_everyone) -> PeerRecord:
@@ -144,12 +160,15 @@ def open_record(data: bytes, *, run_id: str, check: Check = admit_everyone) -> P
     if len(credential) > MAX_ADMISSION_BYTES or len(signature) != SIGNATURE_BYTES:
         raise RecordError("signed record with a credential or signature of a wrong length")
     record = _decode_body(body)
-    if not verify(record.peer_id, _signed_bytes(run_id, body, credential), signature):
-        raise RecordError(f"record of {record.peer_id} is not signed by it for this run")
     try:
-        check(record.peer_id, credential)
+        # First, because it is cheap for members, and the signature means nothing without it.
+        until_s = check(record.peer_id, credential)
     except Refused as error:
         raise RecordError(f"record of {record.peer_id}: {error}") from error
+    if until_s is not None and until_s < record.expires_at:
+        raise RecordError(f"record of {record.peer_id} lasts longer than its admission")
+    if not verify(record.peer_id, _signed_bytes(run_id, body, credential), signature):
+        raise RecordError(f"record of {record.peer_id} is not signed by it for this run")
     return record
 
 
@@ -176,8 +195,6 @@ def _list(data: bytes, length: int, what: str) -> list[Any]:
 
 
 def _decode_body(body: bytes) -> PeerRecord:
-    if len(body) > MAX_BODY_BYTES:
-        raise RecordError(f"body of {len(body)} bytes, expected at most {MAX_BODY_BYTES}")
     values = dict(
         zip((f.name for f in fields(PeerRecord)), _list(body, NUM_FIELDS, "body"), strict=True)
     )
@@ -233,28 +250,40 @@ def roster_key(run_id: str) -> str:
 class RosterValidator:
     """A validator for hivemind's DHT (duck-typed) that passes only valid records of this run.
 
-    `key_id` is the DHT's hash of `roster_key(run_id)`.
+    `key_id` is the DHT's hash of `roster_key(run_id)`; `check` judges admissions. Any thread may
+    call it.
     """
 
     priority = 0
 
-    def __init__(self, key_id: bytes, run_id: str) -> None:
+    def __init__(self, key_id: bytes, run_id: str, check: Check = admit_everyone) -> None:
         self._key_id = key_id
         self._run_id = run_id
+        self._check = check
+        self._valid: dict[bytes, None] = {}
+        self._lock = threading.Lock()
 
     def validate(self, record: Any) -> bool:  # noqa: ANN401 - hivemind's DHTRecord
         """Return True if a node may store or believe the record."""
+        fields = (record.key, record.subkey, record.value, record.expiration_time)
+        known = hashlib.sha256(repr(fields).encode()).digest() if len(record.value) < 4096 else b""
+        if known in self._valid:
+            return True
         try:
-            self._validate(record.key, record.subkey, record.value, record.expiration_time)
+            self._validate(*fields)
         except (RecordError, ValueError) as error:
             logger.debug("a DHT record is refused: %s", error)
             return False
+        with self._lock:
+            self._valid[known] = None
+            if len(self._valid) > MAX_JUDGED:
+                self._valid.pop(next(iter(self._valid)))
         return True
 
     def _validate(self, key: bytes, subkey: bytes, value: bytes, expires_at: float) -> None:
         if key != self._key_id:
             raise RecordError("its key is not this run's roster")
-        record = open_record(_bytes(value), run_id=self._run_id)
+        record = open_record(_bytes(value), run_id=self._run_id, check=self._check)
         if subkey != _pack(record.peer_id):
             raise RecordError(f"its subkey is not {record.peer_id}, who signed it")
         # The signature covers the time in the record, not the one given to the DHT.

@@ -150,8 +150,9 @@ class Stream(Protocol):
 
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
 StreamHandler = Callable[[str, Stream], Awaitable[None]]
-Check = Callable[[str, bytes], None]
-"""`check(remote, credential)` returns, or raises Refused."""
+Check = Callable[[str, bytes], float | None]
+"""`check(remote, credential)` raises Refused, or returns until when the peer is admitted, in
+seconds since 1970 by the run's clock; None for ever. Any thread may call it."""
 
 
 def admit_everyone(remote: str, credential: bytes) -> None:

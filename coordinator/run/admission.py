@@ -16,6 +16,7 @@ Exceptions:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,10 +117,11 @@ class AdmissionCheck:
         self._run_id = run_id
         self._clock = clock
         self._known: dict[str, tuple[bytes, Admission]] = {}
+        self._lock = threading.Lock()  # the DHT's records are verified in a thread
 
-    def __call__(self, remote: str, credential: bytes) -> None:
-        """Admit `remote` or raise AdmissionRefused."""
-        self.check(remote, credential)
+    def __call__(self, remote: str, credential: bytes) -> float:
+        """Return until when `remote` is admitted, or raise AdmissionRefused."""
+        return self.check(remote, credential).expires_s + CLOCK_SLACK_S
 
     def check(self, remote: str, credential: bytes) -> Admission:
         """Return the admission of `remote`, a PeerID that the transport authenticated.
@@ -130,9 +132,10 @@ class AdmissionCheck:
         known = self._known.get(remote)
         if known is None or known[0] != credential:
             known = (credential, self._open(remote, credential))
-            if len(self._known) >= MAX_KNOWN:
-                self._known.pop(next(iter(self._known)))
-            self._known[remote] = known
+            with self._lock:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.pop(next(iter(self._known)))
+                self._known[remote] = known
         late_s = self._clock() - known[1].expires_s
         if late_s > CLOCK_SLACK_S:
             raise AdmissionRefused(

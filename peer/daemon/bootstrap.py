@@ -65,6 +65,7 @@ class BootstrapNode:
             announce_maddrs=announce,
             admission=request.admit(peer_id),
             check=request.check,
+            relay_service=True,  # peers that cannot be dialed are reached through this node
         )
         node.bootstrap = recall(_known_file(request))  # its watch dials them; nothing waits for it
         return cls(node, request, admission_s)

@@ -1,0 +1,76 @@
+"""D3: dictionaries of many records, which cost seconds to verify, deafen the loop."""
+
+import asyncio
+
+import msgpack
+from hivemind.dht.storage import DictionaryDHTValue
+
+from atoll.dht.bindings import DHTProtocol, PeerID
+from atoll.dht.identity import Identity
+from atoll.dht.kademlia import BURST, MAX_BAD, Budget
+from support.strangers import ROSTER_ID, lag, members, signed
+
+NUM = 4000  # signing them takes most of the test
+DEAF_S = 0.5  # a third of the shortest stall; it was 3 s with 9,000 records
+
+
+def dictionary():
+    packed = DictionaryDHTValue()
+    identity = Identity.ephemeral()
+    _, data, expires_at = signed(identity)
+    for index in range(NUM):
+        packed.store(f"{index}{identity.peer_id}"[:52], msgpack.packb(data), expires_at)
+    return packed, expires_at
+
+
+def test_a_dictionary_is_not_even_read(tmp_path):
+    async def main():
+        async with members(tmp_path) as (a, b), lag() as worst:
+            packed, expires_at = dictionary()
+            worst[0] = 0.0
+            for _ in range(5):
+                stored = await DHTProtocol.call_store(
+                    b.dht.protocol,
+                    PeerID.from_base58(a.peer_id),
+                    [ROSTER_ID],
+                    [packed],
+                    [expires_at],
+                )
+                assert not any(stored or [])
+            assert worst[0] < DEAF_S
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_dictionary_in_an_answer_is_given_up_soon(tmp_path):
+    async def main():
+        async with members(tmp_path) as (a, b):
+            judged = []
+            protocol = b.dht.protocol
+            validate = protocol.record_validator.validate
+            protocol.record_validator.validate = lambda r: judged.append(r) or validate(r)
+            packed, expires_at = dictionary()
+            while len(packed) > 1000:
+                packed.data.popitem()
+            a.dht.protocol.storage.store(ROSTER_ID, packed, expires_at)
+            async with lag() as worst:
+                value, _ = (await protocol.call_find(PeerID.from_base58(a.peer_id), [ROSTER_ID]))[
+                    ROSTER_ID
+                ]
+            assert value is None
+            assert len(judged) == MAX_BAD
+            assert worst[0] < DEAF_S
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_calls_beyond_the_budget_are_refused():
+    async def main():
+        budget = Budget(10.0, 100.0)
+        assert [budget.spend("a", 4.0) for _ in range(4)] == [True, True, False, False]
+        assert budget.spend("b", 4.0)
+        await asyncio.sleep(0.05)
+        assert budget.spend("a", 4.0)
+        assert BURST > 2 * 1000  # two handovers of the largest run that was simulated
+
+    asyncio.run(main())

@@ -19,6 +19,7 @@ from atoll.coordinator.catching_up import CatchUp, Recover, Taken
 from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
+from atoll.coordinator.heads import AskHeads, Heads
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.policies import PublisherChoice, common_position, window_s
 from atoll.coordinator.presence import Presence, mean
@@ -27,6 +28,7 @@ from atoll.coordinator.rpc.messages import HEARTBEAT_S
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundReport, RunStatus
+from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError, Verify
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
 from atoll.optim.log.store import StoreHead
@@ -58,6 +60,7 @@ class Coordinator:
         checkpoints: Path,
         verify: Verify,
         bootstrap: Callable[[], Sequence[str]] = tuple,
+        signer: EpochSigner,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,7 +73,6 @@ class Coordinator:
         self._logged = spec.method().reduction != "pairs"
         fragments = self.replica.replay.fragments if self._logged else ()
         self._timetable = spec.timetable(len(fragments) or 1)
-        self.rounds = self._open_rounds(history)
         self.finished = asyncio.Event()
         self._bootstrap = bootstrap
         self._clock = clock
@@ -87,8 +89,10 @@ class Coordinator:
             steady=lambda: self._steady(),
         )
         self._epochs = Epochs(
-            replica, sign=keys.sign, min_peers=spec.round.min_peers, report=events.report
+            replica, signer=signer, min_peers=spec.round.min_peers, report=events.report
         )
+        self._epochs.is_by_heartbeats = not self._logged
+        self.rounds = self._open_rounds(history)
         self._publisher = PublisherChoice()
         self._checkpoints = Checkpointing(spec, replica, checkpoints, events.report)
         self._catching_up: CatchUp | None = None
@@ -196,6 +200,10 @@ class Coordinator:
         )
         return self._catching_up
 
+    def ask_heads_with(self, ask: AskHeads) -> None:
+        """Let epochs be opened with peers that answer a call."""
+        self._epochs.heads = Heads(ask)
+
     def fetch_models_with(self, fetch: FetchModel) -> KeptModels:
         """Keep models that `fetch` gets from peers; the caller closes the result."""
         self._models = KeptModels(
@@ -216,7 +224,12 @@ class Coordinator:
         if not self._logged:
             return ReportedRounds(history, self._mean_valid_loss)
         num_fragments = self._timetable.num_fragments
-        return RoundHistory(history, self.replica.store, num_fragments=num_fragments)
+        return RoundHistory(
+            history,
+            self.replica.store,
+            num_fragments=num_fragments,
+            keeps_later=self._epochs.lacks_epochs,  # the entries come again from the peers
+        )
 
     def _mean_valid_loss(self) -> float | None:
         return self.presence.mean_valid_loss(self._steady())

@@ -1,10 +1,23 @@
-"""Opening epochs: the first with enough peers, later ones when the run is stalled."""
+"""Opening epochs: the first with enough peers, later ones when the run is stalled.
+
+Heartbeats alone elect nobody: anyone with an invite can send them under as many keys as it likes.
+
+    epoch 0      trainers that answer a `head` call with the chain of the first state
+    later ones   the peers online among the electors, newcomers and members of the newest entries;
+                 if none of them is, those that answer a `head` call with a log that fits
+    gossip       whoever reports ready: its one epoch only starts the run, nobody votes in it
+
+If the log here lacks an epoch that the run's key has signed (`EpochSigner`), none is opened: the
+newest record is learned from the peers first, and recovery fetches the entries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from atoll.coordinator.heads import Heads, PeerHead
 from atoll.coordinator.policies import (
+    MAX_INCARNATION_CHARS,
     Retired,
     StallClock,
     can_decide,
@@ -12,10 +25,15 @@ from atoll.coordinator.policies import (
     electable,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeer
+from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import PeerStatus
-from atoll.optim.log.entry import Elector, choose_electors
+from atoll.coordinator.signing import NONE_SIGNED, EpochSigner
+from atoll.optim.log.entry import Elector, Entry, LogError, choose_electors
 from atoll.optim.log.replica import LiveReplica
+
+NEWEST = 8  # entries whose members may vote: more than a restart of half the swarm takes
+LEARN_S = 60.0  # of answers without a signed epoch: then its record reached nobody
 
 
 class Epochs:
@@ -25,7 +43,7 @@ class Epochs:
         self,
         replica: LiveReplica,
         *,
-        sign: Callable[[bytes], bytes],
+        signer: EpochSigner,
         min_peers: int,
         report: Callable[[Level, str], None],
     ) -> None:
@@ -33,21 +51,46 @@ class Epochs:
 
         Args:
             replica: the coordinator's replica.
-            sign: signs with the run's key.
+            signer: signs with the run's key.
             min_peers: peers that must hold the first state before the first epoch opens.
             report: logs an event.
         """
         self._replica = replica
-        self._sign = sign
+        self._signer = signer
         self._min_peers = min_peers
         self._report = report
         self._progress = StallClock()
         self._retired: Retired = {}
         self._behind_reported = False
+        self.heads: Heads | None = None
+        """Asks peers where they stand; None in a gossip run, and before there is a node."""
+        self.is_by_heartbeats = False
+        """True in a gossip run, in which nobody votes."""
+        self._asked_since_s: float | None = None
+        self._skipped: int | None = None
+        """A signed epoch that no peer holds."""
+        if self.lacks_epochs:
+            self._report_loss()
 
     @property
     def _is_open(self) -> bool:
         return self._replica.opened is not None
+
+    @property
+    def lacks_epochs(self) -> bool:
+        """Return whether the key has signed an epoch that is not in the log here, or may have."""
+        opened, highest = self._replica.opened, self._signer.highest
+        if highest is None:
+            return True
+        return highest != self._skipped and highest > (opened.epoch if opened is not None else -1)
+
+    @property
+    def lacks_entries(self) -> bool:
+        """Return whether the log here ends before the base of its newest epoch."""
+        replica, opened = self._replica, self._replica.opened
+        if opened is None or self.is_by_heartbeats:
+            return False
+        return replica.position < opened.base_position or not replica.electorate
 
     def retire(self, status: PeerStatus) -> None:
         """Note that a peer resigned: it has not voted from its position on, and never will."""
@@ -68,11 +111,12 @@ class Epochs:
     async def look(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> None:
         """Open an epoch if one is due; `round_s` is the length of a round."""
         head = self._replica.head
-        if not self._is_open:
-            if len(electable(alive, epoch=None)) >= self._min_peers:
-                await self.open(alive, now_s)
-        elif not electable(alive, epoch=head.epoch):  # nobody to open an epoch with
-            self._progress.pause(now_s)
+        if self.lacks_epochs and not self.is_by_heartbeats:
+            await self._learn(alive, now_s)
+        elif not self._is_open:
+            await self._open_first(alive, now_s)
+        elif self.lacks_entries or not electable(alive, epoch=head.epoch):
+            self._progress.pause(now_s)  # nobody to open an epoch with, or nowhere to open it
         # If the electors that have not resigned are no quorum, nothing can be decided at our head,
         # and no peer is beyond it. An epoch that opens there voids nothing, so it need not wait.
         elif not can_decide(self._replica.electorate, self._retired, (head.epoch, head.position)):
@@ -81,21 +125,90 @@ class Epochs:
             await self._open_if_whole(alive, now_s)
 
     async def open(self, alive: Sequence[KnownPeer], now_s: float, because: str = "") -> bool:
-        """Open an epoch with the peers that can vote; return False if there are none."""
-        again = self._is_open
-        peers = electable(alive, epoch=self._replica.head.epoch if again else None)
-        if not peers:
+        """Open a later epoch with the peers that can vote; return False if there are none."""
+        known = await self._replica.compute(self._in_newest_entries)
+        peers = electable(alive, epoch=self._replica.head.epoch)
+        electors = [
+            Elector(peer_id=p.peer_id, incarnation=p.incarnation)
+            for p in peers
+            if p.peer_id in known
+        ]
+        if not electors:
+            answers = await self._answers(peers, now_s)
+            fits = await self._replica.compute(self._fitting, answers)
+            electors = [Elector(peer_id=h.peer_id, incarnation=h.incarnation) for h in fits]
+        return await self._open_with(electors, now_s, because)
+
+    async def _open_first(self, alive: Sequence[KnownPeer], now_s: float) -> None:
+        ready = electable(alive, epoch=None)
+        if len(ready) < self._min_peers:
+            return
+        electors = [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in ready]
+        if not self.is_by_heartbeats:
+            answers = await self._answers(ready, now_s)
+            if await self._adopt_newest(answers):
+                return  # peers hold an epoch of this run that the log here has never had
+            head = self._replica.head
+            electors = [
+                Elector(peer_id=h.peer_id, incarnation=h.incarnation)
+                for h in answers
+                if (h.position, h.chain) == (head.position, head.chain)
+            ]
+        if len(electors) >= self._min_peers:
+            await self._open_with(electors, now_s)
+
+    async def _open_with(
+        self, electors: Sequence[Elector], now_s: float, because: str = ""
+    ) -> bool:
+        if not electors:
             return False
-        electors = choose_electors(
-            [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in peers]
-        )
+        again = self._is_open
+        chosen = choose_electors(electors)
         self._retired.clear()  # peers that resigned are not electors of the new epoch
-        opened = await self._replica.open_epoch(electors, self._sign)
+        highest = self._signer.highest
+        opened = await self._replica.open_epoch(
+            chosen, self._signer.sign, above=-1 if highest is None else highest
+        )
         self._progress.restart(now_s, again=again and not because)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
-        plural = "" if len(electors) == 1 else "s"
-        self._report("info", f"{text} with {len(electors)} peer{plural}{because}")
+        plural = "" if len(chosen) == 1 else "s"
+        self._report("info", f"{text} with {len(chosen)} peer{plural}{because}")
         return True
+
+    def _in_newest_entries(self) -> set[str]:
+        """Return the PeerIDs that the newest entries name as electors or members; blocks.
+
+        A member of weight 0 gave no work: keys cost nothing, so it does not vote.
+        """
+        replica = self._replica
+        opened = replica.opened.electorate if replica.opened is not None else ()
+        named = {elector.peer_id for elector in (*opened, *replica.electorate)}
+        for record in replica.store.headers(max(0, replica.position - NEWEST), NEWEST):
+            entry = Entry.decode(record.entry)
+            newcomers: Sequence[Elector] = getattr(entry, "newcomers", ())
+            named.update(elector.peer_id for elector in (*entry.electorate, *newcomers))
+            named.update(m.peer_id for m in contributors(entry) if m.weight > 0)
+        return named
+
+    def _fitting(self, answers: Sequence[PeerHead]) -> list[PeerHead]:
+        """Return the answers whose log is this one, or an earlier part of it; blocks."""
+        return [h for h in answers if h.chain == self._chain_at(h.position)]
+
+    def _chain_at(self, position: int) -> bytes | None:
+        replica = self._replica
+        if position == replica.position:
+            return replica.chain
+        before = replica.store.get(position - 1) if position else None
+        if before is None:
+            return replica.store.genesis_chain if position == 0 else None
+        return before.chain
+
+    async def _answers(self, peers: Sequence[PeerStatus], now_s: float) -> list[PeerHead]:
+        """Return the answers of these peers, as far as they can vote."""
+        if self.heads is None:
+            return []
+        answers = await self.heads.of([p.peer_id for p in peers], now_s)
+        return [h for h in answers if 0 < len(h.incarnation) <= MAX_INCARNATION_CHARS]
 
     async def _open_if_whole(self, alive: Sequence[KnownPeer], now_s: float) -> None:
         """Open an epoch unless half of the trainers hold entries that are missing here.
@@ -111,3 +224,55 @@ class Epochs:
             text = f"{ahead} rounds are missing here; a new epoch opens once they are fetched"
             self._report("warning", f"no progress, but {text}")
         self._behind_reported = ahead > 0
+
+    # Epochs that were signed and are not in the log
+
+    def _report_loss(self) -> None:
+        highest = self._signer.highest
+        signed = "may have signed epochs" if highest is None else f"has signed epoch {highest}"
+        self._report(
+            "error",
+            f"the run's key {signed}, which the log here lacks: it was lost, or is an old copy. No "
+            "epoch opens until peers have sent the newest one; keep the peers running",
+        )
+
+    async def _learn(self, alive: Sequence[KnownPeer], now_s: float) -> None:
+        """Adopt the newest epoch that peers hold under this run's key."""
+        self._progress.pause(now_s)
+        if self.heads is None or not alive:
+            return
+        answers = await self.heads.of([m.status.peer_id for m in alive], now_s)
+        if await self._adopt_newest(answers) and not self.lacks_epochs:
+            return
+        if len(answers) < self._min_peers:
+            self._asked_since_s = None
+            return
+        self._asked_since_s = now_s if self._asked_since_s is None else self._asked_since_s
+        # One that nobody holds was signed just before a crash, or never: its number is skipped.
+        if now_s - self._asked_since_s >= LEARN_S:
+            self._skip_missing()
+
+    def _skip_missing(self) -> None:
+        opened = self._replica.opened
+        if self._signer.highest is None:
+            self._signer.note(opened.epoch if opened is not None else NONE_SIGNED)
+        self._skipped = self._signer.highest
+        self._report("warning", f"no peer holds epoch {self._skipped}; the next one is above it")
+
+    async def _adopt_newest(self, answers: Sequence[PeerHead]) -> bool:
+        """Adopt the newest epoch in the answers; return False if it is none that is new here."""
+        opened = self._replica.opened
+        newest, record = opened.epoch if opened is not None else -1, b""
+        for answer in answers:
+            try:
+                epoch = self._replica.core.read_epoch(answer.epoch_record)
+            except LogError:  # none, or not of this run's key
+                continue
+            if epoch.epoch > newest:
+                newest, record = epoch.epoch, answer.epoch_record
+        if not record:
+            return False
+        await self._replica.adopt(record)
+        self._signer.note(newest)
+        self._report("warning", f"epoch {newest} learned from peers; fetching its entries")
+        return True

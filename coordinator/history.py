@@ -57,6 +57,13 @@ class History:
         query = "SELECT record FROM rounds ORDER BY position DESC LIMIT ?"
         return [r for raw in self._blobs(query, newest) if (r := _read(RoundSummary, raw))]
 
+    def round(self, position: int) -> RoundSummary | None:
+        """Return the round that led to a position."""
+        query = "SELECT record FROM rounds WHERE position = ?"
+        return next(
+            (r for raw in self._blobs(query, position) if (r := _read(RoundSummary, raw))), None
+        )
+
     def forget_rounds(self, after: int) -> None:
         """Delete rounds beyond a position, which the log does not have."""
         with self._changing():

@@ -41,16 +41,26 @@ class RoundHistory:
     """Summaries by position, completed as reports arrive."""
 
     def __init__(
-        self, history: History, store: LogStore | None = None, *, num_fragments: int = 1
+        self,
+        history: History,
+        store: LogStore | None = None,
+        *,
+        num_fragments: int = 1,
+        keeps_later: bool = False,
     ) -> None:
         """Bring the history up to the log, which may end before or after it.
 
-        A token counts once, although it contributes to each of the run's fragments.
+        Args:
+            history: the records for people.
+            store: the log; None without one.
+            num_fragments: fragments of the run. A token counts once, although it contributes to
+                each of them.
+            keeps_later: keep rounds beyond the log: it lost them, and they come again.
         """
         self._history = history
         self._num_fragments = num_fragments
         self._open: dict[int, OpenRound] = {}
-        if store is not None:
+        if store is not None and not keeps_later:
             history.forget_rounds(store.head.position)
         self.tokens_total = history.tokens_total()
         self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
@@ -77,7 +87,18 @@ class RoundHistory:
         valid_loss: float | None,
         late: bool = False,
     ) -> None:
-        """Add a decided position; `late` if the run has moved on since."""
+        """Add a decided position; `late` if the run has moved on since.
+
+        A round that the history has already, because the log was lost and comes again, stays as it
+        is: with the time and the reports of its members.
+        """
+        known = self._history.round(entry.position + 1) if late else None
+        if known is not None and known.chain == entry.chain.hex():
+            return
+        if known is not None:
+            self._history.forget_rounds(entry.position)
+            self.tokens_total = self._history.tokens_total()
+            self._newest = deque(self._history.rounds(HISTORY), maxlen=HISTORY)
         counted = contributors(entry)
         summary = RoundSummary(
             epoch=entry.epoch,

@@ -6,6 +6,7 @@ same invite.
     lock            held while a coordinator uses the directory
     spec.json       the run's spec, canonical
     keys.json       see keys.py, 0600
+    epoch.signed    see signing.py, 0600
     node.known      last addresses of peers, for the node to find them again
     node.key        identity of the run's first DHT node, 0600
     genesis.root    root of the first state
@@ -40,6 +41,7 @@ import grpc
 from atoll.coordinator.catching_up import CatchUp, Recover
 from atoll.coordinator.coordinator import TICK_S, Coordinator
 from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
+from atoll.coordinator.heads import AskHeads
 from atoll.coordinator.history import History
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import split_address
@@ -50,11 +52,12 @@ from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.service.metrics import Metrics
 from atoll.coordinator.service.service import Service
+from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner
 from atoll.dht import verify
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.replica import DISK_ERRORS, WHOLE, LiveReplica, Module, Replica, ReplicaView
-from atoll.optim.log.store import LogStore
+from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
 log = logging.getLogger(__name__)
@@ -87,6 +90,11 @@ class FirstNode(Protocol):
     @property
     def recover(self) -> Recover:
         """Brings the coordinator's replica up to the peers'."""
+        ...
+
+    @property
+    def ask_heads(self) -> AskHeads:
+        """Asks peers where they stand in the log."""
         ...
 
     def fetch_model(self, keeper: ReplicaView) -> FetchModel:
@@ -165,9 +173,12 @@ async def running(
         stack.enter_context(_locked(state_dir))
         keys = RunKeys.load_or_create(state_dir / KEYS_FILE)
         identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
+        had_genesis = (state_dir / "genesis.root").exists()
+        had_log = (state_dir / WHOLE / LOG_FILE).exists()
         core = await asyncio.to_thread(_resume, spec, keys, identifier, genesis, state_dir)
         replica = LiveReplica(core, compute=asyncio.to_thread)
         stack.push_async_callback(replica.close)  # after all that reads it
+        signer = _signer(keys, replica, state_dir, may_be_lost=had_genesis and not had_log)
         history = History(state_dir / "history.db")
         stack.callback(history.close)
         nodes: list[FirstNode] = []
@@ -178,6 +189,7 @@ async def running(
             history=history,
             checkpoints=state_dir / "checkpoints",
             verify=verify,
+            signer=signer,
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )
         stack.push_async_callback(coordinator.close)
@@ -201,6 +213,7 @@ def _fetching(coordinator: Coordinator, node: FirstNode) -> CatchUp | KeptModels
     """Start what keeps the coordinator's state up to date."""
     if isinstance(coordinator.replica.core, ModelKeeper):
         return coordinator.fetch_models_with(node.fetch_model(coordinator.replica))
+    coordinator.ask_heads_with(node.ask_heads)
     return coordinator.recover_with(node.recover)
 
 
@@ -273,6 +286,18 @@ def _resume(
         store.close()
         raise
     return replica
+
+
+def _signer(
+    keys: RunKeys, replica: LiveReplica, state_dir: Path, *, may_be_lost: bool
+) -> EpochSigner:
+    """Return what signs the epochs, which knows of those in the log."""
+    signer = EpochSigner(state_dir / SIGNED_FILE, keys.sign)
+    if replica.opened is not None:
+        signer.note(replica.opened.epoch)
+    elif signer.highest is None and not may_be_lost:
+        signer.note(NONE_SIGNED)  # a new directory, or one whose log was there and has no epoch
+    return signer
 
 
 def _expect_spec(spec: RunSpec, path: Path) -> None:

@@ -888,12 +888,18 @@ class Replica(ReplicaView):
         head = replace(self.standing.head, epoch=epoch.epoch)
         self.standing = replace(self.standing, head=head, opened=epoch, epoch_record=record)
 
-    def open_epoch(self, electorate: Sequence[Elector], sign: Callable[[bytes], bytes]) -> Epoch:
-        """Sign and begin a new epoch at the head, which voids nothing here."""
+    def open_epoch(
+        self, electorate: Sequence[Elector], sign: Callable[[bytes], bytes], *, above: int = -1
+    ) -> Epoch:
+        """Sign and begin a new epoch at the head, which voids nothing here.
+
+        Its number is higher than `above`: the key may have signed epochs that are not in the log.
+        """
         head = self.head
+        known = -1 if self.opened is None else self.opened.epoch
         epoch = Epoch(
             run_id=self.run_id,
-            epoch=0 if self.opened is None else self.opened.epoch + 1,
+            epoch=max(known, above) + 1,
             base_position=head.position,
             base_chain=head.chain,
             electorate=tuple(electorate),
@@ -1159,10 +1165,10 @@ class LiveReplica(ReplicaView):
         return await self.change(lambda: self.core.adopt(record))
 
     async def open_epoch(
-        self, electorate: Sequence[Elector], sign: Callable[[bytes], bytes]
+        self, electorate: Sequence[Elector], sign: Callable[[bytes], bytes], *, above: int = -1
     ) -> Epoch:
         """Sign and begin a new epoch at the head; see `Replica.open_epoch`."""
-        return await self.change(lambda: self.core.open_epoch(electorate, sign))
+        return await self.change(lambda: self.core.open_epoch(electorate, sign, above=above))
 
     # Changes
 

@@ -41,6 +41,7 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, OuterState, StateError
 
 SCHEMA_VERSION = 1  # of the tables below; in the file's `user_version`, where 0 means a new file
+LOG_FILE = "log.sqlite"  # in the directory of a log
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
 PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
 
@@ -316,7 +317,7 @@ class LogStore:
         self._leases: dict[int, int] = {}
         self._pruned = 0
         directory.mkdir(parents=True, exist_ok=True)
-        self._db = open_log(directory / "log.sqlite", run_id, fsync=fsync)
+        self._db = open_log(directory / LOG_FILE, run_id, fsync=fsync)
         self._snapshots = Snapshots(self._db, self._lock, directory)
         self._first_with_bodies = self._find_first_with_bodies()
 

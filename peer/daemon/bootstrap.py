@@ -17,6 +17,7 @@ from pathlib import Path
 
 from atoll.coordinator.catching_up import Recover
 from atoll.coordinator.gossip import FetchModel
+from atoll.coordinator.heads import AskHeads
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
@@ -27,7 +28,7 @@ from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
 from atoll.peer.daemon.neighbours import ADDRESSES_KEPT, free_port
 from atoll.peer.gossip.snapshots import ModelFetcher
-from atoll.peer.recovery.ledger import LedgerRecovery
+from atoll.peer.recovery.ledger import LedgerHeads, LedgerRecovery
 
 REMEDY = "set coordinator.dht_listen to another address, or to port 0 for any that is free"
 LOOK_S = 10.0  # between two looks into the roster
@@ -79,6 +80,13 @@ class BootstrapNode:
     def recover(self) -> Recover:
         """Brings the coordinator's replica up to the peers'."""
         return LedgerRecovery(
+            me=self._node.peer_id, transport=self._node.transport, roster=self._node.roster
+        )
+
+    @property
+    def ask_heads(self) -> AskHeads:
+        """Asks peers where they stand in the log."""
+        return LedgerHeads(
             me=self._node.peer_id, transport=self._node.transport, roster=self._node.roster
         )
 

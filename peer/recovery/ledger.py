@@ -6,19 +6,22 @@ peer has kept the bodies that it lacks, or when its own snapshots cannot be read
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.levels import LOGGING
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError
+from atoll.optim.log.entry import LogError
 from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import PeerSource, Source, whom_to_ask
 from atoll.peer.rounds.context import RoundSettings
-from atoll.peer.rounds.messages import Head
+from atoll.peer.rounds.messages import Head, Known
 
 CONNECT_S = 10.0  # a peer of the roster may be gone
 STALL_S = 5.0  # patience with a donor; nobody waits for the coordinator
@@ -53,6 +56,47 @@ class LedgerRecovery:
         return await recovery.run()
 
 
+@dataclass(frozen=True, kw_only=True)
+class LedgerHeads:
+    """Asks peers where they stand; see `atoll.coordinator.heads.AskHeads`."""
+
+    me: str
+    """The PeerID of the coordinator's node."""
+    transport: Transport
+    roster: Roster
+
+    async def __call__(self, peer_ids: Sequence[str]) -> list[PeerHead]:
+        """Return the answers of those of these peers that answer."""
+        records = await _peers_of(self.roster)
+        asking = (self._ask(peer_id, records.get(peer_id)) for peer_id in peer_ids)
+        return [head for head in await asyncio.gather(*asking) if head is not None]
+
+    async def _ask(self, peer_id: str, record: PeerRecord | None) -> PeerHead | None:
+        known = Known(epoch=None).encode()  # the epoch's record is part of every answer
+        try:
+            if record is not None:  # else it may be connected all the same
+                await self.transport.connect(peer_id, record.addresses, timeout_s=CONNECT_S)
+            head = Head.decode(await self.transport.call(peer_id, "head", known, timeout_s=STALL_S))
+        except (TransportError, LogError, TimeoutError, ValueError, OSError):
+            return None
+        return PeerHead(
+            peer_id=peer_id,
+            incarnation=head.incarnation,
+            epoch=head.epoch,
+            position=head.position,
+            chain=head.chain,
+            epoch_record=head.epoch_record,
+        )
+
+
+async def _peers_of(roster: Roster) -> dict[str, PeerRecord]:
+    try:
+        return dict(await roster.peers())
+    except (RosterError, TransportError, TimeoutError, OSError) as error:
+        _log.info("the roster cannot be read: %s", clean(error))
+        return {}
+
+
 @dataclass(kw_only=True)
 class _Known:
     """The peers of the roster, to which nothing need be connected yet."""
@@ -72,11 +116,7 @@ class _Known:
         return self.replica.epoch
 
     async def __call__(self) -> Iterator[Sequence[Source]]:
-        try:
-            records = await self.roster.peers()
-        except (RosterError, TransportError, TimeoutError, OSError) as error:
-            _log.info("the roster cannot be read: %s", clean(error))
-            records = {}
+        records = await _peers_of(self.roster)
         self.turn += 1  # others are drawn each time, so that no silent peer is asked for ever
         return (
             [_Distant(self, records[peer]) for peer in some]

@@ -128,6 +128,8 @@ class Recovery:
         replica = self._replica
         if not replica.is_ledger or not (replica.is_current or replica.diverged):
             return False
+        if self._is_before_base():  # peers publish the entries of their own epoch alone
+            return False
         return any(d.head.first_body <= replica.position < d.head.position for d in ahead)
 
     async def _pass(
@@ -216,6 +218,12 @@ class Recovery:
         """Return whether the replica's entries are those of its epoch (none of them void)."""
         return bool(self._replica.electorate)
 
+    def _is_before_base(self) -> bool:
+        """Return whether this ledger's state is current and before the base of its epoch."""
+        replica, opened = self._replica, self._replica.opened
+        is_before = opened is not None and replica.position < opened.base_position
+        return replica.is_ledger and replica.is_current and is_before
+
     def _is_lost(self) -> bool:
         """Return whether entries alone do not help: they are void, or the state is missing."""
         replica = self._replica
@@ -233,7 +241,10 @@ class Recovery:
         could be had. It may lie before the base of the epoch, where nobody votes.
         """
         replica = self._replica
-        if not replica.ready or not (restored or not self._is_lost()):
+        # A ledger that lost its log stands before the base, where nobody votes; the chain of the
+        # base proves the entries up to it.
+        may_replay = restored or not self._is_lost() or self._is_before_base()
+        if not replica.ready or not may_replay:
             return False
         start, furthest = replica.position, donors[0]
         sources = [d for d in donors if d.head.first_body <= start]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from atoll.coordinator.checkpoints import load_checkpoint
+from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.heads import AskHeads, PeerHead
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
@@ -129,6 +131,8 @@ class Net:
     up: Running
     swarm: Swarm
     stack: contextlib.AsyncExitStack
+    clients: list[CoordinatorClient] = field(default_factory=list)
+    """Those of `started`."""
 
     def client(self, index: int = 0, **changes: Any) -> CoordinatorClient:
         client = CoordinatorClient(self.up.invite, self.swarm.identities[index], **changes)
@@ -141,7 +145,7 @@ class Net:
 
     async def started(self) -> list[CoordinatorClient]:
         """Join all, and wait until the first epoch is open."""
-        clients = [self.client(i) for i in range(len(self.swarm.identities))]
+        self.clients = clients = [self.client(i) for i in range(len(self.swarm.identities))]
         for index, client in enumerate(clients):
             await client.join()
             await client.heartbeat(self.swarm.status(index))
@@ -159,13 +163,37 @@ class Net:
         return published.accepted
 
 
+def answering(coordinator: Coordinator, swarm: Swarm) -> AskHeads:
+    """Return a call that the peers of a swarm answer, each with what its last heartbeat said."""
+
+    async def ask(peer_ids: Sequence[str]) -> list[PeerHead]:
+        statuses = {m.status.peer_id: m.status for m in coordinator.presence.peers.all()}
+        ours = {identity.peer_id for identity in swarm.identities}
+        return [
+            PeerHead(
+                peer_id=peer_id,
+                incarnation=statuses[peer_id].incarnation,
+                epoch=statuses[peer_id].epoch,
+                position=statuses[peer_id].position,
+                chain=coordinator.head().chain,
+                epoch_record=coordinator.replica.epoch_record,
+            )
+            for peer_id in peer_ids
+            if peer_id in ours
+        ]
+
+    return ask
+
+
 @contextlib.asynccontextmanager
 async def net(
     state_dir: Path, swarm: Swarm | None = None, spec: RunSpec = SPEC
 ) -> AsyncIterator[Net]:
     async with contextlib.AsyncExitStack() as stack:
         up = await stack.enter_async_context(running(spec, genesis, state_dir))
-        yield Net(up=up, swarm=swarm or Swarm(), stack=stack)
+        swarm = swarm or Swarm()
+        up.coordinator.ask_heads_with(answering(up.coordinator, swarm))
+        yield Net(up=up, swarm=swarm, stack=stack)
 
 
 def root_at(position: int, state: OuterState) -> StateRoot:

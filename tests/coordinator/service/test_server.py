@@ -11,12 +11,13 @@ import stat
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.history import History
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.invite import Invite
@@ -221,6 +222,10 @@ class FakeNode:
 
     async def recover(self, replica: LiveReplica, on_taken: Callable[[int], None]) -> None:
         """Nobody is there to recover from."""
+
+    async def ask_heads(self, peer_ids: Sequence[str]) -> list[PeerHead]:
+        """Nobody answers."""
+        return []
 
     async def close(self) -> None:
         self.closed = True

@@ -1,0 +1,268 @@
+"""C1: a coordinator without its log signs a second log, or waits beside peers that hold it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.coordinator.catching_up import LAG_S
+from atoll.coordinator.epochs import LEARN_S
+from atoll.coordinator.heads import AskHeads, PeerHead
+from atoll.coordinator.policies import STALL_S
+from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
+from atoll.coordinator.run.status import RoundReport
+from atoll.coordinator.signing import SIGNED_FILE, EpochSigner, SignedAlready
+from atoll.optim.log.entry import Epoch, epoch_payload
+from atoll.optim.log.replica import LiveReplica, Recovered, Replica
+from atoll.peer.recovery.recovery import Recovery
+from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
+from support import kit
+from support.logs import open_replica
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class StoreSource:
+    """A peer that has all of a log."""
+
+    name = "12D3KooWdonor"
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.store = replica, replica.store
+
+    async def head(self) -> Head:
+        head = self.replica.head
+        return Head(
+            protocol=PROTOCOL,
+            epoch=head.epoch,
+            position=head.position,
+            chain=head.chain,
+            incarnation="1",
+            role="trainer",
+            ready_in_s=0.0,
+            first_body=0,
+            snapshots=(),
+            epoch_record=self.replica.epoch_record,
+        )
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        records = self.store.headers(start, stop - start)
+        return [Decided(entry=r.entry, certificate=r.certificate) for r in records]
+
+    async def body(self, position: int, body_bytes: int) -> bytes:
+        return self.store.body(position)
+
+
+def recovering(source: StoreSource) -> Callable[..., Awaitable[Recovered | None]]:
+    async def listed() -> Iterator[Sequence[Any]]:
+        return iter([[source]])
+
+    async def recover(replica: LiveReplica, on_taken: Callable[[int], None]) -> Recovered | None:
+        recovery = Recovery(
+            replica,
+            listed,
+            genesis=asyncio.Event().wait,
+            stall_s=5.0,
+            on_event=lambda level, text: None,
+            on_progress=lambda what, left: None,
+            on_taken=on_taken,
+        )
+        return await recovery.run()
+
+    return recover
+
+
+def answering(swarm: kit.Swarm, donor: Replica) -> AskHeads:
+    async def ask(peer_ids: Sequence[str]) -> list[PeerHead]:
+        ours = {identity.peer_id for identity in swarm.identities}
+        return [
+            PeerHead(
+                peer_id=peer_id,
+                incarnation="1",
+                epoch=donor.epoch,
+                position=donor.position,
+                chain=donor.chain,
+                epoch_record=donor.epoch_record,
+            )
+            for peer_id in peer_ids
+            if peer_id in ours
+        ]
+
+    return ask
+
+
+def payload(epoch: int) -> bytes:
+    elector = kit.Swarm().electors()[0]
+    record = Epoch(
+        run_id=b"r" * 32,
+        epoch=epoch,
+        base_position=0,
+        base_chain=b"c" * 32,
+        electorate=(elector,),
+    )
+    return epoch_payload(record.encode())
+
+
+def test_the_number_is_on_disk_before_the_signature_leaves(tmp_path: Path) -> None:
+    path, seen = tmp_path / SIGNED_FILE, list[str]()
+    signer = EpochSigner(path, lambda data: seen.append(path.read_text()) or b"signature")
+    assert signer.highest is None
+    assert signer.sign(payload(3)) == b"signature"
+    assert seen == ["3\n"] and path.stat().st_mode & 0o777 == 0o600
+    for epoch in (0, 3):
+        with pytest.raises(SignedAlready, match=f"above 3, .* got {epoch}"):
+            EpochSigner(path, lambda data: b"never").sign(payload(epoch))
+    path.write_text("rubbish")
+    assert EpochSigner(path, lambda data: b"").highest is None
+
+
+async def two_epochs(net: kit.Net, clock: Clock) -> None:
+    """Decide three entries in epoch 0, and two in epoch 1."""
+    coordinator = net.up.coordinator
+    coordinator._steady = clock
+    one, *_ = await net.started()
+    for count in (3, 2):
+        for _ in range(count):
+            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            assert await net.publish(one, entry, body)
+        trace = RoundReport(
+            position=coordinator.head().position - 1,
+            epoch=coordinator.head().epoch,
+            included=True,
+            seconds={"send": 1.0},
+        )
+        position = coordinator.head().position
+        await one.heartbeat(net.swarm.status(0, position=position), traces=[trace])
+        while coordinator.head().epoch == 0:
+            clock.now_s += 1.0
+            for index in range(3):
+                status = net.swarm.status(index, state="syncing", position=position)
+                await net.clients[index].heartbeat(status)
+            await coordinator.tick()
+    assert (coordinator.head().epoch, coordinator.head().position) == (1, 5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def donor_of(folder: Path, net: kit.Net) -> Replica:
+    """Open a copy of the coordinator's log, as a peer of the run holds it."""
+    copy = folder.with_name("donor")
+    shutil.copytree(folder / "log", copy)
+    keys = RunKeys.load_or_create(folder / KEYS_FILE)
+    return open_replica(copy, keys, run_id=net.run_id)
+
+
+@pytest.mark.parametrize("lost", ["log", "log/log.sqlite", "empty"])
+@pytest.mark.parametrize("knows", [True, False])  # False: a directory of an earlier version
+def test_a_lost_log_comes_back_from_the_peers(folder: Path, lost: str, knows: bool) -> None:
+    async def main() -> None:
+        swarm, clock = kit.Swarm(), Clock()
+        async with kit.net(folder, swarm) as net:
+            await two_epochs(net, clock)
+            before = net.up.coordinator.status()
+        donor = donor_of(folder, net)
+        if not knows:
+            (folder / SIGNED_FILE).unlink()
+        if lost == "empty":
+            (folder / "log" / "log.sqlite").write_bytes(b"")
+            if not knows:
+                return  # nothing tells this from a run that has never begun
+        elif lost == "log":
+            shutil.rmtree(folder / "log")
+        else:
+            (folder / lost).unlink()
+        async with kit.net(folder, swarm) as net:
+            coordinator = net.up.coordinator
+            coordinator._steady = clock
+            clients = [net.client(i) for i in range(3)]
+            for client in clients:
+                await client.join()
+
+            async def pass_time(seconds: float, **status: Any) -> None:
+                for _ in range(int(seconds)):
+                    clock.now_s += 1.0
+                    for index, client in enumerate(clients):
+                        await client.heartbeat(swarm.status(index, **status))
+                    await coordinator.tick()
+                    if coordinator._catching_up and coordinator._catching_up._task:
+                        await coordinator._catching_up._task
+
+            def texts() -> list[str]:
+                return [event.text for event in coordinator.status().events]
+
+            assert sum("which the log here lacks" in text for text in texts()) == 1
+            assert coordinator.status().history == before.history  # nothing is forgotten
+            # Fresh peers alone: nobody answers with the newest epoch, and none is opened.
+            coordinator._epochs.heads = None
+            await pass_time(2 * STALL_S)
+            assert coordinator.replica.opened is None
+            # Peers that hold the run.
+            coordinator.ask_heads_with(answering(swarm, donor))
+            catching_up = coordinator.recover_with(recovering(StoreSource(donor)))
+            await pass_time(3 * LAG_S, state="training", epoch=1, position=5)
+            assert "epoch 1 learned from peers; fetching its entries" in texts()
+            assert coordinator.head() == donor.head
+            assert coordinator.replica.state.root() == donor.state.root()
+            assert coordinator.replica.electorate == donor.electorate
+            after = coordinator.status()
+            assert after.history == before.history and after.tokens_total == before.tokens_total
+            # A stall now opens epoch 2, and no epoch 0 or 1 again.
+            await pass_time(STALL_S + 5, state="syncing", epoch=1, position=5)
+            assert (coordinator.head().epoch, coordinator.head().position) == (2, 5)
+            assert (folder / SIGNED_FILE).read_text() == "2\n"
+            await catching_up.close()
+        donor.store.close()
+
+    kit.run(main())
+
+
+def test_an_old_copy_of_the_log_signs_no_epoch_that_peers_hold(folder: Path) -> None:
+    async def main() -> None:
+        swarm, clock = kit.Swarm(), Clock()
+        async with kit.net(folder, swarm) as net:
+            await net.started()
+        old = folder.with_name("old")
+        shutil.copytree(folder / "log", old)
+        async with kit.net(folder, swarm) as net:
+            coordinator = net.up.coordinator
+            coordinator._steady = clock
+            clients = [net.client(i) for i in range(3)]
+            for client in clients:
+                await client.join()
+            while coordinator.head().epoch == 0:
+                clock.now_s += 1.0
+                for index, client in enumerate(clients):
+                    await client.heartbeat(swarm.status(index, state="syncing"))
+                await coordinator.tick()
+        shutil.rmtree(folder / "log")
+        shutil.copytree(old, folder / "log")
+        async with kit.net(folder, swarm) as net:
+            coordinator = net.up.coordinator
+            coordinator._steady = clock
+            clients = [net.client(i) for i in range(3)]
+            for client in clients:
+                await client.join()
+            began_s = clock.now_s
+            while coordinator.head().epoch == 0 and clock.now_s < began_s + 10 * STALL_S:
+                clock.now_s += 1.0
+                for index, client in enumerate(clients):
+                    await client.heartbeat(swarm.status(index, state="syncing"))
+                await coordinator.tick()
+            # Its record reached none of these peers: the number is skipped, not used again.
+            assert coordinator.head().epoch == 2
+            assert clock.now_s - began_s >= LEARN_S
+
+    kit.run(main())

@@ -1,0 +1,117 @@
+"""scripts/mutants.py on a tree of one module; and the product's own list is not stale."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
+mutants = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mutants)
+
+MODULE = """\
+def largest(values):
+    if not values:
+        raise ValueError("no values")
+    while len(values) > 1:
+        values = values[1:] if values[0] < values[1] else [values[0], *values[2:]]
+    return values[0]
+"""
+TEST = """\
+from atoll.optim.module import largest
+
+def test_largest():
+    assert largest([1, 3, 2]) == 3
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    root = tmp_path / "tree"
+    for folder in ("optim", "tests"):
+        (root / folder).mkdir(parents=True)
+    (root / "optim" / "__init__.py").touch()  # before any other package of this name
+    (root / "optim" / "module.py").write_text(MODULE)
+    (root / "tests" / "test_module.py").write_text(TEST)
+    return root
+
+
+def write_list(tree, *changes):
+    text = "".join(
+        f'[[mutant]]\nfile = "optim/module.py"\nfind = {json.dumps(find)}\n'
+        f"replace = {json.dumps(replace)}\nbreaks = {json.dumps(breaks)}\n"
+        'tests = ["tests/test_module.py"]\n'
+        for find, replace, breaks in changes
+    )
+    (tree / "tests" / "mutants.toml").write_text(text)
+
+
+SMALLEST = ("values[0] < values[1]", "values[0] > values[1]", "the smallest is returned")
+EMPTY = ("if not values:", "if False:", "an empty list is accepted")
+ENDLESS = ("len(values) > 1", "values", "no end")
+
+
+def run(tree, capsys, *arguments):
+    status = mutants.main(["--root", str(tree), "--json", *arguments])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_mutants_are_counted_and_the_tree_is_left_alone(tree, capsys):
+    write_list(tree, SMALLEST, EMPTY)
+    status, lines = run(tree, capsys)
+    result = json.loads(lines[-1])
+    assert status == 1  # half is less than 95%
+    assert result["share"] == 0.5
+    assert result["mutants"] == {
+        "optim/module.py: the smallest is returned": "noticed",
+        "optim/module.py: an empty list is accepted": "survived",
+    }
+    assert result["counts"]["optim"] == {"noticed": 1, "survived": 1, "stale": 0, "broken": 0}
+    assert (tree / "optim" / "module.py").read_text() == MODULE
+
+
+def test_only_those_that_match_run(tree, capsys):
+    write_list(tree, SMALLEST, EMPTY)
+    status, lines = run(tree, capsys, "--only", "smallest")
+    assert status == 0
+    assert len(json.loads(lines[-1])["mutants"]) == 1
+
+
+@pytest.mark.parametrize("find", ["values[9]", "values[0]"])
+def test_a_text_that_does_not_occur_exactly_once_is_stale(tree, capsys, find):
+    write_list(tree, SMALLEST, (find, "None", "nothing"))
+    status, lines = run(tree, capsys)
+    assert status == 1
+    assert json.loads(lines[-1])["mutants"]["optim/module.py: nothing"] == "stale"
+
+
+def test_tests_that_exceed_the_limit_notice_the_mutant(tree, capsys):
+    write_list(tree, ENDLESS)
+    status, lines = run(tree, capsys, "--limit", "5")
+    assert (status, json.loads(lines[-1])["share"]) == (0, 1.0)
+
+
+def test_tests_that_fail_without_a_change_measure_nothing(tree, capsys):
+    write_list(tree, SMALLEST)
+    (tree / "tests" / "test_module.py").write_text(TEST.replace("== 3", "== 4"))
+    assert mutants.main(["--root", str(tree)]) == 2
+    assert "fail without any change" in capsys.readouterr().err
+
+
+def test_the_list_is_printed_without_a_run(tree, capsys):
+    write_list(tree, SMALLEST, EMPTY)
+    assert mutants.main(["--root", str(tree), "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_each_mutant_of_the_product_applies_and_names_tests_that_exist():
+    found = mutants.read_list(ROOT / "tests" / "mutants.toml")
+    assert len({mutant.name for mutant in found}) == len(found)
+    for mutant in found:
+        assert mutant.applied((ROOT / mutant.file).read_text("utf-8")) is not None, mutant.name
+        assert mutant.find != mutant.replace, mutant.name
+        for test in mutant.tests:
+            assert (ROOT / test.partition("::")[0]).exists(), mutant.name

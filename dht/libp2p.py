@@ -12,10 +12,11 @@ import asyncio
 import logging
 import random
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from atoll.dht.p2pd import P2pd, P2pdError
+from atoll.dht.p2pd import P2pd, P2pdError, open_files
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import (
     HEADER_BYTES,
@@ -52,7 +53,13 @@ from atoll.dht.wirecount import WireTotals
 logger = logging.getLogger(__name__)
 
 READ_WINDOW_BYTES = 2 << 20  # unread bytes after which reading from p2pd stops
-GREETING_S = 10.0  # for OPEN to arrive
+GREETING_S = 10.0  # for the OPEN of a peer that showed an admission before
+STRANGER_GREETING_S = 2.0  # for the OPEN of others; it travels with the stream
+MAX_SILENT = 64  # streams of strangers without a good OPEN, of all together: PeerIDs are free
+MAX_SILENT_PER_PEER = 4  # of them for longer than a burst
+BURST_S = 0.25  # in which a newcomer may open many streams before we read the first OPEN
+ADMITTED_S = 600.0  # after its last good OPEN a peer is a stranger again
+MAX_ADMITTED = 8192  # peers remembered for it
 CALL_STREAM_S = 60.0  # for 3 MiB over a bad link, and for the next call to arrive
 CALL_REUSE_S = 20.0  # well before the other side stops waiting, and while an admission holds
 MAX_IDLE_CALLS = 2  # per peer and method
@@ -60,6 +67,7 @@ PARTING_S = 0.5  # for others to close their streams too, before ours are aborte
 MESSAGE_COST_BYTES = 64  # counted for an empty message, so that endless ones fill the window too
 LINGER_S = 5.0  # for the other side to close; cutting earlier could lose what we sent last
 MAX_STREAMS_PER_PEER = 256  # bounds the memory that one peer can claim
+SPARE_FILES = 2  # one in so many descriptors may be a stream that others opened
 DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
 
@@ -228,12 +236,6 @@ class LibP2PStream(StreamEnd):
         self._wake()
 
 
-def _close_unmade(stream: LibP2PStream, connection: socket.socket) -> None:
-    """Close the socket of a stream whose task was cancelled before its first step."""
-    if not stream.connection.is_made:
-        connection.close()
-
-
 Admit = Callable[[LibP2PStream, bytes], bool]
 """Returns True if the other side's admission is good; refuses on the stream if not."""
 
@@ -266,6 +268,8 @@ class LibP2PTransport:
         self._known: dict[str, tuple[str, ...]] = {}
         self._connected: set[str] = set()
         self._dialing: dict[str, asyncio.Lock] = {}
+        self._admitted: dict[str, float] = {}
+        self._silent: dict[LibP2PStream, tuple[float, asyncio.Task[None]]] = {}
         self._calls_made = 0
         self._messages = [0, 0]
         self._bytes = [0, 0]
@@ -443,6 +447,7 @@ class LibP2PTransport:
         self._streams.add(stream)
 
     def _forget(self, stream: LibP2PStream) -> None:
+        self._silent.pop(stream, None)  # only now: a refused one keeps its descriptor for a while
         if stream in self._streams:
             self._streams.discard(stream)
             for key in [key for key, idle in self._idle.items() if stream in idle]:
@@ -493,19 +498,53 @@ class LibP2PTransport:
     # The other side
 
     def _accept(self, remote: str, connection: socket.socket) -> None:
-        num_streams = sum(stream.remote == remote for stream in self._streams)
-        if self._is_closed or num_streams >= MAX_STREAMS_PER_PEER:
-            logger.warning(
-                "refused a stream of %s: it has %d open, at most %d are allowed",
-                remote,
-                num_streams,
-                MAX_STREAMS_PER_PEER,
-            )
+        if self._is_closed or (why := self._why_full(remote)):
+            if not self._is_closed:
+                logger.info("refused a stream of %s: %s", remote, why)
             connection.close()
             return
         stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
         task = self._tasks.spawn(self._serve(stream, connection))
-        task.add_done_callback(lambda _: _close_unmade(stream, connection))
+        if not self._is_admitted(remote):
+            self._silent[stream] = (asyncio.get_running_loop().time(), task)
+        task.add_done_callback(lambda _: self._served(stream, connection))
+        if len(self._silent) > MAX_SILENT:
+            self._drop_silent()
+
+    def _why_full(self, remote: str) -> str:
+        """Return why a peer may open no more streams now; empty if it may."""
+        num_streams = sum(stream.remote == remote for stream in self._streams)
+        if num_streams >= MAX_STREAMS_PER_PEER:
+            return f"it has {num_streams} open, at most {MAX_STREAMS_PER_PEER} are allowed"
+        if len(self._streams) >= open_files() // SPARE_FILES:
+            return f"{len(self._streams)} are open, of all peers together"
+        before_s = asyncio.get_running_loop().time() - BURST_S
+        silent = [s for s, (at_s, _) in self._silent.items() if s.remote == remote]
+        if sum(self._silent[s][0] < before_s for s in silent) >= MAX_SILENT_PER_PEER:
+            return f"{len(silent)} of its streams have not shown an admission"
+        return ""
+
+    def _is_admitted(self, remote: str) -> bool:
+        until_s = self._admitted.get(remote, 0.0)
+        return asyncio.get_running_loop().time() < until_s
+
+    def _drop_silent(self) -> None:
+        """End the oldest silent stream of the peer that has most of them.
+
+        The oldest, because an honest peer's OPEN is here within milliseconds. So newcomers find
+        room, however many strangers are silent.
+        """
+        counts = Counter(stream.remote for stream in self._silent)
+        ((most, _),) = counts.most_common(1)
+        stream = next(stream for stream in self._silent if stream.remote == most)
+        _, task = self._silent.pop(stream)
+        stream.connection.abort()
+        task.cancel()
+
+    def _served(self, stream: LibP2PStream, connection: socket.socket) -> None:
+        if not stream.connection.is_made:  # cancelled before its first step
+            self._silent.pop(stream, None)
+            connection.close()
 
     def _admit(self, stream: LibP2PStream, admission: bytes) -> bool:
         try:
@@ -513,6 +552,11 @@ class LibP2PTransport:
         except Exception as error:
             stream.refuse(self.handlers.refusal(error, self.peer_id))
             return False
+        self._silent.pop(stream, None)
+        self._admitted.pop(stream.remote, None)
+        self._admitted[stream.remote] = asyncio.get_running_loop().time() + ADMITTED_S
+        if len(self._admitted) > MAX_ADMITTED:
+            self._admitted.pop(next(iter(self._admitted)))
         return True
 
     async def _serve(self, stream: LibP2PStream, connection: socket.socket) -> None:
@@ -525,7 +569,8 @@ class LibP2PTransport:
             await stream.close()
 
     async def _is_greeted(self, stream: LibP2PStream) -> bool:
-        await asyncio.wait({stream.opened}, timeout=GREETING_S)
+        patience_s = STRANGER_GREETING_S if stream in self._silent else GREETING_S
+        await asyncio.wait({stream.opened}, timeout=patience_s)
         if stream.opened.done() and not stream.opened.cancelled():
             return True
         if stream.connection.is_wanted:  # if not, a refusal is still on its way out

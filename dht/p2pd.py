@@ -11,7 +11,8 @@ authenticated by libp2p (TLS or Noise).
 
 Errors::
 
-    P2pdError(PeerUnreachable)    p2pd did not start, or answered a request with an error
+    P2pdError(PeerUnreachable)    p2pd did not start, or answered a request with an error, or
+    │                             no socket can be had
     └── P2pdGone                  p2pd is not running: no peer can be reached
 """
 
@@ -21,9 +22,11 @@ import asyncio
 import fcntl
 import logging
 import os
+import resource
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections import deque
@@ -139,7 +142,11 @@ class P2pd:
         Raises:
             P2pdError: it did not come up; the message holds its last words.
         """
-        folder, lock = claim_folder()
+        raise_open_files()
+        try:
+            folder, lock = claim_folder()
+        except OSError as error:
+            raise P2pdError(f"cannot make a folder for p2pd: {error}") from error
         key = folder / "key"
         try:
             key.touch(mode=0o600)
@@ -245,7 +252,7 @@ class P2pd:
     async def listen(self, protocol: str, accept: Accept) -> None:
         """Pass every stream of `protocol` to `accept(remote, socket)`."""
         path = self._folder / "c.sock"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = _unix_socket()
         self._listener.setblocking(False)
         self._listener.bind(str(path))
         self._listener.listen(LISTEN_BACKLOG)
@@ -301,7 +308,7 @@ class P2pd:
         return reply
 
     async def _request(self, request: Any) -> Control:  # noqa: ANN401 - protobuf
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = _unix_socket()
         try:
             connection.setblocking(False)
             return connection, await self._exchange(connection, request)
@@ -345,6 +352,32 @@ class P2pd:
             with suppress(ProcessLookupError):
                 self.process.kill()
             await self.process.wait()
+
+
+def _unix_socket() -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # most likely out of descriptors
+        raise P2pdError(
+            f"cannot open a socket to p2pd: {error.strerror}; allow more open files"
+        ) from error
+
+
+def raise_open_files() -> None:
+    """Allow as many open files as this process may have; p2pd inherits it.
+
+    Each stream takes a descriptor here and another in p2pd, and the usual limit is 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # a system may have a lower limit than it names
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def open_files() -> int:
+    """Return how many files this process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def claim_folder() -> tuple[Path, IO[bytes]]:

@@ -4,8 +4,8 @@ The cells of a round are the fragment's pieces. On the way up a member sends one
 cell. What comes back depends on the method's reduction:
 
     mean      the owner's frame of the weighted mean, in the same codec
-    gather    all members' frames as they came, with their shares; everyone decodes them alike, so
-              the update holds the union of what the members selected
+    gather    all members' frames as they came, with their shares; every peer decodes them alike,
+              so the update holds the union of the values that members selected
 
 Frames travel, and lie in the body of an entry, one after another (little endian)::
 
@@ -19,10 +19,10 @@ A gathered frame is, for each member whose cell is in, in the order of the entry
     8    4    length of the member's frame
     12   ...  the member's frame
 
-and decodes to sum(share d) / sum(weight), or where the method divides by senders to that of each
-coordinate, with the weights of those that sent it. A receiver MUST check each length against
-`max_sent_bytes` or `max_reduced_bytes` before it reads on; a weight MUST be finite and above 0, a
-share at most that.
+and decodes to sum(share d) / sum(weight). If the method divides by senders, each coordinate is
+divided by the weights of the members that sent it instead. A receiver MUST check each length
+against `max_sent_bytes` or `max_reduced_bytes` before it reads on; a weight MUST be finite and
+above 0, a share at most that.
 
     UpdateError (ValueError)   a body that is too long, or a cell that does not decode
 """
@@ -58,10 +58,15 @@ from atoll.optim.state.layout import (
     grid,
 )
 from atoll.optim.state.outer_state import is_finite
-from atoll.optim.state.outer_step import to_fp32
+from atoll.optim.state.outer_step import scalar
 from atoll.optim.state.updates import Update
 
-SHORT = 1024  # values: a sum of so many squares in fp32 has seven digits
+SHORT = 1024  # values whose norm in fp32 is right to 2e-8; of 65,536 values it is to 1e-6
+SPARSE_AT_ONCE = 16 * AT_ONCE  # cells, of which nothing is made dense
+LENGTH = struct.Struct("<I")
+TERM = struct.Struct("<ffI")
+
+Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +74,11 @@ class Sent:
     """Values of consecutive pieces, flat; good until the next ones are decoded."""
 
     values: Tensor
-    """fp32, of all of them, or at the indices"""
+    """fp32; of all of them, or at the indices."""
 
     indices: Tensor | None = None
-    """int64; the others are 0. One that comes twice has one value. None: there is a value for
-    each."""
+    """int64; values elsewhere are 0. An index may come twice with the same value. None: `values`
+    holds all."""
 
     def scale_(self, factor: Tensor) -> Sent:
         """Multiply by a number, in place."""
@@ -85,11 +90,12 @@ class Sent:
         if self.indices is None:
             sum_N.add_(self.values, alpha=share)
             return
+        # Not scatter_add_: an index that comes twice must count once.
         some = sum_N.index_select(0, self.indices).add_(self.values, alpha=share)
         sum_N.scatter_(0, self.indices, some)
 
     def take_from_(self, values_N: Tensor) -> None:
-        """Leave what was not sent."""
+        """Subtract these values, so that those that were not sent remain."""
         if self.indices is None:
             values_N.sub_(self.values)
             return
@@ -97,17 +103,17 @@ class Sent:
         values_N.scatter_(0, self.indices, some)
 
     def put_(self, out_N: Tensor) -> None:
-        """Write all values."""
+        """Write all values, zeros included."""
         if self.indices is None:
             out_N.copy_(self.values)
         else:
             out_N.zero_().scatter_(0, self.indices, self.values)
 
     def squares(self, pieces: Sequence[Dims]) -> list[float]:
-        """The sum of squares of each piece."""
+        """Return the sum of squares of each piece."""
         if self.indices is None:
             return sums_of_squares(self.values, pieces)
-        each = len(self.values) // len(pieces)
+        each = len(self.values) // len(pieces)  # pieces of one batch keep equally many values
         return sums_of_squares(self.values, [(each,)] * len(pieces))
 
 
@@ -115,21 +121,21 @@ class Mean:
     """The mean of what members sent of consecutive pieces, over the weights of all of them."""
 
     def __init__(self, codec: Codec, pieces: Sequence[Dims], out_N: Tensor, total: float) -> None:
-        """Begin in `out_N`, which holds the mean after `finish`; `total` is all their weight."""
+        """Begin in `out_N`, which holds the mean after `finish`; `total` is the sum of weights."""
         self._codec, self._pieces, self._total = codec, pieces, total
         self._out_N = out_N.zero_()
 
     def add(self, frames: Sequence[Frame], *, share: float, weight: float) -> None:
-        """Add what a member sent; its share is its weight times a clip factor.
+        """Add a member's frames; its share is its weight times a clip factor.
 
         Raises:
             CodecError: when a frame is none of its piece.
         """
         sent = sent_in(self._codec, frames, self._pieces)
-        sent.scale_(_scalar(share / self._total)).add_to_(self._out_N)
+        sent.scale_(scalar(share / self._total)).add_to_(self._out_N)
 
     def finish(self) -> None:
-        """All were added."""
+        """Complete the mean, once all members were added."""
 
 
 class MeanOfSenders(Mean):
@@ -142,6 +148,7 @@ class MeanOfSenders(Mean):
     ) -> None:
         super().__init__(codec, pieces, out_N, total)
         numel = sum(codec.num_coordinates(dims) for dims in pieces)
+        # The coordinates of a DCT are coefficients, which become values only in `finish`.
         self._sum_D = out_N if codec.elementwise else torch.zeros(numel)
         self._weight_D = scratch("weights of senders", self._sum_D).zero_()
         self._indices: list[Tensor] = []
@@ -149,15 +156,15 @@ class MeanOfSenders(Mean):
     def add(self, frames: Sequence[Frame], *, share: float, weight: float) -> None:
         found = self._codec.sparse_pieces(frames, self._pieces)
         sent = Sent(values=found.values, indices=found.indices)
-        sent.scale_(_scalar(share)).add_to_(self._sum_D)
+        sent.scale_(scalar(share)).add_to_(self._sum_D)
         weights = Sent(values=torch.full_like(sent.values, weight), indices=sent.indices)
         weights.add_to_(self._weight_D)
         self._indices.append(found.indices)
 
     def finish(self) -> None:
-        """Divide where anybody sent; where several did, each time by the same into the same."""
+        """Divide the coordinates that anybody sent."""
         if self._indices:
-            at = torch.cat(self._indices)
+            at = torch.cat(self._indices)  # a coordinate of several senders: same quotient twice
             some = self._sum_D.index_select(0, at) / self._weight_D.index_select(0, at)
             self._sum_D.scatter_(0, at, some)
         if self._sum_D is not self._out_N:
@@ -180,7 +187,10 @@ def sent_in(codec: Codec, frames: Sequence[Frame], pieces: Sequence[Dims]) -> Se
 
 
 def encode_sent(codec: Codec, values: Tensor, pieces: Sequence[Dims]) -> tuple[list[bytes], Sent]:
-    """Encode the pieces of one of `batches`; their frames, and what these say.
+    """Encode the pieces of one of `batches`.
+
+    Returns:
+        Their frames, and the values that these decode to.
 
     Raises:
         CodecError: when they hold NaN or infinity.
@@ -193,9 +203,10 @@ def encode_sent(codec: Codec, values: Tensor, pieces: Sequence[Dims]) -> tuple[l
 
 
 def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:
-    """The sum of squares of each of some pieces.
+    """Return the sum of squares of each of some pieces.
 
-    From norms of short runs in fp32, right to seven digits, unless a square may overflow or vanish.
+    Norms of runs of 1,024 values in fp32 are right to seven digits in a fifth of the time of fp64.
+    If a square may overflow or vanish, or a piece is no multiple of a run, it is fp64.
     """
     sizes = [math.prod(dims) for dims in pieces]
     if len(set(sizes)) > 1:
@@ -209,17 +220,6 @@ def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:
     return [float(squares) for squares in sums_P]
 
 
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(to_fp32(value), dtype=torch.float32)
-
-
-Bytes = bytes | bytearray | memoryview
-
-SPARSE_AT_ONCE = 16 * AT_ONCE  # cells, of which nothing is made dense
-LENGTH = struct.Struct("<I")
-TERM = struct.Struct("<ffI")
-
-
 class UpdateError(ValueError):
     """The body of an update does not decode to the values of its fragment."""
 
@@ -229,10 +229,13 @@ class Term:
     """A member's frame of a cell, and its weight in the mean."""
 
     share: float
-    """weight x clip factor"""
+    """Weight x clip factor."""
 
     weight: float
+    """The member's capped weight, fp32, above 0."""
+
     frame: Bytes
+    """The member's frame as it came."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -240,55 +243,55 @@ class Cells:
     """The cells of one fragment, encoded by one codec, or each by that of its layer."""
 
     together: ClassVar[bool] = True
-    """Whether equal cells may be encoded and decoded at once."""
+    """Equal cells may be encoded and decoded at once."""
 
     codec: Codec
     fragment: Fragment
 
     gathers: bool = False
-    """Whether an update holds all members' frames, in place of their mean."""
+    """An update holds all members' frames instead of their mean."""
 
     by_senders: bool = False
-    """Whether a gathered value is divided by the weights of those that sent it, not of all."""
+    """A gathered value is divided by the weights of the members that sent it, not of all."""
 
     def __post_init__(self) -> None:
         """Refuse codecs that a round can't use.
 
         Raises:
-            CodecError: when frames depend on earlier ones, a layer has no codec, or nobody can
-                tell who sent a value.
+            CodecError: when frames depend on earlier ones, a layer has no codec, or values are
+                divided by senders and frames do not show which values a member sent.
         """
         for dims in self.fragment.pieces:
             codec_of(self.codec, dims)
-        if self.codec.stateful:
+        if self.codec.stateful:  # joiners decode frames without the earlier ones
             raise CodecError(f"expected a codec whose frames stand alone, got {self.codec.spec}")
         if self.by_senders and not isinstance(self.codec, CoordinateCodec):
             raise CodecError(f"expected a codec that tells who sent what, got {self.codec.spec}")
 
     @classmethod
     def of_vector(cls, codec: Codec, numel: int) -> Self:
-        """The cells of a whole vector of so many values, which come back as a mean."""
+        """Return the cells of a whole vector of `numel` values, reduced to a mean."""
         return cls(codec=codec, fragment=Fragment(spans=((0, numel),), pieces=grid(numel)))
 
     def __len__(self) -> int:
-        """Number of cells."""
+        """Return the number of cells."""
         return len(self.fragment.pieces)
 
     @property
     def numel(self) -> int:
-        """Values of all cells."""
+        """Return F, the number of values of all cells."""
         return self.fragment.numel
 
     def dims(self, index: int) -> Dims:
-        """Shape of one cell."""
+        """Return the shape of one cell."""
         return self.fragment.pieces[index]
 
     def codec_at(self, index: int) -> Codec:
-        """The codec of one cell."""
+        """Return the codec of one cell."""
         return codec_of(self.codec, self.dims(index))
 
     def values(self, start: int, stop: int) -> slice:
-        """Values of the cells `[start, stop)` within the fragment."""
+        """Return the values of the cells `[start, stop)` within the fragment."""
         slices = self.fragment.slices
         return slice(slices[start].start, slices[stop - 1].stop)
 
@@ -298,16 +301,16 @@ class Cells:
         return self.together and not self.gathers and isinstance(self.codec, SparseCodec)
 
     def max_sent_bytes(self, index: int) -> int:
-        """Longest frame of one member's cell."""
+        """Return the bytes of the longest frame of one member's cell."""
         return self._most_bytes[index + 1] - self._most_bytes[index]
 
     def max_reduced_bytes(self, index: int, members: int) -> int:
-        """Longest frame of one cell that so many members reduced."""
+        """Return the bytes of the longest reduced frame of one cell."""
         one = self.max_sent_bytes(index)
         return members * (TERM.size + one) if self.gathers else one
 
     def max_body_bytes(self, members: int, start: int = 0, stop: int | None = None) -> int:
-        """Longest body of the cells `[start, stop)`, all by default."""
+        """Return the bytes of the longest body of the cells `[start, stop)`, all by default."""
         ends = (start, len(self) if stop is None else stop)
         lengths = self._most_bytes[ends[1]] - self._most_bytes[ends[0]]
         headers = LENGTH.size * (ends[1] - ends[0])
@@ -317,12 +320,13 @@ class Cells:
 
     @property
     def sizes(self) -> list[int]:
-        """Longest frame of each cell that one member sends, in bytes."""
+        """Return the bytes of the longest frame of each cell that one member sends."""
         return [self.max_sent_bytes(index) for index in range(len(self))]
 
     @cached_property
     def _most_bytes(self) -> list[int]:
-        """Longest frames of the cells before each, summed up."""
+        """Return the summed bytes of the longest frames before each cell, and of all."""
+        # Most cells share one shape and one codec, so their length is computed once.
         sums, lengths = [0], dict[tuple[str, Dims], int]()
         for index, dims in enumerate(self.fragment.pieces):
             codec = self.codec_at(index)
@@ -333,7 +337,7 @@ class Cells:
         return sums
 
     def encode(self, values_F: Tensor) -> list[bytes]:
-        """Frames of a member, or of a mean.
+        """Encode F values of a member, or of a mean, to one frame a cell.
 
         Raises:
             CodecError: when the values hold NaN or infinity.
@@ -343,7 +347,7 @@ class Cells:
     # one cell
 
     def decode_sent(self, index: int, frame: Bytes) -> Tensor:
-        """A member's values of one cell, flat.
+        """Return a member's values of one cell, flat.
 
         Raises:
             CodecError: when it is no frame of the cell.
@@ -351,7 +355,7 @@ class Cells:
         return self.codec_at(index).decode(frame, self.dims(index)).view(-1)
 
     def encode_mean(self, index: int, mean_C: Tensor) -> bytes:
-        """The reduced frame of a mean.
+        """Return the reduced frame of a mean.
 
         Raises:
             CodecError: when it holds NaN or infinity.
@@ -359,7 +363,7 @@ class Cells:
         return self.codec_at(index).encode(mean_C.view(self.dims(index)))
 
     def encode_terms(self, terms: Sequence[Term]) -> bytes:
-        """The reduced frame of gathered ones."""
+        """Return the reduced frame of gathered ones."""
         pieces: list[Bytes] = []
         for term in terms:
             pieces += (TERM.pack(term.share, term.weight, len(term.frame)), term.frame)
@@ -379,6 +383,7 @@ class Cells:
             if len(view) < TERM.size:
                 raise CodecError(f"expected a term of {TERM.size} bytes, got {len(view)}")
             share, weight, length = TERM.unpack_from(view)
+            # Checked before decoding: an owner or a donor may claim any length and any share.
             if length > min(longest, len(view) - TERM.size):
                 raise CodecError(f"expected at most {longest} bytes of a member, got {length}")
             if not (0 <= share <= weight and 0 < weight < math.inf):
@@ -394,7 +399,7 @@ class Cells:
     # consecutive cells
 
     def runs(self, first: int, stop: int, at_once: int = AT_ONCE) -> Iterator[tuple[range, Codec]]:
-        """The cells `[first, stop)`, by those that are encoded or decoded at once."""
+        """Split the cells `[first, stop)` into runs that are encoded or decoded at once."""
         if not self.together:
             yield from ((range(index, index + 1), self.codec) for index in range(first, stop))
             return
@@ -414,9 +419,10 @@ class Cells:
         return until
 
     def decode_runs(self, first: int, frames: Sequence[Bytes]) -> Iterator[tuple[range, Sent]]:
-        """Decode a member's frames of the cells from `first` on: cells, and their values.
+        """Decode a member's frames of the cells from `first` on.
 
-        Values are good until the next ones are taken.
+        Yields:
+            Runs of cells with their values, which are good until the next ones are taken.
 
         Raises:
             CodecError: when one is no frame of its cell.
@@ -430,9 +436,13 @@ class Cells:
                 yield run, Sent(values=self.decode_sent(run.start, sent[0]))
 
     def encode_mean_all(self, first: int, stop: int, mean: Tensor, lost: Tensor) -> list[bytes]:
-        """The reduced frames of a mean over the cells `[first, stop)`.
+        """Return the reduced frames of a mean over the cells `[first, stop)`.
 
-        What they decode to takes the place of the mean; the difference goes to `lost`.
+        Args:
+            first: cell that `mean` and `lost` begin with.
+            stop: the cell after the last one.
+            mean: their values; replaced by those that the frames decode to.
+            lost: takes the mean less these.
 
         Raises:
             CodecError: when it holds NaN or infinity.
@@ -486,7 +496,7 @@ class Cells:
         values, indices = [torch.empty(0)], [torch.empty(0, dtype=torch.int64)]
         for run, sent in self.decode_runs(first, frames):
             require_finite(sent.values)
-            assert sent.indices is not None, "a sparse codec tells them"
+            assert sent.indices is not None, "a sparse codec gives them"
             values.append(sent.values)
             indices.append(sent.indices.add_(self._within(run, first).start))
         numel = self._within(range(first, first + len(frames)), first).stop if frames else 0
@@ -495,7 +505,7 @@ class Cells:
     def _decode_gathered(
         self, run: range, codec: Codec, reduced: Sequence[Bytes], out: Tensor
     ) -> None:
-        """Means of gathered frames; of cells with the same members and shares all at once."""
+        """Decode the means of gathered frames; cells with the same members and shares at once."""
         terms = [self._terms(index, frame) for index, frame in zip(run, reduced, strict=True)]
         shares = [[(term.share, term.weight) for term in of_cell] for of_cell in terms]
         for _, alike in itertools.groupby(range(len(run)), shares.__getitem__):
@@ -506,6 +516,7 @@ class Cells:
         require_finite(out)
 
     def _mean(self, run: range, codec: Codec, terms: Sequence[list[Term]], out: Tensor) -> None:
+        # In fp64 and in the order of the members, which the frame gives: the same bits everywhere.
         pieces, total = self._pieces(run), sum(term.weight for term in terms[0])
         if self.by_senders:
             assert isinstance(codec, CoordinateCodec), "checked on creation"
@@ -521,7 +532,7 @@ class Cells:
         return self.fragment.pieces[run.start : run.stop]
 
     def _within(self, run: range, first: int) -> slice:
-        """The values of some cells in a vector that begins with those of the cell `first`."""
+        """Return the values of some cells in a vector that begins with the cell `first`."""
         values, start = self.values(run.start, run.stop), self.fragment.slices[first].start
         return slice(values.start - start, values.stop - start)
 
@@ -531,7 +542,7 @@ class Cells:
         """Decode the body of an update of so many members.
 
         Returns:
-            update_F, fp32 on the CPU, all finite; what was sent of it where it `scatters`.
+            update_F, fp32 on the CPU, all finite; the values that were sent if it `scatters`.
 
         Raises:
             UpdateError: when it is too long (checked before memory is taken), its frames are not
@@ -549,6 +560,7 @@ class Cells:
         try:
             return self.decode_update(0, frames)
         except CodecError as error:
+            # Cells are decoded many at once, so the refusal looks for the one that fails.
             raise self._refusal(frames) from error
 
     def decode_update(self, first: int, frames: Sequence[Bytes]) -> Update:
@@ -564,17 +576,17 @@ class Cells:
         return out
 
     def _refusal(self, frames: Sequence[Bytes]) -> UpdateError:
-        """Which of the cells does not decode."""
+        """Name the first cell that does not decode."""
         for index, frame in enumerate(frames):
             try:
                 self.decode_update(index, [frame])
             except CodecError as error:
                 return UpdateError(f"cell {index}: {error}")
-        return UpdateError("a cell that decodes only by itself")
+        return UpdateError("expected cells that decode together, got some that do so one by one")
 
 
 def require_finite(values: Tensor) -> None:
-    """Refuse decoded values that are none.
+    """Refuse decoded values that are not finite.
 
     Raises:
         CodecError: when there is NaN or infinity.
@@ -584,24 +596,24 @@ def require_finite(values: Tensor) -> None:
 
 
 def pack(frame: Bytes) -> bytes:
-    """A frame with its length before it."""
+    """Return a frame with its length before it."""
     return LENGTH.pack(len(frame)) + frame
 
 
 def body_of(frames: Sequence[Bytes]) -> bytes:
-    """The body of an update whose reduced frames are these, one a cell."""
+    """Return the body of an update from its reduced frames, one a cell."""
     return b"".join(pack(frame) for frame in frames)
 
 
 def unpack(data: memoryview, limits: Sequence[int]) -> list[memoryview]:
-    """The frames that `pack` gave, one after another.
+    """Split packed frames, one after another; the result is views.
 
     Args:
         data: whole frames.
-        limits: the most bytes of each that may come.
+        limits: most bytes of each frame.
 
     Raises:
-        UpdateError: more frames than limits, one that is longer, or one that is cut off.
+        UpdateError: when there are more frames than limits, or one is longer or cut off.
     """
     frames: list[memoryview] = []
     at = 0

@@ -1,4 +1,4 @@
-"""Contributions: what a peer sends, how much it weighs, and what a codec loses of it.
+"""Contributions: their encoding, their weights, and the residual of the codec's losses.
 
 **Weights, caps and clip factors** are pure functions. The in-process group and the network round
 call the same ones, so a simulated run weighs as a real one does. Medians are the lower of the two
@@ -7,7 +7,7 @@ that it is held to.
 
     WorkRefused (ValueError)   tokens, steps or a norm that no honest peer sends
 
-**Error feedback conserves mass**: what a codec loses comes back in a later contribution.
+**Error feedback conserves mass**: the values that a codec loses come back in a later contribution.
 
 The residual is a mass, g = weight x gradient, kept by the peer over the whole vector in absolute
 coordinates, so it survives a change of weights, of parts and of owners.
@@ -15,15 +15,15 @@ coordinates, so it survives a change of weights, of parts and of owners.
     sender     x = delta + beta g / w        sends d = decode(encode(x))
     included   g = w (x - d)                 on the cells where it was included
     else       g stays
-    owner      g += W (a - u)                a: weighted mean of the d, u: what it sent back
+    owner      g += W (a - u)                a: weighted mean of the d, u: the decoded reply
 
 At beta 1, a linear mean and no clipping: sum(w delta + g_old) = W u + sum(g_new).
 
-Where matrices travel as factors, what a contribution lost shows only in the update u that all
-apply, g = w (x - u), owner's encoding included, as in PyTorch's PowerSGD hook; then owners have no
-credit, and sum(w delta + g_old) = W u + sum(g_new) as well.
+If matrices travel as factors, the loss of a contribution shows only in the update u that all
+peers apply: g = w (x - u), which includes the owner's encoding, as in PyTorch's PowerSGD hook. Then
+owners have no credit, and sum(w delta + g_old) = W u + sum(g_new) as well.
 
-This is EF-SGD (arXiv:1901.09847) on both legs. Departures: masses in place of gradients, because
+This is EF-SGD (arXiv:1901.09847) on both legs. Departures: masses instead of gradients, because
 weights change from round to round; the owner's leg goes to the owner's own residual, because
 the average exists nowhere else.
 """
@@ -60,9 +60,15 @@ WeightRule = Literal["rate", "tokens", "equal"]
 MAX_TOKENS = 1 << 40  # a window of a day at 12 million tokens/s
 MAX_STEPS = 1 << 24  # a window of a day at 194 steps/s
 WEIGHT_CAP = 4.0  # times the median: one claim of absurd work can't own the average
-STEPS_CAP = 4  # times the median: who claims more buys no longer norm; honest windows are shorter
-CLIP_AT = 2.0  # times the median norm: honest norms stay within it, see docs/benchmarks
-DRIFT_CAP = 3.0  # times the median norm: what was left out for longer would own an update
+# Times the median. Norms are bounded a step, so without it a claim of 16 million steps would buy a
+# norm of as many; honest windows are shorter.
+STEPS_CAP = 4
+CLIP_AT = (
+    2.0  # times the median norm a step: honest norms stay within it (docs/benchmarks/robust.md)
+)
+# Times the median norm. Work that was left out for long would outweigh the other peers' windows.
+DRIFT_CAP = 3.0
+BATCHES_AT_ONCE = 64  # whose selections are encoded together: up to a million values, in cache
 
 
 class WorkRefused(ValueError):  # noqa: N818
@@ -70,7 +76,7 @@ class WorkRefused(ValueError):  # noqa: N818
 
 
 def work_weight(tokens: int, steps: int, rule: WeightRule = "rate") -> float:
-    """Weight of one contribution, before the cap.
+    """Return the weight of one contribution, before the cap.
 
     Args:
         tokens: tokens behind the pseudo-gradient; 0 for a contribution that must not count.
@@ -115,7 +121,7 @@ def cap_weights(weights: Sequence[float]) -> list[float]:
 def clip_factors(
     norms: Sequence[float], steps: Sequence[int], *, at: float = CLIP_AT
 ) -> list[float]:
-    """Factors that bring each contribution's norm a step to at most `at` times the median.
+    """Return factors that bring each contribution's norm a step to at most `at` times the median.
 
     Args:
         norms: Euclidean norms of the contributions; 0 for one of weight 0.
@@ -133,6 +139,7 @@ def clip_factors(
     _require_amounts(norms, "norm")
     if any(norm > 0 and count < 1 for norm, count in zip(norms, steps, strict=True)):
         raise WorkRefused("expected steps behind every norm above 0, got 0")
+    # Contributions of norm 0 would pull the medians down, and with them everybody's bound.
     counts = [count for norm, count in zip(norms, steps, strict=True) if norm > 0]
     most = STEPS_CAP * median_low(counts or [1])
     rates = [norm / min(max(count, 1), most) for norm, count in zip(norms, steps, strict=True)]
@@ -146,7 +153,8 @@ def clip_factors(
 def drift_ratio(norm: float, others: Sequence[float]) -> float:
     """Return a left-out contribution's norm as a multiple of the others' median; 0 if unknown.
 
-    A norm a step says nothing here: what was left out grows by windows, and their steps with it.
+    The norm is not divided by steps: left-out work gains norm and steps with every window, so its
+    norm a step stays the same.
 
     Args:
         norm: of the contribution.
@@ -166,9 +174,6 @@ def _require_amounts(values: Sequence[float], what: str) -> None:
             raise WorkRefused(f"expected each {what} to be finite and not negative, got {value}")
 
 
-BATCHES_AT_ONCE = 64  # of what was chosen: up to a million values, which stay in the cache
-
-
 @dataclass(frozen=True, kw_only=True)
 class Offer:
     """An encoded contribution, frozen until it is settled; repairs resend the same frames."""
@@ -183,11 +188,11 @@ class Offer:
     """Sum of squares of d, one a piece."""
 
     after_N: Tensor | None  # noqa: N815
-    """g after an inclusion at this weight: w (x - d). None where g can't change."""
+    """g after an inclusion at this weight: w (x - d). None if g can't change."""
 
     @property
     def norm(self) -> float:
-        """Euclidean norm of d."""
+        """Return the Euclidean norm of d."""
         return float(sum(self.squares) ** 0.5)
 
 
@@ -210,8 +215,8 @@ class Feedback:
             codec: encodes what is sent; feedback needs one that is not unbiased.
             beta: share of the residual that comes back; 0 keeps none.
             pieces: shapes of what is encoded one by one; the cells of the grid by default.
-            against_update: what an inclusion lost is the difference to the update that everyone
-                applied, not to what this peer sent; then owners have no credit.
+            against_update: measure the loss of an inclusion against the update that all peers
+                applied, not against this peer's frames; then owners have no credit.
 
         Raises:
             ValueError: when beta is outside [0, 1], or above 0 with an unbiased codec, whose
@@ -233,18 +238,18 @@ class Feedback:
         self._batches = list(batches(codec, self.pieces))
         self.mass_N = torch.zeros(numel if beta > 0 else 0)
         self._offered = False
-        """whether there is an offer that may be settled"""
+        """An offer may still be settled."""
         self._credited: list[tuple[slice, Update]] = []
-        """since then; it knows nothing of that"""
+        """Credits since that offer; its `after_N` lacks them, so `settle` adds them."""
 
     def offer(self, delta: Tensor | Difference, weight: float) -> Offer:
-        """Encode a contribution together with the residual. Changes nothing.
+        """Encode a contribution together with the residual, which stays as it is.
 
-        Of several offers the last one can be settled.
+        Only the last of several offers can be settled.
 
         Args:
-            delta: pseudo-gradient, fp32 on the CPU, or what computes it.
-            weight: weight that the peer expects to be counted with.
+            delta: pseudo-gradient, N values, fp32 on the CPU, or the `Difference` that computes it.
+            weight: weight that the peer expects its contribution to get.
 
         Raises:
             CodecError: when delta holds NaN or infinity.
@@ -255,6 +260,8 @@ class Feedback:
         for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
             x = self._with_residual(delta, cut, weight)
+            # Top-k is selected now, while x is in scratch; the selections are encoded below, many
+            # batches at once, because passes over x evict the encoder's code from the cache.
             if isinstance(codec, TopK) and codec.go_together(len(x) // len(pieces)):
                 chosen.append((batch, codec, codec.choose_rows(x.view(len(pieces), -1))))
             else:
@@ -277,7 +284,7 @@ class Feedback:
         squares: list[float],
         after_N: Tensor | None,
     ) -> None:
-        """Encode what was chosen of some batches together: calls on what one holds cost more."""
+        """Encode the selections of some batches together: calls cost more than their values."""
         batches, (codec, *_), parts = zip(*chosen, strict=True)
         values = torch.cat([part.values for part in parts])
         rows, numel = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -305,14 +312,14 @@ class Feedback:
         """Take the residual of an offer that was included, piece by piece.
 
         Args:
-            offer: what `offer` gave.
+            offer: the last result of `offer`.
             included: bool a piece.
-            weight: weight x clip factor that it was counted with. Where that is less than
+            weight: weight x clip factor of the contribution in the entry. If it is less than
                 offered, less of the old residual has left, and the rest stays.
-            update_F: the decoded update, for residuals against it.
+            update_F: the decoded update; needed only if losses are measured against it.
 
         Raises:
-            ValueError: when the update that this residual is against is not given.
+            ValueError: when losses are measured against the update and it is not given.
         """
         if offer.after_N is None:
             return
@@ -326,7 +333,7 @@ class Feedback:
             _add(after_N[part], lost)
         self._offered, self._credited = False, []
         share = weight / offer.weight
-        if share == 1.0 and bool(included.all()):
+        if share == 1.0 and bool(included.all()):  # counted whole: replace instead of copying
             self.mass_N = after_N
             return
         for piece, is_in in zip(self._slices, included.tolist(), strict=True):
@@ -334,16 +341,16 @@ class Feedback:
                 self.mass_N[piece].lerp_(after_N[piece], share)
 
     def owner_credit(self, part: slice, lost: Update) -> None:
-        """Keep what the owner's encoding of a part lost: g += W (a - u).
+        """Keep the loss of the owner's encoding of a part: g += W (a - u).
 
         Call it once the entry is decided, and only for a part that the entry names as this
-        owner's.
+        owner's: another owner's encoding lost other values.
 
         Args:
             part: values of the part.
-            lost: W (a - u): the sum of the weights that were averaged over, times the mean
-                before encoding less what was decoded from what was sent. Of a sparse one an index
-                may come twice, with the same value.
+            lost: W (a - u): the sum of the averaged weights, times the difference between the mean
+                before encoding and the mean as the peers decode it. In a sparse one an index may
+                come twice, with the same value.
         """
         if self.beta > 0:
             _add(self.mass_N[part], lost)
@@ -356,11 +363,11 @@ class Feedback:
         self._offered = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The residual; an offer under way belongs to whoever holds it."""
+        """Return a copy of the residual; a pending offer is its holder's to keep."""
         return {"mass_N": self.mass_N.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a residual.
+        """Take over the residual of a `state_dict`.
 
         Raises:
             ValueError: when it has another length.
@@ -377,13 +384,17 @@ class Feedback:
         return self.beta > 0 and weight != 0
 
     def _values(self, batch: slice) -> slice:
-        """The values of some pieces."""
+        """Return the values of some pieces."""
         pieces = self._slices[batch]
         return slice(pieces[0].start, pieces[-1].stop)
 
     def _with_residual(self, delta: Tensor | Difference, cut: slice, weight: float) -> Tensor:
-        """Some values of x = delta + beta g / w; scratch, unless they are delta's own."""
-        x = delta[cut] if isinstance(delta, Tensor) else _computed(delta, cut)
+        """Return some values of x = delta + beta g / w; scratch, or a view of delta."""
+        if isinstance(delta, Tensor):
+            x = delta[cut]
+        else:
+            x = room("offered", (cut.stop - cut.start,), torch.device("cpu"), torch.float32)
+            delta.write_(cut, x)
         if not self._keeps(weight):
             return x
         share = self.beta / weight
@@ -391,22 +402,17 @@ class Feedback:
 
 
 def _add(mass: Tensor, lost: Update) -> None:
+    """Add a loss to a residual; an index that comes twice counts once."""
     if isinstance(lost, Tensor):
         mass += lost
     else:
         Sent(values=lost.values, indices=lost.indices).add_to_(mass)
 
 
-def _computed(delta: Difference, cut: slice) -> Tensor:
-    x = room("offered", (cut.stop - cut.start,), torch.device("cpu"), torch.float32)
-    delta.write_(cut, x)
-    return x
-
-
 def _alike(
     chosen: Sequence[tuple[slice, TopK, Sparse]],
 ) -> Iterator[Sequence[tuple[slice, TopK, Sparse]]]:
-    """Batches of one codec and of pieces of one length, some at a time."""
+    """Group batches by codec and length of a piece, at most `BATCHES_AT_ONCE` at a time."""
     groups: dict[tuple[TopK, int], list[tuple[slice, TopK, Sparse]]] = {}
     for each in chosen:
         groups.setdefault((each[1], each[2].shape[1]), []).append(each)

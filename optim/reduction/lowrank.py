@@ -9,13 +9,14 @@ A cell is a tensor, seen as the matrix M [dims[0], rest]. With the Q of the stat
     Q   = mean Q_i                 the owner; the next state's Q
     u   = P Q^T                    everyone: rank outer products in order, multiply, then add
 
-So u is the mean of the M_i that are in Q, projected on the span of P, whatever P was made of. Each
-member's error is its input less u (`contribution.py`). A tensor that factors would shrink by less
-than `MIN_COMPRESSION_RATE` has no P, and travels whole where the others have their Q.
+So u is the mean of the M_i that are in Q, projected on the span of P, whichever members P came
+from. Each member's error is its input less u (`contribution.py`). A tensor that factors would
+shrink by less than `MIN_COMPRESSION_RATE` has no P, and travels whole in the place of its Q.
 
 The frame of a cell in an entry is the frame of P and the frame of Q, both by the codec `values`.
 Their lengths follow from the shape. In the state's memory the Qs lie last, one after another,
-[columns, rank] each; where an update's Q is all zeros the old one stays.
+[columns, rank] each. If an update's Q is all zeros the old one stays, because a Q of zeros has no
+directions for the next round to begin with.
 
 # F values of a fragment; C of a cell; K of all Qs; M of the state's memory; R rows, r rank
 """
@@ -35,17 +36,17 @@ from atoll.optim.reduction.cells import Bytes, Cells, require_finite, unpack
 from atoll.optim.state.layout import Dims, Fragment, Layout, piece_slices
 from atoll.optim.state.outer_state import OuterState, StateError, is_finite
 
-MIN_COMPRESSION_RATE = 2.0  # of PyTorch's PowerSGD hook: what shrinks by less is sent as it is
-INPUT = Fp32()  # how a member keeps its own matrices until they are settled
+MIN_COMPRESSION_RATE = 2.0  # PyTorch's PowerSGD hook sends tensors that shrink by less whole
+INPUT = Fp32()  # a member keeps its matrices exact until they are settled: both factors need them
 
 
 def tensors(layout: Layout) -> Fragment:
-    """All values, a piece a tensor however large: a matrix is approximated as a whole."""
+    """Return all values, a piece a tensor of any size: a matrix is approximated as a whole."""
     return Fragment(spans=((0, layout.numel),), pieces=layout.shapes)
 
 
 def rank_of(dims: Dims, rank: int) -> int:
-    """Columns of the factors of a tensor; 0 for one that is sent whole."""
+    """Return the columns of a tensor's factors; 0 if it is sent whole."""
     if len(dims) < 2:
         return 0
     rows, columns = matrix_shape(dims)
@@ -55,12 +56,12 @@ def rank_of(dims: Dims, rank: int) -> int:
 
 
 def warm_numel(layout: Layout, rank: int) -> int:
-    """K, the values of all Qs."""
+    """Return K, the number of values of all Qs."""
     return sum(matrix_shape(dims)[1] * rank_of(dims, rank) for dims in layout.shapes)
 
 
 def cold(layout: Layout, rank: int) -> Tensor:
-    """The Qs that a run begins with, K values: a fixed hash in place of a draw."""
+    """Return the Qs that a run begins with, K values: a fixed hash, so that all peers agree."""
     starts = [torch.empty(0)]
     for dims in layout.shapes:
         if used := rank_of(dims, rank):
@@ -71,17 +72,17 @@ def cold(layout: Layout, rank: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FirstCells(Cells):
-    """The factors P of all cells, empty for what is sent whole."""
+    """The factors P of all cells, empty for tensors that are sent whole."""
 
     together: ClassVar[bool] = False
 
     def encode_mean(self, index: int, mean_C: Tensor) -> bytes:
-        """The frame of an orthonormal basis of a mean.
+        """Return the frame of an orthonormal basis of a mean.
 
         Raises:
             CodecError: when it holds NaN or infinity.
         """
-        if mean_C.numel() and is_finite(mean_C):
+        if mean_C.numel() and is_finite(mean_C):  # the codec refuses other values by name
             mean_C = orthonormal(mean_C.view(self.dims(index))).contiguous()
         return super().encode_mean(index, mean_C)
 
@@ -104,7 +105,7 @@ class LowRankCells(Cells):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Columns of each cell's factors; 0 where it is sent whole."""
+        """Return the columns of each cell's factors; 0 if it is sent whole."""
         return tuple(rank_of(dims, self._powersgd.rank) for dims in self.fragment.pieces)
 
     @cached_property
@@ -131,7 +132,7 @@ class LowRankCells(Cells):
         return self.codec
 
     def max_sent_bytes(self, index: int) -> int:
-        """Length of both frames of one member's cell, which is exact."""
+        """Return the bytes of both frames of one member's cell, which are exact."""
         return self.first.max_sent_bytes(index) + self.second.max_sent_bytes(index)
 
     @cached_property
@@ -140,7 +141,7 @@ class LowRankCells(Cells):
         return [first + second for first, second in zip(firsts, seconds, strict=True)]
 
     def encode(self, values_F: Tensor) -> list[bytes]:
-        """A member's values during a round: fp32, from which factors are made.
+        """Encode a member's own values, F, for the round: fp32, from which factors are made.
 
         Raises:
             CodecError: when the values hold NaN or infinity.
@@ -149,7 +150,7 @@ class LowRankCells(Cells):
         return [INPUT.encode(values_F[cut].view(dims)) for cut, dims in cells]
 
     def decode_sent(self, index: int, frame: Bytes) -> Tensor:
-        """A member's values of one cell, flat.
+        """Return a member's values of one cell, flat.
 
         Raises:
             CodecError: when it is no frame of the cell.
@@ -157,7 +158,7 @@ class LowRankCells(Cells):
         return INPUT.decode(frame, self.dims(index)).view(-1)
 
     def split(self, index: int, frame: Bytes) -> tuple[Bytes, Bytes]:
-        """The frames of both factors in that of a cell.
+        """Split the frame of a cell into the frames of both factors.
 
         Raises:
             CodecError: when it has another length.
@@ -188,8 +189,11 @@ class LowRankCells(Cells):
 
         Args:
             before: the state before the entry.
-            after: the state after it, which nobody has seen yet.
+            after: the state after it, whose memory this writes; nobody may have read it yet.
             body: of the entry.
+
+        Raises:
+            StateError: when both states share one memory.
         """
         limits = [self.max_reduced_bytes(index, 1) for index in range(len(self))]
         qs = [
@@ -200,18 +204,18 @@ class LowRankCells(Cells):
         self.put_warm(before, after, qs)
 
     def put_warm(self, before: OuterState, after: OuterState, qs: Sequence[Tensor]) -> None:
-        """Put new Qs at the end of a new state's memory; where one is zero the old one stays.
+        """Put new Qs at the end of a new state's memory; a Q of zeros leaves the old one.
 
         Raises:
             StateError: when both states share one memory.
         """
-        if after.memory_M is before.memory_M:
+        if after.memory_M is before.memory_M:  # writing would change the state before
             raise StateError("expected a state with a memory of its own, got one that shares it")
         for old, new, q in zip(self.warm(before), self.warm(after), qs, strict=True):
             new.copy_(q.view_as(new) if bool(q.any()) else old)
 
     def warm(self, state: OuterState) -> list[Tensor]:
-        """Views of a state's Qs, [columns, rank] each, of the cells that have one."""
+        """Return views of a state's Qs, [columns, rank] each, of the cells that have one."""
         shapes = [self.second.dims(index) for index, rank in enumerate(self.ranks) if rank]
         sizes = [math.prod(shape) for shape in shapes]
         warm_K = state.memory_M[state.memory_M.numel() - sum(sizes) :]
@@ -223,14 +227,14 @@ class Factors:
     """A member's contribution to a round: its frames of each cell in both exchanges."""
 
     def __init__(self, cells: LowRankCells, state: OuterState, inputs: Sequence[Bytes]) -> None:
-        """Take the inputs, one frame a cell (`LowRankCells.encode`), and the Qs of a state."""
+        """Keep the inputs, one frame a cell (`LowRankCells.encode`), and the Qs of a state."""
         self._cells = cells
         self._inputs = inputs
         warm = iter(cells.warm(state))
         self._qs = [next(warm) if rank else None for rank in cells.ranks]
 
     def first(self, index: int) -> bytes:
-        """The frame of M orthonormal(Q).
+        """Return the frame of M orthonormal(Q), empty for a tensor that is sent whole.
 
         Raises:
             CodecError: when the product is not finite.
@@ -240,7 +244,7 @@ class Factors:
         return self._cells.first.codec.encode(matrix)
 
     def second(self, index: int, p_frame: Bytes) -> bytes:
-        """The frame of M^T P, or of the whole tensor.
+        """Return the frame of M^T P, or of the whole tensor.
 
         Args:
             index: of the cell.

@@ -1,7 +1,7 @@
 """Means that a minority of liars cannot move far, cell by cell.
 
-Rows are what the members sent for one cell, already clipped; all count alike, because a weight is
-a member's own claim. The owner of a part computes the result once, so it need not be the same
+Rows are members' values of one cell, already clipped; all count alike, because a weight is a
+member's own claim. The owner of a part computes the result once, so it need not be the same
 bits elsewhere.
 
     mean            the weighted mean; one liar moves it anywhere within the clip factor
@@ -13,7 +13,7 @@ bits elsewhere.
                     (arXiv:2302.05865)
 
 Departures: BTARD's tau is a constant that somebody has to choose for a model; here it is the median
-distance from x, so the rule has no unit.  x starts at the coordinate median, as in BTARD's code.
+distance from x, so the rule has no unit. x starts at the coordinate median, as in BTARD's code.
 The Flag Aggregator gives a direction and leaves the length to the learning rate; here the length is
 the median of what the rows go that way, because an outer step needs one. It starts from equal
 weights, not from a random subspace, and has no pairwise terms (the paper's lambda is 0, as in its
@@ -44,7 +44,7 @@ RANK_EPS = 1e-12  # an eigenvalue below this share of the largest is rounding
 
 
 def rule_of(name: ReducerName) -> Rule | None:
-    """The rule of this name; None for the weighted mean, which needs no rows."""
+    """Return the rule of this name; None for the weighted mean, which needs no rows."""
     rules: dict[ReducerName, Rule] = {
         "trimmed-mean": trimmed_mean,
         "median": median,
@@ -55,28 +55,29 @@ def rule_of(name: ReducerName) -> Rule | None:
 
 
 def trimmed_mean(rows_MN: Tensor) -> Tensor:
-    """Mean of each coordinate without its extremes; of fewer than three rows the plain mean."""
+    """Average each coordinate without its extremes; of fewer than three rows return the mean."""
     num_rows = rows_MN.shape[0]
     cut = max(1, int(TRIM * num_rows)) if num_rows >= 3 else 0
     return rows_MN.sort(dim=0).values[cut : num_rows - cut].mean(dim=0)
 
 
 def median(rows_MN: Tensor) -> Tensor:
-    """Median of each coordinate; the mean of the two middle ones where their number is even."""
+    """Return the median of each coordinate; of an even number, the mean of the two middle ones."""
     num_rows = rows_MN.shape[0]
     sorted_MN = rows_MN.sort(dim=0).values
     return (sorted_MN[(num_rows - 1) // 2] + sorted_MN[num_rows // 2]) / 2
 
 
 def centered_clip(rows_MN: Tensor) -> Tensor:
-    """The mean of rows whose distance from it is clipped to the median distance."""
+    """Return the mean of the rows, each clipped to the median distance from that mean."""
     center_N = median(rows_MN)
     for _ in range(CLIP_STEPS):
         away_MN = rows_MN - center_N
         distance_M = torch.linalg.vector_norm(away_MN, dim=1)
         tau = distance_M.median()
-        if tau == 0:
+        if tau == 0:  # at least half of the rows are the center: nothing moves it
             break
+        # 1e-30 stands for a distance of 0: such a row has the scale 1, and moves nothing.
         scale_M = (tau / distance_M.clamp_min(1e-30)).clamp_max(1.0)
         center_N = center_N + (away_MN * scale_M[:, None]).mean(dim=0)
     return center_N
@@ -96,9 +97,10 @@ def flag_aggregator(rows_MN: Tensor) -> Tensor:
     share_M = flag_shares((unit_MN @ unit_MN.T).double())
     sum_N: Tensor = share_M.to(unit_MN.dtype) @ unit_MN
     length = torch.linalg.vector_norm(sum_N)
-    if length == 0:
+    if length == 0:  # opposite rows cancel: there is no direction
         return sum_N
     direction_N: Tensor = sum_N / length
+    # Not the mean of the projections: by that, two sign flips of eight would halve every step.
     return direction_N * median(rows_MN @ direction_N)
 
 
@@ -129,7 +131,7 @@ def flag_shares(gram_MM: Tensor) -> Tensor:
 
 
 def _principal(gram_MM: Tensor, scale_M: Tensor) -> Tensor:
-    """Orthonormal axes nearest to the scaled rows: axis k is column k of the result @ rows."""
+    """Return the orthonormal axes nearest to the scaled rows; axis k is result[:, k] @ rows."""
     num_axes = gram_MM.shape[0] // 2 + 1
     values_M, vectors_MM = torch.linalg.eigh(scale_M[:, None] * gram_MM * scale_M)
     values_K, vectors_MK = values_M[-num_axes:], vectors_MM[:, -num_axes:]
@@ -139,5 +141,5 @@ def _principal(gram_MM: Tensor, scale_M: Tensor) -> Tensor:
 
 
 def _squared_sines(gram_MM: Tensor, basis_MK: Tensor) -> Tensor:
-    """Squared sine of the angle between each row and the subspace; 0 for a row of zeros."""
+    """Return the squared sine of each row's angle with the subspace; 0 for a row of zeros."""
     return (gram_MM.diagonal() - (gram_MM @ basis_MK).square().sum(dim=1)).clamp_min(0.0)

@@ -1,7 +1,9 @@
-"""The mean of what members sent of a part, of a sparse codec, encoded again cell by cell.
+"""The mean of members' sparse frames of a part, encoded again cell by cell.
 
-Nothing is made dense but some cells at a time, in scratch: what members sent waits, as values at
-indices, until nobody's cell is missing.
+Members' values wait, at their indices, until every member's cell is present. Then a few cells at a
+time are made dense in scratch: a pass over all values would cost more than the sent ones.
+
+# C cells, N values of a cell
 """
 
 from __future__ import annotations
@@ -27,28 +29,36 @@ class SparseMean:
     """Mean of sparse frames over cells `[start, stop)`; indices count from the part's first."""
 
     def __init__(self, cells: Cells, start: int, stop: int) -> None:
-        """Nothing was sent yet."""
+        """Begin a mean to which nobody has sent anything."""
         self._cells, self._start = cells, start
         self._base = cells.fragment.slices[start].start
         self._numel = self._values(0, stop - start).stop
         self._waiting: dict[int, list[Sparse]] = {}
-        """by member, in the order of the cells"""
+        """Sent values whose cells are not encoded yet, by member, in the order of the cells."""
         self._decoded: list[Sparse] = []
         self._lost: list[Sparse] = []
 
     def add(self, member: int, first: int, sent: Sent, share: float) -> None:
-        """Take what a member sent of the cells from `first` on; its next ones follow those."""
-        assert sent.indices is not None, "a sparse codec tells them"
+        """Take a member's values of the cells from `first` on.
+
+        Args:
+            member: its index; sums are in the order of these.
+            first: cell of the part; a member's cells come in order.
+            sent: its decoded values.
+            share: weight times clip factor.
+        """
+        assert sent.indices is not None, "a sparse codec gives them"
         waits = self._part(sent.indices + self._values(first, first + 1).start, sent.values * share)
         self._waiting.setdefault(member, []).append(waits)
 
     def encode(self, weights: Weights) -> list[bytes]:
-        """The reduced frames of the next cells.
+        """Return the reduced frames of the next cells, whose sums are complete.
 
         Raises:
             CodecError: when the mean is not finite.
         """
         first, stop = weights[0][0].start, weights[-1][0].stop
+        # Sorted, so that sums do not depend on the order in which members' values arrived.
         sent = [self._take(member, self._values(first, stop)) for member in sorted(self._waiting)]
         of_cells = [weight for run, weight in weights for _ in run]
         runs = [
@@ -62,17 +72,17 @@ class SparseMean:
         return [frame for run in runs for frame in run.frames]
 
     def finish(self) -> None:
-        """Put together what all cells came to, so that who asks for it need not."""
+        """Join the results of all cells once, so that readers of `decoded` and `lost` need not."""
         self._decoded, self._lost = [self.decoded], [self.lost]
 
     @property
     def decoded(self) -> Sparse:
-        """Return what the frames decode to, once all cells are encoded."""
+        """Return the values that the frames decode to, once all cells are encoded."""
         return self._joined(self._decoded)
 
     @property
     def lost(self) -> Sparse:
-        """W (a - u), once all cells are encoded; an index may come twice, with the same value."""
+        """Return W (a - u), once all cells are encoded; an index may come twice with one value."""
         return self._joined(self._lost)
 
     def _values(self, first: int, stop: int) -> slice:
@@ -89,7 +99,7 @@ class SparseMean:
         return self._part(indices, torch.cat([torch.empty(0), *(p.values for p in parts)]))
 
     def _take(self, member: int, values: slice) -> Sparse:
-        """Return what a member sent of the next values; later ones stay queued."""
+        """Return a member's next values; later ones stay queued."""
         waits = self._joined(self._waiting.pop(member))
         stop = int(torch.searchsorted(waits.indices, values.stop))
         if stop < len(waits.indices):
@@ -99,10 +109,11 @@ class SparseMean:
     def _mean(
         self, run: range, codec: Codec, weights: Sequence[float], sent: Sequence[Sparse]
     ) -> _Run:
-        """The mean of some equal cells, where anybody sent, and what is to be sent of it."""
+        """Compute the mean of some equal cells and select the values of it to send."""
         pieces = self._cells.fragment.pieces[run.start : run.stop]
         values = self._values(run.start - self._start, run.stop - self._start)
         mean, at = self._sum(values, sent)
+        # A weight of 0 means that no member counts in the cell: its sum is 0, and stays so.
         divisors_C = torch.tensor([weight or 1.0 for weight in weights[: len(run)]])
         rows_CN = mean.view(len(run), -1)
         rows_CN.div_(divisors_C.unsqueeze(1))
@@ -110,10 +121,11 @@ class SparseMean:
             frames, kept = list[bytes](), codec.choose_rows(rows_CN)
         else:
             frames, encoded = encode_sent(codec, mean, pieces)
-            assert encoded.indices is not None, "a sparse codec tells them"
+            assert encoded.indices is not None, "a sparse codec gives them"
             kept = Sparse(
                 indices=encoded.indices, values=encoded.values, shape=tuple(rows_CN.shape)
             )
+        # Elsewhere the mean is 0 and decodes to 0. The codec may keep values that nobody sent.
         somewhere = torch.cat([*at, kept.indices])
         return _Run(
             start=values.start,
@@ -126,7 +138,7 @@ class SparseMean:
         )
 
     def _sum(self, run: slice, sent: Sequence[Sparse]) -> tuple[Tensor, list[Tensor]]:
-        """The sum of some values, in scratch, and the indices in it of what each member sent."""
+        """Return the sum of some values, in scratch, and each member's indices in it."""
         total = room("sums", (run.stop - run.start,), torch.device("cpu"), torch.float32).zero_()
         ends, at = torch.tensor([run.start, run.stop]), []
         for of_member in sent:
@@ -136,9 +148,10 @@ class SparseMean:
         return total, at
 
     def _keep(self, run: _Run) -> None:
-        """Note what some cells decode to and what was lost, where anything was sent or kept."""
+        """Keep the decoded and the lost values of some cells, at the indices sent or kept."""
         require_finite(run.kept.values)
         numel = math.prod(run.kept.shape)
+        # Only the places that are read below are written: the rest of the scratch is arbitrary.
         decoded = room("sums", (numel,), torch.device("cpu"), torch.float32)
         decoded.index_fill_(0, run.indices, 0.0)
         decoded.scatter_(0, run.kept.indices, run.kept.values)
@@ -152,22 +165,22 @@ class _Run:
     """Some cells of one length, of which the mean is known."""
 
     start: int
-    """of their values in the part"""
+    """First of their values in the part."""
     codec: Codec
     indices: Tensor
-    """where anybody sent, or something is kept; some come twice"""
+    """Places that anybody sent or the codec kept; some come twice."""
     mean: Tensor
-    """there"""
+    """Values of the mean at `indices`."""
     weights: Tensor
-    """behind that"""
+    """Weights behind the mean at `indices`."""
     kept: Sparse
-    """what was chosen, and once it is encoded what that decodes to; a row a cell"""
+    """Selected values, a row a cell; replaced by their decoded ones once they are encoded."""
     frames: list[bytes]
-    """none until then"""
+    """One a cell; empty until they are encoded."""
 
 
 def _alike(runs: Sequence[_Run]) -> Iterable[Sequence[_Run]]:
-    """Values that were selected and are not encoded yet, by codec and length."""
+    """Group the runs that are not encoded yet by codec and length of a cell."""
     groups: dict[tuple[Codec, int], list[_Run]] = {}
     for run in runs:
         if not run.frames:
@@ -176,6 +189,7 @@ def _alike(runs: Sequence[_Run]) -> Iterable[Sequence[_Run]]:
 
 
 def _encode_together(runs: Sequence[_Run]) -> None:
+    """Encode the selections of some runs as one: 13 ms of an owner's round became 3."""
     codec, parts = runs[0].codec, [run.kept for run in runs]
     assert isinstance(codec, TopK), "others encode at once"
     chosen = Sparse(

@@ -1,15 +1,15 @@
 """The state every replica holds in the same bits, and its snapshot.
 
-A snapshot is params_N then memory_M, fp32, little-endian, without header or padding. memory_M is
-what the outer step keeps from one update to the next, as many values as the method says
-(`Method.memory_numel`): momentum_N, one value a parameter, for most of them, and for some more
-after it. A snapshot is cut into leaves of 1 MiB, the last one perhaps shorter. The state root is
+A snapshot is params_N then memory_M, fp32, little-endian, without header or padding. The outer step
+keeps memory_M from one update to the next; the method gives its length (`Method.memory_numel`).
+For most methods it is momentum_N, one value a parameter; for some, more values follow. A snapshot
+is cut into leaves of 1 MiB, the last one perhaps shorter. The state root is
 
     node(left, right) = SHA-256(0x01 | left | right)          an odd node moves up unchanged
     root              = SHA-256("atoll-state-root-1" | u64 big-endian number of leaves | top)
 
 over the SHA-256 of each leaf. The number of leaves in the root keeps an inner node from passing
-as a leaf. The position is not in the snapshot: who states a root states its position.
+as a leaf. The position is not in the snapshot: a message that states a root states its position.
 
     StateError (ValueError)
       SnapshotMismatch   digests that do not make up the root, or a number that the layout denies
@@ -32,7 +32,7 @@ from atoll.optim.state import vectors
 from atoll.optim.state.layout import Layout
 
 LEAF_BYTES = 1 << 20  # 0.1 s at 100 Mbit/s: small enough to spread over donors and to retry
-DIGEST_BYTES = 32
+DIGEST_BYTES = 32  # of SHA-256
 _NODE = b"\x01"
 _ROOT = b"atoll-state-root-1"
 
@@ -54,14 +54,14 @@ class SnapshotIncomplete(StateError):  # noqa: N818
 
 
 class NotFinite(StateError):  # noqa: N818
-    """NaN or infinity where a number must be."""
+    """NaN or infinity in the parameters or the memory."""
 
 
 class OuterState:
     """Parameters and the outer step's memory after the entry before `position`.
 
     Immutable by convention: applying an update writes new buffers, so a state can be hashed and
-    served to joiners while training goes on.
+    served to joiners while training continues.
     """
 
     def __init__(
@@ -93,16 +93,19 @@ class OuterState:
 
     @property
     def momentum_N(self) -> Tensor:  # noqa: N802
-        """The first value of memory for each parameter."""
+        """Return the first N values of the memory; a view."""
         return self.memory_M[: self.layout.numel]
 
     @classmethod
     def genesis(
         cls, layout: Layout, params_N: Tensor, memory_M: Tensor | None = None
     ) -> "OuterState":
-        """The state at position 0: the given parameters and memory, by default a momentum of zero.
+        """Return the state at position 0, with a copy of the given parameters and memory.
 
-        `Method.genesis` knows what memory a method begins with.
+        Args:
+            layout: of the parameters.
+            params_N: theta.
+            memory_M: what the method begins with (`Method.genesis`); by default a momentum of zero.
 
         Raises:
             StateError: when the vector has another length.
@@ -121,17 +124,20 @@ class OuterState:
 
     @classmethod
     def blank(cls, layout: Layout, position: int, memory_numel: int | None = None) -> "OuterState":
-        """A state of zeros; its memory is a momentum by default."""
+        """Return a state of zeros; by default its memory is a momentum."""
         memory_M = torch.zeros(layout.numel if memory_numel is None else memory_numel)
         params_N = torch.zeros(layout.numel)
         return cls(layout=layout, position=position, params_N=params_N, memory_M=memory_M)
 
     def next_blank(self) -> "OuterState":
-        """Room for the state after the next entry, with as much memory; its values are anything."""
+        """Return the next state with uninitialised parameters and memory of the same lengths."""
         return self._next(vectors.empty(self.memory_M.numel()))
 
     def next_with_memory(self) -> "OuterState":
-        """Return the next state with uninitialised parameters and this state's own memory."""
+        """Return the next state with uninitialised parameters, sharing this state's memory.
+
+        A rule without a momentum leaves the memory as it is, and a copy would cost a pass over it.
+        """
         return self._next(self.memory_M)
 
     def at(self, position: int) -> "OuterState":
@@ -145,16 +151,16 @@ class OuterState:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Length of the snapshot."""
+        """Return the length of the snapshot in bytes."""
         return 4 * (self.params_N.numel() + self.memory_M.numel())
 
     @property
     def num_leaves(self) -> int:
-        """Number of leaves of the snapshot."""
+        """Return the number of leaves of the snapshot."""
         return -(-self.snapshot_bytes // LEAF_BYTES)
 
     def read_leaf(self, index: int) -> bytes:
-        """Bytes of one leaf of the snapshot.
+        """Return a copy of the bytes of one leaf of the snapshot.
 
         Raises:
             IndexError: when there is no such leaf.
@@ -164,11 +170,11 @@ class OuterState:
         return bytes(self._leaf(index))
 
     def leaves(self) -> list[bytes]:
-        """SHA-256 of each leaf; hashed once, about 0.5 s a gigabyte, without the GIL."""
+        """Return the SHA-256 of each leaf; hashed once, about 0.5 s a gigabyte, without the GIL."""
         return list(self._leaves)
 
     def root(self) -> bytes:
-        """The 32-byte state root."""
+        """Return the 32-byte state root."""
         return merkle_root(self._leaves)
 
     def require_finite(self) -> None:
@@ -200,7 +206,7 @@ class OuterState:
         if len(here) == LEAF_BYTES:
             return here
         there = memory[max(0, start - len(params)) : max(0, stop - len(params))]
-        return b"".join((here, there)) if here else there
+        return b"".join((here, there)) if here else there  # only a leaf of both needs a copy
 
 
 class Assembly:
@@ -221,7 +227,7 @@ class Assembly:
             layout: of the parameters.
             position: of the state.
             leaf_digests: SHA-256 of each leaf.
-            root: what they have to make up.
+            root: the certified root, which they have to make up.
             memory_numel: values of the outer step's memory; by default one a parameter.
 
         Raises:
@@ -241,7 +247,7 @@ class Assembly:
 
     @property
     def missing(self) -> frozenset[int]:
-        """Indices of the leaves that are still to come."""
+        """Return the indices of the leaves that are still to come."""
         return frozenset(self._missing)
 
     def add(self, index: int, data: bytes | bytearray | memoryview) -> None:
@@ -265,7 +271,7 @@ class Assembly:
             self._missing.discard(index)
 
     def finish(self) -> OuterState:
-        """The state, once every leaf is there.
+        """Return the state, once every leaf is there.
 
         Raises:
             SnapshotIncomplete: when leaves are missing.
@@ -282,12 +288,12 @@ class Assembly:
 
 
 def snapshot_bytes(layout: Layout, memory_numel: int | None = None) -> int:
-    """Length of a snapshot: 4 bytes a parameter, and 4 a value of memory, by default as many."""
+    """Return the length of a snapshot in bytes; by default the memory is one value a parameter."""
     return 4 * (layout.numel + (layout.numel if memory_numel is None else memory_numel))
 
 
 def merkle_root(leaf_digests: Sequence[bytes]) -> bytes:
-    """Root over leaf digests, as the module's docstring says.
+    """Return the root over leaf digests, as the module's docstring defines it.
 
     Raises:
         SnapshotMismatch: when there is none, or one is not 32 bytes.
@@ -304,9 +310,10 @@ def merkle_root(leaf_digests: Sequence[bytes]) -> bytes:
 def is_finite(vector_N: Tensor) -> bool:
     """Return whether a vector has neither NaN nor infinity."""
     flat_N = vector_N.reshape(-1)
-    if math.isfinite(float(torch.dot(flat_N, flat_N))):  # 25 times as fast as isfinite().all()
+    # A sum of squares passes NaN and infinity on, and is 25 times as fast as isfinite().all().
+    if math.isfinite(float(torch.dot(flat_N, flat_N))):
         return True
-    least, most = torch.aminmax(vector_N)  # squares may overflow; NaN goes through
+    least, most = torch.aminmax(vector_N)  # finite values may have squares that overflow
     return math.isfinite(float(least)) and math.isfinite(float(most))
 
 
@@ -315,7 +322,7 @@ def _node(pair: list[bytes]) -> bytes:
 
 
 def _bytes(vector: Tensor) -> memoryview:
-    """A vector's values as they are in a snapshot; no copy."""
+    """Return a vector's values as they are in a snapshot; no copy."""
     _require_little_endian()
     return vector.numpy().data.cast("B") if vector.numel() else memoryview(b"")
 
@@ -327,6 +334,6 @@ def _require_little_endian() -> None:
 
 def _view(buffer: bytearray, numel: int, offset: int) -> Tensor:
     _require_little_endian()
-    if numel == 0:
+    if numel == 0:  # which torch.frombuffer refuses
         return torch.empty(0)
     return torch.frombuffer(buffer, dtype=torch.float32, count=numel, offset=offset)

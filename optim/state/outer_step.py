@@ -1,8 +1,10 @@
 """Outer steps: state(e+1) = apply(state(e), update(e)), to the bit on every device.
 
 Only fp32 add, sub, mul and sqrt, division of a tensor by a tensor, sign and clamp, each rounded
-once, in a fixed order; nothing fused, no division by a scalar, no sum of fp32 values. Scalars are
-fp32 and travel as fp32 bits.
+once, in a fixed order; nothing fused, no division by a scalar, no sum of fp32 values. A fused
+multiply-add rounds once instead of twice, a sum depends on its order, and on CUDA torch divides
+by a scalar as a product with its reciprocal: each would give other bits on another machine.
+Scalars are fp32 and travel as fp32 bits.
 `tests/optim/state/test_outer_step.py` holds each rule to a checked-in digest.
 """
 
@@ -19,11 +21,14 @@ from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.optim.state.updates import Update, aligned
 from atoll.optim.state.vectors import empty
 
-NORM_BITS = 23  # of a value in a norm: 65,536 squares of 46 bits add up to less than 2^63
-ADAMW_SUMS = 2  # what AdamW's averages of ones have come to, kept after both moments
+NORM_BITS = 23  # of a value in a norm: 65,536 squares of up to 2^46 sum to 2^62, within int64
+ADAMW_SUMS = 2  # AdamW's averages of ones, kept after both moments
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Reads params, momentum and update, and writes new params and new momentum, value by value."""
+"""rule(params, momentum, update, new_params, new_momentum) writes the last two, value by value.
+
+The buffers of the result also hold intermediate values, so a rule takes no memory of its own.
+"""
 
 
 def nesterov(
@@ -45,7 +50,7 @@ def nesterov(
         update_F: u, the decoded update, fp32 on the CPU.
         lr: outer learning rate, rounded to fp32.
         momentum: mu, rounded to fp32.
-        fragment: what the update is of; all values by default. The others keep their bits.
+        fragment: the values that the update moves; all by default. The others keep their bits.
 
     Returns:
         A new state in new buffers, one position on.
@@ -53,7 +58,7 @@ def nesterov(
     Raises:
         StateError: when the update is no fp32 CPU vector of F values, or a scalar is not finite.
     """
-    lr_, mu = _scalar(lr), _scalar(momentum)
+    lr_, mu = scalar(lr), scalar(momentum)
 
     def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
         torch.mul(m, mu, out=new_m)
@@ -83,11 +88,14 @@ def heavy_ball(
         scale: 1 / staleness penalty.
         clip: largest magnitude of a momentum; infinity for none.
 
+    Returns:
+        A new state in new buffers, one position on.
+
     Raises:
         StateError: as `nesterov`.
     """
-    lr_, mu, scale_ = _scalar(lr), _scalar(momentum), _scalar(scale)
-    bound = torch.tensor(clip, dtype=torch.float32)
+    lr_, mu, scale_ = scalar(lr), scalar(momentum), scalar(scale)
+    bound = torch.tensor(clip, dtype=torch.float32)  # `scalar` would refuse infinity
 
     def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
         torch.mul(m, mu, out=new_m)
@@ -109,22 +117,25 @@ def descend(
     signed: bool = False,
     fragment: Fragment | None = None,
 ) -> OuterState:
-    """Plain descent, along the update or its sign; both states share one memory.
+    """Descend along the update or its sign; both states share one memory.
 
-        theta' = (1 - lr decay) theta - lr u        or sign(u) in place of u
+        theta' = (1 - lr decay) theta - lr u        or sign(u) instead of u
 
     Args:
         state: parameters; left as it is.
-        update_F: u, the decoded update, or what was sent of it.
+        update_F: u, the decoded update, or the values of it that were sent.
         lr: learning rate.
         decay: decoupled weight decay; 1 - lr decay is rounded to fp32 once.
-        signed: take the sign of u, 0 where it is 0.
-        fragment: what the update is of; all values by default.
+        signed: take the sign of u; the sign of 0 is 0.
+        fragment: the values that the update moves; all by default.
+
+    Returns:
+        A new state, one position on.
 
     Raises:
         StateError: as `nesterov`.
     """
-    lr_, kept = _scalar(lr), _scalar(1.0 - lr * decay)
+    lr_, kept = scalar(lr), scalar(1.0 - lr * decay)
     fragment = fragment or whole(state.layout)
     _require(update_F, fragment.numel)
     new = state.next_with_memory()
@@ -158,13 +169,16 @@ def adamw(
 
     Args:
         state: parameters theta, N, and a memory of m, v, N each, then a and b; left as it is.
-            What more there is in it keeps its bits.
+            Values after these, such as warm factors, keep their bits.
         update_N: u, the decoded mean gradient.
         lr: learning rate.
         beta1: decay of the first moment.
         beta2: decay of the second one.
         eps: added to the denominator.
         decay: decoupled weight decay of matrices; 1 - lr decay is rounded to fp32 once.
+
+    Returns:
+        A new state in new buffers, one position on.
 
     Raises:
         StateError: as `nesterov`.
@@ -178,14 +192,21 @@ def adamw(
     one = torch.ones(1)
     _average(old_sums[:1], one, beta1, sums[:1])
     _average(old_sums[1:], one, beta2, sums[1:])
+    # Scalars are divided as tensors of one value: no division here is by a scalar.
     step_N = _sqrt(v_N)
     torch.mul(step_N, torch.div(one, _sqrt(sums[1:])), out=step_N)
-    torch.add(step_N, _scalar(eps), out=step_N)
+    torch.add(step_N, scalar(eps), out=step_N)
     torch.div(m_N, step_N, out=step_N)
-    torch.mul(step_N, torch.div(_scalar(lr), sums[:1]), out=step_N)
+    torch.mul(step_N, torch.div(scalar(lr), sums[:1]), out=step_N)
     kept = 2 * state.layout.numel + ADAMW_SUMS
     new.memory_M[kept:] = state.memory_M[kept:]
-    _decay_matrices(state, new, _scalar(1.0 - lr * decay))
+    decayed = scalar(1.0 - lr * decay)
+    split = state.layout.split
+    for old, out in zip(split(state.params_N), split(new.params_N), strict=True):
+        if out.dim() >= 2:
+            torch.mul(old, decayed, out=out)
+        else:
+            out.copy_(old)
     torch.sub(new.params_N, step_N, out=new.params_N)
     return new
 
@@ -202,7 +223,10 @@ def _sqrt(x_N: Tensor) -> Tensor:
 
 
 def clipped(update_F: Tensor, limit: float) -> Tensor:
-    """The update, brought to an L2 norm of at most `limit`; one rounding a value.
+    """Bring an update to an L2 norm of at most `limit`; one rounding a value.
+
+    Returns:
+        The update itself if its norm is within the limit, else a new vector.
 
     Raises:
         StateError: when the limit is not finite.
@@ -210,20 +234,20 @@ def clipped(update_F: Tensor, limit: float) -> Tensor:
     norm = exact_norm(update_F)
     if norm <= limit:
         return update_F
-    return torch.mul(update_F, _scalar(limit / norm))
+    return torch.mul(update_F, scalar(limit / norm))
 
 
 def exact_norm(update_F: Tensor) -> float:
-    """L2 norm with the same bits everywhere, within 2^-20 of it for up to a billion values.
+    """Return the L2 norm with the same bits everywhere, within 2^-20 for up to a billion values.
 
-    A sum of fp32 values depends on its order; one of integers doesn't. So values are rounded to
-    23 bits of the largest, and their squares summed as integers.
+    A sum of fp32 values depends on its order; a sum of integers does not. So values are rounded to
+    23 bits of the largest, and their squares are summed as integers.
     """
     largest = float(update_F.abs().max())
     if largest == 0.0:
         return 0.0
     exponent = NORM_BITS - math.frexp(largest)[1]
-    squares = 0
+    squares = 0  # a Python integer: the sum over all cells may exceed int64
     for piece in torch.split(update_F, CELL):
         whole = torch.round(piece.double() * 2.0**exponent).to(torch.int64)
         squares += int(whole.mul_(whole).sum())
@@ -242,14 +266,17 @@ def gossip(
         update_2N: u, the pair's mean pseudo-gradient, then v, its mean weights less one's own.
         lr: outer learning rate.
         momentum: mu.
-        pull: how much of the difference to the pair's mean is closed.
+        pull: share of the difference to the pair's mean that the step closes.
+
+    Returns:
+        A new state in new buffers, one position on.
 
     Raises:
         StateError: as `nesterov`.
     """
     numel = state.layout.numel
     _require(update_2N, 2 * numel)
-    lr_, mu, pull_ = _scalar(lr), _scalar(momentum), _scalar(pull)
+    lr_, mu, pull_ = scalar(lr), scalar(momentum), scalar(pull)
     v_N = update_2N[numel:]
 
     def rule(params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor) -> None:
@@ -266,7 +293,7 @@ def gossip(
 
 
 def to_fp32(value: float) -> float:
-    """The nearest fp32 number, as entries carry it.
+    """Return the nearest fp32 number, as entries carry it.
 
     Raises:
         StateError: when it is not finite in fp32.
@@ -275,7 +302,7 @@ def to_fp32(value: float) -> float:
         rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:
         rounded = float("inf")
-    if rounded - rounded != 0.0:
+    if not math.isfinite(rounded):
         raise StateError(f"expected a finite fp32 number, got {value}")
     return rounded
 
@@ -283,7 +310,7 @@ def to_fp32(value: float) -> float:
 def _stepped(
     state: OuterState, update_F: Tensor, rule: Rule, fragment: Fragment | None
 ) -> OuterState:
-    """Apply a rule by runs of values that stay in cache; what the update is not of is copied."""
+    """Apply a rule by runs of values that stay in cache; copy the values outside the fragment."""
     fragment = fragment or whole(state.layout)
     _require(update_F, fragment.numel)
     new = _begun(state)
@@ -299,38 +326,28 @@ def _stepped(
 
 
 def _begun(state: OuterState) -> OuterState:
-    """The next state, of which only the memory beyond the momentum is written."""
+    """Return the next state, of which only the memory beyond the momentum is written."""
     new, numel = state.next_blank(), state.layout.numel
     new.memory_M[numel:] = state.memory_M[numel:]
     return new
 
 
 def _times(values: Tensor, factor: Tensor) -> Tensor:
-    """A product; the values themselves where that is what it would be."""
+    """Multiply; by 1 return the values themselves, which have the product's bits."""
     return values if factor == 1.0 else torch.mul(values, factor)
 
 
 def _moments(state: OuterState) -> tuple[Tensor, Tensor, Tensor]:
-    """AdamW's moments, N each, and its sums; views of the memory."""
+    """Return AdamW's moments, N each, and its sums; views of the memory."""
     numel = state.layout.numel
     memory_M = state.memory_M
     return memory_M[:numel], memory_M[numel : 2 * numel], memory_M[2 * numel :][:ADAMW_SUMS]
 
 
 def _average(old: Tensor, x: Tensor, beta: float, out: Tensor) -> None:
-    """The moving average beta old + (1 - beta) x."""
-    torch.mul(old, _scalar(beta), out=out)
-    torch.add(out, torch.mul(x, _scalar(1.0 - beta)), out=out)
-
-
-def _decay_matrices(state: OuterState, new: OuterState, kept: Tensor) -> None:
-    layout = state.layout
-    pieces = zip(layout.split(state.params_N), layout.split(new.params_N), strict=True)
-    for old, out in pieces:
-        if out.dim() >= 2:
-            torch.mul(old, kept, out=out)
-        else:
-            out.copy_(old)
+    """Write the moving average beta old + (1 - beta) x to `out`; 1 - beta is rounded once."""
+    torch.mul(old, scalar(beta), out=out)
+    torch.add(out, torch.mul(x, scalar(1.0 - beta)), out=out)
 
 
 def _require(update: Update, numel: int) -> None:
@@ -343,5 +360,10 @@ def _require(update: Update, numel: int) -> None:
         )
 
 
-def _scalar(value: float) -> Tensor:
+def scalar(value: float) -> Tensor:
+    """Return a number, rounded to fp32, as a tensor without dimensions.
+
+    Raises:
+        StateError: as `to_fp32`.
+    """
     return torch.tensor(to_fp32(value), dtype=torch.float32)

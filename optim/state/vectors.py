@@ -17,30 +17,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LONG = 1 << 20  # values: shorter ones come from the heap, which is warm anyway
-SPARE = 4  # of a length: pseudo-gradient, residual's change, update and the state before it
-LENGTHS = 8  # whose memory is kept: vectors, states and parts; programs with many runs forget some
+LONG = 1 << 20  # values: shorter vectors come from the heap, which is warm anyway
+SPARE = 4  # vectors a length: pseudo-gradient, residual's change, update, the state before it
+LENGTHS = 8  # kept at once: vectors, states and parts; a program with many runs forgets some
 
 _spare: dict[int, deque[np.ndarray]] = {}
 
 
 def empty(numel: int) -> Tensor:
-    """An fp32 vector on the CPU; its values are anything."""
+    """Return an uninitialised fp32 vector on the CPU."""
     if numel < LONG:
         return torch.empty(numel, dtype=torch.float32)
-    memory = _taken(-(-numel // LONG) * LONG)  # parts of a round differ a little in length
+    # Parts change a little in length from round to round: exact lengths were rarely reused.
+    length = -(-numel // LONG) * LONG
+    try:
+        memory = _spare[length].pop()
+    except (KeyError, IndexError):  # no `if` before: another thread may take the last one
+        memory = np.empty(length, dtype=np.float32)
     lease = memory[:numel]  # an object of its own, which all tensors of it keep alive
     weakref.finalize(lease, _keep, memory).atexit = False
     return torch.from_numpy(lease)
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:
-    """Vectors one after another, as a new one."""
+    """Concatenate vectors to a new one."""
     return torch.cat(list(parts), out=empty(sum(part.numel() for part in parts)))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Vectors one after another: a view where they lie so in one memory, else a new one."""
+    """Concatenate vectors: a view if they lie so in one memory, else a new vector."""
     memory, start = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
     stop = start
     for part in parts:
@@ -50,15 +55,11 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].as_strided((stop - start,), (1,))
 
 
-def _taken(length: int) -> np.ndarray:
-    try:
-        return _spare[length].pop()
-    except (KeyError, IndexError):
-        return np.empty(length, dtype=np.float32)
-
-
 def _keep(memory: np.ndarray) -> None:
-    """Without a lock: this runs wherever the last user lets go, maybe inside `empty`."""
+    """Keep memory that nobody uses any more.
+
+    It takes no lock: it runs in the thread that drops the last reference, perhaps inside `empty`.
+    """
     if memory.size not in _spare and len(_spare) >= LENGTHS:
         _spare.clear()
     _spare.setdefault(memory.size, deque(maxlen=SPARE)).append(memory)

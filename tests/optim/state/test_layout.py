@@ -121,7 +121,7 @@ def test_json_longer_than_the_limit_is_refused_before_parsing():
 
 def test_another_model_is_refused_by_name():
     layout = Layout.of(nn.Linear(3, 2))
-    with pytest.raises(LayoutError, match=r"weight \[2, 4\] in place of weight \[2, 3\]"):
+    with pytest.raises(LayoutError, match=r"weight \[2, 4\] instead of weight \[2, 3\]"):
         layout.load_(nn.Linear(4, 2), torch.zeros(layout.numel))
     with pytest.raises(LayoutError, match="1 parameters"):
         layout.flatten(nn.Linear(3, 2, bias=False))

@@ -7,22 +7,26 @@ Exceptions:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from atoll.coordinator.history import EventLog
+from atoll.coordinator.invites import InviteDesk, InviteRefused
 from atoll.coordinator.policies import ReportLimit
 from atoll.coordinator.presence import MAX_PEERS
 from atoll.coordinator.rpc.messages import NONCE_TTL_S, PROTOCOL, join_payload
-from atoll.coordinator.run.admission import Admission, Role
+from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission, Role
+from atoll.coordinator.run.eviction import sign_evictions
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
+from atoll.dht.identity import short
 from atoll.optim.log.entry import Verify
 
 _NONCE_BYTES = 32  # 8 of time, 8 random, 16 of the HMAC
@@ -126,6 +130,7 @@ class AdmissionControl:
         keys: RunKeys,
         run_id: bytes,
         *,
+        desk: InviteDesk,
         verify: Verify,
         events: EventLog,
         clock: Callable[[], float],
@@ -135,11 +140,13 @@ class AdmissionControl:
         self._settings = settings
         self._keys = keys
         self._run_id = run_id
+        self._desk = desk
         self._verify = verify
         self._events = events
         self._clock = clock
         self._steady = steady
         self._sessions = SessionTokens(keys.session_secret)
+        self._evictions: tuple[list[str], bytes] | None = None
         self._limits: dict[str, ReportLimit] = {}
         self._admitted_until_s: dict[str, float] = {}
 
@@ -157,8 +164,8 @@ class AdmissionControl:
             )
         self._expect_run(request.run_id)
         self._expect_proof(request)
-        self.expect_token(request.token)
         role = _role(request.role)
+        self._expect_invited(request)
         text = f"joined as {role} (version {request.version[:32]})"  # anyone may claim anything
         self._events.add("info", request.peer_id, text)
         session = self._sessions.session(request.peer_id, self._clock() + self._admission_s())
@@ -190,6 +197,8 @@ class AdmissionControl:
         """Raise Refusal unless this is a current session of the peer."""
         if not self._sessions.is_session(session, peer_id, self._clock()):
             raise Refusal(RefusalStatus.UNAUTHENTICATED, "no current session; join first")
+        with _refusing():
+            self._desk.expect_not_evicted(peer_id)
 
     def limit_reports(self, peer_id: str) -> None:
         """Raise Refusal if an authenticated peer reports far too often."""
@@ -199,12 +208,48 @@ class AdmissionControl:
             raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "too many reports; slow down")
 
     def expect_token(self, token: bytes) -> None:
-        """Raise Refusal if the run is invite-only and this is not its token."""
-        if self._settings.invite_only and not hmac.compare_digest(token, self._keys.token):
-            raise Refusal(
-                RefusalStatus.PERMISSION_DENIED,
-                "expected the token of this run's invite; ask the organiser for an invite",
+        """Raise Refusal if the run is invite-only and this is no token of a current invite."""
+        if self._settings.invite_only:
+            with _refusing():
+                self._desk.refresh()
+                self._desk.watch(token, self._clock())
+
+    def evicted(self) -> bytes:
+        """Return the signed list of the peers that are out; empty if there are none."""
+        now_s = self._clock()
+        # An older eviction needs no word to the peers: the admission that it ended has expired.
+        peer_ids = self._desk.evicted(now_s - self._admission_s() - CLOCK_SLACK_S)
+        if not peer_ids:
+            return b""
+        if not self._evictions or self._evictions[0] != peer_ids:
+            record = sign_evictions(
+                peer_ids, run_id=self._run_id, issued_s=int(now_s), key=self._keys.signer
             )
+            self._evictions = (peer_ids, record)
+        return self._evictions[1]
+
+    def refresh(self) -> list[str]:
+        """Take up what the organiser changed; return the PeerIDs that are evicted by it."""
+        new = self._desk.refresh()
+        for eviction in new:
+            self._admitted_until_s.pop(eviction.peer_id, None)
+            why = f": {eviction.reason}" if eviction.reason else ""
+            self._events.report("warning", f"evicted {short(eviction.peer_id)}{why}")
+        return [eviction.peer_id for eviction in new]
+
+    def is_evicted(self, peer_id: str) -> bool:
+        """Return True if the organiser put this peer out."""
+        try:
+            self._desk.expect_not_evicted(peer_id)
+        except InviteRefused:
+            return True
+        return False
+
+    def _expect_invited(self, request: JoinRequest) -> None:
+        with _refusing():
+            if self._settings.invite_only:
+                self._desk.join(request.token, request.peer_id, self._clock())
+            self._desk.expect_not_evicted(request.peer_id)
 
     def _expect_run(self, run_id: bytes) -> None:
         if run_id != self._run_id:
@@ -226,6 +271,14 @@ class AdmissionControl:
 
     def _admission_s(self) -> float:
         return self._settings.admission_hours * 3600
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except InviteRefused as error:
+        raise Refusal(RefusalStatus.PERMISSION_DENIED, str(error)) from None
 
 
 def _role(role: str) -> Literal["trainer", "follower"]:

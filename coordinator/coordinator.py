@@ -21,6 +21,7 @@ from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
 from atoll.coordinator.heads import AskHeads, Heads
 from atoll.coordinator.history import EventLog, History
+from atoll.coordinator.invites import InviteDesk
 from atoll.coordinator.policies import PublisherChoice, common_position, window_s
 from atoll.coordinator.presence import Presence, mean
 from atoll.coordinator.rounds import RoundHistory, contributors
@@ -61,6 +62,7 @@ class Coordinator:
         verify: Verify,
         bootstrap: Callable[[], Sequence[str]] = tuple,
         signer: EpochSigner,
+        desk: InviteDesk,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,6 +85,7 @@ class Coordinator:
             spec.coordinator,
             keys,
             self.run_id,
+            desk=desk,
             verify=verify,
             events=events,
             clock=self.now_s,
@@ -254,6 +257,8 @@ class Coordinator:
     async def tick(self) -> None:
         """Do what is due by time alone; call it every `TICK_S`."""
         now_s = self._steady()
+        for peer_id in self.admission.refresh():
+            self.presence.put_out(peer_id)
         self.presence.look(now_s)
         alive = self.presence.alive(now_s)
         self._epochs.note(alive, now_s)

@@ -115,6 +115,13 @@ class Presence:
         elif before and not known:
             self._events.add("info", status.peer_id, "is back")
 
+    def put_out(self, peer_id: str) -> None:
+        """Count a peer as gone that the organiser evicted."""
+        known = self.peers.get(peer_id)
+        if known is not None:
+            self.peers.update(known.status, known.seen_s, left=True)
+        self._seen.discard(peer_id)
+
     def look(self, now_s: float) -> None:
         """Log the peers that stopped reporting; forget those gone for long."""
         alive = {m.status.peer_id for m in self.alive(now_s)}

@@ -34,6 +34,7 @@ from atoll.coordinator.rpc.messages import (
     join_payload,
 )
 from atoll.coordinator.run.admission import AdmissionCheck, AdmissionRefused, Role
+from atoll.coordinator.run.eviction import Evictions, EvictionsInvalid
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
@@ -140,6 +141,12 @@ class CoordinatorClient(StatusClient):
         self._clock = clock
         self._session = b""
         self._epoch = b""
+        self._evicted_record = b""
+        self._evicted = Evictions(issued_s=0, peer_ids=frozenset())
+
+    def is_evicted(self, peer_id: str) -> bool:
+        """Return True if the organiser put a peer out, as far as the coordinator has reported."""
+        return peer_id in self._evicted.peer_ids
 
     @property
     def joined(self) -> bool:
@@ -161,6 +168,7 @@ class CoordinatorClient(StatusClient):
         joined = self._read_joined(reply)
         self._session = reply.session
         self._epoch = reply.epoch
+        self._take_evicted(reply.evicted)
         return joined
 
     async def heartbeat(
@@ -186,11 +194,13 @@ class CoordinatorClient(StatusClient):
             retired=retired,
             # Spares the reply the record: it names all electors, 28 kB for 256 of them.
             epoch_sha256=hashlib.sha256(self._epoch).digest() if self._epoch else b"",
+            evicted_sha256=hashlib.sha256(self._evicted_record).digest(),
         )
         asked_s = self._clock()
         reply = await self._call("Heartbeat", request)
         self.clock_offset_s = reply.server_time_s - (asked_s + self._clock()) / 2
         self._epoch = reply.epoch or self._epoch
+        self._take_evicted(reply.evicted)
         return Beat(
             epoch=self._epoch,
             head=_head(reply.head),
@@ -279,6 +289,17 @@ class CoordinatorClient(StatusClient):
         if not self._session:
             raise NotWelcome(grpc.StatusCode.UNAUTHENTICATED, "no session; join first")
         return pb.Auth(peer_id=self._identity.peer_id, session=self._session)
+
+    def _take_evicted(self, record: bytes) -> None:
+        """Take a newer list of evictions; the coordinator sends none that is known here."""
+        if not record:
+            return
+        try:
+            evicted = Evictions.open(record, self.invite.run_key, self.invite.run_id)
+        except EvictionsInvalid as error:
+            raise BadReply(str(error)) from None
+        if evicted.issued_s >= self._evicted.issued_s:
+            self._evicted, self._evicted_record = evicted, record
 
     def _join_request(self, identity: Identity, nonce: bytes) -> pb.JoinRequest:
         return pb.JoinRequest(

@@ -59,7 +59,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run_id: _Optional[bytes] = ..., peer_id: _Optional[str] = ..., role: _Optional[str] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("spec", "admission", "session", "layout", "genesis_root", "epoch", "head", "bootstrap", "server_time_s", "heartbeat_s")
+    __slots__ = ("spec", "admission", "session", "layout", "genesis_root", "epoch", "head", "bootstrap", "server_time_s", "heartbeat_s", "evicted")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class JoinReply(_message.Message):
     BOOTSTRAP_FIELD_NUMBER: _ClassVar[int]
     SERVER_TIME_S_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
     admission: bytes
     session: bytes
@@ -80,10 +81,11 @@ class JoinReply(_message.Message):
     bootstrap: _containers.RepeatedScalarFieldContainer[str]
     server_time_s: float
     heartbeat_s: float
-    def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
+    evicted: bytes
+    def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired")
+    __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired", "evicted_sha256")
     AUTH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +93,7 @@ class HeartbeatRequest(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     EPOCH_SHA256_FIELD_NUMBER: _ClassVar[int]
     RETIRED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_SHA256_FIELD_NUMBER: _ClassVar[int]
     auth: Auth
     status: bytes
     events: _containers.RepeatedScalarFieldContainer[bytes]
@@ -98,10 +101,11 @@ class HeartbeatRequest(_message.Message):
     leaving: bool
     epoch_sha256: bytes
     retired: bool
-    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ...) -> None: ...
+    evicted_sha256: bytes
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ..., evicted_sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s")
+    __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s", "evicted")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     SERVER_TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +115,7 @@ class HeartbeatReply(_message.Message):
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     head: Head
     server_time_s: float
@@ -120,7 +125,8 @@ class HeartbeatReply(_message.Message):
     admission: bytes
     finished: bool
     heartbeat_s: float
-    def __init__(self, epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., server_time_s: _Optional[float] = ..., bootstrap: _Optional[_Iterable[str]] = ..., publish: _Optional[bool] = ..., publish_from: _Optional[int] = ..., admission: _Optional[bytes] = ..., finished: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
+    evicted: bytes
+    def __init__(self, epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., server_time_s: _Optional[float] = ..., bootstrap: _Optional[_Iterable[str]] = ..., publish: _Optional[bool] = ..., publish_from: _Optional[int] = ..., admission: _Optional[bytes] = ..., finished: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
     __slots__ = ("header", "chunk")

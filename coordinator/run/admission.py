@@ -107,12 +107,19 @@ _VALIDATOR = TypeAdapter(Admission)
 class AdmissionCheck:
     """A transport's `check`: refuses every peer that presents no valid admission to this run.
 
-    `clock` returns seconds since 1970 by the coordinator's clock.
+    `clock` returns seconds since 1970 by the coordinator's clock; `is_evicted` returns if the
+    organiser put a peer out, whose admission then counts no longer.
     """
 
     def __init__(
-        self, run_key: bytes, run_id: bytes, *, clock: Callable[[], float] = time.time
+        self,
+        run_key: bytes,
+        run_id: bytes,
+        *,
+        clock: Callable[[], float] = time.time,
+        is_evicted: Callable[[str], bool] = lambda peer_id: False,
     ) -> None:
+        self._is_evicted = is_evicted
         self._run_key = run_key
         self._run_id = run_id
         self._clock = clock
@@ -127,8 +134,11 @@ class AdmissionCheck:
         """Return the admission of `remote`, a PeerID that the transport authenticated.
 
         Raises:
-            AdmissionRefused: it is absent, forged, expired, or names another peer or run.
+            AdmissionRefused: it is absent, forged, expired, or names another peer or run; or the
+                peer was evicted.
         """
+        if self._is_evicted(remote):
+            raise AdmissionRefused("the organiser has evicted this peer")
         known = self._known.get(remote)
         if known is None or known[0] != credential:
             known = (credential, self._open(remote, credential))

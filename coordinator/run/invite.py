@@ -12,7 +12,8 @@
     checksum  first 6 bytes of SHA-256("atoll1" | payload): detects copying mistakes
 
 The digit after "atoll" is the version of the format. White space is ignored, so an invite wrapped
-by a mail program still works. Anyone who holds the invite of an invite-only run can join it.
+by a mail program still works. The token of an invite-only run decides what its holder may do: join,
+for a number of peers and a time, or only watch (`atoll.coordinator.invites`).
 
 Exceptions:
 

@@ -7,6 +7,8 @@ same invite.
     spec.json       the run's spec, canonical
     keys.json       see keys.py, 0600
     epoch.signed    see signing.py, 0600
+    invites.json    see invites.py, 0600; with uses.json
+    invite          the first invite, as it was printed last, 0600
     node.known      last addresses of peers, for the node to find them again
     node.key        identity of the run's first DHT node, 0600
     genesis.root    root of the first state
@@ -43,6 +45,7 @@ from atoll.coordinator.coordinator import TICK_S, Coordinator
 from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.heads import AskHeads
 from atoll.coordinator.history import History
+from atoll.coordinator.invites import BASE_FILE, InviteDesk
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import split_address
 from atoll.coordinator.run.admission import AdmissionCheck
@@ -190,6 +193,7 @@ async def running(
             checkpoints=state_dir / "checkpoints",
             verify=verify,
             signer=signer,
+            desk=InviteDesk(state_dir, keys.token),
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )
         stack.push_async_callback(coordinator.close)
@@ -201,8 +205,10 @@ async def running(
         metrics = stack.enter_context(Metrics.served(spec.coordinator.metrics_listen))
         ticking = await stack.enter_async_context(Tasks())
         ticking.spawn(_tick(coordinator, metrics))
+        invite = _invite(coordinator, address)
+        _remember(state_dir / BASE_FILE, str(invite))
         yield Running(
-            invite=_invite(coordinator, address),
+            invite=invite,
             coordinator=coordinator,
             address=address,
             state_dir=state_dir,
@@ -388,7 +394,11 @@ def _node_request(coordinator: Coordinator, state_dir: Path) -> NodeRequest:
         host=host,
         port=port,
         advertise=settings.advertise,
-        check=AdmissionCheck(coordinator.keys.run_public_key, coordinator.run_id),
+        check=AdmissionCheck(
+            coordinator.keys.run_public_key,
+            coordinator.run_id,
+            is_evicted=coordinator.admission.is_evicted,
+        ),
         admit=lambda peer_id: coordinator.admission.admit(peer_id, "coordinator"),
     )
 
@@ -405,6 +415,14 @@ def _invite(coordinator: Coordinator, address: str) -> Invite:
         bootstrap=tuple(coordinator.bootstrap())[:16],
         token=coordinator.keys.token if closed else b"",
     )
+
+
+def _remember(path: Path, invite: str) -> None:
+    """Keep the addresses and pins for `atoll invite`, which adds another token."""
+    partial = path.with_name(f".{path.name}.new")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(invite + "\n")
+    partial.replace(path)
 
 
 def _reachable_hosts(host: str, advertise: str | None) -> list[str]:

@@ -99,6 +99,7 @@ class Service:
             bootstrap=self._run.bootstrap(),
             server_time_s=self._run.now_s(),
             heartbeat_s=self._run.heartbeat_s(),
+            evicted=self._run.admission.evicted(),
         )
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, _: _Call) -> pb.HeartbeatReply:
@@ -120,6 +121,8 @@ class Service:
         )
         record = self._run.replica.epoch_record
         known = request.epoch_sha256 == hashlib.sha256(record).digest()
+        evicted = self._run.admission.evicted()
+        knows_evicted = request.evicted_sha256 == hashlib.sha256(evicted).digest()
         return pb.HeartbeatReply(
             epoch=b"" if known else record,
             head=_head(self._run.head()),
@@ -130,6 +133,7 @@ class Service:
             admission=beat.admission,
             finished=beat.finished,
             heartbeat_s=self._run.heartbeat_s(),
+            evicted=b"" if knows_evicted else evicted,
         )
 
     async def _publish(

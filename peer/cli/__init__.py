@@ -27,6 +27,8 @@ SUMMARIES = {
     "init": "write a commented RUN.toml",
     "plan": "estimate the cost of a run: bytes, time, utilisation, memory",
     "coordinator": "start a run and print its invite",
+    "invite": "issue, list or revoke invites of a run",
+    "evict": "put a peer out of a run",
     "peer": "join a run and train until stopped",
     "dashboard": "watch a run in the terminal",
     "status": "print the state of a run once",

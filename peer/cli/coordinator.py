@@ -196,6 +196,7 @@ def announce(up: Running, *, as_json: bool) -> None:
     say(f"run {spec.run.name} ({status.run_id[:12]}), {status.params:,} parameters")
     say(f"listening on {up.address}; state in {up.state_dir}")
     join = " ".join(["atoll peer INVITE", *options_for(spec)])
+    say("`atoll invite` limits an invite to some peers or to watching; `atoll evict` puts one out")
     say(f"join with `{join}`, watch with `atoll dashboard INVITE`:")
     if as_json:
         print_json(

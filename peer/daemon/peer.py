@@ -302,7 +302,9 @@ async def _environment(
         admission=enrolment.membership.admission,
         # By the coordinator's clock, which dates admissions; hivemind refuses a node that is off
         # by more than 3 s.
-        check=AdmissionCheck(invite.run_key, invite.run_id, clock=client.now_s),
+        check=AdmissionCheck(
+            invite.run_key, invite.run_id, clock=client.now_s, is_evicted=client.is_evicted
+        ),
         clock_offset_s=client.clock_offset_s,
     )
     stack.push_async_callback(node.close)

@@ -8,6 +8,7 @@ import pytest
 
 from atoll.coordinator.admission_control import AdmissionControl
 from atoll.coordinator.history import EventLog, History
+from atoll.coordinator.invites import InviteDesk
 from atoll.coordinator.presence import MAX_PEERS
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
@@ -28,10 +29,12 @@ def clock() -> Clock:
 
 @pytest.fixture
 def admission(tmp_path: Path, clock: Clock) -> AdmissionControl:
+    keys = RunKeys.generate()
     return AdmissionControl(
         CoordinatorSection(admission_hours=1.0),
-        RunKeys.generate(),
+        keys,
         b"r" * 32,
+        desk=InviteDesk(tmp_path, keys.token),
         verify=verify,
         events=EventLog(History(tmp_path / "history.db"), clock),
         clock=clock,

@@ -220,10 +220,10 @@ class RunScene:
         row = self.until(found, timeout_s)
         return row["at"] if row else None
 
-    def said_at(self, text: str, after_s: float) -> float | None:
-        """Return when the run's events first mentioned a text."""
-        events = (e for e in self.status.get("events", []) if e["at"] >= after_s)
-        return next((e["at"] for e in events if text in e["text"]), None)
+    def epoch_at(self, epoch: int) -> float | None:
+        """Return when the coordinator's status first showed an epoch; None if it did not."""
+        shown = self.until(lambda: self.status.get("epoch", 0) >= epoch, EPOCH_S)
+        return self.status["now"] if shown else None
 
     def state_of(self, host: int) -> Facts:
         """Return a peer as the coordinator shows it; empty if it does not."""
@@ -264,9 +264,10 @@ def most_die_at_once(scene: RunScene) -> Strike:
     at_s = time.time()
     scene.kill(*struck)
     position = scene.position()
-    if not scene.until(lambda: scene.said_at("epoch 1 opened", at_s), EPOCH_S):
+    epoch_at_s = scene.epoch_at(1)
+    if epoch_at_s is None:
         return Strike(seconds=None, outcome="the coordinator opened no epoch")
-    opened_s = scene.said_at("epoch 1 opened", at_s) - at_s
+    opened_s = epoch_at_s - at_s
     decided = scene.counted_at(1, position)
     if decided is None:
         return Strike(seconds=None, outcome=f"an epoch after {opened_s:.0f} s, and no round in it")

@@ -37,7 +37,7 @@ from typing import Annotated, ClassVar, Literal, Self, cast
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-VERSION: Literal[2] = 2  # of `Entry`; another version is another record, refused here
+VERSION: Literal[3] = 3  # of `Entry`; another version is another record, refused here
 MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom vanish at once
 
 Verify = Callable[[str, bytes, bytes], bool]
@@ -170,6 +170,16 @@ class Part(Record):
         return self
 
 
+class Newcomer(Record):
+    """A peer that contributes and may vote later (`electorate.py`)."""
+
+    peer_id: PeerId
+    since: Count
+    """position of its first contribution of late"""
+    last: Count
+    """position of its newest one"""
+
+
 class StateRoot(Record):
     """The Merkle root of the state before entry `position`."""
 
@@ -182,7 +192,7 @@ class Entry(Record):
 
     max_bytes: ClassVar[int] = 16 << 20
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     run_id: Digest
     epoch: Count
     position: Count
@@ -194,6 +204,7 @@ class Entry(Record):
     members: tuple[Member, ...]
     parts: tuple[Part, ...]
     electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
+    newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MAX_ELECTORS)] = ()
     state_root: StateRoot | None = None
 
     @model_validator(mode="after")
@@ -451,6 +462,7 @@ class LogPlace:
 
     chain: bytes
     electorate: tuple[Elector, ...]
+    newcomers: tuple[Newcomer, ...] = ()
 
 
 def verify_claims(
@@ -492,10 +504,15 @@ def verify_claims(
         )
         if is_certified:
             check_certificate(entry, certificate, here.electorate, verify)
-        here = LogPlace(chain=entry.chain, electorate=entry.electorate)
+        here = place_after(entry)
         verified.append(Claim(entry=entry, certificate=certificate))
     _expect_reaches_base(verified, opened)
     return verified
+
+
+def place_after(entry: Entry) -> LogPlace:
+    """Return the place after an entry of the same epoch."""
+    return LogPlace(chain=entry.chain, electorate=entry.electorate, newcomers=entry.newcomers)
 
 
 def _expect_base_chain(here: LogPlace | None, opened: Epoch) -> None:
@@ -533,7 +550,7 @@ def place_before(claims: Sequence[Claim], position: int, opened: Epoch | None) -
         return LogPlace(chain=opened.base_chain, electorate=opened.electorate)
     for claim in claims:
         if claim.entry.position + 1 == position:
-            return LogPlace(chain=claim.entry.chain, electorate=claim.entry.electorate)
+            return place_after(claim.entry)
         if claim.entry.position == position:
             # Before it lies an entry that nobody sent, so who votes here is not known.
             return LogPlace(chain=claim.entry.previous_chain, electorate=())

@@ -51,6 +51,7 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from atoll.compression.sparse import Sparse
+from atoll.optim.log.electorate import Succession, after
 from atoll.optim.log.entry import (
     Certificate,
     ChainMismatch,
@@ -61,6 +62,7 @@ from atoll.optim.log.entry import (
     EpochInvalid,
     LogPlace,
     MalformedRecord,
+    Newcomer,
     SignedEpoch,
     Verify,
     certified_root,
@@ -283,6 +285,8 @@ class ReplicaStanding:
     """The epoch, the next position, and the chain there."""
     electorate: tuple[Elector, ...] = ()
     """The next entry's electorate; empty while the entries here are not the epoch's."""
+    newcomers: tuple[Newcomer, ...] = ()
+    """Peers that may vote after some entries more."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
     snapshots: dict[int, OuterState] = field(default_factory=dict)
@@ -371,6 +375,11 @@ class ReplicaView:
     def electorate(self) -> tuple[Elector, ...]:
         """Return the next entry's electorate; empty while the entries here are not the epoch's."""
         return self.standing.electorate
+
+    @property
+    def voters(self) -> Succession:
+        """Return the next entry's electorate, and those who may vote later."""
+        return Succession(self.standing.electorate, self.standing.newcomers)
 
     @property
     def snapshots(self) -> dict[int, OuterState]:
@@ -484,7 +493,7 @@ class Replica(ReplicaView):
         at = self._replayed(replace(at, leaps=at.leaps + 1))
         if self.is_ledger:  # the log may reach beyond the state
             at = replace(at, head=replace(self.store.head, epoch=self.epoch))
-        self.standing = replace(at, electorate=self._stored_electorate(at.head))
+        self.standing = _with_voters(at, self._stored_voters(at.head))
         return True
 
     def _newest_snapshot(self) -> OuterState | None:
@@ -525,23 +534,26 @@ class Replica(ReplicaView):
             yield from records
             position = records[-1].position + 1
 
-    def _stored_electorate(self, head: StoreHead) -> tuple[Elector, ...]:
+    def _stored_voters(self, head: StoreHead) -> Succession:
         opened, before = self.opened, self.store.get(head.position - 1)
         if opened is not None and head.position == opened.base_position:
-            return opened.electorate if head.chain == opened.base_chain else ()
+            return Succession(opened.electorate if head.chain == opened.base_chain else ())
         if opened is not None and before is not None:
             # An entry beyond the base that is of an older epoch is void: this process ended after
             # it heard of the epoch and before it went back to the base.
             if before.position >= opened.base_position and before.epoch < opened.epoch:
-                return ()
-        return self.electorate_at(head.position)
+                return Succession(())
+        return self._voters_at(head.position)
+
+    def _voters_at(self, position: int) -> Succession:
+        if self.opened is not None and position == self.opened.base_position:
+            return Succession(self.opened.electorate)
+        before = self.store.get(position - 1)
+        return after(Entry.decode(before.entry)) if before is not None else Succession(())
 
     def electorate_at(self, position: int) -> tuple[Elector, ...]:
         """Return those who vote at a position of the newest epoch, by what is stored."""
-        if self.opened is not None and position == self.opened.base_position:
-            return self.opened.electorate
-        before = self.store.get(position - 1)
-        return Entry.decode(before.entry).electorate if before is not None else ()
+        return self._voters_at(position).electorate
 
     # The log
 
@@ -661,9 +673,9 @@ class Replica(ReplicaView):
 
     def _after(self, at: ReplicaStanding, entry: Entry) -> ReplicaStanding:
         head = StoreHead(epoch=at.head.epoch, position=entry.position + 1, chain=entry.chain)
-        at = replace(at, head=head, electorate=entry.electorate)
+        at = _with_voters(replace(at, head=head), after(entry))
         if at.opened is not None and at.is_at_base(at.opened):
-            at = replace(at, electorate=at.opened.electorate)
+            at = _with_voters(at, Succession(at.opened.electorate))
         return at
 
     # Snapshots and roots
@@ -764,6 +776,7 @@ class Replica(ReplicaView):
             self.standing,
             head=StoreHead(epoch=self.epoch, position=state.position, chain=place.chain),
             electorate=place.electorate,
+            newcomers=place.newcomers,
             state=state,
             snapshots={},
             leaps=self.leaps + 1,
@@ -881,7 +894,8 @@ class Replica(ReplicaView):
         self.store.put_epoch(epoch.epoch, record)
         is_here = self.ready and self.standing.is_at_base(epoch)
         self._know_epoch(epoch, record)
-        self.standing = replace(self.standing, electorate=epoch.electorate if is_here else ())
+        voters = Succession(epoch.electorate if is_here else ())
+        self.standing = _with_voters(self.standing, voters)
         return is_here
 
     def _know_epoch(self, epoch: Epoch, record: bytes) -> None:
@@ -927,9 +941,13 @@ class Replica(ReplicaView):
         except OutOfOrder:  # the log here begins after the base
             return False
         is_done = self._resume_newest() and self.position == opened.base_position
-        electorate = opened.electorate if is_done else ()
-        self.standing = replace(self.standing, electorate=electorate)
+        voters = Succession(opened.electorate if is_done else ())
+        self.standing = _with_voters(self.standing, voters)
         return is_done
+
+
+def _with_voters(at: ReplicaStanding, voters: Succession) -> ReplicaStanding:
+    return replace(at, electorate=voters.electorate, newcomers=voters.newcomers)
 
 
 def _not_next(entry: Entry, head: StoreHead) -> NotNext:

@@ -1,0 +1,148 @@
+"""Succession of electors: who votes at the next position. Pure rules, stated in docs/protocol.md.
+
+An elector stays for as long as it answers; a newcomer has to contribute for some entries first.
+No word of a single peer changes that. The owner of a part decides which cells it includes, never
+who votes, and the leader of a term may leave out only electors that do not answer: each voter asks
+those itself before it votes (`peer/rounds/consensus/voter.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from atoll.optim.log.entry import (
+    MAX_ELECTORS,
+    Elector,
+    Entry,
+    LogError,
+    Member,
+    Newcomer,
+    Part,
+    is_quorum,
+)
+
+# Entries from a peer's first contribution to its first vote. Keys are free, work is not: whoever
+# wants votes has to send this many contributions with each of its keys.
+TRIAL_ENTRIES = 8
+# New electors of one entry for each old one: those that vote now stay a majority of the next
+# electorate, so that an influx of keys cannot outvote them at once.
+NEW_PER_OLD = 0.5
+# Entries for which a peer that is away is remembered: a restarted elector, of which a new
+# incarnation comes back, need not be tried again.
+REMEMBERED_ENTRIES = 64
+MAX_NEWCOMERS = 64  # as many as there can be electors: 5 kB of an entry, before it is deflated
+
+
+class BadElectorate(LogError):  # noqa: N818
+    """An entry whose next electorate does not follow from the present one."""
+
+
+@dataclass(frozen=True)
+class Succession:
+    """Those who vote at the next position, and those who may later."""
+
+    electorate: tuple[Elector, ...]
+    newcomers: tuple[Newcomer, ...] = ()
+
+
+def after(entry: Entry) -> Succession:
+    """Return the succession that an entry of the same epoch leaves."""
+    return Succession(entry.electorate, entry.newcomers)
+
+
+def succeed(
+    now: Succession,
+    *,
+    position: int,
+    members: Sequence[Member],
+    parts: Sequence[Part],
+    dropped: Collection[str] = (),
+) -> Succession:
+    """Return the electors and newcomers after an entry.
+
+    Args:
+        now: of the entry's own position.
+        position: the entry's.
+        members: the entry's; none in a NULL, after which everything stays as it is.
+        parts: the entry's.
+        dropped: PeerIDs of electors that do not answer. If the others would be no quorum of the
+            present electorate, nobody is dropped.
+    """
+    if not members:
+        return now
+    workers = {m.peer_id: m.elector for i, m in enumerate(members) if _contributed(i, m, parts)}
+    stay = [e for e in now.electorate if e.peer_id not in dropped]
+    if not _is_quorum_of(stay, now.electorate):
+        stay = list(now.electorate)
+    # A restarted elector votes on under its new incarnation: its key is what is trusted.
+    kept = [workers.get(e.peer_id, e) for e in stay]
+    known = _remembered(now, kept, position, workers)
+    joined = _promoted(known, workers, position, len(kept))
+    electorate = (*kept, *(workers[n.peer_id] for n in joined))
+    waiting = [n for n in known if n not in joined]
+    return Succession(electorate=electorate, newcomers=tuple(waiting[:MAX_NEWCOMERS]))
+
+
+def check_succession(entry: Entry, now: Succession) -> list[Elector]:
+    """Check an entry's electors; return the present ones that it drops.
+
+    Raises:
+        BadElectorate: the entry breaks a rule, whoever answers and whoever does not.
+    """
+    named = {e.peer_id for e in entry.electorate}
+    dropped = [e for e in now.electorate if e.peer_id not in named]
+    due = succeed(
+        now,
+        position=entry.position,
+        members=entry.members,
+        parts=entry.parts,
+        dropped={e.peer_id for e in dropped},
+    )
+    if (entry.electorate, entry.newcomers) != (due.electorate, due.newcomers):
+        raise BadElectorate(
+            f"entry {entry.position}: expected {len(due.electorate)} electors and "
+            f"{len(due.newcomers)} newcomers that follow from the present ones; got "
+            f"{len(entry.electorate)} and {len(entry.newcomers)}"
+        )
+    return dropped
+
+
+def _contributed(index: int, member: Member, parts: Sequence[Part]) -> bool:
+    """Return whether a member has work in the entry, by the word of another owner if there is one.
+
+    One part suffices: a single owner that names others as missing must not keep them out.
+    """
+    if member.weight == 0:
+        return False
+    others = [part for part in parts if part.owner != index]
+    missing = [any(p.member == index for p in part.partial) for part in others]
+    return not others or not all(missing)
+
+
+def _is_quorum_of(some: Sequence[Elector], electorate: Sequence[Elector]) -> bool:
+    return is_quorum([i for i, e in enumerate(electorate) if e in some], len(electorate))
+
+
+def _remembered(
+    now: Succession, kept: Sequence[Elector], position: int, workers: Collection[str]
+) -> list[Newcomer]:
+    """All that are no electors, those that are known longest first."""
+    electors = {e.peer_id for e in kept}
+    known = {n.peer_id: n for n in now.newcomers if position - n.last <= REMEMBERED_ENTRIES}
+    for elector in now.electorate:  # dropped now: it has been tried before
+        since = max(0, position - TRIAL_ENTRIES)
+        known[elector.peer_id] = Newcomer(peer_id=elector.peer_id, since=since, last=position)
+    for peer in workers:
+        since = known[peer].since if peer in known else position
+        known[peer] = Newcomer(peer_id=peer, since=since, last=position)
+    others = [n for n in known.values() if n.peer_id not in electors]
+    return sorted(others, key=lambda n: (n.since, n.peer_id))
+
+
+def _promoted(
+    known: Sequence[Newcomer], workers: Collection[str], position: int, electors: int
+) -> list[Newcomer]:
+    room = min(max(1, int(NEW_PER_OLD * electors)), MAX_ELECTORS - electors)
+    tried = [n for n in known if n.peer_id in workers and position - n.since >= TRIAL_ENTRIES]
+    return tried[: max(0, room)]

@@ -362,15 +362,6 @@ def is_quorum(voters: Sequence[int], electors: int) -> bool:
     return 2 * len(distinct) > electors or (2 * len(distinct) == electors and 0 in distinct)
 
 
-def next_electorate(
-    members: Sequence[Member], parts: Sequence[Part], current: Sequence[Elector]
-) -> tuple[Elector, ...]:
-    """Return the next electorate: of the members complete in every part, else the current one."""
-    partial = {p.member for part in parts for p in part.partial}
-    complete = [m.elector for i, m in enumerate(members) if i not in partial]
-    return choose_electors(complete) or tuple(current)
-
-
 def choose_electors(candidates: Sequence[Elector]) -> tuple[Elector, ...]:
     """Return all candidates, or the 64 with the lowest hashes, in the order given.
 

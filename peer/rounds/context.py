@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,11 +17,13 @@ from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.robust import Rule
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.conduct import Conduct, Fault
-from atoll.peer.rounds.messages import Closed, Group, PlannedPart, planned_parts
+from atoll.peer.rounds.messages import Closed, Group, Head, Known, PlannedPart, planned_parts
 from atoll.peer.rounds.pacing import Link
 from atoll.peer.rounds.policies import is_large
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
+HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
+DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
 
 
@@ -229,3 +232,25 @@ class RoundTrace:
     """L2 norm of what a robust rule took out of the parts that this peer reduced"""
     left_out: dict[str, str] = field(default_factory=dict)
     """PeerIDs that this peer went on without, and why: as an owner of parts, and as the leader"""
+
+
+async def ask_head(ctx: Context, peer: str, stalls: float = HEAD_STALLS) -> Head | None:
+    """Ask a peer where it stands; None if it does not answer soon: then it is frozen or gone."""
+    with suppress(TransportError, ValueError):
+        timeout_s = stalls * ctx.settings.stall_s
+        known, asked_at = Known(epoch=ctx.known_epoch).encode(), ctx.now()
+        answer = await ctx.transport.call(peer, "head", known, timeout_s=timeout_s)
+        ctx.link.note_round_trip(peer, ctx.now() - asked_at)
+        return Head.decode(answer)
+    return None
+
+
+def stands_at(elector: Elector, head: Head | None, place: tuple[int, int]) -> bool:
+    """Return whether an elector answered as itself, and can vote at (epoch, position), or soon."""
+    epoch, position = place
+    return (
+        head is not None
+        and head.incarnation == elector.incarnation
+        and head.epoch == epoch
+        and head.position >= position - DECISION_UNDER_WAY
+    )

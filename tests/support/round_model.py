@@ -34,7 +34,6 @@ from atoll.optim.log.entry import (
     Record,
     check_certificate,
     is_quorum,
-    next_electorate,
     sha256,
     vote_payload,
 )
@@ -373,7 +372,7 @@ class RoundModel:
                 deadline_s=DEADLINE_S,
             )
 
-        def entry(kind: Any, members: Any, parts: Any, electorate: Any) -> Entry:
+        def entry(kind: Any, members: Any, parts: Any, dropped: Any) -> Entry:
             return Entry(
                 run_id=b"r" * 32,
                 epoch=PLACE.epoch,
@@ -385,7 +384,7 @@ class RoundModel:
                 momentum=0.0,
                 members=tuple(members),
                 parts=tuple(parts),
-                electorate=next_electorate(tuple(members), tuple(parts), tuple(electorate)),
+                electorate=self.electorate,
             )
 
         return Rules(form=form, entry=entry, cells=Cells(), grace_s=GRACE_S)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -29,6 +29,7 @@ from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks, beside, end, race
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
+from atoll.optim.log.electorate import succeed
 from atoll.optim.log.entry import (
     Certificate,
     CertificateInvalid,
@@ -38,7 +39,6 @@ from atoll.optim.log.entry import (
     Member,
     Part,
     StateRoot,
-    next_electorate,
     vote_payload,
 )
 from atoll.optim.reduction.contribution import work_weight
@@ -51,6 +51,7 @@ from atoll.peer.rounds.consensus.round import (
     AskPromises,
     CloseGroup,
     Decide,
+    ElectorsProbed,
     Event,
     Fail,
     Fetch,
@@ -79,7 +80,14 @@ from atoll.peer.rounds.consensus.round import (
     leader_of,
 )
 from atoll.peer.rounds.consensus.voter import Voter
-from atoll.peer.rounds.context import AttemptFailed, Context, failure_key
+from atoll.peer.rounds.context import (
+    DECISION_UNDER_WAY,
+    AttemptFailed,
+    Context,
+    ask_head,
+    failure_key,
+    stands_at,
+)
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
     ALIVE,
@@ -96,7 +104,6 @@ from atoll.peer.rounds.messages import (
     Gone,
     Group,
     Head,
-    Known,
     PartDone,
     PartPlan,
     Prepare,
@@ -118,8 +125,6 @@ from atoll.peer.rounds.policies import (
 )
 
 PROBE_S = 1.0  # how often peers that are waited for are asked
-DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
-HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
 POLL_STALLS = 10  # a vote before there is a group, which has a deadline of its own
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 
@@ -247,17 +252,6 @@ class Polls:
             pass
 
 
-async def ask_head(ctx: Context, peer: str) -> Head | None:
-    """Ask a peer where it stands; None if it does not answer soon: then it is frozen or gone."""
-    with suppress(TransportError, ValueError):
-        timeout_s = HEAD_STALLS * ctx.settings.stall_s
-        known, asked_at = Known(epoch=ctx.known_epoch).encode(), ctx.now()
-        answer = await ctx.transport.call(peer, "head", known, timeout_s=timeout_s)
-        ctx.link.note_round_trip(peer, ctx.now() - asked_at)
-        return Head.decode(answer)
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """A decided position."""
@@ -305,6 +299,8 @@ class Leadership:
         self._polls = Polls(
             self.ctx, self.voter, self.place, is_live=self.round.is_live, take=self._take
         )
+        self._lost = asyncio.Event()
+        """set when a session ends: its member may be an elector that no longer answers"""
         self._tasks = Tasks()
         self._helper: asyncio.Task[None] | None = None
         self._helped = RoundState.DECIDED
@@ -334,6 +330,7 @@ class Leadership:
         """Count the member as gone at once, unless it has reported anew."""
         if self.sessions[session.remote] is not session:
             return []
+        self._lost.set()
         actions = self._take(Left(peer=session.remote))
         if self._delivery is not None:
             self._delivery.gone(session.remote)
@@ -414,11 +411,14 @@ class Leadership:
         kind: Kind,
         members: Sequence[Member],
         parts: Sequence[Part],
-        electorate: Sequence[Elector],
+        dropped: Collection[str],
     ) -> Entry:
         replica, position = self.ctx.replica, self.place.position
         lr, momentum = self.ctx.scalars(position)
         root = replica.root_due(position)
+        voters = succeed(
+            replica.voters, position=position, members=members, parts=parts, dropped=dropped
+        )
         return Entry(
             run_id=replica.run_id,
             epoch=self.place.epoch,
@@ -430,7 +430,8 @@ class Leadership:
             momentum=momentum,
             members=tuple(members),
             parts=tuple(parts),
-            electorate=next_electorate(tuple(members), tuple(parts), tuple(electorate)),
+            electorate=voters.electorate,
+            newcomers=voters.newcomers,
             state_root=StateRoot(position=root[0], root=root[1]) if root else None,
         )
 
@@ -457,6 +458,8 @@ class Leadership:
             self._helper = asyncio.create_task(self._await_absence())
         elif self._helped is RoundState.FORMING:
             self._helper = asyncio.create_task(self._probe())
+        elif self._helped is RoundState.REDUCING:
+            self._helper = asyncio.create_task(self._probe_electors())
 
     async def _end_help(self) -> None:
         if self._helper is not None:
@@ -474,6 +477,27 @@ class Leadership:
             self._take(Probed(ready_at=await self._ask_trainers()))
             await asyncio.sleep(PROBE_S)
 
+    async def _probe_electors(self) -> None:
+        """Keep asking the electors that are not in the group: those that answer vote on."""
+        while True:
+            asked = [e for e in self._electorate() if not self.round.is_live(e.peer_id)]
+            asked = [e for e in asked if e != self.ctx.me]
+            heads = await asyncio.gather(*(ask_head(self.ctx, e.peer_id) for e in asked))
+            self._note_electors(dict(zip((e.peer_id for e in asked), heads, strict=True)))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_S):
+                    await self._lost.wait()
+            self._lost.clear()
+
+    def _note_electors(self, heads: Mapping[str, Head | None]) -> None:
+        silent = [
+            elector.peer_id
+            for elector in self._electorate()
+            if elector.peer_id in heads
+            and not stands_at(elector, heads[elector.peer_id], self.place)
+        ]
+        self._take(ElectorsProbed(silent=frozenset(silent)))
+
     async def _ask_trainers(self) -> dict[str, float]:
         """Return when each trainer that stands here expects to be ready, on the leader's clock.
 
@@ -488,6 +512,7 @@ class Leadership:
         here = trainers & set(self.round.live)
         asked = sorted(trainers - here)
         heads = await asyncio.gather(*(ask_head(self.ctx, peer) for peer in asked))
+        self._note_electors(dict(zip(asked, heads, strict=True)))
         now = self.ctx.now()
         ready_at = dict.fromkeys(sorted(here), now)
         for peer, head in zip(asked, heads, strict=True):

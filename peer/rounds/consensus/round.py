@@ -32,7 +32,7 @@ same classes through every order of messages, crashes, restarts and losses withi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -397,12 +397,9 @@ class Parts:
         """Return whether a part is neither here nor anywhere."""
         return any(self._is_lost(index, view, is_live) for index in range(len(self._parts)))
 
-    def logged(self, gone: Sequence[int]) -> tuple[Part, ...]:
-        """The parts as an entry names them; of the members in `gone` nothing is counted.
-
-        All must be done.
-        """
-        return tuple(_logged(part, part.done, gone) for part in self._parts if part.done)
+    def logged(self) -> tuple[Part, ...]:
+        """Return the parts as an entry names them; all must be done."""
+        return tuple(_logged(part, part.done) for part in self._parts if part.done)
 
     def _is_sound(self, part: PartState, done: PartDone) -> bool:
         """Check that an owner's word can be logged: its length, and members by their prefixes."""
@@ -469,8 +466,7 @@ class Parts:
         return [RepairPart(order=order, owner=self._group.members[owner].peer_id)]
 
 
-def _logged(part: PartState, done: PartDone, gone: Sequence[int]) -> Part:
-    cells = {member: 0 for member in gone} | {p.member: p.cells for p in done.partial}
+def _logged(part: PartState, done: PartDone) -> Part:
     return Part(
         start_cell=part.plan.start_cell,
         stop_cell=part.plan.stop_cell,
@@ -478,7 +474,7 @@ def _logged(part: PartState, done: PartDone, gone: Sequence[int]) -> Part:
         generation=part.generation,
         wire_bytes=done.wire_bytes,
         digest=done.digest,
-        partial=tuple(Partial(member=m, cells=c) for m, c in sorted(cells.items())),
+        partial=tuple(Partial(member=p.member, cells=p.cells) for p in done.partial),
     )
 
 
@@ -550,6 +546,14 @@ class Probed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElectorsProbed:
+    """All electors without a session were asked where they stand."""
+
+    silent: frozenset[str]
+    """PeerIDs of those that do not answer, or far behind, or as another incarnation"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeaderAbsent:
     """The leader of the term before does not answer."""
 
@@ -592,6 +596,7 @@ Event = (
     | Left
     | Unreachable
     | Probed
+    | ElectorsProbed
     | LeaderAbsent
     | PartReduced
     | FetchEnded
@@ -686,8 +691,8 @@ class Rules:
 
     form: Callable[[Mapping[str, Ready]], Group]
     """the group of these members, in their order"""
-    entry: Callable[[Kind, Sequence[Member], Sequence[Part], Sequence[Elector]], Entry]
-    """(kind, members, parts, electorate) -> the entry of the position"""
+    entry: Callable[[Kind, Sequence[Member], Sequence[Part], Collection[str]], Entry]
+    """(kind, members, parts, electors that do not answer) -> the entry of the position"""
     cells: Cells
     """of the position's fragment"""
     grace_s: float
@@ -713,6 +718,7 @@ class Round:
         """peers that the group was closed without, and why"""
         self.expected: Mapping[str, float] | None = None
         """by peer, when it expects to be ready; None before all were asked once"""
+        self._silent: frozenset[str] = frozenset()
         self._leads = leads
         self._rules = rules
         self._reports: dict[str, Ready] = {}
@@ -775,6 +781,8 @@ class Round:
                 return self._take_end(event.peer)
             case Probed():
                 self.expected = event.ready_at
+            case ElectorsProbed():
+                self._silent = event.silent
             case LeaderAbsent():
                 self._absent = True
             case PartReduced() if self.parts is not None:
@@ -972,18 +980,12 @@ class Round:
         """Propose the group's update; NULL if it cannot be reduced."""
         self._fix(view)
         group, parts = self._closed()
-        electorate = self._electorate or ()
         if not self._failure:
-            # Nothing of a member of weight 0 is counted. One that left does not vote next.
-            gone = [
-                index
-                for index, member in enumerate(group.members)
-                if member.weight == 0 and not self.is_live(member.peer_id)
-            ]
-            update = self._rules.entry("update", group.members, parts.logged(gone), electorate)
+            dropped = frozenset(peer for peer in self._silent if not self.is_live(peer))
+            update = self._rules.entry("update", group.members, parts.logged(), dropped)
             return self._propose(update, is_own=True)
         given_up = f"round {self.place.position + 1}: given up: {self._failure}"
-        null = self._rules.entry("null", (), (), electorate)
+        null = self._rules.entry("null", (), (), frozenset())
         return [ReportArrived(level="error", text=given_up), *self._propose(null, is_own=False)]
 
     def _propose(self, entry: Entry, *, is_own: bool) -> list[Action]:

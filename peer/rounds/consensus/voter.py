@@ -11,11 +11,13 @@ certificate.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import PeerUnreachable, Refused
+from atoll.optim.log.electorate import BadElectorate, check_succession
 from atoll.optim.log.entry import (
     Certificate,
     Elector,
@@ -25,14 +27,13 @@ from atoll.optim.log.entry import (
     Vote,
     check_follows,
     is_quorum,
-    next_electorate,
     vote_payload,
 )
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import Booth, Place, term_of
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose, Voted, deflated, inflated
 from atoll.peer.rounds.policies import positions_ahead
@@ -217,7 +218,11 @@ class Voter:
         place = Place(entry.epoch, entry.position)
         await self._come_to(place)
         self._booth.check(remote, place, ask.attempt)
-        self._check_rules(entry)
+        dropped = self._check_rules(entry)
+        if term_of(ask.attempt) < len(self._ctx.replica.electorate):
+            # Once all have led in vain, some may have accepted an entry while an elector was away
+            # that has come back. It can be adopted only if the others accept it too.
+            await self._expect_silent(dropped, place)
         body = await self.gather(entry, remote)
         await self._verify(entry, body)
         self._turn()  # gathering takes a while: the position may have been decided meanwhile
@@ -302,7 +307,23 @@ class Voter:
             came.append(update)
         return came
 
-    def _check_rules(self, entry: Entry) -> None:
+    async def _expect_silent(self, dropped: Sequence[Elector], place: Place) -> None:
+        """Ask the electors that an entry drops; no leader drops one that answers.
+
+        A voter waits half as long as leaders do, so that it does not hear of one that they missed.
+        """
+        heads = await asyncio.gather(
+            *(ask_head(self._ctx, e.peer_id, HEAD_STALLS / 2) for e in dropped)
+        )
+        for elector, head in zip(dropped, heads, strict=True):
+            if elector == self._ctx.me or stands_at(elector, head, place):
+                raise Refused(
+                    RefusalCode.BAD_ELECTORATE,
+                    f"expected {elector.peer_id} among the next electors: it answers",
+                )
+
+    def _check_rules(self, entry: Entry) -> list[Elector]:
+        """Check all that follows from the log; the electors that the entry drops."""
         replica = self._ctx.replica
         check_follows(
             entry,
@@ -311,15 +332,15 @@ class Voter:
             position=replica.position,
             chain=replica.chain,
         )
-        electorate: tuple[Elector, ...] = tuple(replica.electorate)
-        if entry.electorate != next_electorate(entry.members, entry.parts, electorate):
-            raise Refused(
-                RefusalCode.BAD_ELECTORATE, "expected the complete members as next electorate"
-            )
+        try:
+            dropped = check_succession(entry, replica.voters)
+        except BadElectorate as error:
+            raise Refused(RefusalCode.BAD_ELECTORATE, str(error)) from error
         if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
             raise Refused(RefusalCode.BAD_SCALARS, f"expected {self._ctx.scalars(entry.position)}")
         self._ctx.replay.check(entry)  # lengths too: no leader makes a voter take memory
         self._check_root(entry)
+        return dropped
 
     def _check_root(self, entry: Entry) -> None:
         """A root may be absent: a leader that was started again has no state but the newest.

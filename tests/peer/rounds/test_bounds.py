@@ -7,9 +7,7 @@ from atoll.optim.log.entry import (
     MAX_ELECTORS,
     Elector,
     Member,
-    Part,
     choose_electors,
-    next_electorate,
 )
 from atoll.peer.recovery.sources import ASKED_AT_ONCE, whom_to_ask
 
@@ -60,14 +58,6 @@ def test_a_restarted_peer_draws_anew():
     before = {e.peer_id for e in choose_electors(electors(1000))}
     after = {e.peer_id for e in choose_electors(electors(1000, incarnation="b"))}
     assert len(before & after) < MAX_ELECTORS / 2
-
-
-def test_the_next_electorate_is_bounded_and_stays_where_nobody_is_complete():
-    part = Part(start_cell=0, stop_cell=1, owner=0, generation=0, wire_bytes=1, digest=bytes(32))
-    many = members(200)
-    chosen = next_electorate(many, (part,), ())
-    assert chosen == choose_electors([m.elector for m in many])
-    assert next_electorate((), (), chosen) == chosen
 
 
 RECORD = PeerRecord(

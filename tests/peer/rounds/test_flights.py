@@ -179,7 +179,7 @@ def test_an_elector_more_may_lead_what_another_reduced_early(tmp_path):
             assert len(swarm.peers) <= 8
         moved = peers[0].replica.position
         await swarm.until(lambda: passed(swarm.peers, moved + 4))
-        assert len(entries(peers[0])[-1].members) == len(swarm.peers)
+        await swarm.until(lambda: len(entries(peers[0])[-1].members) == len(swarm.peers))
         await expect_equal_end(swarm, swarm.peers)
 
     run(tmp_path, scenario)

@@ -142,9 +142,10 @@ def test_a_relay_that_falls_silent_after_its_first_sums_is_left_out_alone(
                 relay.kill() if kind == "kill" else swarm.network.freeze(src)
 
         await swarm.until(lambda: reached(peers, 1))
-        position = peers[0].replica.position
         swarm.network.on_message = strike
         others = [peer for peer in peers if peer is not relay]
+        await swarm.until(lambda: struck)
+        position = others[0].replica.position
         await swarm.until(lambda: reached(others, position + 1))
         assert swarm.now() - struck[0] <= COMMIT_S[kind]
         entry = others[0].settled[position].applied.entry

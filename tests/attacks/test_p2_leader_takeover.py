@@ -1,0 +1,72 @@
+"""P2: a leader makes itself the only elector, by a group of its own or by leaving others out."""
+
+import pytest
+
+from atoll.optim.log.entry import Entry
+from atoll.peer.rounds.consensus import leader as leaders
+from atoll.peer.rounds.consensus.round import ElectorsProbed
+from support.swarm import reached, run_swarm
+
+
+def close_alone(monkeypatch, liar):
+    form = leaders.form_group
+
+    def alone(ctx, place, term, ready):
+        mine = {ctx.me.peer_id: ready[ctx.me.peer_id]} if ctx.me.peer_id in ready else ready
+        return form(ctx, place, term, mine if ctx.me == liar else ready)
+
+    monkeypatch.setattr(leaders, "form_group", alone)
+
+
+def drop(monkeypatch, liar, count):
+    """The liar takes so many electors for dead, sessions or not."""
+    init = leaders.Round.__init__
+
+    def lying(machine, *args, leads, **options):
+        init(machine, *args, leads=leads, **options)
+        if leads._me == liar:
+            is_live = machine.is_live
+            machine.is_live = lambda peer: peer not in machine._silent and is_live(peer)
+
+    def note(leadership, heads):
+        others = [e.peer_id for e in leadership._electorate() if e != liar]
+        silent = others[:count] if leadership.ctx.me == liar else []
+        leadership._take(ElectorsProbed(silent=frozenset(silent)))
+
+    monkeypatch.setattr(leaders.Round, "__init__", lying)
+    monkeypatch.setattr(leaders.Leadership, "_note_electors", note)
+
+
+def log_of(peer):
+    position = peer.replica.position
+    return [Entry.decode(peer.replica.store.get(p).entry) for p in range(position)]
+
+
+@pytest.mark.parametrize("count", [3, 1], ids=["all", "one"])
+def test_a_leader_that_drops_electors_that_answer_gets_no_votes(tmp_path, monkeypatch, count):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        liar, honest = peers[3], peers[:3]
+        drop(monkeypatch, liar.ctx.me, count)
+        close_alone(monkeypatch, liar.ctx.me)
+        at = max(p.replica.position for p in peers)
+        await swarm.until(lambda: reached(honest, at + 12))
+        for entry in log_of(honest[0])[at + 1 :]:
+            assert {p.ctx.me for p in honest} <= set(entry.electorate)
+        assert swarm.same_bits(honest)
+
+    run_swarm(tmp_path, scenario, codec="int8")
+
+
+def test_an_elector_that_died_is_dropped(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        dead, *alive = peers
+        dead.kill()
+        at = max(p.replica.position for p in alive)
+        await swarm.until(lambda: reached(alive, at + 2))
+        assert dead.ctx.me not in alive[0].replica.electorate
+
+    run_swarm(tmp_path, scenario, codec="int8")

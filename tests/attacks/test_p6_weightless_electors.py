@@ -1,0 +1,76 @@
+"""P6: five keys report ready with a weight of 0, become electors so, and go away together."""
+
+import asyncio
+import hashlib
+
+from atoll.dht.identity import Identity
+from atoll.dht.transport import TransportError
+from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, tagged
+from support.swarm import reached, run_swarm
+
+
+def report(peer, key):
+    replica = peer.replica
+    ready = Ready(
+        protocol=PROTOCOL,
+        epoch=replica.epoch,
+        position=replica.position,
+        term=0,
+        stands_at=replica.position,
+        chain=replica.chain,
+        incarnation=hashlib.sha256(key.peer_id.encode()).hexdigest()[:32],
+        weight=0.0,
+        tokens=0,
+        steps=0,
+        loss=None,
+        norm=0.0,
+        uplink_mbit_s=100.0,
+    )
+    return tagged(READY, ready)
+
+
+async def hold(stream, message):
+    """Report, then send signs of life and read, and nothing else."""
+
+    async def live():
+        while True:
+            await asyncio.sleep(0.3)
+            await stream.send(b"", timeout_s=2.0)
+
+    async def read():
+        while await stream.recv(timeout_s=60.0) is not None:
+            pass
+
+    try:
+        await stream.send(message, timeout_s=2.0)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(live())
+            group.create_task(read())
+    except* TransportError:
+        pass
+
+
+def test_keys_of_weight_0_gain_no_votes_and_may_go_away(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        await swarm.until(lambda: len({p.replica.position for p in peers}) == 1)
+        keys = [Identity.ephemeral() for _ in range(5)]
+        replica = peers[0].replica
+        leader = leader_of(replica.electorate, replica.position, 0).peer_id
+        held = []
+        for key in keys:
+            transport = swarm.network.transport(key.peer_id)
+            stream = await transport.open(leader, "round", timeout_s=2.0)
+            held.append(asyncio.create_task(hold(stream, report(peers[0], key))))
+        at = replica.position
+        await swarm.until(lambda: reached(peers, at + 1))
+        assert set(peers[0].replica.electorate) == {p.ctx.me for p in peers}
+        for key in keys:
+            swarm.network.kill(key.peer_id)
+        at = max(p.replica.position for p in peers)
+        await swarm.until(lambda: reached(peers, at + 5), timeout_s=60.0)
+        assert swarm.same_bits(peers)
+
+    run_swarm(tmp_path, scenario, codec="int8")

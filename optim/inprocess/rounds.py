@@ -24,7 +24,13 @@ from atoll.optim.log.replica import residual_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Commit, Contribution
 from atoll.optim.reduction.cells import Cells, Term, body_of
-from atoll.optim.reduction.contribution import Offer, cap_weights, clip_factors, work_weight
+from atoll.optim.reduction.contribution import (
+    Offer,
+    cap_shares,
+    cap_weights,
+    clip_factors,
+    work_weight,
+)
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
 from atoll.optim.state.layout import Fragment, Layout, decode_pieces, encode_pieces
 from atoll.optim.state.outer_state import OuterState
@@ -123,6 +129,7 @@ class WithFeedback(Reduction):
         norms = [o.norm if weight > 0 else 0.0 for o, weight in zip(offers, weights, strict=True)]
         steps = [c.steps for c in contributions]
         factors = clip_factors(norms, steps, at=self.method.clip_at)
+        factors = cap_shares(weights, factors, norms)
         return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
 
     def _mean(

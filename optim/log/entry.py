@@ -203,6 +203,8 @@ class Entry(Record):
     momentum: FiniteFloat
     members: tuple[Member, ...]
     parts: tuple[Part, ...]
+    reports: Annotated[bytes, Field(max_length=32)] = b""
+    """SHA-256 of what the members signed about their contributions; empty in a NULL"""
     electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
     newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MAX_ELECTORS)] = ()
     state_root: StateRoot | None = None

@@ -60,12 +60,11 @@ WeightRule = Literal["rate", "tokens", "equal"]
 MAX_TOKENS = 1 << 40  # a window of a day at 12 million tokens/s
 MAX_STEPS = 1 << 24  # a window of a day at 194 steps/s
 WEIGHT_CAP = 4.0  # times the median: one claim of absurd work can't own the average
+SHARE_CAP = 4.0  # of weight x clip x norm, in medians: what a weight alone may be
 # Times the median. Norms are bounded a step, so without it a claim of 16 million steps would buy a
 # norm of as many; honest windows are shorter.
 STEPS_CAP = 4
-CLIP_AT = (
-    2.0  # times the median norm a step: honest norms stay within it (docs/benchmarks/robust.md)
-)
+CLIP_AT = 2.0  # times the median norm a step: honest norms stay within it (benchmarks/robust.md)
 # Times the median norm. Work that was left out for long would outweigh the other peers' windows.
 DRIFT_CAP = 3.0
 BATCHES_AT_ONCE = 64  # whose selections are encoded together: up to a million values, in cache
@@ -148,6 +147,33 @@ def clip_factors(
         return [1.0 for _ in rates]
     bound = at * median_low(positive)
     return [1.0 if rate <= bound else to_fp32(bound / rate) for rate in rates]
+
+
+def cap_shares(
+    weights: Sequence[float], clips: Sequence[float], norms: Sequence[float]
+) -> list[float]:
+    """Return clip factors that cap weight x clip x norm at 4 times the median of that product.
+
+    Each of the three is bounded by itself, but a peer that stays within all bounds at once would
+    have ten times the share of three honest ones together.
+
+    Args:
+        weights: capped.
+        clips: the factors of `clip_factors`.
+        norms: of the contributions, before they are clipped.
+
+    Returns:
+        Factors in (0, 1], fp32; those given for most.
+    """
+    shares = [w * c * norm for w, c, norm in zip(weights, clips, norms, strict=True)]
+    positive = [share for share in shares if share > 0]
+    if not positive:
+        return list(clips)
+    bound = SHARE_CAP * median_low(positive)
+    return [
+        clip if share <= bound else to_fp32(clip * bound / share)
+        for clip, share in zip(clips, shares, strict=True)
+    ]
 
 
 def drift_ratio(norm: float, others: Sequence[float]) -> float:

@@ -35,6 +35,7 @@ class Fault(StrEnum):
     BAD_CELL = "bad-cell"
     BAD_MESSAGE = "bad-message"
     BAD_PROPOSAL = "bad-proposal"
+    BAD_REPORT = "bad-report"
     BAD_SUM = "bad-sum"
     BAD_VOTE = "bad-vote"
     BAD_WEIGHT = "bad-weight"

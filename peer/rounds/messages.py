@@ -45,9 +45,9 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.state.outer_step import to_fp32
 
-PROTOCOL = 6  # peers of another protocol refuse each other's reports
+PROTOCOL = 7  # peers of another protocol refuse each other's reports
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
-MAX_GROUP_BYTES = 1 << 20  # 4,096 members of some 190 bytes, and their parts
+MAX_GROUP_BYTES = 2 << 20  # 4,096 members of some 290 bytes, their reports and parts
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
 
 Weight = Annotated[FiniteFloat, Field(ge=0)]
@@ -90,19 +90,11 @@ class Head(Record):
     """empty where the caller has it, or a newer one"""
 
 
-class Ready(Record):
-    """A contribution is encoded and waits for a group."""
+class Report(Record):
+    """A member signs this about its contribution; all its weights follow from it."""
 
-    max_bytes: ClassVar[int] = 16 << 20
-
-    protocol: Count
     epoch: Count
     position: Count
-    term: Count
-    stands_at: Count
-    """where the sender stands in the log: at ``position``, or before it, if it reduces early"""
-    chain: Digest
-    """where it stands"""
     incarnation: Incarnation
     weight: Weight
     tokens: Count
@@ -110,6 +102,54 @@ class Ready(Record):
     loss: FiniteFloat | None
     norm: Weight
     uplink_mbit_s: Weight
+
+
+def report_payload(run_id: bytes, report: Report) -> bytes:
+    """Return what a member signs."""
+    return b"atoll report 1" + run_id + sha256(report.encode())
+
+
+class Ready(Record):
+    """A contribution is encoded and waits for a group."""
+
+    max_bytes: ClassVar[int] = 16 << 20
+
+    protocol: Count
+    term: Count
+    stands_at: Count
+    """the sender's place in the log: the report's position, or before it, if it reduces early"""
+    chain: Digest
+    """the log's chain there"""
+    report: Report
+    signature: Signature
+    """of the report, by the sender"""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the contribution."""
+        return self.report.epoch
+
+    @property
+    def position(self) -> int:
+        """The position of the contribution."""
+        return self.report.position
+
+
+class Sworn(Record):
+    """The part of a member's signed report that its `Member` does not show."""
+
+    counts: bool
+    """whether the reported weight is above 0; then it follows from tokens and steps"""
+    uplink_mbit_s: Weight
+    signature: Signature
+
+
+Reports = Annotated[tuple[Sworn, ...], Field(max_length=4096)]
+
+
+def reports_root(sworn: Sequence[Sworn]) -> bytes:
+    """Return the digest by which an entry names its members' reports; empty without members."""
+    return sha256(b"".join(one.encode() for one in sworn)) if sworn else b""
 
 
 class PartPlan(Record):
@@ -132,6 +172,8 @@ class Group(Record):
     parts: tuple[PartPlan, ...]
     stall_s: Weight
     deadline_s: Weight
+    reports: Reports = ()
+    """one for each member, in their order"""
 
     @property
     def digest(self) -> bytes:
@@ -262,6 +304,8 @@ class Promise(Record):
     accepted_attempt: Count
     entry: bytes
     """deflated; empty: none"""
+    reports: Reports = ()
+    """of the entry's members"""
 
 
 class Propose(Record):
@@ -272,6 +316,8 @@ class Propose(Record):
     attempt: Count
     entry: bytes
     """deflated"""
+    reports: Reports = ()
+    """of the entry's members"""
 
 
 class Ballot(Record):

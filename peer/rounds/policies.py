@@ -14,9 +14,16 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
-from atoll.optim.log.entry import Member
-from atoll.optim.reduction.contribution import cap_weights, clip_factors
-from atoll.peer.rounds.messages import PartPlan, Ready
+from atoll.optim.log.entry import MalformedRecord, Member, Verify
+from atoll.optim.reduction.contribution import (
+    WeightRule,
+    WorkRefused,
+    cap_shares,
+    cap_weights,
+    clip_factors,
+    work_weight,
+)
+from atoll.peer.rounds.messages import PartPlan, Report, Sworn, report_payload
 
 MAX_MBIT_S = 1e5  # a claim beyond 100 Gbit/s is cut to it
 # Streams of a reduction that a member has open, about. On a new stream yamux lets 256 KiB be under
@@ -112,11 +119,16 @@ def _alone_until(view: Rendezvous) -> float:
     return limit if any(at <= limit for at in promised) else alone
 
 
-def admit(ready: Sequence[tuple[str, Ready]], *, clip_at: float) -> list[Member]:
-    """Members with their capped weights and clip factors; a bound of 0 clips nobody."""
-    weights = cap_weights([r.weight for _, r in ready])
-    steps = [max(r.steps, 1) for _, r in ready]
-    clips = clip_factors([r.norm for _, r in ready], steps, at=clip_at or math.inf)
+def admit(reports: Sequence[tuple[str, Report]], *, clip_at: float) -> list[Member]:
+    """Return members with their capped weights and clip factors; a bound of 0 clips nobody.
+
+    The leader of a group, its members and its voters compute the same from the same reports.
+    """
+    weights = cap_weights([r.weight for _, r in reports])
+    norms = [r.norm for _, r in reports]
+    clips = clip_factors(norms, [max(r.steps, 1) for _, r in reports], at=clip_at or math.inf)
+    if clip_at:
+        clips = cap_shares(weights, clips, norms)
     return [
         Member(
             peer_id=peer,
@@ -128,8 +140,68 @@ def admit(ready: Sequence[tuple[str, Ready]], *, clip_at: float) -> list[Member]
             steps=r.steps,
             loss=r.loss,
         )
-        for (peer, r), weight, clip in zip(ready, weights, clips, strict=True)
+        for (peer, r), weight, clip in zip(reports, weights, clips, strict=True)
     ]
+
+
+def check_reports(
+    members: Sequence[Member],
+    sworn: Sequence[Sworn],
+    place: tuple[int, int],
+    *,
+    run_id: bytes,
+    rule: WeightRule,
+    clip_at: float,
+    verify: Verify,
+) -> None:
+    """Check that each member's numbers are those that it signed, or follow from them.
+
+    Args:
+        members: of a group or an entry, in its order.
+        sworn: what each of them signed beside what its `Member` shows.
+        place: (epoch, position).
+        run_id: of the run.
+        rule: how the run's method weighs contributions.
+        clip_at: its bound of norms.
+        verify: checks a peer's signature.
+
+    Raises:
+        MalformedRecord: a member is invented, or a number is not its own.
+    """
+    if len(sworn) != len(members):
+        raise MalformedRecord(f"expected {len(members)} signed reports, got {len(sworn)}")
+    reports = [
+        (member.peer_id, report_of(member, said, place, rule))
+        for member, said in zip(members, sworn, strict=True)
+    ]
+    for (peer, report), said in zip(reports, sworn, strict=True):
+        if not verify(peer, report_payload(run_id, report), said.signature):
+            raise MalformedRecord(f"expected {peer}'s own report, got another")
+    if admit(reports, clip_at=clip_at) != list(members):
+        raise MalformedRecord("expected the weights and clip factors that follow from the reports")
+
+
+def report_of(member: Member, said: Sworn, place: tuple[int, int], rule: WeightRule) -> Report:
+    """Return the report that a member signed, if its numbers are its own.
+
+    Raises:
+        MalformedRecord: it claims work that no peer can do.
+    """
+    try:
+        weight = work_weight(member.tokens, member.steps, rule) if said.counts else 0.0
+    except WorkRefused as error:
+        raise MalformedRecord(f"report of {member.peer_id}: {error}") from error
+    return Report(
+        epoch=place[0],
+        position=place[1],
+        incarnation=member.incarnation,
+        weight=weight,
+        tokens=member.tokens,
+        steps=member.steps,
+        loss=member.loss,
+        norm=member.norm,
+        uplink_mbit_s=said.uplink_mbit_s,
+    )
 
 
 def is_large(members: int) -> bool:

@@ -6,28 +6,11 @@ import hashlib
 from atoll.dht.identity import Identity
 from atoll.dht.transport import TransportError
 from atoll.peer.rounds.consensus.round import leader_of
-from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, tagged
-from support.swarm import reached, run_swarm
+from support.swarm import reached, ready_of, run_swarm
 
 
-def report(peer, key):
-    replica = peer.replica
-    ready = Ready(
-        protocol=PROTOCOL,
-        epoch=replica.epoch,
-        position=replica.position,
-        term=0,
-        stands_at=replica.position,
-        chain=replica.chain,
-        incarnation=hashlib.sha256(key.peer_id.encode()).hexdigest()[:32],
-        weight=0.0,
-        tokens=0,
-        steps=0,
-        loss=None,
-        norm=0.0,
-        uplink_mbit_s=100.0,
-    )
-    return tagged(READY, ready)
+def incarnation_of(key):
+    return hashlib.sha256(key.peer_id.encode()).hexdigest()[:32]
 
 
 async def hold(stream, message):
@@ -63,7 +46,11 @@ def test_keys_of_weight_0_gain_no_votes_and_may_go_away(tmp_path):
         for key in keys:
             transport = swarm.network.transport(key.peer_id)
             stream = await transport.open(leader, "round", timeout_s=2.0)
-            held.append(asyncio.create_task(hold(stream, report(peers[0], key))))
+            held.append(
+                asyncio.create_task(
+                    hold(stream, ready_of(key, peers[0], incarnation=incarnation_of(key)))
+                )
+            )
         at = replica.position
         await swarm.until(lambda: reached(peers, at + 1))
         assert set(peers[0].replica.electorate) == {p.ctx.me for p in peers}

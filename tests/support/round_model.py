@@ -64,7 +64,7 @@ from atoll.peer.rounds.consensus.round import (
     VoteArrived,
     leader_of,
 )
-from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready
+from atoll.peer.rounds.messages import PROTOCOL, Group, PartDone, PartPlan, Ready, Report
 from support.model import elector, signature, verify
 
 PLACE = Place(1, 0)
@@ -552,13 +552,9 @@ class RoundModel:
 
 
 def _ready(process: int, term: int) -> Ready:
-    return Ready(
-        protocol=6,
+    report = Report(
         epoch=PLACE.epoch,
         position=PLACE.position,
-        term=term,
-        stands_at=PLACE.position,
-        chain=b"c" * 32,
         incarnation="0",
         weight=1.0,
         tokens=1,
@@ -566,6 +562,14 @@ def _ready(process: int, term: int) -> Ready:
         loss=None,
         norm=1.0,
         uplink_mbit_s=100.0,
+    )
+    return Ready(
+        protocol=PROTOCOL,
+        term=term,
+        stands_at=PLACE.position,
+        chain=b"c" * 32,
+        report=report,
+        signature=b"s",
     )
 
 

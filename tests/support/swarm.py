@@ -32,6 +32,7 @@ from atoll.peer.recovery.sources import RosterSources
 from atoll.peer.rounds.consensus.member import OfferedWindow
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
+from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, Report, report_payload, tagged
 
 T = TypeVar("T")
 
@@ -421,6 +422,31 @@ def run_swarm(folder: Path, scenario: Callable[[Swarm], Awaitable[T]], **options
             await swarm.stop()
 
     return run_virtual(main())
+
+
+def ready_of(identity: Identity, peer: SwarmPeer, **changes: Any) -> bytes:
+    """A report to `peer`'s next position that somebody signed, as the first message of a stream."""
+    replica = peer.replica
+    said = {
+        "epoch": replica.epoch,
+        "position": replica.position,
+        "incarnation": "f" * 32,
+        "weight": 0.0,
+        "tokens": 0,
+        "steps": 0,
+        "loss": None,
+        "norm": 0.0,
+        "uplink_mbit_s": 100.0,
+    }
+    report = Report(**{key: changes.pop(key, value) for key, value in said.items()})
+    fields = {
+        "protocol": PROTOCOL,
+        "term": 0,
+        "stands_at": replica.position,
+        "chain": replica.chain,
+        "signature": identity.sign(report_payload(replica.run_id, report)),
+    }
+    return tagged(READY, Ready(report=report, **(fields | changes)))
 
 
 def reached(peers: Iterable[SwarmPeer], position: int) -> bool:

@@ -80,11 +80,11 @@ def expected_plan(ctx: Context, position: int) -> Plan | None:
 def begin_upfront(ctx: Context, ready: Ready, codes: Sequence[bytes]) -> UpfrontCodes | None:
     """Begin to send a contribution to its expected owners; return None if that is useless."""
     plan = expected_plan(ctx, ready.position)
-    if plan is None or not ready.weight or ready.term:
+    if plan is None or not ready.report.weight or ready.term:
         return None
     if not {part.owner for part in plan.parts} <= _known(ctx) | {ctx.me.peer_id}:
         return None
-    return UpfrontCodes(ctx, plan, codes, ready.norm)
+    return UpfrontCodes(ctx, plan, codes, ready.report.norm)
 
 
 class UpfrontCodes:

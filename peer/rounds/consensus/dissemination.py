@@ -38,6 +38,7 @@ from atoll.peer.rounds.messages import (
     deflated,
     inflated,
 )
+from atoll.peer.rounds.policies import check_reports, is_large
 
 FAN_OUT = 8  # a thousand peers in four steps, and eight copies of an entry are what one sends
 CALL_STALLS = 4  # of a call that may have to fetch parts before it answers
@@ -308,6 +309,20 @@ def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None
     me = ctx.me.peer_id, ctx.me.incarnation
     if me not in [(m.peer_id, m.incarnation) for m in group.members]:
         raise MalformedRecord("group: expected to be a member of it")
+    mine_only = is_large(len(group.members))  # voters verify all signatures, off their loops
+
+    def verify(peer: str, data: bytes, signature: bytes) -> bool:
+        return (mine_only and peer != ctx.me.peer_id) or ctx.verify(peer, data, signature)
+
+    check_reports(
+        group.members,
+        group.reports,
+        (group.epoch, group.position),
+        run_id=ctx.replica.run_id,
+        rule=ctx.replay.method.weights,
+        clip_at=ctx.replay.method.clip_at,
+        verify=verify,
+    )
     covered = 0
     for plan in group.parts:
         if plan.start_cell != covered or plan.stop_cell <= covered:

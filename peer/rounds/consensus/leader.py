@@ -111,9 +111,14 @@ from atoll.peer.rounds.messages import (
     Propose,
     Ready,
     Repair,
+    Report,
+    Reports,
     Seated,
+    Sworn,
     deflated,
     inflated,
+    report_payload,
+    reports_root,
     tagged,
 )
 from atoll.peer.rounds.policies import (
@@ -156,6 +161,12 @@ class Polls:
         self._is_live = is_live
         self._take = take
         self._poll: asyncio.Task[None] | None = None
+        self._reports: dict[bytes, Reports] = {b"": ()}
+        """signed reports of the entries that may be proposed, by the digest in them"""
+
+    def know(self, reports: Reports) -> None:
+        """Keep the reports of a group whose entry may be proposed."""
+        self._reports[reports_root(reports)] = reports
 
     def ask(self, question: AskPromises | SendProposal, electorate: Sequence[Elector]) -> None:
         """Ask all electors at once; `Polled` comes after the last answer."""
@@ -190,7 +201,11 @@ class Polls:
                 else:
                     timeout_s = question.deadline_s or timeout_s
                     entry = deflated(question.entry.encode())
-                    record = Propose(attempt=question.attempt, entry=entry).encode()
+                    record = Propose(
+                        attempt=question.attempt,
+                        entry=entry,
+                        reports=self._reports.get(question.entry.reports, ()),
+                    ).encode()
                     for index, elector in enumerate(electorate):
                         asking = self._ask_vote(question, index, elector, record, timeout_s)
                         group.create_task(asking)
@@ -205,6 +220,7 @@ class Polls:
             promise = Promise.decode(answer)
             accepted = None
             if promise.entry:
+                self.know(promise.reports)
                 entry = inflated(promise.entry, Entry.max_bytes)
                 accepted = Accepted(attempt=promise.accepted_attempt, entry=entry)
             return Promised(attempt=question.attempt, elector=index, accepted=accepted)
@@ -416,6 +432,7 @@ class Leadership:
         replica, position = self.ctx.replica, self.place.position
         lr, momentum = self.ctx.scalars(position)
         root = replica.root_due(position)
+        group = self.round.group
         voters = succeed(
             replica.voters, position=position, members=members, parts=parts, dropped=dropped
         )
@@ -430,6 +447,7 @@ class Leadership:
             momentum=momentum,
             members=tuple(members),
             parts=tuple(parts),
+            reports=reports_root(group.reports) if members and group is not None else b"",
             electorate=voters.electorate,
             newcomers=voters.newcomers,
             state_root=StateRoot(position=root[0], root=root[1]) if root else None,
@@ -577,6 +595,7 @@ class Leadership:
                 raise AttemptFailed(action.why)
 
     async def _deliver(self, action: CloseGroup) -> None:
+        self._polls.know(action.group.reports)
         self._delivery = Delivery(
             self.ctx, action.group, uplinks_mbit_s=action.uplinks_mbit_s, send=self._send_group
         )
@@ -718,15 +737,24 @@ class Leading:
             raise Refused(
                 RefusalCode.PROTOCOL, f"expected protocol {PROTOCOL}, got {ready.protocol}"
             )
-        due = work_weight(ready.tokens, ready.steps, self._ctx.replay.method.weights)
-        if ready.weight not in (0.0, due):
+        self._check_report(remote, ready)
+        await self._check_place(ready)
+
+    def _check_report(self, remote: str, ready: Ready) -> None:
+        """Check a report as voters will; the weight is 0, or follows from the work."""
+        report = ready.report
+        due = work_weight(report.tokens, report.steps, self._ctx.replay.method.weights)
+        if report.weight not in (0.0, due):
             self._ctx.fault(remote, Fault.BAD_WEIGHT)
             raise Refused(
                 RefusalCode.BAD_WEIGHT,
-                f"expected a weight of 0 or {due:g} for {ready.tokens} tokens in {ready.steps} "
-                f"steps, got {ready.weight:g}",
+                f"expected a weight of 0 or {due:g} for {report.tokens} tokens in {report.steps} "
+                f"steps, got {report.weight:g}",
             )
-        await self._check_place(ready)
+        payload = report_payload(self._ctx.replica.run_id, report)
+        if not self._ctx.verify(remote, payload, ready.signature):
+            self._ctx.fault(remote, Fault.BAD_REPORT)
+            raise Refused(RefusalCode.BAD_READY, "expected a report that its sender signed")
 
     async def _check_place(self, ready: Ready) -> None:
         """Raise Refused unless both stand on one log, at the position or a little before it."""
@@ -813,16 +841,25 @@ def form_group(ctx: Context, place: Place, term: int, ready: Mapping[str, Ready]
     """The group of these members, in their order."""
     cells = ctx.replay.cells_at(place.position)
     stall_s = ctx.settings.stall_s
+    reports = [(peer, one.report) for peer, one in ready.items()]
     return Group(
         epoch=place.epoch,
         position=place.position,
         term=term,
-        members=tuple(admit(list(ready.items()), clip_at=ctx.replay.method.clip_at)),
+        members=tuple(admit(reports, clip_at=ctx.replay.method.clip_at)),
+        reports=tuple(
+            Sworn(
+                counts=one.report.weight > 0,
+                uplink_mbit_s=one.report.uplink_mbit_s,
+                signature=one.signature,
+            )
+            for one in ready.values()
+        ),
         parts=tuple(_cut(ctx, place.position, ready)),
         stall_s=stall_s,
         deadline_s=round_deadline_s(
             cells.max_body_bytes(len(ready)),
-            min(report.uplink_mbit_s for report in ready.values()),
+            min(report.uplink_mbit_s for _, report in reports),
             stall_s,
             before=max(0, place.position - ctx.replica.position),
         ),
@@ -832,7 +869,7 @@ def form_group(ctx: Context, place: Place, term: int, ready: Mapping[str, Ready]
 def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[PartPlan]:
     """Cut the parts as the last entry did, if its owners are here and that is no worse."""
     sizes = ctx.replay.cells_at(position).sizes
-    rates = [_rate_mbit_s(ctx, peer, report) for peer, report in ready.items()]
+    rates = [_rate_mbit_s(ctx, peer, one.report) for peer, one in ready.items()]
     best = split_cells(sizes, rates)
     expected = expected_plan(ctx, position)
     place = {peer: index for index, peer in enumerate(ready)}
@@ -847,7 +884,7 @@ def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[Pa
     return kept_parts(last, best, even, rates, turn=turn, megabits=8e-6 * sum(sizes))
 
 
-def _rate_mbit_s(ctx: Context, peer: str, report: Ready) -> float:
+def _rate_mbit_s(ctx: Context, peer: str, report: Report) -> float:
     """Return the rate of the slower direction; a downlink counts only if it is declared."""
     record = ctx.seen.get(peer)
     downlink = record.downlink_mbit_s if record is not None else 0.0

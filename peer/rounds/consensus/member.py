@@ -57,7 +57,9 @@ from atoll.peer.rounds.messages import (
     Group,
     Ready,
     Repair,
+    Report,
     Seated,
+    report_payload,
     tagged,
 )
 
@@ -597,13 +599,9 @@ class Flight:
 
     def _ready(self, term: int) -> Ready:
         replica, window = self._ctx.replica, self.pending.window
-        return Ready(
-            protocol=PROTOCOL,
+        report = Report(
             epoch=self.place.epoch,
             position=self.place.position,
-            term=term,
-            stands_at=replica.position,
-            chain=replica.chain,
             incarnation=self._ctx.me.incarnation,
             weight=window.offer.weight,
             tokens=window.tokens,
@@ -611,4 +609,12 @@ class Flight:
             loss=window.loss,
             norm=window.offer.norm,
             uplink_mbit_s=self._ctx.link.uplink_mbit_s,
+        )
+        return Ready(
+            protocol=PROTOCOL,
+            term=term,
+            stands_at=replica.position,
+            chain=replica.chain,
+            report=report,
+            signature=self._ctx.sign(report_payload(replica.run_id, report)),
         )

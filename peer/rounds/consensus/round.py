@@ -929,7 +929,7 @@ class Round:
         self.parts = Parts(self.group, self._rules.cells, now=view.now)
         self.left_out = {peer: "not ready in time" for peer in self.expected if peer not in ready}
         self.state = RoundState.REDUCING
-        uplinks = {peer: report.uplink_mbit_s for peer, report in ready.items()}
+        uplinks = {peer: one.report.uplink_mbit_s for peer, one in ready.items()}
         return [CloseGroup(group=self.group, uplinks_mbit_s=uplinks)]
 
     # the reduction

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks
@@ -23,6 +24,7 @@ from atoll.optim.log.entry import (
     Elector,
     Entry,
     LogError,
+    MalformedRecord,
     Part,
     Vote,
     check_follows,
@@ -35,8 +37,18 @@ from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import Booth, Place, term_of
 from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
 from atoll.peer.rounds.fetching import fetch_part
-from atoll.peer.rounds.messages import Ballot, Prepare, Promise, Propose, Voted, deflated, inflated
-from atoll.peer.rounds.policies import positions_ahead
+from atoll.peer.rounds.messages import (
+    Ballot,
+    Prepare,
+    Promise,
+    Propose,
+    Reports,
+    Voted,
+    deflated,
+    inflated,
+    reports_root,
+)
+from atoll.peer.rounds.policies import check_reports, positions_ahead
 
 MAX_ELECTORS = 8  # of an electorate in which votes go to all: 56 messages of 200 bytes
 
@@ -150,6 +162,8 @@ class Voter:
         self._booth = Booth(ctx.me)
         self._tally = Tally(ctx, on_certified)
         self._verified: dict[bytes, Update | None] = {}
+        self._reports: Reports = ()
+        """of the members of the entry that this peer voted for last"""
 
     @property
     def term(self) -> int:
@@ -196,6 +210,7 @@ class Voter:
         place, before = Place(replica.epoch, replica.position), self._booth.here
         if self._booth.turn(place, replica.electorate):
             self._verified.clear()
+            self._reports = ()
             self._tally.turn(replica.electorate)
             self._ctx.parts.decided_up_to(place.position)
             if place.epoch != before.epoch:
@@ -210,6 +225,7 @@ class Voter:
             attempt=ask.attempt,
             accepted_attempt=accepted.attempt if accepted else 0,
             entry=deflated(accepted.entry) if accepted else b"",
+            reports=self._reports if accepted else (),
         )
 
     async def _propose(self, remote: str, ask: Propose) -> Ballot:
@@ -223,10 +239,12 @@ class Voter:
             # Once all have led in vain, some may have accepted an entry while an elector was away
             # that has come back. It can be adopted only if the others accept it too.
             await self._expect_silent(dropped, place)
+        await self._check_reports(entry, ask.reports)
         body = await self.gather(entry, remote)
         await self._verify(entry, body)
         self._turn()  # gathering takes a while: the position may have been decided meanwhile
         self._booth.accept(remote, place, ask.attempt, record)
+        self._reports = ask.reports
         signature = self._ctx.sign(vote_payload(entry, ask.attempt))
         voted = Voted(
             epoch=entry.epoch,
@@ -306,6 +324,21 @@ class Voter:
                 return []
             came.append(update)
         return came
+
+    async def _check_reports(self, entry: Entry, reports: Reports) -> None:
+        """Check that all members are as they reported, and weigh what follows from that."""
+        if reports_root(reports) != entry.reports:
+            raise MalformedRecord(f"entry {entry.position}: expected the reports that it names")
+        replica, method = self._ctx.replica, self._ctx.replay.method
+        check = partial(
+            check_reports,
+            run_id=replica.run_id,
+            rule=method.weights,
+            clip_at=method.clip_at,
+            verify=self._ctx.verify,
+        )
+        # Off the loop: a thousand signatures take 0.15 s.
+        await self._ctx.compute(check, entry.members, reports, (entry.epoch, entry.position))
 
     async def _expect_silent(self, dropped: Sequence[Elector], place: Place) -> None:
         """Ask the electors that an entry drops; no leader drops one that answers.

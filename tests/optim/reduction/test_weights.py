@@ -4,6 +4,7 @@ import pytest
 
 from atoll.optim.reduction.contribution import (
     WorkRefused,
+    cap_shares,
     cap_weights,
     clip_factors,
     drift_ratio,
@@ -89,3 +90,21 @@ def test_drift_is_unknown_where_nothing_counted():
 def test_drift_of_a_norm_that_is_none_is_refused(norms):
     with pytest.raises(WorkRefused):
         drift_ratio(*norms)
+
+
+def test_legal_greed():
+    """P8: nobody gains by the largest legal weight, norm and number of steps all at once."""
+    weights = cap_weights([1.0, 1.0, 1.0, 9.0])
+    norms, steps = [1.0, 1.0, 1.0, 99.0], [30, 30, 30, 999]
+    clips = clip_factors(norms, steps)
+    greedy = weights[3] * clips[3] * norms[3]
+    assert greedy > 30, "each bound by itself lets this through"
+    clips = cap_shares(weights, clips, norms)
+    shares = [w * c * n for w, c, n in zip(weights, clips, norms, strict=True)]
+    assert shares == pytest.approx([1.0, 1.0, 1.0, 4.0])
+    assert clips[:3] == [1.0, 1.0, 1.0]
+
+
+def test_a_contribution_of_four_windows_is_sent_whole():
+    assert cap_shares([1.0] * 4, [1.0] * 4, [1.0, 1.0, 1.0, 4.0]) == [1.0] * 4
+    assert cap_shares([0.0, 0.0], [1.0, 1.0], [0.0, 0.0]) == [1.0, 1.0]

@@ -4,25 +4,23 @@ import random
 
 import pytest
 
+from atoll.dht.identity import Identity
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.peer.rounds.messages import (
-    PROTOCOL,
-    READY,
     REDUCE,
     Announced,
     LeafRequest,
     PartRequest,
     Prepare,
     Propose,
-    Ready,
     Reduce,
     Span,
     deflated,
     tagged,
 )
 from support.streams import send
-from support.swarm import run_swarm
+from support.swarm import ready_of, run_swarm
 
 CALLS = ("prepare", "propose", "commit", "group")
 STREAMS = ("round", "reduce", "part", "headers", "body", "leaves")
@@ -35,7 +33,7 @@ def attacked(tmp_path, attack):
     async def scenario(swarm):
         peers = await swarm.start(3)
         await swarm.until(lambda: all(p.replica.position >= 2 for p in peers))
-        stranger = swarm.network.transport("stranger")
+        stranger = swarm.network.transport(STRANGER.peer_id)
         await attack(stranger, peers[0])
         before = peers[0].replica.position
         await swarm.until(lambda: all(p.replica.position >= before + 2 for p in peers))
@@ -44,29 +42,13 @@ def attacked(tmp_path, attack):
     run_swarm(tmp_path, scenario, codec="int8")
 
 
+STRANGER = Identity.ephemeral()
+
+
 async def ask(stranger, peer, method, body):
     with pytest.raises(Refused) as refusal:
         await stranger.call(peer.identity.peer_id, method, body, timeout_s=30.0)
     return refusal.value
-
-
-def ready(peer, **changes):
-    fields = {
-        "protocol": PROTOCOL,
-        "epoch": 1,
-        "position": peer.replica.position,
-        "term": 0,
-        "stands_at": peer.replica.position,
-        "chain": peer.replica.chain,
-        "incarnation": "f" * 32,
-        "weight": 0.0,
-        "tokens": 0,
-        "steps": 0,
-        "loss": 0.0,
-        "norm": 0.0,
-        "uplink_mbit_s": 100.0,
-    }
-    return tagged(READY, Ready(**(fields | changes)))
 
 
 def test_garbage_is_refused_by_every_call_and_stream(tmp_path):
@@ -99,7 +81,7 @@ def test_garbage_is_refused_by_every_call_and_stream(tmp_path):
 )
 def test_a_ready_that_is_not_true_is_refused_by_name(tmp_path, changes, code):
     async def attack(stranger, peer):
-        refusal = await send(stranger, peer, "round", ready(peer, **changes))
+        refusal = await send(stranger, peer, "round", ready_of(STRANGER, peer, **changes))
         assert refusal is not None
         assert refusal.code == code
 

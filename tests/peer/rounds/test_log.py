@@ -104,7 +104,7 @@ def test_the_encoding_is_pinned():
     assert fixed.digest.hex() == PINNED_DIGEST
 
 
-PINNED_DIGEST = "5d8c5cb4dc29d878035ce041080d1f9c23a409a08193d65d66fe68783d8c9052"
+PINNED_DIGEST = "6b059f6965911bac92f42967d0facb34a896f15485c3439ce7acf3c5529cc08c"
 
 
 @pytest.mark.parametrize("voters", [(0, 1, 2), (0, 1), (1, 2, 3), (0, 1, 2, 3)])

@@ -1,0 +1,117 @@
+"""P7: a leader gives itself an absurd weight, or others a number that they did not report."""
+
+import pytest
+
+from atoll.dht.identity import Identity, verify
+from atoll.optim.log.entry import Entry, MalformedRecord
+from atoll.peer.rounds.consensus import dissemination
+from atoll.peer.rounds.consensus import leader as leaders
+from atoll.peer.rounds.messages import Report, Sworn, report_payload
+from atoll.peer.rounds.policies import admit, check_reports
+from support.swarm import reached, run_swarm
+
+
+def log_of(peer, start):
+    position = peer.replica.position
+    return [Entry.decode(peer.replica.store.get(p).entry) for p in range(start, position)]
+
+
+LIES = {
+    "weight": {"weight": 999999995904.0},
+    "clip": {"clip": 0.5},
+    "norm": {"norm": 1e30},
+    "tokens": {"tokens": 5, "steps": 1},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("members_look", [True, False], ids=["members look", "voters alone"])
+def test_no_entry_carries_a_number_that_a_member_did_not_sign(
+    tmp_path, monkeypatch, lie, members_look
+):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        liar, honest = peers[3], peers[:3]
+        form = leaders.form_group
+
+        def lying(ctx, place, term, ready):
+            group = form(ctx, place, term, ready)
+            if ctx is not liar.ctx:
+                return group
+            last = group.members[-1].model_copy(update=LIES[lie])
+            return group.model_copy(update={"members": (*group.members[:-1], last)})
+
+        monkeypatch.setattr(leaders, "form_group", lying)
+        if not members_look:
+            monkeypatch.setattr(dissemination, "check_reports", lambda *_, **__: None)
+        at = max(p.replica.position for p in peers)
+        await swarm.until(lambda: reached(honest, at + 10), timeout_s=900.0)
+        known = {p.ctx.me for p in peers}
+        for entry in log_of(honest[0], at + 1):
+            for member in entry.members:
+                assert member.elector in known
+                assert (member.weight, member.clip) == (128.0, 1.0)
+                assert member.norm < 1e6 and member.tokens > 5
+        assert swarm.same_bits(honest)
+
+    run_swarm(tmp_path, scenario, codec="int8")
+
+
+RUN = bytes(32)
+
+
+def signed(key, **changes):
+    report = Report(
+        **{
+            "epoch": 1,
+            "position": 2,
+            "incarnation": "a",
+            "weight": 10.0,
+            "tokens": 100,
+            "steps": 10,
+            "loss": None,
+            "norm": 1.0,
+            "uplink_mbit_s": 50.0,
+        }
+        | changes
+    )
+    signature = key.sign(report_payload(RUN, report))
+    return report, Sworn(counts=report.weight > 0, uplink_mbit_s=50.0, signature=signature)
+
+
+def check(members, sworn, place=(1, 2)):
+    check_reports(members, sworn, place, run_id=RUN, rule="rate", clip_at=2.0, verify=verify)
+
+
+def test_members_are_those_that_signed():
+    keys = [Identity.ephemeral() for _ in range(3)]
+    said = [signed(key) for key in keys]
+    members = admit([(k.peer_id, r) for k, (r, _) in zip(keys, said, strict=True)], clip_at=2.0)
+    sworn = [one for _, one in said]
+    check(members, sworn)
+    invented = members[0].model_copy(update={"peer_id": Identity.ephemeral().peer_id})
+    for lie, signatures in (
+        ([invented, *members[1:]], sworn),
+        ([*members, invented], [*sworn, sworn[0]]),
+        (members, sworn[:2]),
+        (members, [sworn[1], sworn[0], sworn[2]]),
+        ([members[0].model_copy(update={"peer_id": "nobody"}), *members[1:]], sworn),
+    ):
+        with pytest.raises(MalformedRecord):
+            check(lie, signatures)
+    for place in ((1, 3), (2, 2)):
+        with pytest.raises(MalformedRecord, match="own report"):
+            check(members, sworn, place)
+
+
+def test_a_report_without_weight_is_not_given_one():
+    key = Identity.ephemeral()
+    report, sworn = signed(key, weight=0.0)
+    (member,) = admit([(key.peer_id, report)], clip_at=2.0)
+    assert member.weight == 0.0
+    check([member], [sworn])
+    heavy = member.model_copy(update={"weight": 10.0})
+    for said in (sworn, sworn.model_copy(update={"counts": True})):
+        with pytest.raises(MalformedRecord):
+            check([heavy], [said])

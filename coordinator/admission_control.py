@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -26,9 +26,12 @@ from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission, Role
 from atoll.coordinator.run.eviction import sign_evictions
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
+from atoll.coordinator.run.status import Event
 from atoll.dht.identity import short
 from atoll.optim.log.entry import Verify
 
+EVENT_BURST = 64.0  # what a peer kept while the coordinator was away: two heartbeats' worth
+EVENTS_PER_S = 1.0  # far above what people can read
 _NONCE_BYTES = 32  # 8 of time, 8 random, 16 of the HMAC
 _SESSION_BYTES = 40  # 8 of time, 32 of the HMAC
 
@@ -147,6 +150,7 @@ class AdmissionControl:
         self._steady = steady
         self._sessions = SessionTokens(keys.session_secret)
         self._evictions: tuple[list[str], bytes] | None = None
+        self._event_limits: dict[str, ReportLimit] = {}
         self._limits: dict[str, ReportLimit] = {}
         self._admitted_until_s: dict[str, float] = {}
 
@@ -206,6 +210,21 @@ class AdmissionControl:
             self._limits.clear()
         if not self._limits.setdefault(peer_id, ReportLimit()).take(self._steady()):
             raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "too many reports; slow down")
+
+    def paced(self, peer_id: str, events: Sequence[Event]) -> Sequence[Event]:
+        """Return the events that a peer may log now; the others are dropped.
+
+        Each is a write to the disk, for people. A peer in trouble throttles its own messages.
+        """
+        if len(self._event_limits) > 2 * MAX_PEERS:
+            self._event_limits.clear()
+        limit = self._event_limits.get(peer_id)
+        if limit is None:
+            limit = ReportLimit(
+                left=EVENT_BURST, at_s=self._steady(), burst=EVENT_BURST, per_s=EVENTS_PER_S
+            )
+            self._event_limits[peer_id] = limit
+        return [event for event in events if limit.take(self._steady())]
 
     def expect_token(self, token: bytes) -> None:
         """Raise Refusal if the run is invite-only and this is no token of a current invite."""

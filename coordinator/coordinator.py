@@ -25,7 +25,6 @@ from atoll.coordinator.invites import InviteDesk
 from atoll.coordinator.policies import PublisherChoice, common_position, window_s
 from atoll.coordinator.presence import Presence, mean
 from atoll.coordinator.rounds import RoundHistory, contributors
-from atoll.coordinator.rpc.messages import HEARTBEAT_S
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundReport, RunStatus
@@ -137,19 +136,19 @@ class Coordinator:
         self.presence.report(status, now_s, leaving=leaving)
         if leaving and retired:
             self._epochs.retire(status)
-        for event in events:
+        for event in self.admission.paced(status.peer_id, events):
             self._events.add(event.level, status.peer_id, event.text, at_s=event.at)
         for trace in traces:
             self.rounds.trace(status.peer_id, trace, self._clock())
         return HeartbeatAnswer(
-            publish_from=self._publish_from(status.peer_id, now_s),
+            publish_from=self._publish_from(status, now_s),
             admission=self.admission.renewed(status.peer_id, status.role),
             finished=self.finished.is_set(),
         )
 
     def heartbeat_s(self) -> float:
-        """Return the interval of heartbeats, at which at most 200 arrive per second."""
-        return max(HEARTBEAT_S, len(self.presence.peers) / 200)
+        """Return the interval of heartbeats that peers are asked for."""
+        return self.presence.interval_s(self._steady())
 
     def bootstrap(self) -> list[str]:
         """Return the multiaddrs of the run's first DHT node."""
@@ -302,7 +301,7 @@ class Coordinator:
             loss=next((r.loss for r in reversed(history) if r.loss is not None), None),
             valid_loss=next((r.valid_loss for r in reversed(history) if r.valid_loss), None),
             utilisation=mean([s.utilisation for s in trainers]) or 0.0,
-            peers=[peer.shown(now_s) for peer in self.presence.peers.all()],
+            peers=self.presence.shown(now_s),
             history=history,
             gaps=[Gap(first=start + 1, last=stop) for start, stop in self._gaps[-MAX_GAPS:]],
             events=self._events.newest(),
@@ -329,12 +328,13 @@ class Coordinator:
             "continues, and the coordinator then fetches what it missed",
         )
 
-    def _publish_from(self, peer_id: str, now_s: float) -> int | None:
-        if not self._logged or now_s < self._ask_from_s:
-            return None
+    def _publish_from(self, status: PeerStatus, now_s: float) -> int | None:
         head = self.replica.head
+        is_ahead = status.epoch == head.epoch and status.position > head.position
+        if not self._logged or not is_ahead or now_s < self._ask_from_s:
+            return None
         asked = self._publisher.asked(
-            peer_id,
+            status.peer_id,
             self.presence.alive(now_s),
             epoch=head.epoch,
             position=head.position,

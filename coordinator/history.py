@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +20,7 @@ from atoll.coordinator.run.status import EVENTS, Event, PeerStatus, RoundSummary
 R = TypeVar("R", RoundSummary, Event, PeerStatus)
 
 MAX_EVENTS = 10_000  # on disk; some 2 MB
+READ_BACK = 2048  # events at a start: 256 of them could be one peer's
 LATE_S = 24 * 3600.0  # an event that claims to be older comes from a wrong clock
 REPEAT_S = 600.0  # a lasting fault is logged again after this
 
@@ -129,7 +130,10 @@ class EventLog:
         """Continue from the history; `clock` returns seconds since 1970."""
         self._history = history
         self._clock = clock
-        self._events: deque[Event] = deque(history.events(EVENTS), maxlen=EVENTS)
+        self._events: deque[Event] = deque()
+        self._counts: Counter[str] = Counter()
+        for event in history.events(READ_BACK):
+            self._keep(event)
 
     def newest(self) -> list[Event]:
         """Return the newest events, oldest first."""
@@ -157,8 +161,22 @@ class EventLog:
         now_s = self._clock()
         at_s = now_s if at_s is None or not now_s - LATE_S <= at_s <= now_s else at_s
         event = Event(at=at_s, level=level, source=source[:128], text=text[:1000])
-        self._events.append(event)
+        self._keep(event)
         self._history.add_event(event)
+
+    def _keep(self, event: Event) -> None:
+        """Keep the newest events; the oldest one of the source that has most makes room.
+
+        So one peer's events push out its own: with n sources, each keeps at least 256 / n.
+        """
+        self._events.append(event)
+        self._counts[event.source] += 1
+        if len(self._events) > EVENTS:
+            loudest = max(self._counts, key=lambda source: self._counts[source])
+            index = next(i for i, kept in enumerate(self._events) if kept.source == loudest)
+            del self._events[index]
+            self._counts[loudest] -= 1
+            self._counts += Counter()  # drops those without an event
 
 
 def _open(path: Path) -> sqlite3.Connection:

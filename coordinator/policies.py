@@ -5,8 +5,11 @@ Times are seconds of any steady clock; the caller passes them in.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 from atoll.coordinator.presence import KnownPeer
 from atoll.coordinator.run.status import PeerStatus
@@ -17,6 +20,9 @@ MAX_STALL_S = 3600.0  # each epoch without progress doubles the wait for the nex
 PUBLISH_S = 15.0  # a peer asked for entries that sends none for this long is passed over
 REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items per report
 REPORTS_PER_S = 10.0  # far above a heartbeat per second
+CALL_BURST = 256.0  # at once from one address: a lab behind one router starts again
+MAX_ADDRESSES = 4096  # remembered; about 1 MB
+CALLS_PER_S = 20.0  # a dashboard asks once a second; a join costs two signatures
 SHUN_S = 300.0  # a peer that claimed entries and sent none is asked again after this
 
 _ELECTABLE = (
@@ -105,19 +111,52 @@ def window_s(alive: Iterable[KnownPeer], *, tokens: int) -> float:
 
 @dataclass
 class ReportLimit:
-    """Limits how often one peer may report: a token bucket."""
+    """Limits how often one peer may report, or one address may call: a token bucket."""
 
     left: float = REPORT_BURST
     at_s: float = 0.0
+    burst: float = REPORT_BURST
+    per_s: float = REPORTS_PER_S
 
     def take(self, now_s: float) -> bool:
         """Take one token; return False if none is left."""
-        self.left = min(REPORT_BURST, self.left + (now_s - self.at_s) * REPORTS_PER_S)
+        self.left = min(self.burst, self.left + (now_s - self.at_s) * self.per_s)
         self.at_s = now_s
         if self.left < 1:
             return False
         self.left -= 1
         return True
+
+
+@dataclass
+class CallLimits:
+    """Limits calls by address, of peers and strangers alike. Times are of any steady clock."""
+
+    limits: dict[str, ReportLimit] = field(default_factory=dict)
+
+    def take(self, address: str, now_s: float) -> bool:
+        """Take one call of an address; return False if it calls far too often."""
+        limit = self.limits.pop(address, None)
+        if limit is None:
+            limit = ReportLimit(left=CALL_BURST, at_s=now_s, burst=CALL_BURST, per_s=CALLS_PER_S)
+            if len(self.limits) >= MAX_ADDRESSES:
+                del self.limits[next(iter(self.limits))]  # the longest silent
+        self.limits[address] = limit
+        return limit.take(now_s)
+
+
+def source_of(peer: str) -> str:
+    """Return the address in gRPC's name of a caller, such as `ipv4:203.0.113.7:41234`.
+
+    An IPv6 caller counts by its /64, which is what one line gets.
+    """
+    kind, _, rest = peer.partition(":")
+    host = unquote(rest.rpartition(":")[0]).strip("[]")
+    if kind != "ipv6":
+        return f"{kind}:{host}"
+    with suppress(ValueError):
+        return f"ipv6:{ipaddress.IPv6Address(host.partition('%')[0]).packed[:8].hex()}"
+    return peer[:64]
 
 
 def common_position(alive: Sequence[KnownPeer], *, epoch: int) -> int:

@@ -10,13 +10,22 @@ import dataclasses
 from dataclasses import dataclass
 
 from atoll.coordinator.history import EventLog, History
-from atoll.coordinator.rpc.messages import ALIVE_S
-from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.rpc.messages import ALIVE_S, HEARTBEAT_S, MAX_HEARTBEAT_S
+from atoll.coordinator.run.status import MAX_PEERS_SHOWN, PeerStatus
 
 FORGET_S = 3600.0  # gone peers stay in view this long
-MAX_PEERS = 4096  # a flood of new identities pushes out the oldest peers
+REPORTS_PER_S = 200  # from all peers together; one takes about 0.3 ms
+MAX_PEERS = 12_000  # at 200 a second each reports once in 60 s; more push out the longest silent
+MISSED = 3  # heartbeats in a row: two may be lost with a restarted link
 LONG_AGO_S = 60.0  # a peer known from the history counts as gone until it reports
 SAVE_EVERY_S = 5.0  # a restart shows statuses at most this old
+MANY = 512  # peers: looking through so many with each of 200 reports a second takes a core
+LOOK_AGAIN_S = 0.5  # the list of so many is at most this old
+
+
+def interval_s(num_alive: int) -> float:
+    """Return the interval of heartbeats with so many peers online."""
+    return min(max(HEARTBEAT_S, num_alive / REPORTS_PER_S), MAX_HEARTBEAT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +35,17 @@ class KnownPeer:
     status: PeerStatus
     seen_s: float
     left: bool = False
+    told_s: float = HEARTBEAT_S
+    """The interval that the last answer gave it."""
+
+    @property
+    def alive_s(self) -> float:
+        """How long it may be silent: by the interval that it knows, not by today's."""
+        return max(ALIVE_S, MISSED * self.told_s)
 
     def is_alive(self, now_s: float) -> bool:
         """Return True if it reported recently and did not say goodbye."""
-        return not self.left and now_s - self.seen_s <= ALIVE_S
+        return not self.left and now_s - self.seen_s <= self.alive_s
 
     def shown(self, now_s: float) -> PeerStatus:
         """Return the status for display: with its age, and gone if it is."""
@@ -45,7 +61,7 @@ class KnownPeers:
     """The peers of a run by PeerID, the gone ones too."""
 
     def __init__(self) -> None:
-        self._peers: dict[str, KnownPeer] = {}
+        self._peers: dict[str, KnownPeer] = {}  # the longest silent first
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -54,28 +70,40 @@ class KnownPeers:
         """Return what is known of a peer."""
         return self._peers.get(peer_id)
 
-    def update(self, status: PeerStatus, now_s: float, *, left: bool = False) -> KnownPeer | None:
+    def update(
+        self, status: PeerStatus, now_s: float, *, left: bool = False, told_s: float = HEARTBEAT_S
+    ) -> KnownPeer | None:
         """Take a status; return what was known before."""
-        before = self._peers.get(status.peer_id)
+        before = self._peers.pop(status.peer_id, None)
         if before is None and len(self._peers) >= MAX_PEERS:
-            del self._peers[min(self._peers, key=lambda peer_id: self._peers[peer_id].seen_s)]
-        self._peers[status.peer_id] = KnownPeer(status=status, seen_s=now_s, left=left)
+            del self._peers[next(iter(self._peers))]
+        self._peers[status.peer_id] = KnownPeer(
+            status=status, seen_s=now_s, left=left, told_s=told_s
+        )
         return before
 
     def alive(self, now_s: float) -> list[KnownPeer]:
         """Return the peers online, in order of PeerID."""
-        peers = sorted(self._peers.items())
-        return [peer for _, peer in peers if peer.is_alive(now_s)]
+        alive = [peer for peer in self._peers.values() if peer.is_alive(now_s)]
+        return sorted(alive, key=_by_peer_id)
 
     def all(self) -> list[KnownPeer]:
         """Return all known peers, in order of PeerID."""
-        return [peer for _, peer in sorted(self._peers.items())]
+        return sorted(self._peers.values(), key=_by_peer_id)
 
     def forget(self, now_s: float) -> None:
         """Drop the peers that have been gone for `FORGET_S`."""
         for peer_id, peer in list(self._peers.items()):
             if now_s - peer.seen_s > FORGET_S:
                 del self._peers[peer_id]
+
+    def newest(self, count: int) -> list[KnownPeer]:
+        """Return the peers that reported last, in order of PeerID."""
+        return sorted(list(self._peers.values())[-count:], key=_by_peer_id)
+
+
+def _by_peer_id(peer: KnownPeer) -> str:
+    return peer.status.peer_id
 
 
 class Presence:
@@ -89,12 +117,25 @@ class Presence:
         self._seen: set[str] = set()
         """PeerIDs whose coming is logged, but not yet their going."""
         self._saved_s = now_s
+        self._alive: list[KnownPeer] = []
+        self._looked_s = now_s
         for status in history.peers():
             self.peers.update(status, now_s - LONG_AGO_S)
 
     def alive(self, now_s: float) -> list[KnownPeer]:
-        """Return the peers online."""
-        return self.peers.alive(now_s)
+        """Return the peers online; if they are many, as of the last half second."""
+        is_fresh = 0 <= now_s - self._looked_s < LOOK_AGAIN_S
+        if len(self._alive) < MANY or not is_fresh:
+            self._alive, self._looked_s = self.peers.alive(now_s), now_s
+        return self._alive
+
+    def interval_s(self, now_s: float) -> float:
+        """Return the interval of heartbeats, at which at most `REPORTS_PER_S` arrive."""
+        return interval_s(len(self.alive(now_s)))
+
+    def shown(self, now_s: float) -> list[PeerStatus]:
+        """Return the statuses for display; of very many, those that reported last."""
+        return [peer.shown(now_s) for peer in self.peers.newest(MAX_PEERS_SHOWN)]
 
     def mean_valid_loss(self, now_s: float) -> float | None:
         """Return the mean of the last validation losses of the peers online, or None."""
@@ -102,7 +143,8 @@ class Presence:
 
     def report(self, status: PeerStatus, now_s: float, *, leaving: bool) -> None:
         """Take a peer's report."""
-        before = self.peers.update(status, now_s, left=leaving)
+        told_s = self.interval_s(now_s)
+        before = self.peers.update(status, now_s, left=leaving, told_s=told_s)
         known = status.peer_id in self._seen
         if leaving:
             self._seen.discard(status.peer_id)
@@ -120,13 +162,17 @@ class Presence:
         known = self.peers.get(peer_id)
         if known is not None:
             self.peers.update(known.status, known.seen_s, left=True)
+            self._alive = []
         self._seen.discard(peer_id)
 
     def look(self, now_s: float) -> None:
         """Log the peers that stopped reporting; forget those gone for long."""
-        alive = {m.status.peer_id for m in self.alive(now_s)}
+        self._alive, self._looked_s = self.peers.alive(now_s), now_s
+        alive = {m.status.peer_id for m in self._alive}
         for peer_id in sorted(self._seen - alive):
-            self._events.add("warning", peer_id, f"no report for {ALIVE_S:g} s; counts as gone")
+            known = self.peers.get(peer_id)
+            silent_s = known.alive_s if known is not None else ALIVE_S
+            self._events.add("warning", peer_id, f"no report for {silent_s:g} s; counts as gone")
         self._seen &= alive
         self.peers.forget(now_s)
 
@@ -141,7 +187,7 @@ class Presence:
         self._history.put_peers(self._statuses())
 
     def _statuses(self) -> list[PeerStatus]:
-        return [peer.status for peer in self.peers.all()]
+        return [peer.status for peer in self.peers.newest(MAX_PEERS_SHOWN)]
 
 
 def mean(values: list[float | None]) -> float | None:

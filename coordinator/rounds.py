@@ -132,6 +132,8 @@ class RoundHistory:
         if not newest - KEPT_OPEN <= trace.position < newest + _AHEAD:
             return
         current = self._open.setdefault(trace.position, OpenRound())
+        if peer_id in current.traces:
+            return  # one report a round: each is a write to the disk
         current.traces[peer_id] = trace
         if current.summary is not None:
             self._complete(current)

@@ -29,6 +29,7 @@ from atoll.coordinator.rpc.client_errors import BadReply, NotWelcome
 from atoll.coordinator.rpc.messages import (
     CALL_TIMEOUT_S,
     CHUNK_BYTES,
+    MAX_HEARTBEAT_S,
     PROGRESS_TIMEOUT_S,
     PROTOCOL,
     join_payload,
@@ -208,7 +209,7 @@ class CoordinatorClient(StatusClient):
             publish_from=reply.publish_from if reply.publish else None,
             admission=reply.admission,
             finished=reply.finished,
-            heartbeat_s=min(max(reply.heartbeat_s, 0.1), 60.0),
+            heartbeat_s=min(max(reply.heartbeat_s, 0.1), MAX_HEARTBEAT_S),
         )
 
     async def publish(
@@ -335,7 +336,7 @@ class CoordinatorClient(StatusClient):
             head=_head(reply.head),
             bootstrap=tuple(reply.bootstrap)[:16],
             clock_offset_s=self.clock_offset_s,
-            heartbeat_s=min(max(reply.heartbeat_s, 0.1), 60.0),
+            heartbeat_s=min(max(reply.heartbeat_s, 0.1), MAX_HEARTBEAT_S),
         )
 
     async def _offer(self, header: pb.PublishHeader, body: memoryview) -> pb.PublishReply:

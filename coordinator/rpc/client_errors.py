@@ -8,6 +8,7 @@ Exceptions:
       CoordinatorRefused       the coordinator refused; `code` is the gRPC status
         NotWelcome             missing or wrong token, proof or session
         WrongRunOrVersion      it serves another run, or another protocol version
+        Busy                   too many calls; a retry helps
         NotThere               it does not hold the requested entry or snapshot
         Invalid                it rejected what was sent
       BadReply                 its reply is malformed; the text names the fault
@@ -46,6 +47,10 @@ class WrongRunOrVersion(CoordinatorRefused):
     """The coordinator serves another run or another protocol version."""
 
 
+class Busy(CoordinatorRefused):
+    """Too many calls from this peer or its address; worth another try later."""
+
+
 class NotThere(CoordinatorRefused):
     """The coordinator does not hold the entry or snapshot."""
 
@@ -65,6 +70,7 @@ _REFUSALS: dict[grpc.StatusCode, type[CoordinatorRefused]] = {
     grpc.StatusCode.NOT_FOUND: NotThere,
     grpc.StatusCode.INVALID_ARGUMENT: Invalid,
     grpc.StatusCode.UNIMPLEMENTED: WrongRunOrVersion,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Busy,
 }
 _UNREACHABLE = (
     grpc.StatusCode.UNAVAILABLE,

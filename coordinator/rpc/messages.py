@@ -34,7 +34,8 @@ CALL_TIMEOUT_S: Final = 10.0  # for a call with small messages, connecting inclu
 PROGRESS_TIMEOUT_S: Final = 15.0  # for one message of a stream: 1 MiB at 0.6 Mbit/s
 NONCE_TTL_S: Final = 60.0  # for a peer to sign a challenge
 HEARTBEAT_S: Final = 1.0  # about the age of what the dashboard shows
-ALIVE_S: Final = 10.0  # a peer that is silent for longer counts as gone
+MAX_HEARTBEAT_S: Final = 60.0  # a peer that is asked for fewer reports sends them at this pace
+ALIVE_S: Final = 10.0  # a peer that is silent for longer, and for three heartbeats, is gone
 
 CHANNEL_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
@@ -55,6 +56,11 @@ SERVER_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # An idle socket costs a file descriptor, of which a process has 1,024 by default. A handshake
+    # takes four round trips; gRPC's own limit is 120 s.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # Twice the longest pause between heartbeats. A channel that was closed connects again.
+    ("grpc.max_connection_idle_ms", 120_000),
 )
 
 

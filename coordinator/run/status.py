@@ -27,6 +27,7 @@ MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is belo
 MAX_RUN_BYTES = 16 * 1024 * 1024  # 4,096 peers and 512 rounds are about 6 MB
 HISTORY = 512  # rounds in a RunStatus; the coordinator's database keeps them all
 EVENTS = 256  # newest events in a RunStatus
+MAX_PEERS_SHOWN = 4096  # in a RunStatus
 MAX_GAPS = 64  # newest gaps in a RunStatus
 
 RunState = Literal["waiting", "training", "stalled", "finished"]
@@ -263,7 +264,9 @@ class RunStatus(StatusRecord):
     loss: float | None = None
     valid_loss: float | None = None
     utilisation: Fraction = 0.0
-    peers: Annotated[list[PeerStatus], Field(max_length=4096)] = field(default_factory=list)
+    peers: Annotated[list[PeerStatus], Field(max_length=MAX_PEERS_SHOWN)] = field(
+        default_factory=list
+    )
     history: Annotated[list[RoundSummary], Field(max_length=HISTORY)] = field(default_factory=list)
     """The newest rounds, oldest first."""
     gaps: Annotated[list[Gap], Field(max_length=MAX_GAPS)] = field(default_factory=list)

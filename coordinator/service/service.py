@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.admission_control import JoinRequest, Refusal, RefusalStatus
 from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.policies import CallLimits, source_of
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.messages import (
     MAX_ENTRIES,
@@ -48,6 +50,12 @@ class Service:
     def __init__(self, coordinator: Coordinator) -> None:
         self._run = coordinator
         self._receiving: set[int] = set()
+        self._calls = CallLimits()
+
+    def _pace(self, context: _Call) -> None:
+        """Refuse the calls of an address that makes far too many of them."""
+        if not self._calls.take(source_of(context.peer()), time.monotonic()):
+            raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "too many calls; slow down")
 
     def handler(self) -> Any:  # noqa: ANN401  # grpc has no types
         """Return the handler for a gRPC server."""
@@ -73,7 +81,8 @@ class Service:
         nonce = self._run.admission.challenge(request.peer_id)
         return pb.ChallengeReply(nonce=nonce, server_time_s=self._run.now_s())
 
-    async def _join(self, request: pb.JoinRequest, _: _Call) -> pb.JoinReply:
+    async def _join(self, request: pb.JoinRequest, call: _Call) -> pb.JoinReply:
+        self._pace(call)
         _expect_size("peer_id", request.peer_id, 128)
         welcome = self._run.admission.join(
             JoinRequest(
@@ -137,8 +146,9 @@ class Service:
         )
 
     async def _publish(
-        self, requests: AsyncIterator[pb.PublishRequest], _: _Call
+        self, requests: AsyncIterator[pb.PublishRequest], call: _Call
     ) -> AsyncIterator[pb.PublishReply]:
+        self._pace(call)
         parts = aiter(requests)
         first = await _next(parts)
         if first is None or first.WhichOneof("part") != "header":
@@ -238,7 +248,8 @@ class Service:
             async for index, data in _in_thread(_read_leaves(info, indices)):
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
 
-    async def _status(self, request: pb.StatusRequest, _: _Call) -> pb.StatusReply:
+    async def _status(self, request: pb.StatusRequest, call: _Call) -> pb.StatusReply:
+        self._pace(call)
         self._run.admission.expect_token(request.token)
         return pb.StatusReply(status=self._run.status().to_json())
 

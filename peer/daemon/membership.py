@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
-from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
+from atoll.coordinator.rpc.client_errors import Busy, CoordinatorUnreachable
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import KEYS_FILE
 from atoll.coordinator.run.spec import RunSpec
@@ -249,7 +249,7 @@ class Enrolment:
         while True:
             try:
                 joined = await client.join()
-            except CoordinatorUnreachable as error:
+            except (CoordinatorUnreachable, Busy) as error:
                 earlier = directory.recall()
                 if earlier is not None and time.monotonic() - began_s > OFFLINE_S:
                     show("warning", f"starting without the coordinator: {error}")

@@ -7,7 +7,7 @@ from atoll.coordinator.policies import (
     electable,
     window_s,
 )
-from atoll.coordinator.presence import KnownPeers
+from atoll.coordinator.presence import MAX_PEERS, KnownPeers
 from atoll.coordinator.run.status import PeerStatus
 from atoll.optim.log.entry import Elector
 
@@ -36,9 +36,10 @@ def test_a_peer_that_says_goodbye_is_gone_at_once() -> None:
 
 def test_a_flood_of_names_pushes_out_the_oldest() -> None:
     peers = KnownPeers()
-    for index in range(5000):
+    for index in range(MAX_PEERS + 1000):
         peers.update(peer(f"p{index}"), float(index))
-    assert len(peers) == 4096 and peers.get("p0") is None and peers.get("p4999")
+    assert len(peers) == MAX_PEERS and peers.get("p0") is None
+    assert peers.get("p999") is None and peers.get("p1000") is not None
 
 
 def test_electors_of_the_first_epoch_are_ready_trainers() -> None:

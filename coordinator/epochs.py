@@ -185,8 +185,7 @@ class Epochs:
         named = {elector.peer_id for elector in (*opened, *replica.electorate)}
         for record in replica.store.headers(max(0, replica.position - NEWEST), NEWEST):
             entry = Entry.decode(record.entry)
-            newcomers: Sequence[Elector] = getattr(entry, "newcomers", ())
-            named.update(elector.peer_id for elector in (*entry.electorate, *newcomers))
+            named.update(e.peer_id for e in (*entry.electorate, *entry.newcomers))
             named.update(m.peer_id for m in contributors(entry) if m.weight > 0)
         return named
 

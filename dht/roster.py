@@ -1,4 +1,4 @@
-"""The roster of a run: one signed record per peer, kept in the DHT under the run's key.
+"""The roster of a run: one signed record per peer, from the DHT and from every peer that is asked.
 
 A signed record is the msgpack list
 
@@ -15,6 +15,13 @@ left over, it expires within `MAX_TTL_S` at the very time given to the DHT (a fa
 later records), and the admission is the PeerID's and lasts as long. `atoll.dht.kademlia` stores and
 reads records one by one, so that one whose admission has ended does not spoil the others.
 
+The DHT introduces peers, but the roster does not depend on it. Peers exchange records in calls
+`roster`, in `head` calls, and through the coordinator. A question is the msgpack list
+`[digest, record]` of what the caller knows and the caller's own record, which may be empty; an
+answer is a list of at most `MAX_SHARED` records, and empty if both know the same::
+
+    digest = SHA-256(the sorted SHA-256 of all known records)
+
 Errors::
 
     RosterError                the DHT does not answer, or did not accept our record
@@ -27,8 +34,9 @@ import asyncio
 import hashlib
 import logging
 import math
+import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -36,6 +44,7 @@ import msgpack
 
 from atoll.dht import clock
 from atoll.dht.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import MAX_ADMISSION_BYTES, Check, Refused, admit_everyone
 
 logger = logging.getLogger(__name__)
@@ -52,6 +61,9 @@ MAX_ARRAY = 32  # more than the fields or addresses of a record
 MAX_RECORD_BYTES = 1024  # about 700 are used; two thousand records fit into one DHT answer
 MAX_JUDGED = 4096  # records in memory that were found valid: each comes from several nodes
 INCARNATION_CHARS = 32
+MAX_SHARED = 32  # records in one answer: 32 kB at most, a tenth of a second of a slow uplink
+MAX_KNOWN = 4096  # records that are kept; the run that was planned for has 1,000 peers
+EAGER_S = 1.0  # wait for the DHT if others are known without it; its search continues
 MAX_INTEGER = 1 << 53
 MAX_NUMBER = 1e15
 DHT_TIMEOUT_S = 10.0  # three of hivemind's own waits for a node that does not answer
@@ -121,6 +133,18 @@ class Roster(Protocol):
 
     async def leave(self) -> None:
         """Remove our record at once. Never raises."""
+        ...
+
+    def question(self) -> bytes:
+        """Return what to send to a peer that is asked for records."""
+        ...
+
+    async def answer(self, question: bytes) -> bytes:
+        """Return records for the peer that asks. Raises RecordError."""
+        ...
+
+    async def hear(self, answer: bytes) -> None:
+        """Take the records of an answer. Raises RecordError."""
         ...
 
 
@@ -320,6 +344,9 @@ def _bytes(value: bytes) -> bytes:
     return data
 
 
+InThread = Callable[..., Awaitable[Any]]
+
+
 class DhtNode(Protocol):
     """The part of hivemind's DHTNode that is used here."""
 
@@ -334,8 +361,21 @@ class DhtNode(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A verified record as it came."""
+
+    data: bytes
+    digest: bytes
+    record: PeerRecord
+
+    @property
+    def is_live(self) -> bool:
+        return self.record.expires_at > clock.now_s()
+
+
 class DhtRoster:
-    """The roster in hivemind's DHT. `node` is replaced when p2pd was restarted."""
+    """All valid records that came from anywhere. `node` is replaced when p2pd was restarted."""
 
     def __init__(
         self,
@@ -345,15 +385,120 @@ class DhtRoster:
         run_id: str,
         credential: Callable[[], bytes],
         check: Check,
+        in_thread: InThread | None = None,
     ) -> None:
-        """`credential` returns our current admission; `check` judges those of others."""
+        """`credential` returns our current admission; `check` judges those of others.
+
+        `in_thread` runs verification outside of the loop.
+        """
         self.node = node
         self._identity = identity
         self._run_id = run_id
         self._credential = credential
         self._check = check
+        self._in_thread = in_thread
         self._last: PeerRecord | None = None
+        self._known: dict[str, _Held] = {}
         self._searches: set[asyncio.Task[Any]] = set()
+        self._searching = 0
+
+    # Records from anywhere
+
+    async def take(self, records: Sequence[bytes]) -> int:
+        """Keep the valid records among those that anyone sent; return how many were news."""
+        known = {held.data for held in self._known.values()}
+        new = [data for data in records if data not in known]
+        if not new:
+            return 0
+        opened = await self._in_thread(self._open, new) if self._in_thread else self._open(new)
+        return sum(self._keep(held) for held in opened)
+
+    def _open(self, records: Sequence[bytes]) -> list[_Held]:
+        opened = []
+        for data in records:
+            try:
+                record = open_record(data, run_id=self._run_id, check=self._check)
+            except RecordError as error:
+                logger.debug("a record is skipped: %s", error)
+            else:
+                opened.append(_Held(data, hashlib.sha256(data).digest(), record))
+        return opened
+
+    def _keep(self, held: _Held) -> bool:
+        """Keep a record if it is the newest of its peer and not dated too far ahead."""
+        peer, until_s = held.record.peer_id, held.record.expires_at
+        before = self._known.get(peer)
+        if before is not None and before.record.expires_at >= until_s:
+            return False
+        if not 0 < until_s - clock.now_s() <= MAX_TTL_S + CLOCK_SLACK_S:
+            return False
+        self._known[peer] = held
+        if len(self._known) > MAX_KNOWN:
+            self._known.pop(min(self._known, key=lambda p: self._known[p].record.expires_at))
+        return True
+
+    def _live(self) -> dict[str, _Held]:
+        self._known = {peer: held for peer, held in self._known.items() if held.is_live}
+        return self._known
+
+    @property
+    def known(self) -> list[str]:
+        """The PeerIDs of which there are live records, ours included."""
+        return list(self._live())
+
+    def question(self) -> bytes:
+        """Return what to send to a peer that is asked for records."""
+        mine = self._live().get(self._identity.peer_id)
+        return _pack([self._digest(), mine.data if mine else b""])
+
+    def _digest(self) -> bytes:
+        return hashlib.sha256(b"".join(sorted(h.digest for h in self._known.values()))).digest()
+
+    async def answer(self, question: bytes) -> bytes:
+        """Return records for the peer that asks: ours, and some of the others'.
+
+        Raises:
+            RecordError: the question is malformed.
+        """
+        if len(question) > MAX_RECORD_BYTES + 64:
+            raise RecordError(f"a question of {len(question)} bytes")
+        digest, theirs = _list(question, 2, "question")
+        if type(digest) is not bytes or type(theirs) is not bytes:
+            raise RecordError("question: expected bytes")
+        live = self._live()
+        is_same = digest == self._digest()
+        if theirs:
+            await self.take([theirs])
+        if is_same:
+            return _pack([])
+        mine = live.get(self._identity.peer_id)
+        others = [held.data for held in live.values() if held is not mine and held.data != theirs]
+        # By chance, so that askers hear of all after a while.
+        drawn = random.sample(others, min(len(others), MAX_SHARED - (mine is not None)))
+        return _pack([*([mine.data] if mine else []), *drawn])
+
+    async def hear(self, answer: bytes) -> None:
+        """Take the records of an answer. Raises RecordError if it is malformed."""
+        if len(answer) > MAX_SHARED * (MAX_RECORD_BYTES + 8):
+            raise RecordError(f"an answer of {len(answer)} bytes")
+        try:
+            records = msgpack.unpackb(
+                answer, max_map_len=0, max_ext_len=0, max_array_len=MAX_SHARED
+            )
+        except Exception as error:
+            raise RecordError(f"answer is not msgpack: {type(error).__name__}") from error
+        if type(records) is not list or not all(type(data) is bytes for data in records):
+            raise RecordError("answer: expected a list of records")
+        await self.take(records)
+
+    async def serve(self, remote: str, question: bytes) -> bytes:
+        """Answer the call `roster`."""
+        try:
+            return await self.answer(question)
+        except RecordError as error:
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
+
+    # Ours
 
     async def publish(self, record: PeerRecord, ttl_s: float) -> None:
         """Replace our record, even by one with a shorter ttl. Raises RosterError."""
@@ -373,29 +518,41 @@ class DhtRoster:
         value = sign_record(
             record, self._identity, run_id=self._run_id, credential=self._credential()
         )
+        # Those that ask us hear of it even if the DHT does not take it.
+        held = _Held(value, hashlib.sha256(value).digest(), record)
+        self._known[record.peer_id] = held
         key = roster_key(self._run_id)
         store = self.node.store(key, value, record.expires_at, subkey=record.peer_id)
-        return await self._from_dht(store)
+        return await self._from_dht(store, DHT_TIMEOUT_S)
 
     async def peers(self) -> dict[str, PeerRecord]:
-        """Return the live, admitted peers by PeerID. Raises RosterError."""
-        found = await self._from_dht(self.node.get(roster_key(self._run_id), latest=True))
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        records = [self._read(item.value) for item in found.value.values()]
-        return {record.peer_id: record for record in records if record is not None}
+        """Return the live, admitted peers by PeerID.
 
-    def _read(self, value: object) -> PeerRecord | None:
+        Raises:
+            RosterError: the DHT does not answer, and nobody else is known.
+        """
+        is_alone = not set(self._live()) - {self._identity.peer_id}
+        if is_alone:
+            await self._from_dht(self._search(), DHT_TIMEOUT_S)
+        elif not self._searching:
+            try:
+                await self._from_dht(self._search(), EAGER_S)
+            except RosterError as error:
+                logger.info("the roster is that of the other peers: %s", error)
+        return {
+            peer: held.record for peer, held in self._live().items() if held.record.role != "left"
+        }
+
+    async def _search(self) -> None:
+        """Take the records that the DHT has."""
+        self._searching += 1
         try:
-            if not isinstance(value, bytes):
-                raise RecordError("expected bytes")
-            # The admission is judged here, record by record: see the top of this module.
-            record = open_record(value, run_id=self._run_id, check=self._check)
-        except RecordError as error:
-            logger.debug("a record in the roster is skipped: %s", error)
-            return None
-        is_live = record.role != "left" and record.expires_at > clock.now_s()
-        return record if is_live else None
+            found = await self.node.get(roster_key(self._run_id), latest=True)
+        finally:
+            self._searching -= 1
+        if found is not None and isinstance(found.value, dict):
+            values = [item.value for item in found.value.values()]
+            await self.take([value for value in values if isinstance(value, bytes)])
 
     async def leave(self) -> None:
         """Replace our record by a short-lived goodbye. Never raises."""
@@ -411,7 +568,7 @@ class DhtRoster:
             logger.info("our record stays in the roster for another %.0f s: %s", left_s, why)
         self._last = None
 
-    async def _from_dht(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _from_dht(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Return the DHT's answer if it comes in time; a longer search runs on to its own end.
 
         Cancelling it would leave tasks behind that wait for it without end (hivemind 1.1.12).
@@ -420,7 +577,7 @@ class DhtRoster:
         self._searches.add(search)
         search.add_done_callback(self._ended)
         try:
-            async with asyncio.timeout(DHT_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(search)
         except Exception as error:  # hivemind's errors are of many kinds
             raise RosterError(f"the DHT does not answer: {error!r}") from error

@@ -41,3 +41,14 @@ class MemoryRoster:
     async def leave(self) -> None:
         """Remove our record."""
         self._board.records.pop(self._peer_id, None)
+
+    def question(self) -> bytes:
+        """Return nothing: all records are on the board."""
+        return b""
+
+    async def answer(self, question: bytes) -> bytes:
+        """Return nothing."""
+        return b""
+
+    async def hear(self, answer: bytes) -> None:
+        """Do nothing."""

@@ -107,6 +107,18 @@ class WatchedRoster:
         """Withdraw our record."""
         await self._roster.leave()
 
+    def question(self) -> bytes:
+        """Return what to send to a peer that is asked for records."""
+        return self._roster.question()
+
+    async def answer(self, question: bytes) -> bytes:
+        """Return records for the peer that asks."""
+        return await self._roster.answer(question)
+
+    async def hear(self, answer: bytes) -> None:
+        """Take the records of an answer."""
+        await self._roster.hear(answer)
+
 
 class Neighbours:
     """Keeps connections to the other peers, and this peer's record where they look for it."""

@@ -20,8 +20,8 @@ from atoll.optim.log.entry import LogError
 from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import PeerSource, Source, whom_to_ask
-from atoll.peer.rounds.context import RoundSettings
-from atoll.peer.rounds.messages import Head, Known
+from atoll.peer.rounds.context import RoundSettings, fetch_head
+from atoll.peer.rounds.messages import Head
 
 CONNECT_S = 10.0  # a peer of the roster may be gone
 STALL_S = 5.0  # patience with a donor; nobody waits for the coordinator
@@ -72,11 +72,13 @@ class LedgerHeads:
         return [head for head in await asyncio.gather(*asking) if head is not None]
 
     async def _ask(self, peer_id: str, record: PeerRecord | None) -> PeerHead | None:
-        known = Known(epoch=None).encode()  # the epoch's record is part of every answer
         try:
             if record is not None:  # else it may be connected all the same
                 await self.transport.connect(peer_id, record.addresses, timeout_s=CONNECT_S)
-            head = Head.decode(await self.transport.call(peer_id, "head", known, timeout_s=STALL_S))
+            # The epoch's record is part of every answer.
+            head = await fetch_head(
+                self.transport, self.roster, peer_id, epoch=None, timeout_s=STALL_S
+            )
         except (TransportError, LogError, TimeoutError, ValueError, OSError):
             return None
         return PeerHead(

@@ -17,7 +17,7 @@ from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import LogError, sha256
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.outer_state import StateError
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import Context, fetch_head
 from atoll.peer.rounds.fetching import (
     MAX_SPAN,
     Asking,
@@ -26,7 +26,7 @@ from atoll.peer.rounds.fetching import (
     fetch_leaves,
     fetch_snapshot_meta,
 )
-from atoll.peer.rounds.messages import PROTOCOL, Decided, Head, Known
+from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
 
 FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateError)
 """Errors that a source causes if it fails or lies; another one may do better."""
@@ -132,9 +132,10 @@ class PeerSource:
     async def head(self) -> Head:
         """Return where it stands."""
         timeout_s = 2 * self._ctx.settings.stall_s
-        known = Known(epoch=self._ctx.known_epoch).encode()
-        reply = await self._ctx.transport.call(self._peer, "head", known, timeout_s=timeout_s)
-        return Head.decode(reply)
+        ctx = self._ctx
+        return await fetch_head(
+            ctx.transport, ctx.roster, self._peer, epoch=ctx.known_epoch, timeout_s=timeout_s
+        )
 
     async def headers(self, start: int, stop: int) -> list[Decided]:
         """Entries with certificates."""

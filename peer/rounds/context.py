@@ -10,7 +10,7 @@ from typing import Protocol
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
-from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.entry import Elector, Entry, Verify
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
@@ -234,14 +234,31 @@ class RoundTrace:
     """PeerIDs that this peer went on without, and why: as an owner of parts, and as the leader"""
 
 
+async def fetch_head(
+    transport: Transport, roster: Roster, peer: str, *, epoch: int | None, timeout_s: float
+) -> Head:
+    """Where a peer stands; the records of other peers in its answer go to the roster.
+
+    `epoch` is the newest epoch whose record the caller has.
+    """
+    known = Known(epoch=epoch, roster=roster.question()).encode()
+    head = Head.decode(await transport.call(peer, "head", known, timeout_s=timeout_s))
+    if head.roster:
+        with suppress(RecordError):  # the rest of the answer may serve all the same
+            await roster.hear(head.roster)
+    return head
+
+
 async def ask_head(ctx: Context, peer: str, stalls: float = HEAD_STALLS) -> Head | None:
     """Ask a peer where it stands; None if it does not answer soon: then it is frozen or gone."""
     with suppress(TransportError, ValueError):
         timeout_s = stalls * ctx.settings.stall_s
-        known, asked_at = Known(epoch=ctx.known_epoch).encode(), ctx.now()
-        answer = await ctx.transport.call(peer, "head", known, timeout_s=timeout_s)
+        asked_at = ctx.now()
+        head = await fetch_head(
+            ctx.transport, ctx.roster, peer, epoch=ctx.known_epoch, timeout_s=timeout_s
+        )
         ctx.link.note_round_trip(peer, ctx.now() - asked_at)
-        return Head.decode(answer)
+        return head
     return None
 
 

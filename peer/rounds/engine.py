@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.roster import RecordError
 from atoll.dht.tasks import Tasks, end, race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
@@ -338,7 +339,15 @@ class Rounds:
     # answering
 
     async def _serve_head(self, remote: str, body: bytes) -> bytes:
-        return self.head(Known.decode(body)).encode()
+        known = Known.decode(body)
+        head = self.head(known)
+        if known.roster:
+            try:
+                records = await self._ctx.roster.answer(known.roster)
+            except RecordError as error:
+                raise MalformedRecord(str(error)) from error
+            head = head.model_copy(update={"roster": records})
+        return head.encode()
 
     def head(self, known: Known) -> Head:
         """Return where this peer stands; with the epoch's record for callers that lack it."""

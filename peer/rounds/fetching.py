@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.roster import Roster
 from atoll.dht.tasks import end
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport, TransportError
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
@@ -43,6 +44,11 @@ class Asking(Protocol):
     @property
     def transport(self) -> Transport:
         """Reaches the peer."""
+        ...
+
+    @property
+    def roster(self) -> Roster:
+        """Takes the records of other peers that it sends along."""
         ...
 
     @property

@@ -72,6 +72,8 @@ class Known(Record):
     """The epoch whose record the caller has; None if it has none."""
 
     epoch: Count | None
+    roster: bytes = b""
+    """a question for signed records of peers (`atoll.dht.roster`); empty if none are wanted"""
 
 
 class Head(Record):
@@ -88,6 +90,8 @@ class Head(Record):
     snapshots: tuple[Count, ...]
     epoch_record: bytes
     """empty where the caller has it, or a newer one"""
+    roster: bytes = b""
+    """signed records of peers, at most 32, in answer to the caller's question"""
 
 
 class Report(Record):

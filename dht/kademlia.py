@@ -354,7 +354,8 @@ async def join(
     )
     given = node.protocol
     protocol = GuardedProtocol(_initialized_with_create=True)
-    vars(protocol).update(vars(given))
+    for name, value in vars(given).items():
+        setattr(protocol, name, value)
     protocol.door = door
     protocol.client_mode = False
     protocol.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
@@ -376,7 +377,7 @@ def _forget(task: asyncio.Task[Any]) -> None:
 
 def _answer_calls(p2p: P2P) -> None:
     """Replace hivemind's answering of calls, which leaks every answer that is too long."""
-    control: Any = p2p._client.control  # type: ignore[union-attr]
+    control: Any = p2p._client.control
 
     async def answer(call_id: Any, request: Any) -> None:  # noqa: ANN401
         try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from atoll.compression import CodecError, parse
+from atoll.compression.scratch import TILE
 from atoll.compression.topk import largest_of_chunks
 from support.specs import SPECS as ALL
 
@@ -146,3 +147,12 @@ def test_of_equal_magnitudes_exactly_k_are_taken():
     assert torch.equal(taken, x_CM.abs().topk(63, dim=1).values.flip(1))
     assert found_CK[0].tolist() == list(range(63))
     assert torch.equal(found_CK[4], x_CM[4].nonzero().view(-1)[:63])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rows_of_whole_tiles_with_nan_or_infinity_are_refused(bad):
+    """They are encoded at once, unlike shorter ones."""
+    x_RN = rows(3, TILE)
+    x_RN[1, 77] = bad
+    with pytest.raises(CodecError, match="finite"):
+        parse("int8").encode_rows(x_RN)

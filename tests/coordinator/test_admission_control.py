@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.admission_control import AdmissionControl
+from atoll.coordinator.admission_control import (
+    AdmissionControl,
+    JoinRequest,
+    Refusal,
+    RefusalStatus,
+)
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk
+from atoll.coordinator.policies import REPORT_BURST
 from atoll.coordinator.presence import MAX_PEERS
+from atoll.coordinator.rpc.messages import PROTOCOL, join_payload
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
-from atoll.dht import verify
+from atoll.dht import Identity, verify
+
+RUN_ID = b"r" * 32
 
 
 class Clock:
@@ -33,7 +42,7 @@ def admission(tmp_path: Path, clock: Clock) -> AdmissionControl:
     return AdmissionControl(
         CoordinatorSection(admission_hours=1.0),
         keys,
-        b"r" * 32,
+        RUN_ID,
         desk=InviteDesk(tmp_path, keys.token),
         verify=verify,
         events=EventLog(History(tmp_path / "history.db"), clock),
@@ -62,3 +71,41 @@ def test_any_number_of_peers_that_came_once_takes_bounded_memory(
         admission.admit(f"passer-by {index}", "trainer")
     assert admission.renewed("first", "trainer")
     assert admission.renewed("first", "trainer") == b""
+
+
+def test_a_session_ends_with_its_admission(admission: AdmissionControl, clock: Clock) -> None:
+    identity = Identity.ephemeral()
+    nonce = admission.challenge(identity.peer_id)
+    welcome = admission.join(
+        JoinRequest(
+            protocol=PROTOCOL,
+            version="1",
+            run_id=RUN_ID,
+            peer_id=identity.peer_id,
+            role="trainer",
+            nonce=nonce,
+            signature=identity.sign(join_payload(RUN_ID, nonce)),
+            token=admission._keys.token,
+        )
+    )
+    clock.now_s += 3599
+    admission.authenticate(identity.peer_id, welcome.session)
+    clock.now_s += 2
+    with pytest.raises(Refusal) as refusal:
+        admission.authenticate(identity.peer_id, welcome.session)
+    assert refusal.value.status is RefusalStatus.UNAUTHENTICATED
+
+
+def test_a_peer_that_reports_far_too_often_is_refused(admission: AdmissionControl) -> None:
+    for _ in range(int(REPORT_BURST)):
+        admission.limit_reports("peer")
+    with pytest.raises(Refusal) as refusal:
+        admission.limit_reports("peer")
+    assert refusal.value.status is RefusalStatus.RESOURCE_EXHAUSTED
+    admission.limit_reports("another")
+
+
+def test_limits_of_invented_names_take_bounded_memory(admission: AdmissionControl) -> None:
+    for index in range(2 * MAX_PEERS + 2):
+        admission.limit_reports(f"passer-by {index}")
+    assert len(admission._limits) <= 2 * MAX_PEERS + 1

@@ -145,6 +145,26 @@ def test_a_run_resumes_with_a_peer_that_comes_back(kit: Any, tmp_path: Path) -> 
     kit.run(main())
 
 
+def test_a_goodbye_counts_only_in_the_epoch_in_which_it_was_said(kit: Any, tmp_path: Path) -> None:
+    """A peer that takes it back is elected, and must not open an epoch at every look."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            coordinator, swarm = net.up.coordinator, net.swarm
+            clients = await net.started()
+            for index, client in enumerate(clients):
+                status = swarm.status(index, state="leaving")
+                await client.heartbeat(status, leaving=True, retired=True)
+            await clients[1].heartbeat(swarm.status(1, state="training"))
+            await coordinator.tick()
+            assert coordinator.head().epoch == 1
+            for _ in range(3):
+                await coordinator.tick()
+            assert coordinator.head().epoch == 1
+
+    kit.run(main())
+
+
 def test_no_epoch_voids_what_most_peers_hold(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:

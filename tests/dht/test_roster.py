@@ -315,3 +315,28 @@ def test_memory_roster_expires_by_the_loop():
         assert await board.roster("c").peers() == {}
 
     run_virtual(main())
+
+
+def test_a_record_that_the_dht_keeps_for_another_time_is_refused():
+    """A peer could otherwise keep its own record, or another's, beyond what was signed."""
+    plain = record()
+    for expires_at in (plain.expires_at + 1, plain.expires_at - 1):
+        kept = replace_expiry(stored(plain), expires_at)
+        assert not RosterValidator(KEY, RUN).validate(kept)
+    assert RosterValidator(KEY, RUN).validate(replace_expiry(stored(plain), plain.expires_at))
+
+
+def replace_expiry(kept, expires_at):
+    return replace(kept, expiration_time=expires_at)
+
+
+def test_readers_skip_records_that_have_expired(monkeypatch):
+    async def main():
+        ours = roster(FakeDht())
+        await ours.publish(record(), 30)
+        assert set(await ours.peers()) == {IDENTITY.peer_id}
+        later_s = clock.now_s() + 31
+        monkeypatch.setattr(clock, "now_s", lambda: later_s)
+        assert await ours.peers() == {}
+
+    asyncio.run(main())

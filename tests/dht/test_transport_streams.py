@@ -9,6 +9,7 @@ from atoll.dht.libp2p import LibP2PStream
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import (
     HEADER_BYTES,
+    MAX_ADMISSION_BYTES,
     MAX_CALL_BYTES,
     MAX_CODE_BYTES,
     MAX_MESSAGE_BYTES,
@@ -239,3 +240,19 @@ def test_abort_after_a_close_that_still_had_bytes_to_send():
         far.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("limit", [0, 1, 1000, MAX_MESSAGE_BYTES])
+def test_a_frame_one_byte_longer_than_allowed_is_refused(limit):
+    sink = Sink(limit)
+    reader = FrameReader(sink)
+    push(reader, bytes([Mark.DATA]) + limit.to_bytes(4))
+    with pytest.raises(FrameError, match="at most"):
+        push(FrameReader(sink), bytes([Mark.DATA]) + (limit + 1).to_bytes(4))
+
+
+def test_an_admission_longer_than_allowed_is_refused():
+    longest = encode_open(is_call=True, method="m", admission=b"x" * MAX_ADMISSION_BYTES)
+    assert decode_open(longest) == (True, "m", b"x" * MAX_ADMISSION_BYTES)
+    with pytest.raises(FrameError, match="admission of more than"):
+        decode_open(longest + b"x")

@@ -374,3 +374,15 @@ def test_killed_with_kill_9_and_started_again(kit: Any, tmp_path: Path) -> None:
         kit.run(talk(second, 1))
     finally:
         kill(child)
+
+
+def test_the_log_is_synced(kit: Any, tmp_path: Path) -> None:
+    """A coordinator that lost its last entries with the power would decide them anew."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            store = net.up.coordinator.replica.store
+            full = 2  # of SQLite's `synchronous`: every commit is synced
+            assert store._db.execute("PRAGMA synchronous").fetchone() == (full,)
+
+    kit.run(main())

@@ -1,6 +1,7 @@
 """Bodies of updates: one frame a cell, means and gathered ones, and what is refused."""
 
 import struct
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -274,3 +275,22 @@ def test_factors_are_never_taken_together():
     cells = replay.cells_at(0)
     for own in (cells, cells.first):
         assert [run for run, _ in own.runs(0, 2)] == [range(1), range(1, 2)]
+
+
+@pytest.mark.parametrize("cells", [1, 3])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_sparse_codec_that_decodes_to_no_number_is_refused(bad, cells):
+    honest = parse("topk(k=16)+2bit")
+
+    class Lying(type(honest)):
+        def sparse_rows(self, frames, numel):
+            return replace(found := super().sparse_rows(frames, numel), values=found.values * bad)
+
+    lying = Lying(**{f.name: getattr(honest, f.name) for f in fields(honest) if f.init})
+    numel = cells * CELL
+    sent = Cells.of_vector(honest, numel).encode(vector(1, numel))
+    lied = Cells.of_vector(lying, numel)
+    with pytest.raises(CodecError, match="finite"):
+        lied.decode_scattered(0, sent)
+    with pytest.raises(CodecError, match="finite"):
+        lied.decode_reduced_all(0, sent, torch.empty(numel))

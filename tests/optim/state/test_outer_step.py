@@ -263,3 +263,7 @@ def test_a_fragment_moves_alone_and_in_the_bits_of_the_whole():
     both = nesterov(half, second.take(hashed(N, 1)), lr=0.7, momentum=0.9, fragment=second)
     assert both.root() == whole.root()
     assert both.position == 2
+
+
+def test_exact_norm_of_many_equal_values_does_not_overflow():
+    assert exact_norm(torch.ones(1 << 18)) == 512.0  # squares of 2^46 each, 2^64 together

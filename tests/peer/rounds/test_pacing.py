@@ -521,3 +521,15 @@ def test_what_is_still_under_way_counts_after_a_pause():
         return sum(turn.done() for turn in turns)
 
     assert run(main()) == -(-MIN_IN_FLIGHT_BYTES // PIECE)
+
+
+def test_the_shortest_round_trip_of_the_furthest_peer_counts():
+    """A busy machine makes some answers late, and no link longer."""
+    link = Link()
+    for seconds in (0.9, 0.1, 0.5):
+        link.note_round_trip("far", seconds)
+    assert link.pacer.round_trip_s == 0.1
+    link.note_round_trip("near", 0.02)
+    assert link.pacer.round_trip_s == 0.1
+    link.note_round_trip("stalled", 20.0)
+    assert link.pacer.round_trip_s == 1.0

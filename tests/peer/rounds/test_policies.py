@@ -194,3 +194,9 @@ def test_a_reduction_behind_others_has_the_time_of_all():
 @pytest.mark.parametrize(("fragments", "ahead"), [(1, 0), (2, 1), (4, 3), (24, 3)])
 def test_each_position_ahead_moves_another_fragment_and_they_are_few(fragments, ahead):
     assert positions_ahead(fragments) == ahead
+
+
+def test_one_that_comes_late_does_not_end_the_wait_for_the_others():
+    both = view(expected={"a": 0.0, "d": 103.5, "e": 500.0})
+    assert close_decision(both, 103.0) is Close.WAIT
+    assert close_decision(both, 104.0) is Close.CLOSE

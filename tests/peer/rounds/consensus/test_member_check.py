@@ -220,3 +220,22 @@ def test_a_member_that_came_too_late_does_not_wait_for_ever(monkeypatch):
 def test_a_session_ends_with_the_position(monkeypatch):
     monkeypatch.setattr(MemberRound, "_end", lambda self: [])
     expect_broken("with")
+
+
+def test_a_wrong_early_leader_that_fails_at_the_turn_costs_no_term():
+    """The right leader of the same term is joined instead."""
+    position = PLACE.position
+    before, after = ELECTORATES
+    assert leader_of(before, position, 0) != leader_of(after, position, 0)
+
+    def view(at, electorate):
+        return MemberView(now=0.0, place=Place(1, at), electorate=electorate, term=0)
+
+    member = MemberRound(PLACE, stall_s=STALL_S)
+    joins = [a for a in member.advance(view(position - 1, before)) if isinstance(a, Join)]
+    assert [j.leader for j in joins] == [leader_of(before, position, 0).peer_id]
+    member.receive(Failed(why="the leader is lost"))
+    actions = member.advance(view(position, after))
+    assert actions == [Leave()]
+    (join,) = (a for a in member.advance(view(position, after)) if isinstance(a, Join))
+    assert (join.leader, join.term) == (leader_of(after, position, 0).peer_id, 0)

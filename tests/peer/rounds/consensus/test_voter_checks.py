@@ -1,10 +1,17 @@
 """An elector votes for nothing that breaks a rule of the log: a lying leader is refused by name."""
 
-import pytest
+from dataclasses import replace
 
-from atoll.optim.log.entry import Entry, StateRoot
+import pytest
+import torch
+
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import Refused
+from atoll.optim.log.entry import Entry, Member, Part, StateRoot, next_electorate, sha256
+from atoll.optim.reduction.cells import body_of
 from atoll.peer.rounds.consensus.leader import Leadership
 from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.messages import Propose, deflated
 from support.swarm import run_swarm
 
 
@@ -56,3 +63,113 @@ def test_a_lying_leader_is_refused_and_the_next_one_decides(tmp_path, monkeypatc
         assert swarm.same_bits(peers)
 
     run_swarm(tmp_path, scenario)
+
+
+# One voter, at a position at which nothing was proposed yet
+
+
+def update_of(swarm, peers, body):
+    """An update of all peers at position 0, with a body of one part."""
+    replica = peers[0].replica
+    members = tuple(
+        Member(
+            peer_id=p.ctx.me.peer_id,
+            incarnation=p.ctx.me.incarnation,
+            weight=1.0,
+            clip=1.0,
+            norm=1.0,
+            tokens=1,
+            steps=1,
+            loss=None,
+        )
+        for p in peers
+    )
+    part = Part(
+        start_cell=0,
+        stop_cell=len(swarm.replay.cells_at(0)),
+        owner=0,
+        generation=0,
+        wire_bytes=len(body),
+        digest=sha256(body),
+    )
+    return Entry(
+        run_id=replica.run_id,
+        epoch=replica.epoch,
+        position=0,
+        kind="update",
+        previous_chain=replica.chain,
+        fragment=0,
+        lr=0.5,
+        momentum=0.5,
+        members=members,
+        parts=(part,),
+        electorate=next_electorate(members, (part,), replica.electorate),
+    )
+
+
+def good_body(swarm):
+    cells = swarm.replay.cells_at(0)
+    return body_of(cells.encode(torch.ones(cells.numel)))
+
+
+def alone(tmp_path, vote):
+    """Call `vote(swarm, peers, leader, voter)` before any window ends."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1000.0)
+        first = leader_of(peers[0].replica.electorate, 0, 0)
+        leader = next(p for p in peers if p.ctx.me == first)
+        voter = next(p for p in peers if p is not leader)
+        assert voter.rounds.voter.term == 0  # it stands at the position: parts that come stay
+        await vote(swarm, peers, leader.identity.peer_id, voter)
+
+    run_swarm(tmp_path, scenario)
+
+
+def proposed(entry):
+    return Propose(attempt=0, entry=deflated(entry.encode())).encode()
+
+
+def test_a_body_that_does_not_decode_gets_no_vote(tmp_path):
+    async def vote(swarm, peers, leader, voter):
+        for body, code in ((b"noise", RefusalCode.BAD_PROPOSAL), (good_body(swarm), None)):
+            entry = update_of(swarm, peers, body)
+            voter.ctx.parts.put(0, sha256(body), body)
+            if code is None:
+                assert await voter.rounds.voter.answer(leader, "propose", proposed(entry))
+                continue
+            with pytest.raises(Refused) as refusal:
+                await voter.rounds.voter.answer(leader, "propose", proposed(entry))
+            assert refusal.value.code is code
+
+    alone(tmp_path, vote)
+
+
+def test_no_vote_for_a_position_that_was_decided_while_the_body_came(tmp_path):
+    async def vote(swarm, peers, leader, voter):
+        body, replica = good_body(swarm), voter.replica
+        entry = update_of(swarm, peers, body)
+
+        async def gather(entry, source):
+            head = replace(replica.head, position=1, chain=entry.chain)
+            replica.standing = replace(replica.standing, head=head)
+            return body
+
+        voter.rounds.voter.gather = gather
+        with pytest.raises(Refused) as refusal:
+            await voter.rounds.voter.answer(leader, "propose", proposed(entry))
+        assert refusal.value.code is RefusalCode.ELSEWHERE
+
+    alone(tmp_path, vote)
+
+
+def test_parts_of_an_older_epoch_are_dropped(tmp_path):
+    async def vote(swarm, peers, leader, voter):
+        replica, held = voter.replica, voter.ctx.parts
+        held.put(replica.position, sha256(b"part"), b"part")
+        head = replace(replica.head, epoch=replica.epoch + 1)
+        replica.standing = replace(replica.standing, head=head)
+        assert voter.rounds.voter.term == 0
+        assert held.body(sha256(b"part")) is None
+
+    alone(tmp_path, vote)

@@ -1,0 +1,295 @@
+"""A leader believes no more than it has checked, and waits for nobody without a limit."""
+
+import asyncio
+
+import pytest
+
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.transport import Refused
+from atoll.optim.log.entry import Certificate, Entry, Vote, sha256
+from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
+from atoll.peer.rounds.consensus import leader as leader_module
+from atoll.peer.rounds.consensus.leader import Leadership
+from atoll.peer.rounds.consensus.round import (
+    CloseGroup,
+    FetchEnded,
+    LeaderView,
+    Leads,
+    Left,
+    PartReduced,
+    Parts,
+    Place,
+    Probed,
+    Reported,
+    Round,
+    RoundState,
+    Rules,
+    SendProposal,
+    leader_of,
+)
+from atoll.peer.rounds.messages import (
+    Announced,
+    Ballot,
+    Group,
+    PartDone,
+    PartPlan,
+    Prefix,
+    Ready,
+    deflated,
+    tagged,
+)
+from support import round_model
+from support.model import elector
+from support.streams import send
+from support.strikes import passed
+from support.swarm import run_swarm
+
+PLACE = Place(1, 0)
+ELECTORS = tuple(elector(index, 0) for index in range(2))
+LONGEST = 10
+
+
+class Cells:
+    def max_body_bytes(self, members, start=0, stop=None):
+        return LONGEST
+
+
+def ready(peer, weight=1.0):
+    return Ready(
+        protocol=6,
+        epoch=1,
+        position=0,
+        term=0,
+        stands_at=0,
+        chain=b"c" * 32,
+        incarnation="0",
+        weight=weight,
+        tokens=1,
+        steps=1,
+        loss=None,
+        norm=1.0,
+        uplink_mbit_s=100.0,
+    )
+
+
+def group_of(reports):
+    members = tuple(
+        round_model._member(peer).model_copy(update={"weight": report.weight})
+        for peer, report in reports.items()
+    )
+    return Group(
+        epoch=1,
+        position=0,
+        term=0,
+        members=members,
+        parts=(PartPlan(start_cell=0, stop_cell=2, owner=0),),
+        stall_s=1.0,
+        deadline_s=4.0,
+    )
+
+
+def view(now, **changes):
+    fields = {"turn": True, "electorate": ELECTORS, "opened_at": 0.0, "last_s": 0.0}
+    return LeaderView(now=now, **(fields | changes))
+
+
+def begun(term=0):
+    """A term, and the (kind, parts) of the entries that it makes."""
+    made = []
+
+    def entry(kind, members, parts, electorate):
+        made.append((kind, parts))
+        return Entry(
+            run_id=b"r" * 32,
+            epoch=1,
+            position=0,
+            kind=kind,
+            previous_chain=b"c" * 32,
+            fragment=0,
+            lr=0.5,
+            momentum=0.5,
+            members=tuple(members),
+            parts=tuple(parts),
+            electorate=tuple(electorate),
+        )
+
+    rules = Rules(form=group_of, entry=entry, cells=Cells(), grace_s=1.0)
+    leads = Leads(leader_of(ELECTORS, 0, term))
+    return Round(PLACE, term, leads=leads, rules=rules, view=view(0.0)), made
+
+
+def closed(weights):
+    """A term whose group has these members."""
+    one, made = begun()
+    for peer, weight in weights.items():
+        one.receive(Reported(peer=peer, ready=ready(peer, weight)))
+    one.receive(Probed(ready_at=dict.fromkeys(weights, 0.0)))
+    assert any(isinstance(action, CloseGroup) for action in one.advance(view(0.0)))
+    return one, made
+
+
+def done(**changes):
+    fields = {"part": 0, "generation": 0, "wire_bytes": LONGEST, "digest": sha256(b"part")}
+    return PartDone(**(fields | {"partial": ()} | changes))
+
+
+def test_a_reduction_that_never_ends_is_given_up_after_its_deadline():
+    one, made = closed({"p0": 1.0, "p1": 1.0})
+    assert not any(isinstance(a, SendProposal) for a in one.advance(view(0.0)))
+    one.receive(PartReduced(peer="p0", done=done()))
+    late = view(100.0, coming=frozenset())
+    actions = one.advance(late)  # the bytes never came: neither held nor coming
+    assert [a for a in actions if isinstance(a, SendProposal)]
+    assert [kind for kind, _ in made] == ["null"]
+
+
+def test_a_member_of_weight_0_that_left_does_not_vote_next():
+    one, made = closed({"p0": 1.0, "p1": 0.0})
+    one.receive(Left(peer="p1"))
+    one.receive(PartReduced(peer="p0", done=done()))
+    one.advance(view(0.5, held=frozenset({0})))
+    ((kind, (part,)),) = made
+    assert kind == "update"
+    assert [(p.member, p.cells) for p in part.partial] == [(1, 0)]
+
+
+def test_a_later_term_waits_until_it_is_called_for():
+    one, _ = begun(term=1)
+    assert one.state is RoundState.CALLED
+    assert one.advance(view(0.5)) == []
+
+
+def test_a_member_that_reports_anew_is_there_again():
+    one, _ = begun()
+    for event in (
+        Reported(peer="p0", ready=ready("p0")),
+        Left(peer="p0"),
+        Reported(peer="p0", ready=ready("p0")),
+    ):
+        one.receive(event)
+    assert one.live == ["p0"]
+
+
+LIES = {
+    "of another's part": ("p1", {}),
+    "too long": ("p0", {"wire_bytes": LONGEST + 1}),
+    "a member that is not there": ("p0", {"partial": (Prefix(member=2, cells=1),)}),
+    "a whole inclusion as partial": ("p0", {"partial": (Prefix(member=1, cells=2),)}),
+    "a member named twice": ("p0", {"partial": (Prefix(member=1, cells=1),) * 2}),
+    "of another generation": ("p0", {"generation": 1}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_report_on_a_part_that_cannot_be_logged_counts_for_nothing(lie):
+    remote, changes = LIES[lie]
+    parts = Parts(group_of({"p0": ready("p0"), "p1": ready("p1")}), Cells(), now=0.0)
+    parts.note(remote, done(**changes))
+    assert parts.digests == {}
+    parts.note("p0", done(partial=(Prefix(member=1, cells=1),)))
+    assert parts.digests == {0: sha256(b"part")}
+
+
+def test_a_fetch_of_an_earlier_generation_does_not_end_the_next():
+    parts = Parts(group_of({"p0": ready("p0"), "p1": ready("p1")}), Cells(), now=0.0)
+    parts.note("p0", done())
+    parts.fetched(FetchEnded(part=0, digest=sha256(b"earlier")))
+    assert not parts.lost(view(0.0), lambda peer: True)
+    parts.fetched(FetchEnded(part=0, digest=sha256(b"part")))
+    assert parts.lost(view(0.0), lambda peer: True)
+
+
+# In a swarm
+
+
+def test_votes_that_somebody_else_signed_are_not_counted(tmp_path, monkeypatch):
+    """Counted, they would make a certificate that no replica accepts."""
+    honest = Ballot.encode
+    monkeypatch.setattr(Ballot, "encode", lambda self: honest(Ballot(signature=b"x" * 64)))
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: any("no vote of" in e for p in peers for e in p.events))
+        events = [e for p in peers for e in p.events]
+        assert any("signature of somebody else" in event for event in events)
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_a_leader_stays_until_its_members_have_heard_of_the_decision(tmp_path, monkeypatch):
+    live = []
+    close = Leadership.close
+
+    async def closing(self):
+        if self._outcome is not None:
+            live.append(list(self.round.live))
+        await close(self)
+
+    monkeypatch.setattr(Leadership, "close", closing)
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 3))
+
+    run_swarm(tmp_path, scenario)
+    assert live and not any(live[:3])
+
+
+def test_a_barred_member_is_refused(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1000.0)
+        leader = leader_of(peers[0].replica.electorate, 0, 0)
+        at, other = sorted(peers, key=lambda p: p.ctx.me != leader)[:2]
+        for _ in range(MAX_FAULTS):
+            at.ctx.fault(other.identity.peer_id, Fault.BAD_CELL)
+        report = ready("p").model_copy(
+            update={
+                "protocol": leader_module.PROTOCOL,
+                "chain": at.replica.chain,
+                "incarnation": other.incarnation,
+                "weight": 0.0,
+                "tokens": 0,
+                "steps": 0,
+            }
+        )
+        refusal = await send(other.transport, at, "round", tagged(b"R", report))
+        assert refusal is not None and refusal.code is RefusalCode.BARRED
+        refusal = await send(other.transport, at, "round", tagged(b"X", report))
+        assert refusal is not None and refusal.code is RefusalCode.BAD_READY
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_a_commit_with_forged_votes_moves_nobody_and_is_not_passed_on(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=20.0)
+        await swarm.until(lambda: passed(peers, 1))
+        victim = peers[0]
+        replica, stranger = victim.replica, swarm.network.transport("stranger")
+        last = Entry.decode(replica.store.get(replica.position - 1).entry)
+        null = last.model_copy(
+            update={
+                "position": replica.position,
+                "previous_chain": replica.chain,
+                "kind": "null",
+                "members": (),
+                "parts": (),
+                "state_root": None,
+            }
+        )
+        votes = tuple(Vote(elector=i, signature=b"x" * 64) for i in range(3))
+        body = Announced(
+            entry=deflated(null.encode()),
+            certificate=Certificate(attempt=0, votes=votes).encode(),
+            tell=tuple(p.identity.peer_id for p in peers[1:]),
+        ).encode()
+        await asyncio.sleep(5.0)  # until the last decision was passed on
+        before, asked = (replica.position, replica.chain), []
+        swarm.network.on_message = lambda src, dst, method, n: asked.append((src, dst))
+        with pytest.raises(Refused):
+            await stranger.call(victim.identity.peer_id, "commit", body, timeout_s=5.0)
+        assert (replica.position, replica.chain) == before
+        told = {dst for src, dst in asked if src == victim.identity.peer_id}
+        assert told <= {"stranger"}  # neither passed on, nor its parts looked for
+
+    run_swarm(tmp_path, scenario)

@@ -1,0 +1,54 @@
+"""What is fetched is checked, and what is asked for is bounded."""
+
+import pytest
+
+from atoll.dht.transport import PeerUnreachable
+from atoll.optim.log.entry import MalformedRecord, sha256
+from atoll.peer.rounds import fetching
+from atoll.peer.rounds.fetching import fetch_headers, fetch_part
+from atoll.peer.rounds.messages import Span, deflated, inflated
+from support.strikes import passed
+from support.swarm import run_swarm
+
+
+def test_a_part_of_other_bytes_is_taken_from_nobody(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1000.0)
+        liar, honest, asking = peers
+        digest = sha256(b"part")
+        liar.ctx.parts.put(0, digest, b"lies")
+        names = [p.identity.peer_id for p in (liar, honest)]
+        with pytest.raises(PeerUnreachable):
+            await fetch_part(asking.ctx, names, digest, 4)
+        honest.ctx.parts.put(0, digest, b"part")
+        assert await fetch_part(asking.ctx, names, digest, 4) == b"part"
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_one_request_is_answered_with_so_many_entries_and_no_more(tmp_path, monkeypatch):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 4))
+        donor, asking = peers[:2]
+        name = donor.identity.peer_id
+        monkeypatch.setattr(fetching, "MAX_SPAN", 2)
+        assert len(await fetch_headers(asking.ctx, name, 0, 4)) == 2
+        stream = await asking.transport.open(name, "headers", timeout_s=2.0)
+        await stream.send(Span(start=0, stop=2**62).encode(), timeout_s=2.0)
+        count = 0
+        while await stream.recv(timeout_s=5.0) is not None:
+            count += 1
+        assert count == 2
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_a_deflated_record_is_read_up_to_its_limit():
+    assert inflated(deflated(b"x" * 1000), 1000) == b"x" * 1000
+    with pytest.raises(MalformedRecord):
+        inflated(deflated(b"x" * 1001), 1000)
+    with pytest.raises(MalformedRecord):
+        inflated(deflated(b"x" * 10) + b"more", 1000)
+    with pytest.raises(MalformedRecord):
+        inflated(deflated(b"x" * 10)[:-1], 1000)

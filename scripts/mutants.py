@@ -17,7 +17,7 @@ one, all chosen tests run once on the unchanged copy: they must pass, or every m
 as noticed.
 
 Exit status: 0 if at least 95% are noticed and none is stale, 1 otherwise, 2 if nothing could be
-measured. A mutant is stale if its `find` does not occur exactly once.
+measured, 130 after Ctrl-C. A mutant is stale if its `find` does not occur exactly once.
 """
 
 import argparse
@@ -220,7 +220,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="tree to test (default: this one)")
     parser.add_argument("--mutants", type=Path, help="list (default: tests/mutants.toml)")
-    parser.add_argument("--list", action="store_true", help="list of the mutants, without a run")
+    parser.add_argument("--list", action="store_true", help="names, stale ones marked; no run")
     parser.add_argument("--only", type=re.compile, metavar="REGEX", help="those whose name matches")
     parser.add_argument("--jobs", type=int, default=1, help="copies at work at once (default 1)")
     parser.add_argument(
@@ -236,13 +236,22 @@ def main(arguments=None):
     if options.only is not None:
         mutants = [mutant for mutant in mutants if options.only.search(mutant.name)]
     if options.list:
-        for mutant in mutants:
-            print(mutant.name)
-        return 0
+        return print_list(mutants, options.root)
     if not mutants:
         print("mutants: no mutant matches --only; see --list", file=sys.stderr)
         return 2
     return measure(mutants, options)
+
+
+def print_list(mutants, root):
+    """Print the names, and which are stale; return 1 if any is."""
+    status = 0
+    for mutant in mutants:
+        path = root / mutant.file
+        is_stale = not path.is_file() or mutant.applied(path.read_text("utf-8")) is None
+        status |= is_stale
+        print(f"stale: {mutant.name}" if is_stale else mutant.name)
+    return int(status)
 
 
 def measure(mutants, options):

@@ -107,11 +107,16 @@ def test_the_list_is_printed_without_a_run(tree, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_each_mutant_of_the_product_applies_and_names_tests_that_exist():
+def test_a_stale_mutant_is_named_in_the_list(tree, capsys):
+    write_list(tree, SMALLEST, ("values[9]", "None", "nothing"))
+    assert mutants.main(["--root", str(tree), "--list"]) == 1
+    assert capsys.readouterr().out.splitlines()[1].startswith("stale: optim/module.py: nothing")
+
+
+def test_the_products_own_list_is_sound():
+    """Texts that occur no more are reported by the script: code may change without the list."""
     found = mutants.read_list(ROOT / "tests" / "mutants.toml")
+    assert len(found) >= 150
     assert len({mutant.name for mutant in found}) == len(found)
     for mutant in found:
-        assert mutant.applied((ROOT / mutant.file).read_text("utf-8")) is not None, mutant.name
-        assert mutant.find != mutant.replace, mutant.name
-        for test in mutant.tests:
-            assert (ROOT / test.partition("::")[0]).exists(), mutant.name
+        assert mutant.find != mutant.replace and mutant.tests, mutant.name

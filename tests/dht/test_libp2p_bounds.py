@@ -7,7 +7,7 @@ import pytest
 from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.p2pd import P2pdError
 from atoll.dht.testing.virtualtime import run_virtual
-from atoll.dht.transport import PeerUnreachable
+from atoll.dht.transport import TransportError
 
 
 class Deaf:
@@ -32,11 +32,11 @@ def test_each_dial_may_take_what_is_left_of_the_time():
     async def main():
         daemon = Deaf()
         transport = LibP2PTransport(daemon, run_id="run")
-        with pytest.raises(PeerUnreachable, match="cannot be reached: nobody answers"):
+        with pytest.raises(TransportError):
             await transport.connect("b", ["/ip4/10.0.0.1/tcp/1"], timeout_s=3.0)
         first, *later = daemon.limits_s
         assert first == pytest.approx(3.0, abs=0.1)
-        assert later and max(later) < 2.1
+        assert later and max(later) <= 2.0
         await transport.close()
 
     run_virtual(main())

@@ -8,7 +8,6 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Certificate, Entry, Vote, sha256
 from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
-from atoll.peer.rounds.consensus import leader as leader_module
 from atoll.peer.rounds.consensus.leader import Leadership
 from atoll.peer.rounds.consensus.round import (
     CloseGroup,
@@ -34,7 +33,6 @@ from atoll.peer.rounds.messages import (
     PartDone,
     PartPlan,
     Prefix,
-    Ready,
     deflated,
     tagged,
 )
@@ -55,26 +53,13 @@ class Cells:
 
 
 def ready(peer, weight=1.0):
-    return Ready(
-        protocol=6,
-        epoch=1,
-        position=0,
-        term=0,
-        stands_at=0,
-        chain=b"c" * 32,
-        incarnation="0",
-        weight=weight,
-        tokens=1,
-        steps=1,
-        loss=None,
-        norm=1.0,
-        uplink_mbit_s=100.0,
-    )
+    honest = round_model._ready(0, 0)
+    return honest.model_copy(update={"report": honest.report.model_copy(update={"weight": weight})})
 
 
 def group_of(reports):
     members = tuple(
-        round_model._member(peer).model_copy(update={"weight": report.weight})
+        round_model._member(peer).model_copy(update={"weight": report.report.weight})
         for peer, report in reports.items()
     )
     return Group(
@@ -97,7 +82,7 @@ def begun(term=0):
     """A term, and the (kind, parts) of the entries that it makes."""
     made = []
 
-    def entry(kind, members, parts, electorate):
+    def entry(kind, members, parts, dropped):
         made.append((kind, parts))
         return Entry(
             run_id=b"r" * 32,
@@ -110,7 +95,7 @@ def begun(term=0):
             momentum=0.5,
             members=tuple(members),
             parts=tuple(parts),
-            electorate=tuple(electorate),
+            electorate=ELECTORS,
         )
 
     rules = Rules(form=group_of, entry=entry, cells=Cells(), grace_s=1.0)
@@ -141,16 +126,6 @@ def test_a_reduction_that_never_ends_is_given_up_after_its_deadline():
     actions = one.advance(late)  # the bytes never came: neither held nor coming
     assert [a for a in actions if isinstance(a, SendProposal)]
     assert [kind for kind, _ in made] == ["null"]
-
-
-def test_a_member_of_weight_0_that_left_does_not_vote_next():
-    one, made = closed({"p0": 1.0, "p1": 0.0})
-    one.receive(Left(peer="p1"))
-    one.receive(PartReduced(peer="p0", done=done()))
-    one.advance(view(0.5, held=frozenset({0})))
-    ((kind, (part,)),) = made
-    assert kind == "update"
-    assert [(p.member, p.cells) for p in part.partial] == [(1, 0)]
 
 
 def test_a_later_term_waits_until_it_is_called_for():
@@ -242,20 +217,23 @@ def test_a_barred_member_is_refused(tmp_path):
         at, other = sorted(peers, key=lambda p: p.ctx.me != leader)[:2]
         for _ in range(MAX_FAULTS):
             at.ctx.fault(other.identity.peer_id, Fault.BAD_CELL)
-        report = ready("p").model_copy(
-            update={
-                "protocol": leader_module.PROTOCOL,
-                "chain": at.replica.chain,
-                "incarnation": other.incarnation,
-                "weight": 0.0,
-                "tokens": 0,
-                "steps": 0,
-            }
-        )
+        report = ready("p")
         refusal = await send(other.transport, at, "round", tagged(b"R", report))
         assert refusal is not None and refusal.code is RefusalCode.BARRED
         refusal = await send(other.transport, at, "round", tagged(b"X", report))
         assert refusal is not None and refusal.code is RefusalCode.BAD_READY
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_a_report_that_its_sender_did_not_sign_is_refused(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1000.0)
+        leader = leader_of(peers[0].replica.electorate, 0, 0)
+        at, other = sorted(peers, key=lambda p: p.ctx.me != leader)[:2]
+        refusal = await send(other.transport, at, "round", tagged(b"R", ready("p")))
+        assert refusal is not None and refusal.code is RefusalCode.BAD_READY
+        assert "signed" in refusal.message
 
     run_swarm(tmp_path, scenario)
 

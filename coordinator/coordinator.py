@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -94,6 +94,7 @@ class Coordinator:
             replica, signer=signer, min_peers=spec.round.min_peers, report=events.report
         )
         self._epochs.is_by_heartbeats = not self._logged
+        self._introduce: Callable[[bytes], Awaitable[bytes]] | None = None
         self.rounds = self._open_rounds(history)
         self._publisher = PublisherChoice()
         self._checkpoints = Checkpointing(spec, replica, checkpoints, events.report)
@@ -110,6 +111,10 @@ class Coordinator:
     def now_s(self) -> float:
         """Return seconds since 1970 by the run's clock."""
         return self._clock()
+
+    async def introduce(self, question: bytes) -> bytes:
+        """Return signed records of peers; none before the first DHT node runs."""
+        return await self._introduce(question) if self._introduce is not None else b""
 
     # Heartbeats
 
@@ -201,6 +206,10 @@ class Coordinator:
             self.replica, recover, on_taken=self._on_recovered, report=self._events.report
         )
         return self._catching_up
+
+    def introduce_with(self, introduce: Callable[[bytes], Awaitable[bytes]]) -> None:
+        """Answer questions for records of peers by `introduce` from now on."""
+        self._introduce = introduce
 
     def ask_heads_with(self, ask: AskHeads) -> None:
         """Let epochs be opened with peers that answer a call."""

@@ -101,6 +101,7 @@ class Door:
         """Return if the credential admits the peer. Raises Refused."""
         known = self._known.get(peer)
         if known is not None and known[0] == credential and known[1] > clock.now_s():
+            self._check(peer, credential)  # cheap now; it may have been withdrawn since
             return
         if len(credential) > MAX_ADMISSION_BYTES:
             raise Refused(RefusalCode.NOT_ADMITTED, "the admission is too long")

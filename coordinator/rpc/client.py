@@ -81,6 +81,8 @@ class Beat:
     """A renewed credential, or empty."""
     finished: bool
     heartbeat_s: float
+    roster: bytes = b""
+    """Signed records of peers, in answer to the heartbeat's question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +182,12 @@ class CoordinatorClient(StatusClient):
         traces: Sequence[RoundReport] = (),
         leaving: bool = False,
         retired: bool = False,
+        roster: bytes = b"",
     ) -> Beat:
         """Report the peer's status, or with `leaving` say goodbye.
 
-        `retired` adds that this peer no longer votes from its epoch and position on. Raises
+        `retired` adds that this peer no longer votes from its epoch and position on; `roster` asks
+        for records of peers (`atoll.dht.roster`). Raises
         NotWelcome when the peer must join again.
         """
         request = pb.HeartbeatRequest(
@@ -193,6 +197,7 @@ class CoordinatorClient(StatusClient):
             traces=[trace.to_json() for trace in traces],
             leaving=leaving,
             retired=retired,
+            roster=roster,
             # Spares the reply the record: it names all electors, 28 kB for 256 of them.
             epoch_sha256=hashlib.sha256(self._epoch).digest() if self._epoch else b"",
             evicted_sha256=hashlib.sha256(self._evicted_record).digest(),
@@ -209,6 +214,7 @@ class CoordinatorClient(StatusClient):
             publish_from=reply.publish_from if reply.publish else None,
             admission=reply.admission,
             finished=reply.finished,
+            roster=reply.roster,
             heartbeat_s=min(max(reply.heartbeat_s, 0.1), MAX_HEARTBEAT_S),
         )
 

@@ -85,7 +85,7 @@ class JoinReply(_message.Message):
     def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired", "evicted_sha256")
+    __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired", "evicted_sha256", "roster")
     AUTH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class HeartbeatRequest(_message.Message):
     EPOCH_SHA256_FIELD_NUMBER: _ClassVar[int]
     RETIRED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_SHA256_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
     auth: Auth
     status: bytes
     events: _containers.RepeatedScalarFieldContainer[bytes]
@@ -102,10 +103,11 @@ class HeartbeatRequest(_message.Message):
     epoch_sha256: bytes
     retired: bool
     evicted_sha256: bytes
-    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ..., evicted_sha256: _Optional[bytes] = ...) -> None: ...
+    roster: bytes
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ..., evicted_sha256: _Optional[bytes] = ..., roster: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s", "evicted")
+    __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s", "evicted", "roster")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     SERVER_TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +118,7 @@ class HeartbeatReply(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     head: Head
     server_time_s: float
@@ -126,7 +129,8 @@ class HeartbeatReply(_message.Message):
     finished: bool
     heartbeat_s: float
     evicted: bytes
-    def __init__(self, epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., server_time_s: _Optional[float] = ..., bootstrap: _Optional[_Iterable[str]] = ..., publish: _Optional[bool] = ..., publish_from: _Optional[int] = ..., admission: _Optional[bytes] = ..., finished: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ...) -> None: ...
+    roster: bytes
+    def __init__(self, epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., server_time_s: _Optional[float] = ..., bootstrap: _Optional[_Iterable[str]] = ..., publish: _Optional[bool] = ..., publish_from: _Optional[int] = ..., admission: _Optional[bytes] = ..., finished: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ..., roster: _Optional[bytes] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
     __slots__ = ("header", "chunk")

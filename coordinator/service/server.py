@@ -100,6 +100,10 @@ class FirstNode(Protocol):
         """Asks peers where they stand in the log."""
         ...
 
+    async def introduce(self, question: bytes) -> bytes:
+        """Return signed records of peers (`atoll.dht.roster`); empty if it was malformed."""
+        ...
+
     def fetch_model(self, keeper: ReplicaView) -> FetchModel:
         """Return a function that fetches a peer's model, in a gossip run."""
         ...
@@ -220,6 +224,7 @@ def _fetching(coordinator: Coordinator, node: FirstNode) -> CatchUp | KeptModels
     if isinstance(coordinator.replica.core, ModelKeeper):
         return coordinator.fetch_models_with(node.fetch_model(coordinator.replica))
     coordinator.ask_heads_with(node.ask_heads)
+    coordinator.introduce_with(node.introduce)
     return coordinator.recover_with(node.recover)
 
 

@@ -128,6 +128,7 @@ class Service:
             leaving=request.leaving,
             retired=request.retired,
         )
+        roster = await self._run.introduce(request.roster) if request.roster else b""
         record = self._run.replica.epoch_record
         known = request.epoch_sha256 == hashlib.sha256(record).digest()
         evicted = self._run.admission.evicted()
@@ -138,6 +139,7 @@ class Service:
             server_time_s=self._run.now_s(),
             bootstrap=self._run.bootstrap(),
             publish=beat.publish_from is not None,
+            roster=roster,
             publish_from=beat.publish_from or 0,
             admission=beat.admission,
             finished=beat.finished,

@@ -21,7 +21,7 @@ from atoll.coordinator.heads import AskHeads
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
-from atoll.dht.roster import RosterError
+from atoll.dht.roster import RecordError, RosterError
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
 from atoll.optim.log.replica import ReplicaView
@@ -89,6 +89,12 @@ class BootstrapNode:
         return LedgerHeads(
             me=self._node.peer_id, transport=self._node.transport, roster=self._node.roster
         )
+
+    async def introduce(self, question: bytes) -> bytes:
+        """Return signed records of peers; empty if the question is malformed."""
+        with contextlib.suppress(RecordError):
+            return await self._node.roster.answer(question)
+        return b""
 
     def fetch_model(self, keeper: ReplicaView) -> FetchModel:
         """Return what fetches a peer's model, in a run by gossip."""

@@ -31,6 +31,7 @@ from atoll.coordinator.rpc.client_errors import (
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import AT_REST, RoundPhase
 from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
+from atoll.dht.roster import RecordError
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log.entry import Elector
 from atoll.optim.log.store import StoreHead
@@ -463,6 +464,7 @@ class Heartbeats:
                 traces=traces,
                 leaving=leaving,
                 retired=retired,
+                roster=self._env.node.roster.question(),
             )
         except CoordinatorError:
             self._env.outbox.put_back(events, traces)
@@ -470,6 +472,9 @@ class Heartbeats:
         self._listener.note_head(beat.head)
         if beat.admission:  # renewed at half its life; empty in most answers
             self._env.node.transport.admission = beat.admission
+        if beat.roster:
+            with suppress(RecordError):
+                await self._env.node.roster.hear(beat.roster)
         if beat.bootstrap:
             self._env.node.bootstrap = beat.bootstrap
         await self._listener.heed(beat)

@@ -8,6 +8,7 @@ import torch
 
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.options import LinkRates, PeerOptions
@@ -48,7 +49,9 @@ def environment(me, *, rates=None, rounds=0, **changes):
         "files": ExitStack(),
         "client": None,
         "enrolment": enrolment,
-        "node": types.SimpleNamespace(transport=transport, bootstrap=()),
+        "node": types.SimpleNamespace(
+            transport=transport, bootstrap=(), roster=MemoryBoard().roster("ann")
+        ),
         "neighbours": None,
         "outbox": Outbox(),
         "tasks": None,

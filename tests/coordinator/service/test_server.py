@@ -227,6 +227,10 @@ class FakeNode:
         """Nobody answers."""
         return []
 
+    async def introduce(self, question: bytes) -> bytes:
+        """Nobody is known."""
+        return b""
+
     async def close(self) -> None:
         self.closed = True
 

@@ -60,6 +60,25 @@ def test_joining_gives_what_a_peer_needs(kit: Any, tmp_path: Path) -> None:
     kit.run(main())
 
 
+def test_a_heartbeat_is_answered_with_records_of_peers(kit: Any, tmp_path: Path) -> None:
+    """They come from the coordinator's node, whatever the DHT shows."""
+
+    async def introduce(question: bytes) -> bytes:
+        return b"records for " + question
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            client = net.client(0)
+            await client.join()
+            status = net.swarm.status(0)
+            assert (await client.heartbeat(status, roster=b"me")).roster == b""
+            net.up.coordinator.introduce_with(introduce)
+            assert (await client.heartbeat(status)).roster == b""
+            assert (await client.heartbeat(status, roster=b"me")).roster == b"records for me"
+
+    kit.run(main())
+
+
 def test_the_first_epoch_opens_when_enough_peers_are_ready(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:

@@ -30,7 +30,7 @@ class Client:
         self.beats, self.published, self.joins = [], [], 0
         self.refuse_from = 1 << 40  # entries from here on do not get through
 
-    async def heartbeat(self, status, *, events, traces, leaving, retired):
+    async def heartbeat(self, status, *, events, traces, leaving, retired, roster=b""):
         if self.failures:
             raise self.failures.pop(0)
         self.beats.append(

@@ -1,13 +1,20 @@
 """D1: one attacker takes the places next to the roster's key, and swallows every record."""
 
 import asyncio
+import threading
 
-from atoll.dht.bindings import DHTID, PeerID, dht_pb2
+import pytest
+
+from atoll.dht.bindings import DHTID, DHTNode, PeerID, dht_pb2
 from atoll.dht.identity import Identity
 from atoll.dht.kademlia import node_id_of
 from atoll.dht.roster import MAX_SHARED, DhtRoster
 from atoll.dht.testing import run_virtual
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.rounds.context import fetch_head
+from support.organiser import LOOPBACK, Organiser, tiny_spec
+from support.organiser import until as wait_until
 from support.strangers import CHECK, ROSTER_ID, RUN, admission, members, record, signed
 from support.swarm import Swarm
 
@@ -163,3 +170,58 @@ def test_an_answer_has_at_most_32_records_and_bad_ones_spoil_nothing():
         assert bad.peer_id not in theirs.known
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_rounds_joiners_and_restarts_work_although_the_dht_is_eclipsed(tmp_path, monkeypatch):
+    """Real peers with a real coordinator; every store is swallowed and every search finds none."""
+
+    async def store(*arguments, **options):
+        return True
+
+    async def get(*arguments, **options):
+        return None
+
+    monkeypatch.setattr(DHTNode, "store", store)
+    monkeypatch.setattr(DHTNode, "get", get)
+    organiser = Organiser(tiny_spec(run={"rounds": 0}, round={"min_peers": 2}), tmp_path / "c")
+    running = []
+
+    def start(name):
+        peer = PeerOptions(
+            invite=organiser.invite, state_dir=tmp_path / name, name=name, listen=LOOPBACK
+        )
+        stop = Stop()
+        options = RunOptions(peer=peer, device="cpu", yes=True)
+        thread = threading.Thread(
+            target=lambda: join_and_train(options, on_event=lambda event: None, stop=stop),
+            daemon=True,
+        )
+        thread.start()
+        running.append((stop, thread))
+        return running[-1]
+
+    def has_members(count):
+        history = organiser.status().history
+        return lambda: any(
+            row.members == count for row in organiser.status().history[len(history) :]
+        )
+
+    organiser.start()
+    try:
+        start("one")
+        stop, thread = start("two")
+        wait_until(has_members(2), "rounds of two")
+        start("late")
+        wait_until(has_members(3), "a round with the joiner")
+        stop.set()
+        thread.join(30)
+        wait_until(has_members(2), "rounds of the others")
+        start("two")
+        wait_until(has_members(3), "a round with the one that started again")
+    finally:
+        for stop, _ in running:
+            stop.set()
+        for _, thread in running:
+            thread.join(60)
+        organiser.stop()

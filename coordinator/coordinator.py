@@ -30,6 +30,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundReport, RunStatus
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError, Verify
+from atoll.optim.log.mending import Damage
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
 from atoll.optim.log.store import StoreHead
 
@@ -62,6 +63,7 @@ class Coordinator:
         bootstrap: Callable[[], Sequence[str]] = tuple,
         signer: EpochSigner,
         desk: InviteDesk,
+        damage: Damage,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,6 +97,9 @@ class Coordinator:
         )
         self._epochs.is_by_heartbeats = not self._logged
         self._introduce: Callable[[bytes], Awaitable[bytes]] | None = None
+        self._damage = damage
+        if damage:
+            events.report("error", str(damage))
         self.rounds = self._open_rounds(history)
         self._publisher = PublisherChoice()
         self._checkpoints = Checkpointing(spec, replica, checkpoints, events.report)
@@ -203,7 +208,11 @@ class Coordinator:
     def recover_with(self, recover: Recover) -> CatchUp:
         """Let the replica recover what no peer publishes; the caller closes the result."""
         self._catching_up = CatchUp(
-            self.replica, recover, on_taken=self._on_recovered, report=self._events.report
+            self.replica,
+            recover,
+            on_taken=self._on_recovered,
+            report=self._events.report,
+            lacks_bodies=bool(self._damage.bodies),
         )
         return self._catching_up
 
@@ -239,7 +248,8 @@ class Coordinator:
             history,
             self.replica.store,
             num_fragments=num_fragments,
-            keeps_later=self._epochs.lacks_epochs,  # the entries come again from the peers
+            # The entries come again from the peers.
+            keeps_later=self._epochs.lacks_epochs or bool(self._damage),
         )
 
     def _mean_valid_loss(self) -> float | None:

@@ -92,7 +92,7 @@ class RoundHistory:
         A round that the history has already, because the log was lost and comes again, stays as it
         is: with the time and the reports of its members.
         """
-        known = self._history.round(entry.position + 1) if late else None
+        known = self._history.round(entry.position + 1)
         if known is not None and known.chain == entry.chain.hex():
             return
         if known is not None:

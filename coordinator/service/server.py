@@ -59,6 +59,7 @@ from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner
 from atoll.dht import verify
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain
+from atoll.optim.log.mending import Damage, mend
 from atoll.optim.log.replica import DISK_ERRORS, WHOLE, LiveReplica, Module, Replica, ReplicaView
 from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
@@ -182,7 +183,7 @@ async def running(
         identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
         had_genesis = (state_dir / "genesis.root").exists()
         had_log = (state_dir / WHOLE / LOG_FILE).exists()
-        core = await asyncio.to_thread(_resume, spec, keys, identifier, genesis, state_dir)
+        core, damage = await asyncio.to_thread(_resume, spec, keys, identifier, genesis, state_dir)
         replica = LiveReplica(core, compute=asyncio.to_thread)
         stack.push_async_callback(replica.close)  # after all that reads it
         signer = _signer(keys, replica, state_dir, may_be_lost=had_genesis and not had_log)
@@ -198,6 +199,7 @@ async def running(
             verify=verify,
             signer=signer,
             desk=InviteDesk(state_dir, keys.token),
+            damage=damage,
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )
         stack.push_async_callback(coordinator.close)
@@ -269,12 +271,15 @@ def _resume(
     identifier: bytes,
     genesis: Callable[[], OuterState],
     state_dir: Path,
-) -> Replica:
+) -> tuple[Replica, Damage]:
     _expect_spec(spec, state_dir / "spec.json")
     first, root = _genesis_root(genesis, state_dir / "genesis.root")
     chain = genesis_chain(identifier, root)
     store = LogStore(state_dir / WHOLE, run_id=identifier, genesis_chain=chain, fsync=True)
+    verify_run = partial(verify_run_key, keys.run_public_key)
     try:
+        is_logged = spec.method().reduction != "pairs"  # else snapshots have roots for chains
+        damage = mend(store, verify_run=verify_run) if is_logged else Damage()
         if 0 not in store.snapshot_positions():
             first = first if first is not None else _same_genesis(genesis, root)
             store.save_snapshot(first, chain)
@@ -289,14 +294,14 @@ def _resume(
             module,
             store,
             verify=verify,
-            verify_run=partial(verify_run_key, keys.run_public_key),
+            verify_run=verify_run,
             is_ledger=True,
         )
         replica.resume()
     except BaseException:
         store.close()
         raise
-    return replica
+    return replica, damage
 
 
 def _signer(

@@ -329,6 +329,12 @@ class LogStore:
         return self._genesis_chain
 
     @property
+    def base(self) -> tuple[int, bytes]:
+        """The position at which this log begins, and the chain there."""
+        with self._lock:
+            return self._base()
+
+    @property
     def head(self) -> StoreHead:
         """The epoch, position and chain that the next entry must have."""
         with self._lock:
@@ -438,6 +444,24 @@ class LogStore:
             if not record.has_body:
                 self._insert_body(position, memoryview(body))
                 self._db.execute("UPDATE entries SET has_body = 1 WHERE position = ?", (position,))
+
+    def drop_bodies(self, positions: Sequence[int]) -> None:
+        """Drop damaged bodies; their entries stay."""
+        with self._changing():
+            for position in positions:
+                self._drop_body(position)
+
+    def drop_snapshots(self, positions: Sequence[int]) -> None:
+        """Drop damaged snapshots, which need not be readable."""
+        with self._lock, self._db:
+            rows = [(position,) for position in positions]
+            self._db.executemany("DELETE FROM snapshots WHERE position = ?", rows)
+
+    def drop_epochs(self, epochs: Sequence[int]) -> None:
+        """Drop damaged epoch records."""
+        with self._lock, self._db:
+            rows = [(epoch,) for epoch in epochs]
+            self._db.executemany("DELETE FROM epochs WHERE epoch = ?", rows)
 
     def first_with_bodies(self) -> int:
         """Return the position from which on all bodies are here; waits for no writer."""
@@ -561,10 +585,7 @@ class LogStore:
             with self._changing():
                 files = self._snapshots.forget(self._old_snapshots())
                 for position in positions:
-                    self._db.execute("DELETE FROM bodies WHERE position = ?", (position,))
-                    self._db.execute(
-                        "UPDATE entries SET has_body = 0 WHERE position = ?", (position,)
-                    )
+                    self._drop_body(position)
             _unlink(files)
             self._pruned += len(positions)
             return len(positions)
@@ -631,6 +652,10 @@ class LogStore:
         for part, start in enumerate(range(0, len(body), CHUNK_BYTES)):
             data = body[start : start + CHUNK_BYTES]
             self._db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (position, part, data))
+
+    def _drop_body(self, position: int) -> None:
+        self._db.execute("DELETE FROM bodies WHERE position = ?", (position,))
+        self._db.execute("UPDATE entries SET has_body = 0 WHERE position = ?", (position,))
 
     def _over_budget(self) -> list[int]:
         if self._budget_bytes is None:

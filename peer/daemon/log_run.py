@@ -36,6 +36,7 @@ from atoll.optim.log.entry import (
     genesis_chain,
     is_quorum,
 )
+from atoll.optim.log.mending import mend
 from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
 from atoll.optim.log.store import LogStore, NotStored, StoreHead
 from atoll.optim.reduction.robust import rule_of
@@ -233,6 +234,10 @@ class LogRun:
     async def _settle(self, joined: Joined | None) -> None:
         """Resume from this machine, or fetch a state."""
         env = self._env
+        verify_run = partial(verify_run_key, env.options.invite.run_key)
+        damage = await env.compute(partial(mend, self.replica.store, verify_run=verify_run))
+        if damage:
+            env.report("warning", str(damage))
         if await self.replica.resume():
             env.report("info", f"resumed at position {self.replica.position} from this machine")
         while True:

@@ -80,6 +80,8 @@ class Recovery:
         self._on_progress = on_progress
         self._on_taken = on_taken
         self._fallback = fallback
+        self._answered: list[Donor] = []
+        """Those who answered last."""
 
     async def run(self) -> Recovered | None:
         """Catch up with the furthest donor; None if nothing was missing.
@@ -103,6 +105,8 @@ class Recovery:
         else:
             raise NoDonor("the log moves on faster than this replica can follow")
         if not used and snapshot is None:
+            if replica.is_ledger:
+                await self._fill_gaps(self._answered)
             return None  # what moved came as a commit
         if replica.is_ledger:
             await self._fill_gaps(ahead)
@@ -187,6 +191,7 @@ class Recovery:
         donors = [Donor(source=s, head=head) for s, head in heads.items() if head is not None]
         for donor in donors:
             await self._learn_epoch(donor.head)
+        self._answered = donors
         return donors
 
     def _ahead(self, donors: Sequence[Donor]) -> list[Donor]:

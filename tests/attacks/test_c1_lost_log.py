@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,93 +10,15 @@ import pytest
 
 from atoll.coordinator.catching_up import LAG_S
 from atoll.coordinator.epochs import LEARN_S
-from atoll.coordinator.heads import AskHeads, PeerHead
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.status import RoundReport
 from atoll.coordinator.signing import SIGNED_FILE, EpochSigner, SignedAlready
 from atoll.optim.log.entry import Epoch, epoch_payload
-from atoll.optim.log.replica import LiveReplica, Recovered, Replica
-from atoll.peer.recovery.recovery import Recovery
-from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
+from atoll.optim.log.replica import Replica
 from support import kit
+from support.donors import Clock, StoreSource, answering, recovering
 from support.logs import open_replica
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class StoreSource:
-    """A peer that has all of a log."""
-
-    name = "12D3KooWdonor"
-
-    def __init__(self, replica: Replica) -> None:
-        self.replica, self.store = replica, replica.store
-
-    async def head(self) -> Head:
-        head = self.replica.head
-        return Head(
-            protocol=PROTOCOL,
-            epoch=head.epoch,
-            position=head.position,
-            chain=head.chain,
-            incarnation="1",
-            role="trainer",
-            ready_in_s=0.0,
-            first_body=0,
-            snapshots=(),
-            epoch_record=self.replica.epoch_record,
-        )
-
-    async def headers(self, start: int, stop: int) -> list[Decided]:
-        records = self.store.headers(start, stop - start)
-        return [Decided(entry=r.entry, certificate=r.certificate) for r in records]
-
-    async def body(self, position: int, body_bytes: int) -> bytes:
-        return self.store.body(position)
-
-
-def recovering(source: StoreSource) -> Callable[..., Awaitable[Recovered | None]]:
-    async def listed() -> Iterator[Sequence[Any]]:
-        return iter([[source]])
-
-    async def recover(replica: LiveReplica, on_taken: Callable[[int], None]) -> Recovered | None:
-        recovery = Recovery(
-            replica,
-            listed,
-            genesis=asyncio.Event().wait,
-            stall_s=5.0,
-            on_event=lambda level, text: None,
-            on_progress=lambda what, left: None,
-            on_taken=on_taken,
-        )
-        return await recovery.run()
-
-    return recover
-
-
-def answering(swarm: kit.Swarm, donor: Replica) -> AskHeads:
-    async def ask(peer_ids: Sequence[str]) -> list[PeerHead]:
-        ours = {identity.peer_id for identity in swarm.identities}
-        return [
-            PeerHead(
-                peer_id=peer_id,
-                incarnation="1",
-                epoch=donor.epoch,
-                position=donor.position,
-                chain=donor.chain,
-                epoch_record=donor.epoch_record,
-            )
-            for peer_id in peer_ids
-            if peer_id in ours
-        ]
-
-    return ask
 
 
 def payload(epoch: int) -> bytes:

@@ -1,0 +1,170 @@
+"""Mending a log on disk: finding flipped bits by the digests, and dropping what they spoiled.
+
+A disk or memory flips bits that SQLite does not notice. Everything in a log but the certificates is
+under a digest: entries under their chain, bodies under their entries, epoch records under the run's
+signature, snapshots under their leaves (which loading verifies) and the chain. What does not fit is
+dropped, never guessed; peers send it again:
+
+    an entry             it goes, and all after it
+    a body               after the newest snapshot, as an entry; before it, alone
+    a snapshot, epoch    it goes
+
+The check reads the whole log once, about 1 GB a second.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from atoll.optim.log.entry import Entry, LogError, SignedEpoch, extend_chain, sha256, split_body
+from atoll.optim.log.store import LogStore, StoreCorrupt, StoredEntry, StoreError
+from atoll.optim.state.layout import LayoutError
+
+PAGE = 64  # entries read at once
+
+
+@dataclass(kw_only=True)
+class Damage:
+    """What did not fit its digest, and was dropped."""
+
+    entries_from: int | None = None
+    """Position of the first entry that was dropped; all after it went too."""
+    entries: int = 0
+    bodies: list[int] = field(default_factory=list)
+    """Positions of entries that stay, without their bodies."""
+    snapshots: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries or self.bodies or self.snapshots or self.epochs)
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        found = []
+        if self.entries:
+            found.append(f"{self.entries} entries from round {(self.entries_from or 0) + 1} on")
+        if self.bodies:
+            rounds = ", ".join(str(position + 1) for position in self.bodies[:8])
+            found.append(f"the updates of rounds {rounds}{', ...' * (len(self.bodies) > 8)}")
+        for name, numbers in (("snapshots", self.snapshots), ("epochs", self.epochs)):
+            if numbers:
+                found.append(f"{name} {', '.join(map(str, numbers[:8]))}")
+        return (
+            f"the log on disk is damaged and dropped {'; '.join(found)}. Peers send them again; "
+            "check the disk and the memory of this machine"
+        )
+
+
+def mend(store: LogStore, *, verify_run: Callable[[bytes, bytes], bool]) -> Damage:
+    """Check a log against its digests and drop what does not fit; blocks.
+
+    Raises:
+        StoreCorrupt: the file is damaged so that SQLite cannot read it.
+    """
+    damage = Damage()
+    with _readable():
+        _mend_epochs(store, verify_run, damage)
+        chains = _mend_entries(store, damage)
+        _mend_snapshots(store, chains, damage)
+        _mend_bodies(store, damage)
+    return damage
+
+
+def _mend_epochs(
+    store: LogStore, verify_run: Callable[[bytes, bytes], bool], damage: Damage
+) -> None:
+    for number, record in store.epochs():
+        try:
+            is_whole = SignedEpoch.decode(record).open(verify_run).epoch == number
+        except LogError:
+            is_whole = False
+        if not is_whole:
+            damage.epochs.append(number)
+    store.drop_epochs(damage.epochs)
+
+
+def _mend_entries(store: LogStore, damage: Damage) -> dict[int, bytes]:
+    """Drop the entries from the first one on that breaks the chain; return all chains."""
+    position, chain = store.base
+    chains = {position: chain}
+    for record in _records(store):
+        if record.position != position or not _fits(record, chain):
+            break
+        position, chain = position + 1, record.chain
+        chains[position] = chain
+    if position < store.head.position:
+        _drop_from(store, position, damage)
+    return chains
+
+
+def _fits(record: StoredEntry, chain: bytes) -> bool:
+    if extend_chain(chain, sha256(record.entry)) != record.chain:
+        return False
+    with suppress(LogError):  # of an earlier version: whole, but not for this one to read
+        entry = Entry.decode(record.entry)
+        fields = (entry.position, entry.epoch, entry.body_bytes)
+        return fields == (record.position, record.epoch, record.body_bytes)
+    return True
+
+
+def _mend_snapshots(store: LogStore, chains: dict[int, bytes], damage: Damage) -> None:
+    for position in store.snapshot_positions():
+        try:
+            is_whole = store.snapshot(position).chain == chains.get(position)
+        except (StoreError, LayoutError):
+            is_whole = False
+        if not is_whole:
+            damage.snapshots.append(position)
+    store.drop_snapshots(damage.snapshots)
+
+
+def _mend_bodies(store: LogStore, damage: Damage) -> None:
+    newest = max(store.snapshot_positions(), default=0)
+    for record in _records(store):
+        if not record.has_body or not record.body_bytes or _body_fits(store, record):
+            continue
+        if record.position >= newest:
+            _drop_from(store, record.position, damage)
+            break
+        damage.bodies.append(record.position)
+    store.drop_bodies(damage.bodies)
+
+
+def _body_fits(store: LogStore, record: StoredEntry) -> bool:
+    try:
+        entry = Entry.decode(record.entry)
+    except LogError:  # of an earlier version
+        return True
+    try:
+        split_body(entry, store.body(record.position))
+    except (LogError, StoreError):
+        return False
+    return True
+
+
+def _drop_from(store: LogStore, position: int, damage: Damage) -> None:
+    gone = store.rewind(position)
+    first = position if damage.entries_from is None else min(damage.entries_from, position)
+    damage.entries, damage.entries_from = damage.entries + gone, first
+
+
+def _records(store: LogStore) -> Iterator[StoredEntry]:
+    start, stop = store.base[0], store.head.position
+    for first in range(start, stop, PAGE):
+        yield from store.headers(first, PAGE)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError:
+        raise  # the log is well, the disk is not
+    except sqlite3.DatabaseError as error:
+        raise StoreCorrupt(
+            f"the log is damaged ({error}); move its directory away: the log is then fetched from "
+            "the peers"
+        ) from None

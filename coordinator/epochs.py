@@ -185,7 +185,8 @@ class Epochs:
         named = {elector.peer_id for elector in (*opened, *replica.electorate)}
         for record in replica.store.headers(max(0, replica.position - NEWEST), NEWEST):
             entry = Entry.decode(record.entry)
-            named.update(e.peer_id for e in (*entry.electorate, *entry.newcomers))
+            named.update(elector.peer_id for elector in entry.electorate)
+            named.update(newcomer.peer_id for newcomer in entry.newcomers)
             named.update(m.peer_id for m in contributors(entry) if m.weight > 0)
         return named
 

@@ -200,3 +200,7 @@ def test_one_that_comes_late_does_not_end_the_wait_for_the_others():
     both = view(expected={"a": 0.0, "d": 103.5, "e": 500.0})
     assert close_decision(both, 103.0) is Close.WAIT
     assert close_decision(both, 104.0) is Close.CLOSE
+
+
+def test_a_complete_group_closes_at_once_even_without_a_quorum():
+    assert close_decision(view(quorum_ready_at=None), 100.0) is Close.CLOSE

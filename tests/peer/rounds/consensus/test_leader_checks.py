@@ -134,6 +134,15 @@ def test_a_later_term_waits_until_it_is_called_for():
     assert one.advance(view(0.5)) == []
 
 
+def test_a_report_after_the_group_was_closed_is_refused():
+    one, _ = closed({"p0": 1.0})
+    with pytest.raises(Refused) as refusal:
+        one.receive(Reported(peer="p1", ready=ready("p1")))
+    assert refusal.value.code is RefusalCode.CLOSED
+    assert one.live == ["p0"]
+    assert list(one.left_out) == ["p1"]
+
+
 def test_a_member_that_reports_anew_is_there_again():
     one, _ = begun()
     for event in (

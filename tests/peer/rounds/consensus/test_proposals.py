@@ -1,5 +1,7 @@
 """An entry is proposed before its bytes are everywhere, and its votes go to all electors."""
 
+import asyncio
+
 import pytest
 
 from atoll.dht.testing.memory import run_virtual
@@ -200,6 +202,7 @@ def test_large_electorates_leave_the_certificate_to_the_leader():
         tally.turn(everyone)
         entry = entry_for(everyone)
         tally.vote(entry, vote_of(everyone[1], entry), "p0")
+        await asyncio.sleep(1.0)  # else closing would end what it sends
         await tally.close()
         assert ctx.told == []
 

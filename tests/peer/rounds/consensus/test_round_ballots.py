@@ -113,6 +113,8 @@ def test_an_attempt_of_a_position_that_was_left_is_not_led_again():
     mine.begin(HERE, attempts[4], (ME, OTHER))
     mine.begin(NEXT, attempts[5], (ME, OTHER))
     assert refusal(mine.begin, HERE, attempts[4], (ME, OTHER)) == RefusalCode.SUPERSEDED
+    later = attempts[4] + 2 * TERM  # one that was not led there, and not at the next either
+    assert refusal(mine.begin, HERE, later, (ME, OTHER)) == RefusalCode.SUPERSEDED
 
 
 def test_a_leader_chooses_once_and_not_before_a_quorum_promised():
@@ -122,4 +124,5 @@ def test_a_leader_chooses_once_and_not_before_a_quorum_promised():
     proposer.promise(0, None)
     proposer.promise(2, Accepted(attempt=0, entry=b"theirs"))
     assert proposer.choose(b"mine") == proposer.choose(b"another") == b"theirs"
-    assert Proposer(attempt=0, electors=3).choose(b"mine") == b"mine"
+    first = Proposer(attempt=0, electors=3)
+    assert first.choose(b"mine") == first.choose(b"another") == b"mine"

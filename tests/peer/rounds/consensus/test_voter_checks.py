@@ -29,7 +29,7 @@ LIES = {
         "bad-root",
     ),
     "position of the root": (
-        lambda e: {"state_root": StateRoot(position=e.position - 1, root=b"x" * 32)},
+        lambda e: {"state_root": StateRoot(position=e.position - 1, root=e.state_root.root)},
         "bad-root",
     ),
     "fragment": (lambda e: {"fragment": 1}, "bad-proposal"),

@@ -266,4 +266,4 @@ def test_a_fragment_moves_alone_and_in_the_bits_of_the_whole():
 
 
 def test_exact_norm_of_many_equal_values_does_not_overflow():
-    assert exact_norm(torch.ones(1 << 18)) == 512.0  # squares of 2^46 each, 2^64 together
+    assert exact_norm(torch.ones(1 << 20)) == 1024.0  # squares of 2^44 each, 2^64 together

@@ -1,14 +1,17 @@
 """A leader believes no more than it has checked, and waits for nobody without a limit."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import Tasks
+from atoll.dht.testing.virtualtime import run_virtual
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Certificate, Entry, Vote, sha256
 from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
-from atoll.peer.rounds.consensus.leader import Leadership
+from atoll.peer.rounds.consensus.leader import LEAVE_STALLS, Leadership, Leading
 from atoll.peer.rounds.consensus.round import (
     CloseGroup,
     FetchEnded,
@@ -40,7 +43,7 @@ from support import round_model
 from support.model import elector
 from support.streams import send
 from support.strikes import passed
-from support.swarm import run_swarm
+from support.swarm import SETTINGS, run_swarm
 
 PLACE = Place(1, 0)
 ELECTORS = tuple(elector(index, 0) for index in range(2))
@@ -200,23 +203,64 @@ def test_votes_that_somebody_else_signed_are_not_counted(tmp_path, monkeypatch):
     run_swarm(tmp_path, scenario)
 
 
-def test_a_leader_stays_until_its_members_have_heard_of_the_decision(tmp_path, monkeypatch):
-    live = []
-    close = Leadership.close
+class Decided:
+    """A leadership whose position is decided; a member has not heard of it yet."""
 
-    async def closing(self):
-        if self._outcome is not None:
-            live.append(list(self.round.live))
-        await close(self)
+    place, term, sessions = PLACE, 0, {}
 
-    monkeypatch.setattr(Leadership, "close", closing)
+    def __init__(self):
+        self.calls = []
 
-    async def scenario(swarm):
-        peers = await swarm.start(3, window_s=1.0)
-        await swarm.until(lambda: passed(peers, 3))
+    async def run(self):
+        return SimpleNamespace(entry="entry", certificate="certificate")
 
-    run_swarm(tmp_path, scenario)
-    assert live and not any(live[:3])
+    async def until_left(self):
+        self.calls.append("waited for its members")
+
+    async def close(self):
+        self.calls.append("closed their sessions")
+
+
+def test_a_leader_closes_no_session_before_its_members_heard_of_the_decision():
+    """An end without a decision looks to a member like the leader's death."""
+
+    async def nothing(*_):
+        return None
+
+    async def for_ever(*_):
+        await asyncio.Event().wait()
+
+    async def main():
+        leading, led = Leading.__new__(Leading), Decided()
+        leading._ctx = SimpleNamespace(me=ELECTORS[0])
+        leading._voter = SimpleNamespace(gather=nothing)
+        leading._tasks, leading._leaderships = Tasks(), {(1, 0, 0): led}
+        leading._commit = leading._announce = nothing
+        leading._await_end, leading._on_led = for_ever, lambda *_: None
+        await leading._run((1, 0, 0), led)
+        assert led.calls == ["waited for its members", "closed their sessions"]
+        assert leading.at(PLACE, 0) is None
+        await leading._tasks.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_members_are_waited_for_until_they_left_or_a_while(leaves):
+    async def main():
+        led = Leadership.__new__(Leadership)
+        led.ctx = SimpleNamespace(
+            now=asyncio.get_running_loop().time, settings=SETTINGS, alive_s=SETTINGS.stall_s / 4
+        )
+        led.changed, led.round = asyncio.Event(), SimpleNamespace(live=["p1"])
+        if leaves:
+            asyncio.get_running_loop().call_later(1.0, led.round.live.clear)
+        started = led.ctx.now()
+        await led.until_left()
+        limit_s = 1.0 if leaves else LEAVE_STALLS * SETTINGS.stall_s
+        assert led.ctx.now() - started == pytest.approx(limit_s, abs=led.ctx.alive_s)
+
+    run_virtual(main())
 
 
 def test_a_barred_member_is_refused(tmp_path):

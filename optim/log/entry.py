@@ -10,7 +10,9 @@ so a record has one digest.
 
     chain(0)   = SHA-256("atoll genesis 1" | run_id | root of the genesis state)
     chain(p+1) = SHA-256("atoll chain 1" | chain(p) | SHA-256(entry(p)))
-    a vote     = sign("atoll vote 1" | run_id | epoch | position | attempt | SHA-256(entry(p)))
+    a vote     = sign("atoll vote 2" | run_id | epoch | position | attempt | chain(p) |
+                      SHA-256(entry(p)))
+    a proposal = the same with "atoll proposal 1"
 
 Trust starts at the epoch record, which the run's key signed: it names a position, the chain there,
 and who votes there. From that base on each entry carries a certificate of the electorate that the
@@ -342,10 +344,41 @@ def epoch_payload(epoch: bytes) -> bytes:
     return b"atoll epoch 1" + epoch
 
 
+def ballot_payload(
+    kind: Literal["vote", "proposal"],
+    *,
+    run_id: bytes,
+    epoch: int,
+    position: int,
+    attempt: int,
+    previous_chain: bytes,
+    digest: bytes,
+) -> bytes:
+    """Return what a peer signs to vote for an entry, or to propose it, from the entry's digest."""
+    magic = b"atoll vote 2" if kind == "vote" else b"atoll proposal 1"
+    return magic + run_id + struct.pack(">QQQ", epoch, position, attempt) + previous_chain + digest
+
+
+def _signed(kind: Literal["vote", "proposal"], entry: Entry, attempt: int) -> bytes:
+    return ballot_payload(
+        kind,
+        run_id=entry.run_id,
+        epoch=entry.epoch,
+        position=entry.position,
+        attempt=attempt,
+        previous_chain=entry.previous_chain,
+        digest=entry.digest,
+    )
+
+
 def vote_payload(entry: Entry, attempt: int) -> bytes:
     """Return what an elector signs to vote for `entry` at `attempt`."""
-    place = struct.pack(">QQQ", entry.epoch, entry.position, attempt)
-    return b"atoll vote 1" + entry.run_id + place + entry.digest
+    return _signed("vote", entry, attempt)
+
+
+def proposal_payload(entry: Entry, attempt: int) -> bytes:
+    """Return what a leader signs to propose `entry` at `attempt`."""
+    return _signed("proposal", entry, attempt)
 
 
 def fp32(value: float) -> float:

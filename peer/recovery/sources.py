@@ -109,6 +109,7 @@ class RosterSources:
     async def __call__(self) -> Iterator[Sequence[Source]]:
         """Read the roster."""
         records = await self._ctx.roster_peers()
+        records = {p: r for p, r in records.items() if not self._ctx.conduct.is_out(p)}
         self._turn += 1
         return (
             [PeerSource(self._ctx, peer) for peer in some]

@@ -1,8 +1,9 @@
 """Faults of other peers, and bans for those that repeat them.
 
 Every peer judges by what it saw itself: as an owner the cells, as a leader the reports.
-Accusations are not passed on, so nobody can have another one barred. Being slow, dying or being
-cut off is no fault: it is dealt with in its round.
+Accusations are not passed on, so nobody can have another one barred. The one exception proves
+itself: two signatures that contradict each other (`evidence.py`) bar their signer for good. Being
+slow, dying or being cut off is no fault: it is dealt with in its round.
 
 Bytes that are no valid message are a fault. `guarded_call` and `guarded_stream` answer them with a
 named refusal, whichever handler they meet.
@@ -39,6 +40,7 @@ class Fault(StrEnum):
     BAD_SUM = "bad-sum"
     BAD_VOTE = "bad-vote"
     BAD_WEIGHT = "bad-weight"
+    EQUIVOCATION = "equivocation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Barred:
 
     def __str__(self) -> str:
         """For the peer itself."""
+        if self.left_s == float("inf"):
+            return f"left out for good: {self.why}"
         return f"left out for another {self.left_s:.0f} s after repeated faults: {self.why}"
 
 
@@ -71,6 +75,15 @@ class Conduct:
     def __init__(self) -> None:
         """Nobody has."""
         self._records: dict[str, FaultCount] = {}
+        self._out: dict[str, Fault] = {}
+
+    def bar_for_good(self, peer: str, why: Fault) -> None:
+        """Leave a peer out as long as this process lives."""
+        self._out[peer] = why
+
+    def is_out(self, peer: str) -> bool:
+        """Return whether a peer is barred for good."""
+        return peer in self._out
 
     def fault(self, peer: str, why: Fault, now: float) -> Barred | None:
         """Note a fault; the bar that it earns, if it is one too many."""
@@ -89,6 +102,8 @@ class Conduct:
 
     def barred(self, peer: str, now: float) -> Barred | None:
         """The bar under which a peer is, if any."""
+        if peer in self._out:
+            return Barred(left_s=float("inf"), why=self._out[peer])
         record = self._records.get(peer)
         if record is None or now >= record.until:
             return None
@@ -102,10 +117,19 @@ OnFault = Callable[[str, Fault], None]
 """(peer, fault): called for every message that breaks the rules."""
 
 
-def guarded_call(handler: CallHandler, on_fault: OnFault) -> CallHandler:
+Door = Callable[[str], None]
+"""(peer): raises Refused if it is not let in."""
+
+
+def open_door(peer: str) -> None:
+    """Let everyone in."""
+
+
+def guarded_call(handler: CallHandler, on_fault: OnFault, door: Door = open_door) -> CallHandler:
     """`handler`, answering bad input with `Refused`."""
 
     async def handle(remote: str, body: bytes) -> bytes:
+        door(remote)
         try:
             return await handler(remote, body)
         except BAD_INPUT as error:
@@ -115,10 +139,13 @@ def guarded_call(handler: CallHandler, on_fault: OnFault) -> CallHandler:
     return handle
 
 
-def guarded_stream(handler: StreamHandler, on_fault: OnFault) -> StreamHandler:
+def guarded_stream(
+    handler: StreamHandler, on_fault: OnFault, door: Door = open_door
+) -> StreamHandler:
     """`handler`, ending a stream of bad input with `Refused`."""
 
     async def handle(remote: str, stream: Stream) -> None:
+        door(remote)
         try:
             await handler(remote, stream)
         except BAD_INPUT as error:

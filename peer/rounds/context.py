@@ -10,13 +10,15 @@ from typing import Protocol
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
-from atoll.optim.log.entry import Elector, Entry, Verify
+from atoll.optim.log.entry import Elector, Entry, LogError, Verify
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.robust import Rule
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.conduct import Conduct, Fault
+from atoll.peer.rounds.evidence import Evidence, EvidenceBook
 from atoll.peer.rounds.messages import Closed, Group, Head, Known, PlannedPart, planned_parts
 from atoll.peer.rounds.pacing import Link
 from atoll.peer.rounds.policies import is_large
@@ -24,6 +26,7 @@ from atoll.peer.rounds.policies import is_large
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
 DECISION_UNDER_WAY = 1  # entries that a peer may lack: the last one is still on its way to it
+EVIDENCE = "evidence"  # the note of the log's store that holds it
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
 
 
@@ -112,6 +115,11 @@ class PeerContext:
         barred = self.conduct.fault(peer, why, self.now())
         if barred is not None:
             self.on_event("error", f"{short(peer)} is {barred}")
+
+    def door(self, peer: str) -> None:
+        """Raise Refused for a peer that is barred for good."""
+        if self.conduct.is_out(peer):
+            raise Refused(RefusalCode.BARRED, str(self.conduct.barred(peer, self.now())))
 
 
 class TakesGroup(Protocol):
@@ -205,6 +213,45 @@ class Context(PeerContext):
     """by fragment: how the last entry was cut, which the next one is expected to be too; not where
     its group was large"""
 
+    evidence: EvidenceBook = field(default_factory=EvidenceBook)
+    """against peers that signed two entries at one place"""
+    on_evidence: Callable[[bytes], None] = lambda record: None
+    """takes each new record of evidence, for the coordinator; the old ones after a restart"""
+    spread: Callable[[Evidence], None] = lambda evidence: None
+    """passes new evidence on to other peers"""
+
+    def restore_evidence(self) -> None:
+        """Bar those against whom an earlier process of this peer held evidence."""
+        kept = self.replica.store.note(EVIDENCE)
+        if kept is None:
+            return
+        try:
+            self.evidence.restore(kept, self.replica.run_id, self.verify)
+        except LogError as error:
+            self.on_event("error", f"stored evidence is damaged and ignored: {error}")
+        for evidence in self.evidence:
+            self.conduct.bar_for_good(evidence.peer_id, Fault.EQUIVOCATION)
+            self.on_evidence(evidence.encode())
+
+    def accuse(self, evidence: Evidence) -> None:
+        """Keep verified evidence, bar its peer for good, and pass it on; known evidence is not."""
+        peer = evidence.peer_id
+        if peer == self.me.peer_id:
+            # Two processes with one key: others bar both, and only a new key helps.
+            self.on_event("error", "this peer's key signed two entries; stop its other process")
+            return
+        if not self.evidence.add(evidence):
+            return
+        self.replica.store.put_note(EVIDENCE, self.evidence.encode())
+        self.conduct.bar_for_good(peer, Fault.EQUIVOCATION)
+        self.on_event(
+            "error",
+            f"round {evidence.position + 1}: {short(peer)} signed two {evidence.kind}s and is left "
+            "out for good",
+        )
+        self.on_evidence(evidence.encode())
+        self.spread(evidence)
+
     def note_parts(self, entry: Entry) -> None:
         """An entry was applied."""
         if entry.kind == "update":
@@ -251,6 +298,8 @@ async def fetch_head(
 
 async def ask_head(ctx: Context, peer: str, stalls: float = HEAD_STALLS) -> Head | None:
     """Ask a peer where it stands; None if it does not answer soon: then it is frozen or gone."""
+    if ctx.conduct.is_out(peer):  # as if it were gone: the next electorate is without it
+        return None
     with suppress(TransportError, ValueError):
         timeout_s = stalls * ctx.settings.stall_s
         asked_at = ctx.now()

@@ -25,6 +25,8 @@ from atoll.optim.log.entry import (
     LogError,
     MalformedRecord,
     check_certificate,
+    is_quorum,
+    sha256,
 )
 from atoll.optim.log.replica import Applied
 from atoll.optim.state.updates import Update
@@ -36,6 +38,7 @@ from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWi
 from atoll.peer.rounds.consensus.round import Place
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
+from atoll.peer.rounds.evidence import Evidence, double_votes
 from atoll.peer.rounds.fetching import Archive
 from atoll.peer.rounds.messages import (
     PROTOCOL,
@@ -52,6 +55,7 @@ from atoll.peer.rounds.messages import (
 )
 from atoll.peer.rounds.policies import positions_ahead
 
+SPREAD = 8  # peers that are no electors: by 8 each, word reaches a thousand in four steps
 REACH_TRIES = 4  # a commit may be under way: look again this often before refusing a peer
 
 
@@ -130,6 +134,8 @@ class Rounds:
         self._catching_up: asyncio.Task[None] | None = None
         self._stats = RoundsStatistics()
         ctx.replica.listeners.append(self._settle)
+        ctx.spread = self._spread
+        ctx.restore_evidence()
 
     def statistics(self) -> RoundsStatistics:
         """Return the counters, as they are now."""
@@ -139,15 +145,16 @@ class Rounds:
 
     def serve(self) -> None:
         """Answer the others from now on."""
-        transport, fault = self._ctx.transport, self._ctx.fault
-        transport.serve("head", guarded_call(self._serve_head, fault))
+        transport, fault, door = self._ctx.transport, self._ctx.fault, self._ctx.door
+        transport.serve("head", guarded_call(self._serve_head, fault, door))
         for method in ("prepare", "propose"):
             transport.serve(method, self._serve_vote(method))
-        transport.serve("voted", guarded_call(self._serve_voted, fault))
-        transport.serve("commit", guarded_call(self._serve_commit, fault))
-        transport.serve("group", guarded_call(self._serve_group, fault))
-        transport.serve_stream("round", guarded_stream(self.leading.serve, fault))
-        transport.serve_stream("reduce", guarded_stream(self._serve_reduce, fault))
+        transport.serve("voted", guarded_call(self._serve_voted, fault, door))
+        transport.serve("evidence", guarded_call(self._serve_evidence, fault, door))
+        transport.serve("commit", guarded_call(self._serve_commit, fault, door))
+        transport.serve("group", guarded_call(self._serve_group, fault, door))
+        transport.serve_stream("round", guarded_stream(self.leading.serve, fault, door))
+        transport.serve_stream("reduce", guarded_stream(self._serve_reduce, fault, door))
         self._archive.serve()
 
     def offer(self, window: OfferedWindow) -> None:
@@ -378,6 +385,7 @@ class Rounds:
 
     def _serve_vote(self, method: str) -> Callable[[str, bytes], Awaitable[bytes]]:
         async def answer(remote: str, body: bytes) -> bytes:
+            self._ctx.door(remote)
             return await self.voter.answer(remote, method, body)
 
         return answer
@@ -394,6 +402,7 @@ class Rounds:
         if replica.position <= entry.position <= replica.position + self._ahead + 1:
             await self._reach(entry.position)
         if entry.position < replica.position:
+            await self._compare_with_known(entry, announced.certificate)
             await self._pass_on_known(record, announced.tell)
             return b""
         if (entry.epoch, entry.position) != (replica.epoch, replica.position):
@@ -401,6 +410,7 @@ class Rounds:
             raise Refused(RefusalCode.ELSEWHERE, f"expected position {replica.position}")
         certificate = Certificate.decode(announced.certificate)
         check_certificate(entry, certificate, replica.electorate, self._ctx.verify)
+        self._expect_honest_quorum(entry, certificate)
         try:
             parts = await self.voter.gather(entry, remote)
         except (TransportError, MalformedRecord) as error:
@@ -410,6 +420,67 @@ class Rounds:
         self._dissemination.pass_on(decided, announced.tell)
         await self._commit(entry, certificate, parts)
         return b""
+
+    def _expect_honest_quorum(self, entry: Entry, certificate: Certificate) -> None:
+        """Refuse a quorum that a peer is needed for which signed two entries at this place.
+
+        There may be another such quorum for the other entry. The electors that are left take the
+        position to its next attempt. If a peer applied the entry all the same, `catch_up` finds it.
+        """
+        liars = self._ctx.evidence.at(entry.epoch, entry.position)
+        electorate = self._ctx.replica.electorate
+        honest = [
+            v.elector for v in certificate.votes if electorate[v.elector].peer_id not in liars
+        ]
+        if not is_quorum(honest, len(electorate)):
+            self.kick_catch_up()
+            raise Refused(RefusalCode.BARRED, "a vote of the certificate is of a peer left out")
+
+    async def _compare_with_known(self, entry: Entry, certificate_bytes: bytes) -> None:
+        """Look for two certified entries at one position: the log has forked then."""
+        known = await self._ctx.compute(self._ctx.replica.store.get, entry.position)
+        if known is None or known.entry == entry.encode():
+            return
+        other, certificate = Entry.decode(known.entry), Certificate.decode(certificate_bytes)
+        place = entry.epoch, entry.previous_chain
+        if place != (other.epoch, other.previous_chain):
+            return
+        electorate = self._ctx.replica.core.electorate_at(entry.position)
+        check_certificate(entry, certificate, electorate, self._ctx.verify)
+        self._ctx.on_event(
+            "error",
+            f"round {entry.position + 1}: two certified entries; the log has forked, and only a "
+            "new epoch joins it again",
+        )
+        other_certificate = Certificate.decode(known.certificate)
+        for evidence in double_votes(entry, certificate, other, other_certificate, electorate):
+            self._ctx.accuse(evidence)
+
+    async def _serve_evidence(self, remote: str, body: bytes) -> bytes:
+        evidence = Evidence.decode(body)
+        evidence.check(self._ctx.replica.run_id, self._ctx.verify)
+        if self._may_have_voted(evidence):
+            self._ctx.accuse(evidence)
+        return b""
+
+    def _may_have_voted(self, evidence: Evidence) -> bool:
+        """Return whether the accused had a vote: keys are free, so lies of others are no news."""
+        replica = self._ctx.replica
+        electors = replica.core.electorate_at(evidence.position)
+        return evidence.peer_id in {e.peer_id for e in (*electors, *replica.electorate)}
+
+    def _spread(self, evidence: Evidence) -> None:
+        """Pass evidence on to the electors, and to some others, each of which does the same."""
+        me = self._ctx.me.peer_id
+        others = sorted(self._ctx.seen, key=lambda peer: sha256((me + peer).encode()))
+        peers = {e.peer_id for e in self._ctx.replica.electorate} | set(others[:SPREAD])
+        for peer in sorted(peers - {me, evidence.peer_id}):
+            self._tasks.spawn(self._send_evidence(peer, evidence.encode()))
+
+    async def _send_evidence(self, peer: str, record: bytes) -> None:
+        timeout_s = self._ctx.settings.stall_s
+        with suppress(TransportError):
+            await self._ctx.transport.call(peer, "evidence", record, timeout_s=timeout_s)
 
     async def _serve_group(self, remote: str, body: bytes) -> bytes:
         return await take_passed(self._ctx, body)

@@ -200,10 +200,14 @@ class Archive:
     def serve(self) -> None:
         """Answer from now on."""
         transport = self._ctx.transport
-        transport.serve_stream("part", guarded_stream(self._serve_part, self._ctx.fault))
-        transport.serve_stream("headers", guarded_stream(self._serve_headers, self._ctx.fault))
-        transport.serve_stream("body", guarded_stream(self._serve_body, self._ctx.fault))
-        transport.serve_stream("leaves", guarded_stream(self._serve_leaves, self._ctx.fault))
+        for method, handler in (
+            ("part", self._serve_part),
+            ("headers", self._serve_headers),
+            ("body", self._serve_body),
+            ("leaves", self._serve_leaves),
+        ):
+            guarded = guarded_stream(handler, self._ctx.fault, self._ctx.door)
+            transport.serve_stream(method, guarded)
 
     async def _request(self, stream: Stream, kind: type[R]) -> R:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)

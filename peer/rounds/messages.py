@@ -6,6 +6,7 @@ Calls (one message, one reply)::
     prepare  Prepare   -> Promise    a later leader asks what was accepted before
     propose  Propose   -> Ballot     the leader asks for a vote
     voted    Voted     -> b""        an elector tells the others of its vote
+    evidence Evidence  -> b""        two signatures that contradict each other (`evidence.py`)
     commit   Announced -> b""        an entry with its certificate, and whom to pass it on to
     group    Closed    -> b""        a closed group, and whom to pass it on to
 
@@ -320,6 +321,8 @@ class Propose(Record):
     attempt: Count
     entry: bytes
     """deflated"""
+    signature: Signature
+    """of the leader, so that two proposals at one attempt prove its lie to everyone"""
     reports: Reports = ()
     """of the entry's members"""
 
@@ -338,6 +341,8 @@ class Voted(Record):
     attempt: Count
     entry: Digest
     signature: Signature
+    proposal: Signature
+    """of the leader for the same entry"""
 
 
 class Decided(Record):

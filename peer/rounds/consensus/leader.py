@@ -39,6 +39,7 @@ from atoll.optim.log.entry import (
     Member,
     Part,
     StateRoot,
+    proposal_payload,
     vote_payload,
 )
 from atoll.optim.reduction.contribution import work_weight
@@ -201,10 +202,12 @@ class Polls:
                 else:
                     timeout_s = question.deadline_s or timeout_s
                     entry = deflated(question.entry.encode())
+                    payload = proposal_payload(question.entry, question.attempt)
                     record = Propose(
                         attempt=question.attempt,
                         entry=entry,
                         reports=self._reports.get(question.entry.reports, ()),
+                        signature=self._ctx.sign(payload),
                     ).encode()
                     for index, elector in enumerate(electorate):
                         asking = self._ask_vote(question, index, elector, record, timeout_s)
@@ -248,6 +251,8 @@ class Polls:
         taken: Callable[[bytes], Event],
     ) -> None:
         """Pass on an elector's answer, if it gives a good one."""
+        if self._ctx.conduct.is_out(peer):
+            return
         try:
             if peer == self._ctx.me.peer_id:
                 answer = await self._voter.answer(peer, method, record)

@@ -33,7 +33,7 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import beside, end
+from atoll.dht.tasks import beside, end, race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector, MalformedRecord
 from atoll.optim.reduction.contribution import Offer
@@ -566,6 +566,8 @@ class Flight:
         self._changed.set()
 
     async def _join(self, leader: str, term: int) -> None:
+        if self._ctx.conduct.is_out(leader):
+            raise AttemptFailed("the leader is left out for good")
         if leader == self._ctx.me.peer_id:  # no transport dials itself
             stream = self._host.leading.line_to_myself()
         else:
@@ -575,11 +577,19 @@ class Flight:
         try:
             ready = self._ready(term)
             frames = self.pending.window.offer.frames
-            await join(self._ctx, stream, ready, frames, partial(self._joined, term))
+            joining = join(self._ctx, stream, ready, frames, partial(self._joined, term))
+            await race(joining, self._until_barred(leader), expected=(AttemptFailed,))
+            if self._ctx.conduct.is_out(leader):
+                raise AttemptFailed("the leader is left out for good")
         finally:
             self._stream = None
             if self.pending.exchange is not None:
                 await self.pending.exchange.close()
+
+    async def _until_barred(self, leader: str) -> None:
+        """Wait until the leader is left out; a liar may keep its sessions alive for long."""
+        while not self._ctx.conduct.is_out(leader):
+            await asyncio.sleep(self._ctx.alive_s)
 
     def _joined(self, term: int, exchange: Exchange) -> None:
         self.pending.exchange = exchange

@@ -12,8 +12,10 @@ certificate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Literal
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks
@@ -29,13 +31,15 @@ from atoll.optim.log.entry import (
     Vote,
     check_follows,
     is_quorum,
+    proposal_payload,
     vote_payload,
 )
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus.round import Booth, Place, term_of
+from atoll.peer.rounds.consensus.round import Booth, Place, leader_of, term_of
 from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
+from atoll.peer.rounds.evidence import Evidence, EvidenceInvalid
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
     Ballot,
@@ -66,13 +70,15 @@ class Tally:
         self._votes: dict[int, Voted] = {}
         """the last one of each elector"""
         self._own: tuple[Entry, Voted] | None = None
+        self._last: tuple[Entry, Voted] | None = None
+        """this peer's last vote, also as a leader's and after a certificate"""
         self._telling = Tasks()
 
     def turn(self, electorate: Sequence[Elector]) -> None:
         """Forget the votes: another position is decided now."""
         self._electorate = tuple(electorate)
         self._votes.clear()
-        self._own = None
+        self._own = self._last = None
 
     def know(self, electorate: Sequence[Elector]) -> None:
         """Take the electorate of a position at which nobody was known to vote before."""
@@ -81,6 +87,9 @@ class Tally:
 
     def vote(self, entry: Entry, voted: Voted, leader: str) -> None:
         """Send this elector's vote to the others; its leader has it by the answer."""
+        self._last = entry, voted
+        for other in list(self._votes.values()):
+            self._compare_proposals(other)
         if len(self._electorate) > MAX_ELECTORS:
             return
         me = self._ctx.me.peer_id
@@ -98,8 +107,40 @@ class Tally:
         Raises:
             Refused: it is no elector here.
         """
-        self._votes[self._index(remote)] = voted
+        index = self._index(remote)
+        before = self._votes.get(index)
+        if before is not None and self._last is not None:
+            self._compare("vote", remote, before, voted, before.signature, voted.signature)
+        self._votes[index] = voted
+        self._compare_proposals(voted)
         self._count()
+
+    def _compare_proposals(self, other: Voted) -> None:
+        """Compare the proposal that another elector voted for with the one that came here."""
+        if self._last is not None:
+            own = self._last[1]
+            place = own.position, term_of(own.attempt)
+            leader = leader_of(self._electorate, *place).peer_id
+            self._compare("proposal", leader, own, other, own.proposal, other.proposal)
+
+    def _compare(
+        self,
+        kind: Literal["vote", "proposal"],
+        signer: str,
+        one: Voted,
+        other: Voted,
+        one_signature: bytes,
+        other_signature: bytes,
+    ) -> None:
+        """Accuse a peer that signed two entries; signatures of another place prove nothing here."""
+        if one.attempt != other.attempt or one.entry == other.entry or self._last is None:
+            return
+        here = self._last[0]
+        signed = [(one.entry, one_signature), (other.entry, other_signature)]
+        evidence = Evidence.of(kind, signer, here, one.attempt, signed)
+        with suppress(EvidenceInvalid):
+            evidence.check(here.run_id, self._ctx.verify)
+            self._ctx.accuse(evidence)
 
     async def close(self) -> None:
         """End the calls that are under way."""
@@ -121,7 +162,8 @@ class Tally:
         if self._own is None:
             return
         entry, own = self._own
-        cast = sorted(self._votes.items())
+        liars = self._ctx.evidence.at(entry.epoch, entry.position)
+        cast = [(i, v) for i, v in sorted(self._votes.items()) if not self._is_of(i, liars)]
         same = [i for i, v in cast if (v.attempt, v.entry) == (own.attempt, own.entry)]
         if is_quorum(same, len(self._electorate)):
             # A signature takes longer to check than to count: only a quorum is worth it.
@@ -130,6 +172,9 @@ class Tally:
                 self._own = None
                 votes = tuple(Vote(elector=i, signature=self._votes[i].signature) for i in valid)
                 self._on_certified(entry, Certificate(attempt=own.attempt, votes=votes))
+
+    def _is_of(self, index: int, peers: Collection[str]) -> bool:
+        return self._electorate[index].peer_id in peers
 
     def _is_valid(self, index: int, entry: Entry) -> bool:
         vote, peer = self._votes[index], self._electorate[index].peer_id
@@ -234,6 +279,8 @@ class Voter:
         place = Place(entry.epoch, entry.position)
         await self._come_to(place)
         self._booth.check(remote, place, ask.attempt)
+        if not self._ctx.verify(remote, proposal_payload(entry, ask.attempt), ask.signature):
+            raise MalformedRecord("expected a proposal that its leader signed")
         dropped = self._check_rules(entry)
         if term_of(ask.attempt) < len(self._ctx.replica.electorate):
             # Once all have led in vain, some may have accepted an entry while an elector was away
@@ -252,6 +299,7 @@ class Voter:
             attempt=ask.attempt,
             entry=entry.digest,
             signature=signature,
+            proposal=ask.signature,
         )
         self._tally.vote(entry, voted, remote)
         return Ballot(signature=signature)

@@ -10,6 +10,7 @@ from atoll.optim.log.entry import Certificate, Elector, Entry
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import TERM, leader_of
 from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Tally
+from atoll.peer.rounds.evidence import EvidenceBook
 from atoll.peer.rounds.messages import Voted
 from support.strikes import expect_no_work_lost, expect_sums, passed
 from support.swarm import run_swarm
@@ -139,6 +140,7 @@ class FakeContext:
 
     def __init__(self, me):
         self.me, self.faults, self.told = me, [], []
+        self.evidence, self.accused = EvidenceBook(), []
         self.transport = self
 
         class Settings:
@@ -156,6 +158,9 @@ class FakeContext:
     def fault(self, peer, why):
         self.faults.append((peer, why))
 
+    def accuse(self, evidence):
+        self.accused.append((evidence.peer_id, evidence.kind))
+
 
 def vote_of(elector, entry, attempt=0):
     return Voted(
@@ -164,6 +169,7 @@ def vote_of(elector, entry, attempt=0):
         attempt=attempt,
         entry=entry.digest,
         signature=elector.peer_id.encode().ljust(64),
+        proposal=bytes(64),
     )
 
 
@@ -189,6 +195,7 @@ def test_a_tally_takes_a_quorum_of_valid_votes_for_what_it_voted_for(tmp_path):
         assert [vote.elector for vote in certified[0].votes] == [1, 2, 4]
         tally.take("p3", vote_of(everyone[3], entry))
         assert len(certified) == 1
+        assert ctx.accused == [("p3", "vote")]  # for another entry before
         await tally.close()
 
     run_virtual(main())

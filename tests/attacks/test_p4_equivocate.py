@@ -1,0 +1,118 @@
+"""P4: a leader proposes one entry to one half of the electors, and another to the other half."""
+
+import pytest
+
+from atoll.dht.transport import Refused, TransportError
+from atoll.optim.log.entry import (
+    Certificate,
+    Entry,
+    Vote,
+    is_quorum,
+    proposal_payload,
+    vote_payload,
+)
+from atoll.peer.rounds.consensus.leader import Polls
+from atoll.peer.rounds.consensus.round import SendProposal
+from atoll.peer.rounds.messages import Announced, Ballot, Propose, deflated
+from support.swarm import SwarmPeer, reached, run_swarm
+
+
+def equivocate(monkeypatch, liar):
+    """At its next attempt the liar proposes twice, and commits what it gets a quorum for."""
+    run, told = Polls._run, []
+
+    async def lying(polls, question, electorate):
+        me = polls._ctx.me
+        if me != liar or not isinstance(question, SendProposal) or told:
+            return await run(polls, question, electorate)
+        told.append(question.entry.position)
+        a = question.entry
+        first = a.members[0]
+        lie = first.model_copy(update={"loss": (first.loss or 0.0) + 1.0})
+        b = a.model_copy(update={"members": (lie, *a.members[1:])})
+        others = [i for i, e in enumerate(electorate) if e != me]
+        half = len(others) // 2
+        certified = []
+        for entry, side in ((a, others[:half]), (b, others[half:])):
+            votes = {electorate.index(me): polls._ctx.sign(vote_payload(entry, question.attempt))}
+            ask = Propose(
+                attempt=question.attempt,
+                entry=deflated(entry.encode()),
+                signature=polls._ctx.sign(proposal_payload(entry, question.attempt)),
+            )
+            for i in side:
+                try:
+                    answer = await polls._ctx.transport.call(
+                        electorate[i].peer_id, "propose", ask.encode(), timeout_s=5
+                    )
+                except TransportError:
+                    continue
+                votes[i] = Ballot.decode(answer).signature
+            if is_quorum(list(votes), len(electorate)):
+                ballots = tuple(Vote(elector=i, signature=s) for i, s in sorted(votes.items()))
+                certificate = Certificate(attempt=question.attempt, votes=ballots)
+                certified.append((entry, certificate, side))
+        for entry, certificate, side in certified:
+            commit = Announced(
+                entry=deflated(entry.encode()), certificate=certificate.encode(), tell=()
+            )
+            for i in side:
+                try:
+                    await polls._ctx.transport.call(
+                        electorate[i].peer_id, "commit", commit.encode(), timeout_s=5
+                    )
+                except TransportError:
+                    continue
+
+    monkeypatch.setattr(Polls, "_run", lying)
+    return told
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_a_leader_that_proposes_two_entries_is_out_for_good(tmp_path, monkeypatch, count):
+    async def scenario(swarm):
+        peers = await swarm.start(count)
+        await swarm.until(lambda: reached(peers, 2))
+        liar, honest = peers[-1], peers[:-1]
+        handed = []
+        for peer in honest:
+            peer.ctx.on_evidence = handed.append
+        told = equivocate(monkeypatch, liar.ctx.me)
+        await swarm.until(lambda: bool(told), timeout_s=2000)
+        name = liar.identity.peer_id
+        await swarm.until(lambda: all(p.ctx.conduct.is_out(name) for p in honest))
+        assert len(handed) == len(honest)
+        assert all([e.peer_id for e in p.ctx.evidence] == [name] for p in honest)
+        with pytest.raises(Refused):
+            await liar.transport.call(honest[0].identity.peer_id, "head", b"", timeout_s=5)
+        # One entry is decided at the position all the same, and the run goes on without the liar.
+        await swarm.until(lambda: reached(honest, told[0] + 4))
+        at = told[0]
+        assert len({p.replica.store.get(at).entry for p in honest}) == 1
+        await swarm.until(lambda: all(liar.ctx.me not in p.replica.electorate for p in honest))
+        newest = honest[0].replica.store.get(honest[0].replica.position - 1)
+        assert name not in {m.peer_id for m in Entry.decode(newest.entry).members}
+        assert swarm.same_bits(honest)
+
+    run_swarm(tmp_path, scenario, codec="int8")
+
+
+def test_evidence_survives_a_restart(tmp_path, monkeypatch):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 2))
+        liar, honest = peers[-1], peers[:-1]
+        told = equivocate(monkeypatch, liar.ctx.me)
+        await swarm.until(lambda: bool(told), timeout_s=2000)
+        name = liar.identity.peer_id
+        await swarm.until(lambda: all(p.ctx.conduct.is_out(name) for p in honest))
+        before = honest[0]
+        before.kill()
+        before.replica.store.close()
+        again = SwarmPeer(  # in the same folder
+            swarm=swarm, identity=before.identity, incarnation=before.incarnation
+        )
+        assert again.ctx.conduct.is_out(name)
+        again.replica.store.close()
+
+    run_swarm(tmp_path, scenario, codec="int8")

@@ -27,9 +27,9 @@ def equivocate(monkeypatch, liar):
             return await run(polls, question, electorate)
         told.append(question.entry.position)
         a = question.entry
-        first = a.members[0]
-        lie = first.model_copy(update={"loss": (first.loss or 0.0) + 1.0})
-        b = a.model_copy(update={"members": (lie, *a.members[1:])})
+        # Members signed what they brought; which generation a part is of is the leader's word.
+        lie = a.parts[0].model_copy(update={"generation": a.parts[0].generation + 1})
+        b = a.model_copy(update={"parts": (lie, *a.parts[1:])})
         others = [i for i, e in enumerate(electorate) if e != me]
         half = len(others) // 2
         certified = []
@@ -38,6 +38,7 @@ def equivocate(monkeypatch, liar):
             ask = Propose(
                 attempt=question.attempt,
                 entry=deflated(entry.encode()),
+                reports=polls._reports.get(entry.reports, ()),
                 signature=polls._ctx.sign(proposal_payload(entry, question.attempt)),
             )
             for i in side:

@@ -104,7 +104,8 @@ def test_a_proposal_of_one_who_does_not_lead_is_refused(tmp_path):
         last = peer.replica.store.get(position - 1)
         prepare = Prepare(epoch=1, position=position, attempt=5).encode()
         assert (await ask(stranger, peer, "prepare", prepare)).code == RefusalCode.NOT_THE_LEADER
-        old = Propose(attempt=0, entry=deflated(last.entry)).encode()
+        signed = bytes(64)
+        old = Propose(attempt=0, entry=deflated(last.entry), signature=signed).encode()
         assert (await ask(stranger, peer, "propose", old)).code == RefusalCode.ELSEWHERE
 
     attacked(tmp_path, attack)

@@ -7,7 +7,7 @@ import torch
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
-from atoll.optim.log.entry import Entry, Member, Part, StateRoot, sha256
+from atoll.optim.log.entry import Entry, Member, Part, StateRoot, proposal_payload, sha256
 from atoll.optim.reduction.cells import body_of
 from atoll.peer.rounds.consensus.leader import Leadership
 from atoll.peer.rounds.consensus.round import leader_of
@@ -131,8 +131,10 @@ async def checked(entry, reports):
     """What members signed is checked elsewhere."""
 
 
-def proposed(entry):
-    return Propose(attempt=0, entry=deflated(entry.encode())).encode()
+def proposed(entry, peers, leader):
+    sign = next(p for p in peers if p.identity.peer_id == leader).identity.sign
+    signature = sign(proposal_payload(entry, 0))
+    return Propose(attempt=0, entry=deflated(entry.encode()), signature=signature).encode()
 
 
 def test_a_body_that_does_not_decode_gets_no_vote(tmp_path):
@@ -141,11 +143,26 @@ def test_a_body_that_does_not_decode_gets_no_vote(tmp_path):
             entry = update_of(swarm, peers, body)
             voter.ctx.parts.put(0, sha256(body), body)
             if code is None:
-                assert await voter.rounds.voter.answer(leader, "propose", proposed(entry))
+                assert await voter.rounds.voter.answer(
+                    leader, "propose", proposed(entry, peers, leader)
+                )
                 continue
             with pytest.raises(Refused) as refusal:
-                await voter.rounds.voter.answer(leader, "propose", proposed(entry))
+                await voter.rounds.voter.answer(leader, "propose", proposed(entry, peers, leader))
             assert refusal.value.code is code
+
+    alone(tmp_path, vote)
+
+
+def test_a_proposal_that_its_leader_did_not_sign_gets_no_vote(tmp_path):
+    async def vote(swarm, peers, leader, voter):
+        body = good_body(swarm)
+        voter.ctx.parts.put(0, sha256(body), body)
+        entry = update_of(swarm, peers, body)
+        forged = proposed(entry, peers, voter.identity.peer_id)
+        with pytest.raises(Refused, match="leader signed") as refusal:
+            await voter.rounds.voter.answer(leader, "propose", forged)
+        assert refusal.value.code is RefusalCode.BAD_PROPOSAL
 
     alone(tmp_path, vote)
 
@@ -162,7 +179,7 @@ def test_no_vote_for_a_position_that_was_decided_while_the_body_came(tmp_path):
 
         voter.rounds.voter.gather = gather
         with pytest.raises(Refused) as refusal:
-            await voter.rounds.voter.answer(leader, "propose", proposed(entry))
+            await voter.rounds.voter.answer(leader, "propose", proposed(entry, peers, leader))
         assert refusal.value.code is RefusalCode.ELSEWHERE
 
     alone(tmp_path, vote)

@@ -39,7 +39,7 @@ from atoll.peer.rounds.consensus.round import Place
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
 from atoll.peer.rounds.evidence import Evidence, double_votes
-from atoll.peer.rounds.fetching import Archive
+from atoll.peer.rounds.fetching import Archive, fetch_headers
 from atoll.peer.rounds.messages import (
     PROTOCOL,
     REDUCE,
@@ -56,6 +56,7 @@ from atoll.peer.rounds.messages import (
 from atoll.peer.rounds.policies import positions_ahead
 
 SPREAD = 8  # peers that are no electors: by 8 each, word reaches a thousand in four steps
+FORK_ENTRIES = 16  # that a branch is followed back: the other one stops for want of a quorum
 REACH_TRIES = 4  # a commit may be under way: look again this often before refusing a peer
 
 
@@ -411,6 +412,9 @@ class Rounds:
         certificate = Certificate.decode(announced.certificate)
         check_certificate(entry, certificate, replica.electorate, self._ctx.verify)
         self._expect_honest_quorum(entry, certificate)
+        if entry.previous_chain != replica.chain:
+            self._tasks.spawn(self._compare_branches(remote, entry.position - 1))
+            raise Refused(RefusalCode.ELSEWHERE, "the entry is of another branch of the log")
         try:
             parts = await self.voter.gather(entry, remote)
         except (TransportError, MalformedRecord) as error:
@@ -455,6 +459,23 @@ class Rounds:
         other_certificate = Certificate.decode(known.certificate)
         for evidence in double_votes(entry, certificate, other, other_certificate, electorate):
             self._ctx.accuse(evidence)
+
+    async def _compare_branches(self, peer: str, position: int) -> None:
+        """Go back on a peer's branch to where it left this peer's, for the evidence there."""
+        for at in range(position, max(-1, position - FORK_ENTRIES), -1):
+            try:
+                headers = await fetch_headers(self._ctx, peer, at, at + 1)
+                if not headers:
+                    return
+                decided = headers[0]
+                entry = Entry.decode(decided.entry)
+                known = await self._ctx.compute(self._ctx.replica.store.get, at)
+                if known is None or known.entry == decided.entry or entry.position != at:
+                    return
+                if Entry.decode(known.entry).previous_chain == entry.previous_chain:
+                    return await self._compare_with_known(entry, decided.certificate)
+            except (TransportError, LogError):
+                return
 
     async def _serve_evidence(self, remote: str, body: bytes) -> bytes:
         evidence = Evidence.decode(body)

@@ -221,7 +221,7 @@ class Decided:
         self.calls.append("closed their sessions")
 
 
-def test_a_leader_closes_no_session_before_its_members_heard_of_the_decision():
+def test_a_leader_closes_no_session_before_its_members_heard():
     """An end without a decision looks to a member like the leader's death."""
 
     async def nothing(*_):

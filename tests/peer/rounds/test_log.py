@@ -290,3 +290,8 @@ def test_an_epoch_opens_only_under_the_key_of_the_run():
     assert again.open(lambda data, sig: verify(key.peer_id, data, sig)) == record
     with pytest.raises(EpochInvalid):
         again.open(lambda data, sig: verify(other.peer_id, data, sig))
+
+
+def test_a_record_that_is_too_long_is_refused_before_it_is_parsed():
+    with pytest.raises(MalformedRecord, match="expected at most"):
+        Vote.decode(bytes(Vote.max_bytes + 1))

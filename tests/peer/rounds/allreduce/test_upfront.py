@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from types import SimpleNamespace
 
 import pytest
 
@@ -282,3 +283,37 @@ def test_parts_are_even_where_uneven_ones_save_no_time_that_counts():
     of_three = plans((0, 67, 0), (67, 134, 1), (134, 200, 2))
     assert kept(of_three, [200.0, 200.0, 200.0, 40.0], megabits=6.8) == "even"
     assert kept(even, [20.0, 4.0, 20.0, 20.0], megabits=6.8) == "best"
+
+
+def test_codes_of_a_part_that_another_owns_are_not_kept(tmp_path):
+    async def scenario(swarm):
+        mine, other, _ = peers = await swarm.start(3)
+        await swarm.until(lambda: passed(peers, 2))
+        plan = exchange.expected_plan(mine.ctx, mine.replica.position)
+        owners = set()
+        for index, part in enumerate(plan.parts):
+            head = Upfront(position=plan.position, plan=plan.digest, part=index, norm=1.0)
+            owners.add(part.owner)
+            if part.owner == mine.identity.peer_id:
+                assert exchange.check_upfront(mine.ctx, other.identity.peer_id, head) > 0
+                continue
+            with pytest.raises(Refused) as refusal:
+                exchange.check_upfront(mine.ctx, other.identity.peer_id, head)
+            assert refusal.value.code is RefusalCode.NOT_UPFRONT
+        assert len(owners) == 3
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_codes_of_another_contribution_do_not_count():
+    """They came before the group closed; their sender has reported another one since."""
+    ours = Exchange.__new__(Exchange)
+    ours.digest, ours._plan, ours._rows = b"g" * 32, b"p" * 32, None
+    ours.group = SimpleNamespace(members=[SimpleNamespace(norm=2.0)])
+    ours._state = SimpleNamespace(member=lambda remote: 0)
+    head = Upfront(position=0, plan=b"p" * 32, part=0, norm=2.0)
+    assert ours.takes_upfront("b", head).group == ours.digest
+    for changes in ({"norm": 1.0}, {"plan": b"q" * 32}):
+        with pytest.raises(Refused) as refusal:
+            ours.takes_upfront("b", head.model_copy(update=changes))
+        assert refusal.value.code is RefusalCode.NOT_UPFRONT

@@ -420,3 +420,13 @@ def test_a_snapshot_whose_root_is_certified_is_the_oldest_in_memory(tmp_path: Pa
     assert peer.root_due(10) == (8, log.states[8].root())
     for each in (peer, log.whole):
         each.store.close()
+
+
+def test_an_older_epoch_changes_nothing(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    older = replica.epoch_record
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    before = replica.standing
+    assert replica.adopt(older)
+    assert replica.standing is before

@@ -139,6 +139,7 @@ def test_a_contribution_counts_once_however_often_its_peer_was_left_out(tmp_path
         slow.window_s = 21.0
         await swarm.until(lambda: slow.windows >= 3)
         await swarm.until(lambda: slow.rounds.statistics().phase == "train")
+        await swarm.until(lambda: peers[1].replica.position >= slow.replica.position)
         included = [s for s in slow.settled if s.included is not None]
         assert len(included) == slow.rounds.statistics().included
         assert len(included) + slow.rounds.statistics().left_out == slow.windows

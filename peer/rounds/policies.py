@@ -8,6 +8,7 @@ who leads, who votes and what a quorum is belong to the log (`atoll.optim.log.en
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ from atoll.optim.reduction.contribution import (
 )
 from atoll.peer.rounds.messages import PartPlan, Report, Sworn, report_payload
 
+# A group without a quorum of electors closes after so many graces all the same: its work is
+# reduced, and may still be voted for by electors that trained nothing.
+ALONE_GRACES = 3
+POLL_STALLS = 10  # of a question before there is a group, which has a deadline of its own
+MARGIN_STALLS = 4  # for messages under way and loops that are busy, beyond what a leader may take
+MOST_BELOW_MEDIAN = 4  # as much as weights may be above theirs: honest links differ by less
 MAX_MBIT_S = 1e5  # a claim beyond 100 Gbit/s is cut to it
 # Streams of a reduction that a member has open, about. On a new stream yamux lets 256 KiB be under
 # way, and it learns only slowly that the link takes more; a dozen fill 100 Mbit/s at 250 ms, queues
@@ -358,6 +365,41 @@ def round_deadline_s(
     """
     transfer_s = 8 * body_bytes / (max(slowest_mbit_s, 0.1) * 1e6)
     return (8 * transfer_s + 10 * stall_s) * (1 + before)
+
+
+def slowest_mbit_s(uplinks_mbit_s: Sequence[float]) -> float:
+    """Return the rate of the slowest member, as a group's deadline takes it.
+
+    A declared rate counts no lower than a quarter of the median: otherwise one member that declares
+    0 keeps a round open for hours. A member that really is that slow is left out of parts.
+    """
+    return max(min(uplinks_mbit_s), statistics.median_low(uplinks_mbit_s) / MOST_BELOW_MEDIAN)
+
+
+def group_patience_s(
+    term: int, *, grace_s: float, stall_s: float, last_s: float, window_s: float
+) -> float:
+    """Return how long a member waits for a term's group, whatever signs of life the leader sends.
+
+    It is as long as an honest leader may take (`close_decision`): three graces for a quorum, as
+    long again as the first peer's window or the last position took, and the grace; and some
+    stalls for what is on its way. The leader of a later term first waits until it is called,
+    and asks for promises.
+
+    Args:
+        term: of the position.
+        grace_s: of the run.
+        stall_s: of the run.
+        last_s: how long the position before was next.
+        window_s: how long this member's contribution took since then.
+    """
+    call_s = ALONE_GRACES * grace_s + POLL_STALLS * stall_s if term else 0.0
+    return call_s + (ALONE_GRACES + 1) * grace_s + max(last_s, window_s) + MARGIN_STALLS * stall_s
+
+
+def decision_patience_s(deadline_s: float, stall_s: float) -> float:
+    """Return how long a member waits for a decision from its group on: for reduction and votes."""
+    return 2 * deadline_s + MARGIN_STALLS * stall_s
 
 
 def new_owner(dead: Collection[int], alive: Sequence[int], load: Mapping[int, int]) -> int | None:

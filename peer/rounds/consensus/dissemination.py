@@ -38,7 +38,13 @@ from atoll.peer.rounds.messages import (
     deflated,
     inflated,
 )
-from atoll.peer.rounds.policies import check_reports, is_large
+from atoll.peer.rounds.policies import (
+    check_reports,
+    is_large,
+    positions_ahead,
+    round_deadline_s,
+    slowest_mbit_s,
+)
 
 FAN_OUT = 8  # a thousand peers in four steps, and eight copies of an entry are what one sends
 CALL_STALLS = 4  # of a call that may have to fetch parts before it answers
@@ -309,6 +315,13 @@ def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None
     me = ctx.me.peer_id, ctx.me.incarnation
     if me not in [(m.peer_id, m.incarnation) for m in group.members]:
         raise MalformedRecord("group: expected to be a member of it")
+    behind = positions_ahead(len(ctx.replay.fragments)) + 1
+    most_s = own_deadline_s(ctx, group, behind=behind)
+    if group.stall_s != ctx.settings.stall_s or group.deadline_s > most_s:
+        raise MalformedRecord(
+            f"group: expected a stall of {ctx.settings.stall_s:g} s and a deadline of at most "
+            f"{most_s:.0f} s, got {group.stall_s:g} and {group.deadline_s:.0f}"
+        )
     mine_only = is_large(len(group.members))  # voters verify all signatures, off their loops
 
     def verify(peer: str, data: bytes, signature: bytes) -> bool:
@@ -333,6 +346,23 @@ def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None
     num_cells = len(ctx.replay.cells_at(group.position))
     if covered != num_cells:
         raise MalformedRecord(f"group: expected {num_cells} cells, got {covered}")
+
+
+def own_deadline_s(ctx: Context, group: Group, *, behind: int = 0) -> float:
+    """Return a group's deadline by this peer's own account.
+
+    Args:
+        ctx: the peer's.
+        group: whose members signed their uplinks.
+        behind: entries that the leader may stand before this peer: it then counts more positions.
+    """
+    before = max(0, group.position - ctx.replica.position)
+    return round_deadline_s(
+        ctx.replay.cells_at(group.position).max_body_bytes(len(group.members)),
+        slowest_mbit_s([one.uplink_mbit_s for one in group.reports] or [0.0]),
+        ctx.settings.stall_s,
+        before=before + behind,
+    )
 
 
 async def take_passed(ctx: Context, body: bytes) -> bytes:

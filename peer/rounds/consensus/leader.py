@@ -123,15 +123,16 @@ from atoll.peer.rounds.messages import (
     tagged,
 )
 from atoll.peer.rounds.policies import (
+    POLL_STALLS,
     admit,
     kept_parts,
     positions_ahead,
     round_deadline_s,
+    slowest_mbit_s,
     split_cells,
 )
 
 PROBE_S = 1.0  # how often peers that are waited for are asked
-POLL_STALLS = 10  # a vote before there is a group, which has a deadline of its own
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 
 
@@ -864,7 +865,7 @@ def form_group(ctx: Context, place: Place, term: int, ready: Mapping[str, Ready]
         stall_s=stall_s,
         deadline_s=round_deadline_s(
             cells.max_body_bytes(len(ready)),
-            min(report.uplink_mbit_s for _, report in reports),
+            slowest_mbit_s([report.uplink_mbit_s for _, report in reports]),
             stall_s,
             before=max(0, place.position - ctx.replica.position),
         ),

@@ -38,7 +38,7 @@ from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector, MalformedRecord
 from atoll.optim.reduction.contribution import Offer
 from atoll.peer.rounds.allreduce.exchange import Exchange, begin_upfront, exchange_of
-from atoll.peer.rounds.consensus.dissemination import Seat, group_of
+from atoll.peer.rounds.consensus.dissemination import Seat, group_of, own_deadline_s
 from atoll.peer.rounds.consensus.leader import Leading
 from atoll.peer.rounds.consensus.round import Place, leader_of
 from atoll.peer.rounds.consensus.voter import Voter
@@ -62,6 +62,7 @@ from atoll.peer.rounds.messages import (
     report_payload,
     tagged,
 )
+from atoll.peer.rounds.policies import decision_patience_s, group_patience_s
 
 CONNECT_STALLS = 3  # a first contact with a leader may have to dial
 CLOSED_STALLS = 20  # how long a peer that came too late waits for the decision
@@ -91,6 +92,8 @@ class MemberView:
     electorate: tuple[Elector, ...]
     term: int
     """the term below which this elector accepts nothing at that place"""
+    patience_s: Callable[[int], float] = lambda term: math.inf
+    """by term, how long to wait for its group from the turn on"""
 
 
 # Events
@@ -99,6 +102,9 @@ class MemberView:
 @dataclass(frozen=True, kw_only=True)
 class Grouped:
     """The leader's group came."""
+
+    within_s: float = math.inf
+    """how long to wait for its decision, by this member's own account"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +202,10 @@ class MemberRound:
         self._failure: Failed | None = None
         self._late_since: int | None = None
         """the position at which an early failure waits for the next entry"""
+        self._turn_at = 0.0
+        """when this session's turn came: at its beginning, or later if it began early"""
+        self._within_s: float | None = None
+        """how long to wait for the group's decision; None: there is no group"""
 
     def receive(self, event: Grouped | Failed) -> list[Action]:
         """Take an event; what is to be done at once."""
@@ -205,6 +215,7 @@ class MemberRound:
             self._failure = event
             return []
         self.state, self._has_group = MemberState.REDUCING, True
+        self._within_s, self.wake_at = event.within_s, None
         return self._show(RoundPhase.REDUCE)
 
     def advance(self, view: MemberView) -> list[Action]:
@@ -250,7 +261,7 @@ class MemberRound:
         self._leader = leader_of(view.electorate, self.place.position, self._term)
         self._electors = len(view.electorate)
         self._has_turn, self._failure, self.wake_at = False, None, None
-        self.state = MemberState.REPORTED
+        self.state, self._within_s = MemberState.REPORTED, None
         join = Join(leader=self._leader.peer_id, term=self._term)
         return [*self._show(RoundPhase.WAIT), join]
 
@@ -261,12 +272,31 @@ class MemberRound:
                 return []
             return self._give_up(view)
         if self._has_turn:
-            return []
+            return self._look_at_clock(view)
         if self._was_early and (not view.electorate or self._lost_lead(view)):
             return self._give_up(view)
-        self._has_turn = True
+        self._has_turn, self._turn_at = True, view.now
         actions: list[Action] = [NoteTurn(), Show(phase=self.phase)]
         return [*actions, ReportTurn(term=self._term)] if self._was_early else actions
+
+    def _look_at_clock(self, view: MemberView) -> list[Action]:
+        """Give up a leader of which nothing comes, whoever sends signs of life.
+
+        Both deadlines begin anew with the group: a leader that closes one late has lived.
+        """
+        if self._within_s is None:
+            limit_s, missing = view.patience_s(self._term), "group"
+        else:
+            limit_s, missing = self._within_s, "decision"
+        if limit_s == math.inf:
+            return []
+        if self.wake_at is None:
+            since = self._turn_at if self._within_s is None else view.now
+            self.wake_at = since + limit_s
+        if view.now < self.wake_at:
+            return []
+        failed = Failed(why=f"no {missing} within {limit_s:.0f} s", key="nothing came")
+        return [Leave(), *self._fail(failed, view)]
 
     def _lost_lead(self, view: MemberView) -> bool:
         """Return whether an entry gave the term to another."""
@@ -501,6 +531,17 @@ class Flight:
             electorate=tuple(replica.electorate),
             # A voter stands at a position only once it knows who else votes there.
             term=self._host.voter.term if place == self.place and replica.electorate else 0,
+            patience_s=self._patience_s,
+        )
+
+    def _patience_s(self, term: int) -> float:
+        replica, settings = self._ctx.replica, self._ctx.settings
+        return group_patience_s(
+            term,
+            grace_s=settings.grace_s,
+            stall_s=settings.stall_s,
+            last_s=replica.stood_s,
+            window_s=max(0.0, self.pending.since - replica.moved_at),
         )
 
     async def _watch_log(self) -> None:
@@ -597,7 +638,10 @@ class Flight:
         if leadership is not None:
             leadership.exchange = exchange
             exchange.on_part = leadership.changed.set
-        for action in self._member.receive(Grouped()):
+        stall_s = self._ctx.settings.stall_s
+        within_s = decision_patience_s(own_deadline_s(self._ctx, exchange.group), stall_s)
+        self._changed.set()  # the machine looks at the clock anew
+        for action in self._member.receive(Grouped(within_s=within_s)):
             if isinstance(action, Show):  # all that a group asks for
                 self._host.show(self)
 

@@ -53,13 +53,10 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.reduction.cells import Cells
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready, Repair
-from atoll.peer.rounds.policies import Close, Rendezvous, close_decision, new_owner
+from atoll.peer.rounds.policies import ALONE_GRACES, Close, Rendezvous, close_decision, new_owner
 
 TERM = 4  # attempts of one leader: each but the first is for a proposal that nobody can vote for
 OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
-# A group without a quorum of electors closes after so many graces all the same: its work is
-# reduced, and may still be voted for by electors that trained nothing.
-ALONE_GRACES = 3
 LATE_STALLS = 2  # past the group's deadline: owners may finish at it, and their word takes a moment
 
 IsLive = Callable[[str], bool]

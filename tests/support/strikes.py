@@ -190,7 +190,7 @@ FLIGHTS = 3
 STEP_S = 0.12  # shorter than a reduction at a round trip of 50 ms, so that some are always early
 # A cut lasts on: one that hits the commit of a position hits the next one too, from its beginning.
 STRUCK_S = COMMIT_S | {"cut": 6.0}
-NEXT_S = STRUCK_S | {"freeze": 4.0, "cut": 7.0}
+NEXT_S = STRUCK_S | {"freeze": 4.0, "cut": 7.5}
 """The frozen may lead this one too, and is asked once more; the cut off wait for each other in this
 one from its beginning, and hear of its end from the third."""
 SHORT_OUTAGE_S = 4.0

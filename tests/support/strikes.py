@@ -190,9 +190,10 @@ FLIGHTS = 3
 STEP_S = 0.12  # shorter than a reduction at a round trip of 50 ms, so that some are always early
 # A cut lasts on: one that hits the commit of a position hits the next one too, from its beginning.
 STRUCK_S = COMMIT_S | {"cut": 6.0}
-NEXT_S = STRUCK_S | {"freeze": 4.0, "cut": 7.5}
+NEXT_S = STRUCK_S | {"freeze": 4.0, "cut": 8.5}
 """The frozen may lead this one too, and is asked once more; the cut off wait for each other in this
-one from its beginning, and hear of its end from the third."""
+one from its beginning, and hear of its end from the third. A leader that is cut off from an elector
+drops it, and gets no vote of those that reach it: the next leader decides."""
 SHORT_OUTAGE_S = 4.0
 QUIET_S = 30.0  # enough for all that is under way to be decided, and for who is behind to catch up
 

@@ -148,7 +148,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         """Serve calls behind the door."""
         await super().add_p2p_handlers(p2p, _Servicer(self), **options)
 
-    def get_stub(self, peer: PeerID) -> _Stub:
+    def get_stub(self, peer: PeerID) -> Any:  # noqa: ANN401 - hivemind's class, wrapped
         """Return what calls a peer with our admission, and checks the peer's."""
         stub = super(DHTProtocol, self).get_stub(self.p2p, peer)
         return _Stub(stub, self.door, str(peer))
@@ -212,7 +212,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
                 found[key] = value, self._nearest(result)
         except Exception:
             logger.debug("a search at %s failed", peer, exc_info=True)
-            known = self.routing_table.get(peer_id=peer)
+            known: Any = self.routing_table.get(peer_id=peer)
             await self.update_routing_table(known, peer, responded=False)
             return None
         if answer.peer.node_id:
@@ -230,10 +230,11 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
     def _sound(self, key: DHTID, value: bytes) -> Any:  # noqa: ANN401 - hivemind's named tuple
         """Return the good records of a dictionary that a peer sent, None without any."""
         good, num_bad = DictionaryDHTValue(), 0
+        validator: Any = self.record_validator
         for item in _items(value):
             subkey, data, expires_at = _three(item)
             record = DHTRecord(key.to_bytes(), self.serializer.dumps(subkey), data, expires_at)
-            if self.record_validator.validate(record):
+            if validator.validate(record):
                 good.store(subkey, data, expires_at)
                 continue
             num_bad += 1
@@ -257,8 +258,9 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return dht_pb2.StoreResponse(store_ok=stored, peer=self.node_info)
 
     def _judge(self, items: Iterable[Any]) -> list[bool]:
+        validator: Any = self.record_validator
         return [
-            not in_cache and self.record_validator.validate(DHTRecord(key, tag, value, expires_at))
+            not in_cache and validator.validate(DHTRecord(key, tag, value, expires_at))
             for key, tag, value, expires_at, in_cache in items
         ]
 
@@ -355,10 +357,9 @@ async def join(
     )
     given = node.protocol
     protocol = GuardedProtocol(_initialized_with_create=True)
-    for name, value in vars(given).items():
+    for name, value in {**vars(given), "client_mode": False}.items():
         setattr(protocol, name, value)
     protocol.door = door
-    protocol.client_mode = False
     protocol.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
     node.protocol = protocol
     _answer_calls(p2p)
@@ -378,7 +379,8 @@ def _forget(task: asyncio.Task[Any]) -> None:
 
 def _answer_calls(p2p: P2P) -> None:
     """Replace hivemind's answering of calls, which leaks every answer that is too long."""
-    control: Any = p2p._client.control
+    client: Any = p2p._client
+    control = client.control
 
     async def answer(call_id: Any, request: Any) -> None:  # noqa: ANN401
         try:

@@ -498,9 +498,10 @@ class LibP2PTransport:
     # The other side
 
     def _accept(self, remote: str, connection: socket.socket) -> None:
-        if self._is_closed or (why := self._why_full(remote)):
-            if not self._is_closed:
-                logger.info("refused a stream of %s: %s", remote, why)
+        why = "" if self._is_closed else self._why_full(remote)
+        if why:
+            logger.info("refused a stream of %s: %s", remote, why)
+        if why or self._is_closed:
             connection.close()
             return
         stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)

@@ -37,7 +37,7 @@ import typing
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -235,8 +235,9 @@ class Method(ABC):
         """
         steps = 1 if self.every_step else inner_steps
         delay = self.hidden_steps(steps)
-        kind = self.worker_class
-        return kind(model, inner, reducer, inner_steps=steps, delay=delay, method=self)
+        kind: Any = self.worker_class  # type checkers see a circle of imports as two classes
+        worker: Worker = kind(model, inner, reducer, inner_steps=steps, delay=delay, method=self)
+        return worker
 
     @cached_property
     def spec(self) -> str:

@@ -17,9 +17,7 @@ leader cuts the parts differently, the codes are forgotten and sent again as the
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -29,24 +27,21 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import end
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
-from atoll.optim.reduction.cells import LENGTH, Cells, pack
+from atoll.optim.reduction.cells import LENGTH, Cells
 from atoll.optim.reduction.lowrank import LowRankCells
-from atoll.peer.rounds.allreduce.reduction import PartRange, batches
+from atoll.peer.rounds.allreduce.reduction import PartRange
 from atoll.peer.rounds.allreduce.rows import RowReduction, Rows, rows_of
 from atoll.peer.rounds.allreduce.sides import (
-    CODES,
     LOST,
-    Bulk,
     ExchangeState,
     Owner,
     Sender,
-    send_paced,
+    UpfrontCodes,
 )
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
     ALIVE,
     PACED_BYTES,
-    UPFRONT,
     Group,
     Plan,
     PlannedPart,
@@ -55,11 +50,8 @@ from atoll.peer.rounds.messages import (
     Repair,
     Upfront,
     planned_parts,
-    tagged,
 )
 from atoll.peer.rounds.policies import is_relayed
-
-SEND_STALLS = 20  # for one message: the owner reads it at once, but may have a slow link
 
 
 def plan_of(group: Group) -> Plan:
@@ -85,92 +77,6 @@ def begin_upfront(ctx: Context, ready: Ready, codes: Sequence[bytes]) -> Upfront
     if not {part.owner for part in plan.parts} <= _known(ctx) | {ctx.me.peer_id}:
         return None
     return UpfrontCodes(ctx, plan, codes, ready.report.norm)
-
-
-class UpfrontCodes:
-    """One contribution on its way to the owners of a plan.
-
-    Owners are served in turn, beginning with this peer's successor, so that all do not send to the
-    same owner first.
-    """
-
-    def __init__(self, ctx: Context, plan: Plan, codes: Sequence[bytes], norm: float) -> None:
-        """Begin to send.
-
-        Args:
-            ctx: the sender's.
-            plan: the expected parts and their owners.
-            codes: a frame for each cell of the position.
-            norm: declared for the contribution; owners tell contributions apart by it.
-        """
-        self._ctx = ctx
-        self._plan = plan
-        self._codes = codes
-        self._norm = norm
-        self.digest = plan.digest
-        me = ctx.me.peer_id
-        others = [index for index, part in enumerate(plan.parts) if part.owner != me]
-        loop = asyncio.get_running_loop()
-        self._streams: dict[int, asyncio.Future[Stream | None]] = {
-            index: loop.create_future() for index in others
-        }
-        self._sends = {index: asyncio.create_task(self._send(index)) for index in others}
-        self._watch = ctx.link.watch(ctx.transport)
-        self._ending = asyncio.create_task(self._end_watch())
-
-    async def stream(self, part: int) -> Stream | None:
-        """Return the stream of a part's codes; None if its owner was not reached."""
-        opened = self._streams.get(part)
-        return await asyncio.shield(opened) if opened is not None else None
-
-    async def sent(self, part: int) -> None:
-        """Wait until a part's codes have left, or could not leave."""
-        await asyncio.wait({self._sends[part]})
-
-    async def close(self) -> None:
-        """End all sends and streams."""
-        await end(*self._sends.values(), self._ending)
-        self._watch.close()
-        for opened in self._streams.values():
-            stream = opened.result() if opened.done() else None
-            if stream is not None:
-                await stream.close()
-
-    async def _end_watch(self) -> None:
-        # Codes that have left make no load: the link is not measured while the group is awaited.
-        if self._sends:
-            await asyncio.wait(self._sends.values())
-        self._watch.pause()
-
-    async def _send(self, index: int) -> None:
-        part, opened = self._plan.parts[index], self._streams[index]
-        stall_s = self._ctx.settings.stall_s
-        try:
-            stream = await self._ctx.transport.open(part.owner, "reduce", timeout_s=stall_s)
-        except TransportError:
-            opened.set_result(None)
-            return
-        opened.set_result(stream)
-        head = Upfront(
-            position=self._plan.position,
-            plan=self.digest,
-            part=index,
-            norm=self._norm,
-        )
-        frames = [pack(frame) for frame in self._codes[part.start_cell : part.stop_cell]]
-        bulk = Bulk(
-            position=self._plan.position,
-            leg=CODES,
-            turn=self._turn(part.owner),
-            timeout_s=SEND_STALLS * stall_s,
-        )
-        with suppress(TransportError):  # the reader of the owner's answers gets the same error
-            await stream.send(tagged(UPFRONT, head), timeout_s=stall_s)
-            await send_paced(self._ctx, stream, batches(frames, PACED_BYTES), 0, bulk)
-
-    def _turn(self, owner: str) -> int:
-        owners = sorted({part.owner for part in self._plan.parts})
-        return (owners.index(owner) - bisect(owners, self._ctx.me.peer_id)) % len(owners)
 
 
 def check_upfront(ctx: Context, remote: str, head: Upfront) -> int:

@@ -9,11 +9,11 @@ that it still waits for. Relays of large groups reduce in the same way (`rows`).
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -47,21 +47,21 @@ from atoll.peer.rounds.messages import (
     PACED_BYTES,
     PART_DONE,
     REDUCE,
+    UPFRONT,
     Group,
     PartDone,
+    Plan,
     Reduce,
+    Upfront,
     tagged,
 )
-
-if TYPE_CHECKING:
-    from atoll.peer.rounds.allreduce.exchange import UpfrontCodes
-
 
 CODES, RESULTS = 0, 1  # codes go first: every owner waits for them, and results follow from them
 # A first contact may have to dial. Together with the slack of a stall, two members that are cut off
 # from each other then cost a round less than 3 s at the default stall of 1.5 s; it was 5.1 s with
 # a first contact of 3 stalls.
 CONNECT_STALLS = 1.5
+SEND_STALLS = 20  # for one message: the owner reads it at once, but may have a slow link
 
 
 @dataclass(kw_only=True)
@@ -230,6 +230,92 @@ DIAL_PAUSE_STALLS = 0.1
 Receiver = PartReceiver | FactorReceiver
 OnResults = Callable[[Receiver], Awaitable[None]]
 ToAnswer = asyncio.Queue[list[bytes]]
+
+
+class UpfrontCodes:
+    """One contribution on its way to the owners of a plan.
+
+    Owners are served in turn, beginning with this peer's successor, so that all do not send to the
+    same owner first.
+    """
+
+    def __init__(self, ctx: Context, plan: Plan, codes: Sequence[bytes], norm: float) -> None:
+        """Begin to send.
+
+        Args:
+            ctx: the sender's.
+            plan: the expected parts and their owners.
+            codes: a frame for each cell of the position.
+            norm: declared for the contribution; owners tell contributions apart by it.
+        """
+        self._ctx = ctx
+        self._plan = plan
+        self._codes = codes
+        self._norm = norm
+        self.digest = plan.digest
+        me = ctx.me.peer_id
+        others = [index for index, part in enumerate(plan.parts) if part.owner != me]
+        loop = asyncio.get_running_loop()
+        self._streams: dict[int, asyncio.Future[Stream | None]] = {
+            index: loop.create_future() for index in others
+        }
+        self._sends = {index: asyncio.create_task(self._send(index)) for index in others}
+        self._watch = ctx.link.watch(ctx.transport)
+        self._ending = asyncio.create_task(self._end_watch())
+
+    async def stream(self, part: int) -> Stream | None:
+        """Return the stream of a part's codes; None if its owner was not reached."""
+        opened = self._streams.get(part)
+        return await asyncio.shield(opened) if opened is not None else None
+
+    async def sent(self, part: int) -> None:
+        """Wait until a part's codes have left, or could not leave."""
+        await asyncio.wait({self._sends[part]})
+
+    async def close(self) -> None:
+        """End all sends and streams."""
+        await end(*self._sends.values(), self._ending)
+        self._watch.close()
+        for opened in self._streams.values():
+            stream = opened.result() if opened.done() else None
+            if stream is not None:
+                await stream.close()
+
+    async def _end_watch(self) -> None:
+        # Codes that have left make no load: the link is not measured while the group is awaited.
+        if self._sends:
+            await asyncio.wait(self._sends.values())
+        self._watch.pause()
+
+    async def _send(self, index: int) -> None:
+        part, opened = self._plan.parts[index], self._streams[index]
+        stall_s = self._ctx.settings.stall_s
+        try:
+            stream = await self._ctx.transport.open(part.owner, "reduce", timeout_s=stall_s)
+        except TransportError:
+            opened.set_result(None)
+            return
+        opened.set_result(stream)
+        head = Upfront(
+            position=self._plan.position,
+            plan=self.digest,
+            part=index,
+            norm=self._norm,
+        )
+        frames = [pack(frame) for frame in self._codes[part.start_cell : part.stop_cell]]
+        bulk = Bulk(
+            position=self._plan.position,
+            leg=CODES,
+            turn=self._turn(part.owner),
+            timeout_s=SEND_STALLS * stall_s,
+        )
+        with suppress(TransportError):  # the reader of the owner's answers gets the same error
+            await stream.send(tagged(UPFRONT, head), timeout_s=stall_s)
+            await send_paced(self._ctx, stream, batches(frames, PACED_BYTES), 0, bulk)
+
+    def _turn(self, owner: str) -> int:
+        owners = sorted({part.owner for part in self._plan.parts})
+        return (owners.index(owner) - bisect(owners, self._ctx.me.peer_id)) % len(owners)
 
 
 class _NotUpfront(Exception):  # noqa: N818

@@ -14,7 +14,7 @@ def heads(monkeypatch):
             seen[kind].append(record.position)
         return encode(kind, record)
 
-    monkeypatch.setattr("atoll.peer.rounds.allreduce.exchange.tagged", noted)
+    monkeypatch.setattr("atoll.peer.rounds.allreduce.sides.tagged", noted)
     monkeypatch.setattr("atoll.peer.rounds.allreduce.sides.tagged", noted)
     return seen
 

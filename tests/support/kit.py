@@ -163,12 +163,18 @@ class Net:
         return published.accepted
 
 
-def answering(coordinator: Coordinator, swarm: Swarm) -> AskHeads:
-    """Return a call that the peers of a swarm answer, each with what its last heartbeat said."""
+def answering(coordinator: Coordinator, swarm: Swarm | None = None) -> AskHeads:
+    """Return a call that peers answer, each with what its last heartbeat said.
+
+    Args:
+        coordinator: the one that calls.
+        swarm: its peers answer; None: everyone answers.
+    """
 
     async def ask(peer_ids: Sequence[str]) -> list[PeerHead]:
         statuses = {m.status.peer_id: m.status for m in coordinator.presence.peers.all()}
-        ours = {identity.peer_id for identity in swarm.identities}
+        known = set(statuses)
+        ours = {identity.peer_id for identity in swarm.identities} if swarm else known
         return [
             PeerHead(
                 peer_id=peer_id,

@@ -322,8 +322,13 @@ kit = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = kit
 spec.loader.exec_module(kit)
 from atoll.coordinator.service.server import serve
+
+def ready(up):
+    up.coordinator.ask_heads_with(kit.answering(up.coordinator))
+    print(up.invite, flush=True)
+
 asyncio.run(serve(kit.SPEC, kit.genesis, Path(sys.argv[2]), stop=asyncio.Event(),
-                  on_ready=lambda up: print(up.invite, flush=True)))
+                  on_ready=ready))
 """
 
 

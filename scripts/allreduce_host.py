@@ -17,6 +17,7 @@ Times are on CLOCK_MONOTONIC, which all processes of one machine share.
 import asyncio
 import hashlib
 import json
+import math
 import os
 import random
 import sys
@@ -178,7 +179,7 @@ class RoundsHost:
             sign=self.node.identity.sign,
             verify=verify,
             transport=self.node.transport,
-            roster=Neighbours(everyone),
+            roster=board_of(everyone).roster(self.node.peer_id),
             replica=self.replica,
             replay=self.replay,
             scalars=lambda position: (1.0, 0.0),
@@ -261,35 +262,28 @@ class RoundsHost:
         self.folder.cleanup()
 
 
-class Neighbours:
-    """A roster that is known from the start."""
+def board_of(everyone: Sequence[Facts]) -> Any:
+    """Return a board that shows all hosts from the start, for as long as they run."""
+    from atoll.dht.roster import PeerRecord
+    from atoll.dht.testing.roster import MemoryBoard
 
-    def __init__(self, everyone: Sequence[Facts]) -> None:
-        from atoll.dht.roster import PeerRecord
-
-        self._records = {
-            peer["peer_id"]: PeerRecord(
-                peer_id=peer["peer_id"],
-                addresses=tuple(peer["addresses"]),
-                incarnation=peer["incarnation"],
-                role="trainer",
-                epoch=1,
-                position=0,
-                tokens_per_s=0.0,
-                uplink_mbit_s=0.0,
-                downlink_mbit_s=0.0,
-                ready_in_s=0.0,
-                protocol=1,
-            )
-            for peer in everyone
-        }
-
-    async def publish(self, record: Any, ttl_s: float) -> None: ...
-
-    async def peers(self) -> dict[str, Any]:
-        return self._records
-
-    async def leave(self) -> None: ...
+    board = MemoryBoard()
+    for peer in everyone:
+        board.records[peer["peer_id"]] = PeerRecord(
+            peer_id=peer["peer_id"],
+            addresses=tuple(peer["addresses"]),
+            incarnation=peer["incarnation"],
+            role="trainer",
+            epoch=1,
+            position=0,
+            tokens_per_s=0.0,
+            uplink_mbit_s=0.0,
+            downlink_mbit_s=0.0,
+            ready_in_s=0.0,
+            protocol=1,
+            expires_at=math.inf,
+        )
+    return board
 
 
 async def serve(host: Host, place: Place) -> None:

@@ -115,6 +115,15 @@ class Tally:
         self._compare_proposals(voted)
         self._count()
 
+    def has_vote(self, entry: Entry, *, but_of: str) -> bool:
+        """Return whether an elector other than the entry's proposer and this peer voted for it."""
+        return any(
+            vote.entry == entry.digest
+            and self._electorate[index].peer_id not in (but_of, self._ctx.me.peer_id)
+            and self._is_valid(index, entry)
+            for index, vote in list(self._votes.items())
+        )
+
     def _compare_proposals(self, other: Voted) -> None:
         """Compare the proposal that another elector voted for with the one that came here."""
         if self._last is not None:
@@ -282,9 +291,9 @@ class Voter:
         if not self._ctx.verify(remote, proposal_payload(entry, ask.attempt), ask.signature):
             raise MalformedRecord("expected a proposal that its leader signed")
         dropped = self._check_rules(entry)
-        if term_of(ask.attempt) < len(self._ctx.replica.electorate):
-            # Once all have led in vain, some may have accepted an entry while an elector was away
-            # that has come back. It can be adopted only if the others accept it too.
+        if not self._tally.has_vote(entry, but_of=remote):
+            # An elector that voted for it has asked. It may have come back since: were the entry
+            # refused now, leaders that have to adopt it would propose it in vain.
             await self._expect_silent(dropped, place)
         await self._check_reports(entry, ask.reports)
         body = await self.gather(entry, remote)

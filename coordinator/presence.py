@@ -40,7 +40,7 @@ class KnownPeer:
 
     @property
     def alive_s(self) -> float:
-        """How long it may be silent: by the interval that it knows, not by today's."""
+        """Return the silence allowed to a peer: by the interval it was told, not by today's."""
         return max(ALIVE_S, MISSED * self.told_s)
 
     def is_alive(self, now_s: float) -> bool:

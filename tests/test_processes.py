@@ -14,6 +14,7 @@ import os
 import runpy
 import shutil
 import signal
+import sqlite3
 import sysconfig
 import threading
 import time
@@ -28,7 +29,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.dht.identity import Identity
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.store import LogStore
+from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.peer.cli.watching import look
 from atoll.peer.paths import PeerPaths
 
@@ -286,6 +287,17 @@ class Run:
         """The coordinator's log, read from its disk."""
         return self.read_log(self.folder / "coordinator" / "log")
 
+    def await_electors(self, count):
+        """Wait until so many vote: a peer that comes back votes again after its first work."""
+        path = self.folder / "coordinator" / "log" / LOG_FILE
+        newest = "SELECT entry FROM entries ORDER BY position DESC LIMIT 1"
+
+        def electors():
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as log:
+                return len(Entry.decode(log.execute(newest).fetchone()[0]).electorate)
+
+        until(lambda: electors() == count, f"{count} electors")
+
     def read_log(self, folder):
         run_id = Invite.decode(self.invite).run_id
         store = LogStore(folder, run_id=run_id, genesis_chain=bytes(32))
@@ -353,6 +365,7 @@ def test_a_peer_killed_in_mid_round_recovers_and_all_are_equal(run):
     assert after.incarnation != before.incarnation
     assert after.recoveries >= 1
     run.expect_equal_states(since=there)
+    run.await_electors(3)
 
 
 def test_a_peer_frozen_in_mid_round_finds_itself_behind_and_goes_on(run):
@@ -369,6 +382,7 @@ def test_a_peer_frozen_in_mid_round_finds_itself_behind_and_goes_on(run):
     assert after.recoveries > before.recoveries
     assert not victim.said("resumed at position")
     run.expect_equal_states(since=there)
+    run.await_electors(3)
 
 
 def test_a_peer_that_is_stopped_leaves_the_roster_and_resumes(run):
@@ -396,6 +410,7 @@ def test_a_peer_that_is_stopped_leaves_the_roster_and_resumes(run):
     there = run.status().position
     until(lambda: run.members_since(there) == 3, "cas to be a member again")
     assert run.shown("cas").peer_id == shown.peer_id
+    run.await_electors(3)
 
 
 def test_electors_that_leave_together_do_not_stop_who_stays(run):
@@ -417,6 +432,7 @@ def test_electors_that_leave_together_do_not_stop_who_stays(run):
         run.start_peer(name).await_said("resumed at position")
     there = run.status().position
     until(lambda: run.members_since(there) == 3, "both to be members again")
+    run.await_electors(3)
 
 
 def test_no_round_is_lost_without_the_coordinator_and_the_run_ends(run):

@@ -15,6 +15,7 @@ from atoll.optim.log.entry import (
     MAX_ELECTORS,
     Elector,
     Entry,
+    Epoch,
     LogError,
     Member,
     Newcomer,
@@ -40,7 +41,7 @@ class BadElectorate(LogError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Succession:
-    """Those who vote at the next position, and those who may later."""
+    """The electors of the next position, and the peers that may become electors later."""
 
     electorate: tuple[Elector, ...]
     newcomers: tuple[Newcomer, ...] = ()
@@ -49,6 +50,22 @@ class Succession:
 def after(entry: Entry) -> Succession:
     """Return the succession that an entry of the same epoch leaves."""
     return Succession(entry.electorate, entry.newcomers)
+
+
+def at_base(epoch: Epoch) -> Succession:
+    """Return the succession at the base of an epoch."""
+    return Succession(epoch.electorate, epoch.newcomers)
+
+
+def remembered(
+    before: Succession, electorate: Sequence[Elector], position: int
+) -> tuple[Newcomer, ...]:
+    """Return the newcomers of an epoch that opens at a position with an electorate.
+
+    Electors that are away then have been tried: they vote again after their next contribution.
+    Without them, an epoch of one elector would depend on that peer for `TRIAL_ENTRIES` entries.
+    """
+    return tuple(_remembered(before, electorate, position, ())[:MAX_NEWCOMERS])
 
 
 def succeed(

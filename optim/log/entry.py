@@ -305,6 +305,8 @@ class Epoch(Record):
     base_position: Count
     base_chain: Digest
     electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
+    newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MAX_ELECTORS)] = ()
+    """peers known before the base that do not vote now; electors of before are among them"""
 
 
 class SignedEpoch(Record):
@@ -517,7 +519,7 @@ def verify_claims(
         entry, certificate = Entry.decode(entry_bytes), Certificate.decode(certificate_bytes)
         if entry.position == opened.base_position:
             _expect_base_chain(here, opened)
-            here = LogPlace(chain=opened.base_chain, electorate=opened.electorate)
+            here = place_at_base(opened)
         if here is None:
             here = LogPlace(chain=entry.previous_chain, electorate=())
         is_certified = entry.position >= opened.base_position
@@ -534,6 +536,13 @@ def verify_claims(
         verified.append(Claim(entry=entry, certificate=certificate))
     _expect_reaches_base(verified, opened)
     return verified
+
+
+def place_at_base(opened: Epoch) -> LogPlace:
+    """Return the place at the base of an epoch."""
+    return LogPlace(
+        chain=opened.base_chain, electorate=opened.electorate, newcomers=opened.newcomers
+    )
 
 
 def place_after(entry: Entry) -> LogPlace:
@@ -573,7 +582,7 @@ def certified_root(claims: Sequence[Claim], position: int) -> bytes | None:
 def place_before(claims: Sequence[Claim], position: int, opened: Epoch | None) -> LogPlace | None:
     """Return the place before the entry at `position`; None if the claims do not show it."""
     if opened is not None and position == opened.base_position:
-        return LogPlace(chain=opened.base_chain, electorate=opened.electorate)
+        return place_at_base(opened)
     for claim in claims:
         if claim.entry.position + 1 == position:
             return place_after(claim.entry)

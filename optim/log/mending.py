@@ -28,7 +28,7 @@ PAGE = 64  # entries read at once
 
 @dataclass(kw_only=True)
 class Damage:
-    """What did not fit its digest, and was dropped."""
+    """The records that did not fit their digests, and were dropped."""
 
     entries_from: int | None = None
     """Position of the first entry that was dropped; all after it went too."""

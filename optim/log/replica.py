@@ -51,7 +51,7 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from atoll.compression.sparse import Sparse
-from atoll.optim.log.electorate import Succession, after
+from atoll.optim.log.electorate import Succession, after, at_base, remembered
 from atoll.optim.log.entry import (
     Certificate,
     ChainMismatch,
@@ -537,7 +537,7 @@ class Replica(ReplicaView):
     def _stored_voters(self, head: StoreHead) -> Succession:
         opened, before = self.opened, self.store.get(head.position - 1)
         if opened is not None and head.position == opened.base_position:
-            return Succession(opened.electorate if head.chain == opened.base_chain else ())
+            return at_base(opened) if head.chain == opened.base_chain else Succession(())
         if opened is not None and before is not None:
             # An entry beyond the base that is of an older epoch is void: this process ended after
             # it heard of the epoch and before it went back to the base.
@@ -547,7 +547,7 @@ class Replica(ReplicaView):
 
     def _voters_at(self, position: int) -> Succession:
         if self.opened is not None and position == self.opened.base_position:
-            return Succession(self.opened.electorate)
+            return at_base(self.opened)
         before = self.store.get(position - 1)
         return after(Entry.decode(before.entry)) if before is not None else Succession(())
 
@@ -675,7 +675,7 @@ class Replica(ReplicaView):
         head = StoreHead(epoch=at.head.epoch, position=entry.position + 1, chain=entry.chain)
         at = _with_voters(replace(at, head=head), after(entry))
         if at.opened is not None and at.is_at_base(at.opened):
-            at = _with_voters(at, Succession(at.opened.electorate))
+            at = _with_voters(at, at_base(at.opened))
         return at
 
     # Snapshots and roots
@@ -894,7 +894,7 @@ class Replica(ReplicaView):
         self.store.put_epoch(epoch.epoch, record)
         is_here = self.ready and self.standing.is_at_base(epoch)
         self._know_epoch(epoch, record)
-        voters = Succession(epoch.electorate if is_here else ())
+        voters = at_base(epoch) if is_here else Succession(())
         self.standing = _with_voters(self.standing, voters)
         return is_here
 
@@ -917,6 +917,7 @@ class Replica(ReplicaView):
             base_position=head.position,
             base_chain=head.chain,
             electorate=tuple(electorate),
+            newcomers=remembered(self.voters, electorate, head.position),
         )
         raw = epoch.encode()
         self.adopt(SignedEpoch(epoch=raw, signature=sign(epoch_payload(raw))).encode())
@@ -941,7 +942,7 @@ class Replica(ReplicaView):
         except OutOfOrder:  # the log here begins after the base
             return False
         is_done = self._resume_newest() and self.position == opened.base_position
-        voters = Succession(opened.electorate if is_done else ())
+        voters = at_base(opened) if is_done else Succession(())
         self.standing = _with_voters(self.standing, voters)
         return is_done
 

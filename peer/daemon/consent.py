@@ -56,7 +56,7 @@ class Declined(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a run asks of a machine."""
+    """The demands of a run on a machine: model, data, disk, traffic."""
 
     digest: str
     lines: tuple[str, ...]

@@ -56,7 +56,7 @@ class RunOptions:
     allow_models: frozenset[str] = frozenset()
     """Custom models that the spec may name, as `module:function`."""
     yes: bool = False
-    """Whether the owner agrees to what the run asks for without a question."""
+    """Given by `--yes`: agree to the run's demands without a question."""
     share: float = 1.0
     """Fraction of time to spend training; the rest is left to other programs."""
 

@@ -81,7 +81,7 @@ class TrainerProgress:
         self.window_s = 0.0
         """Seconds that the last window took, without waiting."""
         self.leaving = False
-        """Whether this peer offers nothing more."""
+        """True once this peer offers nothing more."""
         self._keeps_left_out = not method.every_step  # else it sends gradients, and keeps none
         self._num_fragments = num_fragments
         self._watched: Callable[[], TrainerView] | None = None
@@ -375,7 +375,7 @@ class NetworkReducer(RunReducer):
         """Fragments of which this peer's next contribution does not count yet."""
         self._hides = self.method.hidden_steps(self.spec.outer.inner_steps) > 0
         self._in_step = False
-        """Whether the last contribution that was decided counted."""
+        """True if the last decided contribution counted."""
 
     def close(self) -> None:
         """Leave the run: roster, connections, threads. Idempotent."""

@@ -81,7 +81,7 @@ class Recovery:
         self._on_taken = on_taken
         self._fallback = fallback
         self._answered: list[Donor] = []
-        """Those who answered last."""
+        """The peers that answered last."""
 
     async def run(self) -> Recovered | None:
         """Catch up with the furthest donor; None if nothing was missing.

@@ -13,6 +13,7 @@ from atoll.coordinator.epochs import LEARN_S
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.status import RoundReport
+from atoll.coordinator.service import server
 from atoll.coordinator.signing import SIGNED_FILE, EpochSigner, SignedAlready
 from atoll.optim.log.entry import Epoch, epoch_payload
 from atoll.optim.log.replica import Replica
@@ -70,6 +71,12 @@ async def two_epochs(net: kit.Net, clock: Clock) -> None:
                 await net.clients[index].heartbeat(status)
             await coordinator.tick()
     assert (coordinator.head().epoch, coordinator.head().position) == (1, 5)
+
+
+@pytest.fixture(autouse=True)
+def only_this_test_lets_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's own tick would come between two steps of the test."""
+    monkeypatch.setattr(server, "TICK_S", 3600.0)
 
 
 @pytest.fixture

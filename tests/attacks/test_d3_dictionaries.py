@@ -8,10 +8,9 @@ from hivemind.dht.storage import DictionaryDHTValue
 from atoll.dht.bindings import DHTProtocol, PeerID
 from atoll.dht.identity import Identity
 from atoll.dht.kademlia import BURST, MAX_BAD, Budget
-from support.strangers import ROSTER_ID, admission, lag, members, signed
+from support.strangers import ROSTER_ID, admission, members, signed
 
-NUM = 1500  # signing them takes most of the test
-DEAF_S = 0.25  # a sixth of the shortest stall; it was 3 s with 9,000 records
+NUM = 300  # signing them takes most of the test; 9,000 deafened the loop for 3 s
 
 
 def dictionary(*, is_admitted):
@@ -26,11 +25,20 @@ def dictionary(*, is_admitted):
     return packed, expires_at
 
 
+def watched(node):
+    """Return a list of the records that a node's validator is asked about from now on."""
+    judged = []
+    validator = node.dht.protocol.record_validator
+    validate = validator.validate
+    validator.validate = lambda record: judged.append(record) or validate(record)
+    return judged
+
+
 def test_a_dictionary_is_not_even_read(tmp_path):
     async def main():
-        async with members(tmp_path) as (a, b), lag() as worst:
+        async with members(tmp_path) as (a, b):
             packed, expires_at = dictionary(is_admitted=True)
-            worst[0] = 0.0
+            judged = watched(a)
             for _ in range(5):
                 stored = await DHTProtocol.call_store(
                     b.dht.protocol,
@@ -40,7 +48,7 @@ def test_a_dictionary_is_not_even_read(tmp_path):
                     [expires_at],
                 )
                 assert not any(stored or [])
-            assert worst[0] < DEAF_S
+            assert {record.subkey for record in judged} <= {b""}  # as a whole, by its size
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
@@ -48,19 +56,14 @@ def test_a_dictionary_is_not_even_read(tmp_path):
 def test_a_dictionary_in_an_answer_is_given_up_soon(tmp_path):
     async def main():
         async with members(tmp_path) as (a, b):
-            judged = []
+            judged = watched(b)
             protocol = b.dht.protocol
-            validate = protocol.record_validator.validate
-            protocol.record_validator.validate = lambda r: judged.append(r) or validate(r)
             packed, expires_at = dictionary(is_admitted=False)
             a.dht.protocol.storage.store(ROSTER_ID, packed, expires_at)
-            async with lag() as worst:
-                value, _ = (await protocol.call_find(PeerID.from_base58(a.peer_id), [ROSTER_ID]))[
-                    ROSTER_ID
-                ]
+            found = await protocol.call_find(PeerID.from_base58(a.peer_id), [ROSTER_ID])
+            value, _ = found[ROSTER_ID]
             assert value is None
             assert len(judged) == MAX_BAD
-            assert worst[0] < DEAF_S
 
     asyncio.run(asyncio.wait_for(main(), 30))
 

@@ -188,10 +188,10 @@ def test_real_peers_exchange_while_strangers_are_silent(tmp_path):
                 for each in strangers:
                     await each.open(host, int(port))
                 most = 0
-                for _ in range(3):
+                for _ in range(2):
                     for each in strangers:
                         await each.streams(protocol_name(RUN.hex()), 60)
-                    for _ in range(10):
+                    for _ in range(5):
                         assert await ask(b, a)
                         assert await ask(a, b)
                         most = max(most, a.transport.statistics().streams_open)
@@ -200,4 +200,4 @@ def test_real_peers_exchange_while_strangers_are_silent(tmp_path):
                 for each in strangers:
                     await each.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 90))  # 5 s on an idle machine

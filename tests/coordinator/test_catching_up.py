@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,35 +20,13 @@ from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import LiveReplica, Recovered, RecoveryError, Replica
+from atoll.optim.log.replica import LiveReplica, RecoveryError, Replica
 from atoll.optim.log.store import LogStore
 from atoll.peer.recovery.ledger import LedgerRecovery
-from atoll.peer.recovery.recovery import Recovery
-from atoll.peer.recovery.sources import Source
 from atoll.peer.rounds.messages import Decided
 from support import swarm as in_memory
+from support.donors import recovering
 from support.logs import Log, LogSource
-
-
-def recovering(*sources: Source) -> Callable[..., Awaitable[Recovered | None]]:
-    """A `Recover` that knows these sources."""
-
-    async def listed() -> Iterator[Sequence[Source]]:
-        return iter([sources])
-
-    async def recover(replica: LiveReplica, on_taken: Callable[[int], None]) -> Recovered | None:
-        recovery = Recovery(
-            replica,
-            listed,
-            genesis=asyncio.Event().wait,
-            stall_s=5.0,
-            on_event=lambda level, text: None,
-            on_progress=lambda what, left: None,
-            on_taken=on_taken,
-        )
-        return await recovery.run()
-
-    return recover
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_calls_share_a_stream_but_not_after_the_admission_was_renewed(swarm, a, 
         before = len(a.transport._streams)
         for _ in range(10):
             await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
-        assert len(a.transport._streams) == before
+        assert len(a.transport._streams) <= before  # another call's may have ended
         a.transport.admission = b"forged"
         try:
             with pytest.raises(Refused, match="ticket"):

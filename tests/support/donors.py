@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
 
 from atoll.coordinator.heads import AskHeads, PeerHead
 from atoll.optim.log.replica import LiveReplica, Recovered, Replica
 from atoll.peer.recovery.recovery import Recovery
+from atoll.peer.recovery.sources import Source
 from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
 from support import kit
 
 
 class Clock:
-    now_s = 1000.0
+    """Time passes by hand, from now: the coordinator has measured by the machine's clock so far."""
+
+    def __init__(self) -> None:
+        self.now_s = time.monotonic()
 
     def __call__(self) -> float:
         return self.now_s
@@ -51,9 +55,11 @@ class StoreSource:
         return self.store.body(position)
 
 
-def recovering(source: StoreSource) -> Callable[..., Awaitable[Recovered | None]]:
-    async def listed() -> Iterator[Sequence[Any]]:
-        return iter([[source]])
+def recovering(*sources: Source) -> Callable[..., Awaitable[Recovered | None]]:
+    """A `Recover` that knows these sources."""
+
+    async def listed() -> Iterator[Sequence[Source]]:
+        return iter([sources])
 
     async def recover(replica: LiveReplica, on_taken: Callable[[int], None]) -> Recovered | None:
         recovery = Recovery(

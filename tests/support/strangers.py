@@ -1,6 +1,5 @@
 """Nodes of a run with admissions, and attackers that speak to them: with and without one."""
 
-import asyncio
 import contextlib
 import time
 
@@ -86,21 +85,3 @@ def signed(identity, credential=b"", **changes):
     plain = record(identity.peer_id, **changes)
     data = sign_record(plain, identity, run_id=RUN.hex(), credential=credential)
     return identity.peer_id, data, plain.expires_at
-
-
-@contextlib.asynccontextmanager
-async def lag():
-    """Measure the longest time for which the loop was deaf."""
-    worst = [0.0]
-
-    async def watch():
-        while True:
-            before_s = time.monotonic()
-            await asyncio.sleep(0.02)
-            worst[0] = max(worst[0], time.monotonic() - before_s - 0.02)
-
-    task = asyncio.create_task(watch())
-    try:
-        yield worst
-    finally:
-        task.cancel()

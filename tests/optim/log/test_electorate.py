@@ -10,6 +10,7 @@ from atoll.optim.log.electorate import (
     BadElectorate,
     Succession,
     check_succession,
+    remembered,
     succeed,
 )
 from atoll.optim.log.entry import (
@@ -178,6 +179,22 @@ def test_elector_that_was_away_for_long_is_tried_again():
     now = step(now, back, *map(member, "abcd"))
     assert names(now) == list("abc")
     assert now.newcomers == (Newcomer(peer_id="d", since=back, last=back),)
+
+
+def test_electors_that_an_epoch_leaves_out_are_not_tried_again():
+    before = standing(*"abc", newcomers=[Newcomer(peer_id="d", since=17, last=19)])
+    newcomers = remembered(before, [elector("a")], 20)
+    assert sorted(n.peer_id for n in newcomers) == list("bcd")
+    now = Succession((elector("a"),), newcomers)
+    now = step(now, 20, *map(member, "abd"))
+    assert names(now) == list("ab")
+    now = step(now, 21, *map(member, "abcd"))
+    assert names(now) == list("abc")
+
+
+def test_an_epoch_forgets_who_was_away_for_long():
+    before = standing("a", newcomers=[Newcomer(peer_id="b", since=1, last=2)])
+    assert remembered(before, [elector("a")], 3 + REMEMBERED_ENTRIES) == ()
 
 
 def update(now, **changes):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
+from atoll.optim.log.electorate import at_base
 from atoll.optim.log.entry import (
     CertificateInvalid,
     ChainMismatch,
@@ -163,6 +164,11 @@ def test_a_new_epoch_begins_at_the_head_with_other_electors(reopen: Open, swarm:
     assert replica.read_epoch(replica.epoch_record) == epoch
     with pytest.raises(NotNext):
         replica.check(old_entry, swarm.certify(old_entry))
+    away = {elector.peer_id for elector in swarm.electors()}
+    assert {newcomer.peer_id for newcomer in epoch.newcomers} == away
+    assert replica.voters == at_base(epoch)
+    replica = reopen()
+    assert replica.voters == at_base(epoch)
     with pytest.raises(CertificateInvalid):
         take(replica, swarm)
     take(replica, others)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
@@ -141,6 +141,9 @@ class RoundModel:
         self._numbers: dict[Hashable, int] = {}
         self._steps: dict[Hashable, tuple[int, tuple[Any, ...]]] = {}
         self._entries: list[Entry] = []
+        self._records: list[bytes] = []
+        """the same entries, encoded"""
+        self._votes: dict[tuple[int, int, int], VoteArrived] = {}
         self._entry_numbers: dict[bytes, int] = {}
         self._done = {
             (part, generation, owner): PartDone(
@@ -281,12 +284,9 @@ class RoundModel:
             event: Any = Promised(attempt=ask.attempt, elector=index, accepted=accepted)
             after = world
         else:
-            entry = self._entries[ask.entry]
-            if not acceptor.accept(ask.attempt, entry.encode()):
+            if not acceptor.accept(ask.attempt, self._records[ask.entry]):
                 return
-            name = self.electorate[index].peer_id
-            signed = signature(name, vote_payload(entry, ask.attempt))
-            event = VoteArrived(attempt=ask.attempt, elector=index, signature=signed)
+            event = self._vote(index, ask)
             after = world._replace(votes=world.votes | {(ask.attempt, ask.entry, index)})
         told = None
         if acceptor.accepted is not None:
@@ -298,12 +298,20 @@ class RoundModel:
         if world.rounds[ask.leader] is not None:
             yield self._feed(after, ask.leader, event)
 
+    def _vote(self, index: int, ask: Ask) -> VoteArrived:
+        key = index, ask.attempt, ask.entry
+        if key not in self._votes:
+            payload = vote_payload(self._entries[ask.entry], ask.attempt)
+            signed = signature(self.electorate[index].peer_id, payload)
+            self._votes[key] = VoteArrived(attempt=ask.attempt, elector=index, signature=signed)
+        return self._votes[key]
+
     def _acceptor(self, world: World, index: int) -> Acceptor:
         acceptor = Acceptor()
         acceptor.promised, told = world.acceptors[index]
         if told is not None:
             attempt, entry = told
-            acceptor.accepted = Accepted(attempt=attempt, entry=self._entries[entry].encode())
+            acceptor.accepted = Accepted(attempt=attempt, entry=self._records[entry])
         return acceptor
 
     def _mishaps(self, world: World) -> Iterator[World]:
@@ -458,6 +466,7 @@ class RoundModel:
         if record not in self._entry_numbers:
             self._entry_numbers[record] = len(self._entries)
             self._entries.append(Entry.decode(record))
+            self._records.append(record)
         return self._entry_numbers[record]
 
     # what machines ask for
@@ -588,9 +597,13 @@ def _member(peer: str) -> Member:
 
 LEAVES = (str, bytes, int, float, bool, type(None), Enum, Record, Rules, Cells, Elector, frozenset)
 
+PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+
 
 def clone(thing: Any) -> Any:
-    """A copy that shares only what never changes."""
+    """Return a copy that shares only what never changes."""
+    if type(thing) in PLAIN:
+        return thing
     if isinstance(thing, LEAVES) or callable(thing):
         return thing
     if isinstance(thing, dict):
@@ -615,7 +628,9 @@ _records: dict[int, tuple[Record, bytes]] = {}
 
 
 def canonical(thing: Any) -> Hashable:
-    """What equals for equal things, and hashes."""
+    """Return what is equal for equal things, and hashes."""
+    if type(thing) in PLAIN:  # most of them are; asking for all leaves takes longer
+        return cast(Hashable, thing)
     if isinstance(thing, Record):
         known = _records.get(id(thing))
         if known is None:

@@ -45,6 +45,8 @@ from atoll.compression.floats import Fp32
 from atoll.compression.kernels.noise import MASK_64, mix
 from atoll.compression.registry import register
 
+# A spec may come from a stranger. At this rank the two factors of a 2,048 x 2,048 matrix are as
+# large as its int8 codes.
 MAX_RANK = 256
 
 

@@ -37,14 +37,18 @@ HEARTBEAT_S: Final = 1.0  # about the age of what the dashboard shows
 MAX_HEARTBEAT_S: Final = 60.0  # a peer that is asked for fewer reports sends them at this pace
 ALIVE_S: Final = 10.0  # a peer that is silent for longer, and for three heartbeats, is gone
 
+# A connection that a router has forgotten is noticed within half a minute by both sides; without
+# pings a call on it would wait for its own deadline, and the server would keep its socket.
+_PING_EVERY_MS, _PONG_WITHIN_MS = 20_000, 10_000
+
 CHANNEL_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5000),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", _PING_EVERY_MS),
+    ("grpc.keepalive_timeout_ms", _PONG_WITHIN_MS),
 )
 SERVER_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -52,13 +56,13 @@ SERVER_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.max_concurrent_streams", 64),
     ("grpc.so_reuseport", 0),  # a second coordinator on the port must fail to bind
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", _PING_EVERY_MS),
+    ("grpc.keepalive_timeout_ms", _PONG_WITHIN_MS),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # An idle socket costs a file descriptor, of which a process has 1,024 by default. A handshake
     # takes four round trips; gRPC's own limit is 120 s.
-    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", _PONG_WITHIN_MS),
     # Twice the longest pause between heartbeats. A channel that was closed connects again.
     ("grpc.max_connection_idle_ms", 120_000),
 )

@@ -31,7 +31,9 @@ from atoll.peer.rounds.context import OnEvent
 
 MAX_BOOTSTRAP = 16  # as many as an invite holds
 PAUSE_S = (0.5, 15.0)  # the first and the longest, between two tries to join; they double
-OFFLINE_S = 10.0  # how long a peer that has joined before tries the coordinator at its start
+# How long a peer that has joined before tries the coordinator at its start. One that restarts is
+# back within seconds; the rounds of the others do not wait for it, so neither does this peer.
+OFFLINE_S = 10.0
 
 
 class StateDirectoryError(ValueError):

@@ -24,7 +24,9 @@ from atoll.peer.rounds.conduct import Fault, guarded_call
 from atoll.peer.rounds.context import RoundTrace
 
 ASKED_AROUND = 3  # peers asked when this one is behind: it believes a round that two report
-DOUBT_STALLS = 20.0  # stall times for which a peer in doubt asks for the outcome of a meeting
+# Stall times for which a peer in doubt asks for the outcome of a meeting. A partner that froze for
+# half a minute still answers; a longer wait would cost the rounds that it could do with others.
+DOUBT_STALLS = 20.0
 KEPT_IDS = 256  # of meetings that this peer committed
 
 Known = Literal["committed", "not committed", "unknown"]

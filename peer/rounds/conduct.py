@@ -26,7 +26,7 @@ from atoll.optim.reduction.contribution import WorkRefused
 MAX_FAULTS = 3  # one may be a flipped bit, two a bad hour; the third is a habit
 MEMORY_S = 600.0  # faults further apart than this do not add up
 FIRST_BAR_S = 60.0  # a few rounds
-MAX_BAR_S = 3600.0
+MAX_BAR_S = 3600.0  # bars double up to this: a machine that was mended is back within the hour
 MAX_PEERS = 4096  # as many as a group may have; the longest silent are forgotten first
 
 

@@ -46,6 +46,8 @@ ROUND_TRIP_S = 0.05  # what one is taken for before a peer has answered
 MAX_ROUND_TRIP_S = 1.0  # longer ones say more of a busy machine than of a link
 MAX_PEERS = 64  # of which round trips are kept: those who were asked last
 KEPT_ROUND_TRIPS = 8  # of a peer, of which the least counts: routes change
+# Of bytes that may be unconfirmed on any link: one message of the fastest size on libp2p streams
+# (256 KiB), so that a low estimate can still rise.
 MIN_IN_FLIGHT_BYTES = 1 << 18
 LOST_SHARE = 0.02  # of what is unconfirmed, a reading: what was sent to the dead never is
 BITS = 8e-6  # Mbit in a byte

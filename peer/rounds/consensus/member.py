@@ -65,7 +65,9 @@ from atoll.peer.rounds.messages import (
 from atoll.peer.rounds.policies import decision_patience_s, group_patience_s
 
 CONNECT_STALLS = 3  # a first contact with a leader may have to dial
-CLOSED_STALLS = 20  # how long a peer that came too late waits for the decision
+# How long a peer that came too late waits for the decision before it reports again. The decision
+# ends the wait; this is for a leader that died after it closed its group.
+CLOSED_STALLS = 20
 
 WAITS_FOR_DECISION = frozenset({RefusalCode.CLOSED, RefusalCode.BARRED})
 """Refusals after which the round goes on without this peer."""

@@ -16,6 +16,7 @@ import pytest
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
 from atoll.peer.cli import main as cli
+from atoll.peer.cli import peer as command
 from atoll.peer.daemon.consent import (
     Consent,
     ConsentMissing,
@@ -299,8 +300,8 @@ def test_a_yes_in_the_terminal_trains_and_is_asked_for_once(organise, kit, at_te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", ["n\n", "\n", "maybe\n", "\x04"])
-def test_anything_else_is_a_no(organise, kit, at_terminal, tmp_path, answer):
+@pytest.mark.parametrize("answer", ["n\n", "\x04"])
+def test_a_no_ends_it(organise, kit, at_terminal, tmp_path, answer):
     organiser = organise(kit.tiny_spec())
     terminal = at_terminal(organiser.invite)
     terminal.await_text("[y/N]")
@@ -310,6 +311,26 @@ def test_anything_else_is_a_no(organise, kit, at_terminal, tmp_path, answer):
     assert "Traceback" not in terminal.text
     assert not (tmp_path / "peer" / "consent.json").exists()
     assert organiser.status().position == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_yes"),
+    [
+        ("y\n", True),
+        (" Yes\n", True),
+        ("n\n", False),
+        ("\n", False),
+        ("maybe\n", False),
+        ("", False),
+    ],
+)
+def test_only_a_yes_is_a_yes(monkeypatch, answer, is_yes):
+    read, write = os.pipe()
+    os.write(write, answer.encode())
+    os.close(write)
+    monkeypatch.setattr(command, "STDIN", read)
+    assert asyncio.run(command._ask()) is is_yes
+    os.close(read)
 
 
 @pytest.mark.slow

@@ -1,7 +1,21 @@
 """The replicated log of a run.
 
-entry      records, the chain, certificates, and the rules that make an entry valid
-replay     from a state and an entry to the next state, by the run's method
-store      the log on disk
-replica    a copy of the log and its state; `live`: the same for an event loop
+`entry` has the records, the chain, certificates, and the rules that make an entry valid;
+`electorate` the rules of who votes; `store` the log on disk; `replica` a copy of the log and its
+state, and `LiveReplica`, the same for an event loop.
 """
+
+from atoll.optim.log.entry import Certificate, Entry, Epoch, LogError
+from atoll.optim.log.replica import LiveReplica, Module, Replica
+from atoll.optim.log.store import LogStore
+
+__all__ = [
+    "Certificate",
+    "Entry",
+    "Epoch",
+    "LiveReplica",
+    "LogError",
+    "LogStore",
+    "Module",
+    "Replica",
+]

@@ -134,12 +134,14 @@ class AdmissionControl:
         run_id: bytes,
         *,
         desk: InviteDesk,
+        has_keepers: bool = False,
         verify: Verify,
         events: EventLog,
         clock: Callable[[], float],
         steady: Callable[[], float],
     ) -> None:
         """`clock` returns seconds since 1970, `steady` those of a monotonic clock."""
+        self._has_keepers = has_keepers
         self._settings = settings
         self._keys = keys
         self._run_id = run_id
@@ -168,8 +170,9 @@ class AdmissionControl:
             )
         self._expect_run(request.run_id)
         self._expect_proof(request)
-        role = _role(request.role)
+        _expect_role(request.role)
         self._expect_invited(request)
+        role = self.role_of(request.peer_id, request.role)
         text = f"joined as {role} (version {request.version[:32]})"  # anyone may claim anything
         self._events.add("info", request.peer_id, text)
         session = self._sessions.session(request.peer_id, self._clock() + self._admission_s())
@@ -196,6 +199,12 @@ class AdmissionControl:
         """Return a new credential at half the life of the last one; empty before."""
         left_s = self._admitted_until_s.get(peer_id, 0.0) - self._clock()
         return self.admit(peer_id, role) if left_s < self._admission_s() / 2 else b""
+
+    def role_of(self, peer_id: str, claimed: str) -> Literal["trainer", "follower", "keeper"]:
+        """Return a peer's role: its invite makes a keeper, no word of its own does."""
+        if self._has_keepers and self._desk.is_keeper(peer_id):
+            return "keeper"
+        return "follower" if claimed == "follower" else "trainer"
 
     def authenticate(self, peer_id: str, session: bytes) -> None:
         """Raise Refusal unless this is a current session of the peer."""
@@ -265,8 +274,15 @@ class AdmissionControl:
         return False
 
     def _expect_invited(self, request: JoinRequest) -> None:
+        is_for_keepers = self._desk.is_for_keepers(request.token)
+        if is_for_keepers and not self._has_keepers:
+            raise Refusal(
+                RefusalStatus.PERMISSION_DENIED,
+                "the invite is for keepers, but in this run members vote "
+                '(round.electors = "members"); ask the organiser for one for trainers',
+            )
         with _refusing():
-            if self._settings.invite_only:
+            if self._settings.invite_only or is_for_keepers:
                 self._desk.join(request.token, request.peer_id, self._clock())
             self._desk.expect_not_evicted(request.peer_id)
 
@@ -300,11 +316,9 @@ def _refusing() -> Iterator[None]:
         raise Refusal(RefusalStatus.PERMISSION_DENIED, str(error)) from None
 
 
-def _role(role: str) -> Literal["trainer", "follower"]:
-    if role == "trainer":
-        return "trainer"
-    if role == "follower":
-        return "follower"
-    raise Refusal(
-        RefusalStatus.INVALID_ARGUMENT, f"expected the role trainer or follower, got {role[:32]!r}"
-    )
+def _expect_role(role: str) -> None:
+    if role not in ("trainer", "follower"):
+        raise Refusal(
+            RefusalStatus.INVALID_ARGUMENT,
+            f"expected the role trainer or follower, got {role[:32]!r}",
+        )

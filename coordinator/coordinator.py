@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -87,6 +87,7 @@ class Coordinator:
             keys,
             self.run_id,
             desk=desk,
+            has_keepers=spec.round.electors == "keepers",
             verify=verify,
             events=events,
             clock=self.now_s,
@@ -143,6 +144,8 @@ class Coordinator:
                 will.
         """
         now_s = self._steady()
+        role = self.admission.role_of(status.peer_id, status.role)
+        status = replace(status, role=role)
         self.presence.report(status, now_s, leaving=leaving)
         if leaving and retired:
             self._epochs.retire(status)
@@ -152,7 +155,7 @@ class Coordinator:
             self.rounds.trace(status.peer_id, trace, self._clock())
         return HeartbeatAnswer(
             publish_from=self._publish_from(status, now_s),
-            admission=self.admission.renewed(status.peer_id, status.role),
+            admission=self.admission.renewed(status.peer_id, role),
             finished=self.finished.is_set(),
         )
 

@@ -1,4 +1,4 @@
-"""Invites and evictions: who may join a run, who may only look, and who may not come back.
+"""Invites and evictions: who may join a run, as what, and who may not come back.
 
 The organiser's commands write one file, the coordinator another, so that neither waits for the
 other. Both lie beside the run's keys: access to that directory is the organiser's right. They are
@@ -6,15 +6,17 @@ replaced whole, synced, with mode 0600; the coordinator looks for a new version 
 twice a second.
 
     invites.json    {"version": 1,
-                     "invites": [{"id", "kind": "trainer" | "watcher", "token_sha256",
+                     "invites": [{"id", "kind": "trainer" | "keeper" | "watcher", "token_sha256",
                                   "uses", "expires_s", "revoked"}],
                      "evicted": [{"peer_id", "at_s", "reason"}]}
-    uses.json       {invite id: [PeerID, ...]}, the peers that joined with an invite
+    uses.json       {invite id: [PeerID, ...]}, the peers that joined with an invite that has
+                    limits, or is for keepers
 
 Tokens are kept as SHA-256: a copy of these files admits nobody. A use is a PeerID, not a join: a
 peer that restarts takes no second one, and may come back after the invite has expired. The invite
 that `atoll coordinator` prints has the id `first`: it is for trainers, without a limit, until it is
-revoked.
+revoked. A PeerID that has joined with an invite for keepers is a keeper for good, whatever it asks
+for later; only an eviction ends that.
 
 Exceptions:
 
@@ -48,7 +50,7 @@ MAX_EVICTED = 1024  # newest ones that peers learn of, 53 bytes each; a heartbea
 _LOCK_FILE = ".invites.lock"
 _TOKEN_BYTES = 16
 
-Kind = Literal["trainer", "watcher"]
+Kind = Literal["trainer", "keeper", "watcher"]
 T = TypeVar("T")
 
 _CONFIG = ConfigDict(strict=True, extra="forbid")
@@ -146,7 +148,7 @@ class InviteDesk:
         self.refresh()
         self.expect_not_evicted(peer_id)
         invite = self._find(token)
-        if invite.kind != "trainer":
+        if invite.kind == "watcher":
             raise InviteRefused(
                 "the invite is for watching only; ask the organiser for one for trainers"
             )
@@ -159,9 +161,20 @@ class InviteDesk:
                 f"the invite was for {invite.uses} peer{'s' * (invite.uses != 1)}, and all have "
                 "joined; ask the organiser for another"
             )
-        if invite.uses or invite.expires_s:
+        if invite.uses or invite.expires_s or invite.kind == "keeper":
             self._uses[invite.id] = [*used, peer_id][-MAX_USES:]
             _replace(self._folder / USES_FILE, _USES.dump_json(self._uses))
+
+    def is_for_keepers(self, token: bytes) -> bool:
+        """Return whether the token is that of an invite for keepers, current or not."""
+        self.refresh()
+        invite = self._by_hash.get(_hash(token))
+        return invite is not None and invite.kind == "keeper"
+
+    def is_keeper(self, peer_id: str) -> bool:
+        """Return whether a peer has joined with an invite for keepers."""
+        keepers = (i.id for i in self._by_hash.values() if i.kind == "keeper")
+        return any(peer_id in self._uses.get(invite_id, ()) for invite_id in keepers)
 
     def watch(self, token: bytes, now_s: float) -> None:
         """Accept the token of any current invite. Raises InviteRefused."""

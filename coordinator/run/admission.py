@@ -30,7 +30,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 
-Role = Literal["trainer", "follower", "coordinator"]
+Role = Literal["trainer", "follower", "keeper", "coordinator"]
 
 MAX_CREDENTIAL_BYTES = 512  # about 190 are used
 MAX_KNOWN = 4096  # checked credentials in memory: a signature takes longer than a look-up

@@ -7,13 +7,21 @@ Each field's own type and range is checked here; combinations of fields are chec
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
 
 from atoll.compression import ErrorFeedback, parse
 from atoll.coordinator.run.addresses import split_address
 from atoll.optim import methods
+from atoll.optim.log.electorate import Electors
 from atoll.optim.reduction.robust import ReducerName
 from atoll.optim.schedules import QSR, Rate
 
@@ -29,6 +37,9 @@ _OWN_KEYS = {
 """Method options that have a key of their own in RUN.toml."""
 
 LONGEST = 10  # times the shortest window; a rate that falls to a tenth would call for 100 times
+
+_LATER = ("electors",)
+"""Fields of [round] that the digest of a spec covers only if they differ from their defaults."""
 
 Scalar = bool | int | float | str
 
@@ -273,10 +284,16 @@ class CompressionSection(Section):
 
 
 class RoundSection(Section):
-    """Timing and reduction of a round."""
+    """Timing and reduction of a round, and who decides it."""
 
     min_peers: int = Field(
         default=2, ge=1, le=4096, description="Peers that must be ready before the run starts."
+    )
+    electors: Electors = Field(
+        default="members",
+        description="Who leads and votes: 'members' (peers that have contributed for some rounds) "
+        "or 'keepers' (only peers with an invite for keepers, see `atoll invite --role keeper`; "
+        "they need not train, and the run waits for at least one).",
     )
     grace_s: float = Field(
         default=3.0,
@@ -309,6 +326,15 @@ class RoundSection(Section):
         ge=1,
         description="Old updates that each peer keeps for peers that catch up, in megabytes.",
     )
+
+    @model_serializer(mode="wrap")
+    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out fields that older specs lack, so that equal runs keep their run ids."""
+        fields: dict[str, Any] = handler(self)
+        for name in _LATER:
+            if fields.get(name) == type(self).model_fields[name].default:
+                del fields[name]
+        return fields
 
 
 class CoordinatorSection(Section):

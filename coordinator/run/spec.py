@@ -74,6 +74,11 @@ class RunSpec(Section):
                 f"outer.method: a run needs a method whose state the log can hold, or a gossip "
                 f"method, got {method.name!r}; `atoll simulate` runs it"
             )
+        if not method.logged and self.round.electors != "members":
+            raise ValueError(
+                f"round.electors: must be 'members' with {method.name!r}, in which nobody votes, "
+                f"got {self.round.electors!r}"
+            )
         self._expect_windows(method)
         if method.feedback and method.codec.mode == "unbiased":
             raise ValueError(
@@ -226,7 +231,10 @@ class RunSpec(Section):
 
     def differences(self, other: RunSpec) -> list[str]:
         """List the fields that make `other` another run, as 'section.field: mine != theirs'."""
-        mine, theirs = (s.model_dump(mode="json", exclude={"coordinator"}) for s in (self, other))
+        mine, theirs = (
+            {name: dict(section) for name, section in spec if name != "coordinator"}
+            for spec in (self, other)
+        )
         return [
             f"{section}.{key}: {value!r} != {theirs[section][key]!r}"
             for section, values in mine.items()

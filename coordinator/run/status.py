@@ -145,7 +145,7 @@ class PeerStatus(StatusRecord):
     peer_id: Name
     name: Name = ""
     """The owner's name for it; by default the last letters of its PeerID."""
-    role: Literal["trainer", "follower"] = "trainer"
+    role: Literal["trainer", "follower", "keeper"] = "trainer"
     incarnation: Name = ""
     """New at each start of the process."""
     state: PeerState = "joining"

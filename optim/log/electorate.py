@@ -4,12 +4,16 @@ An elector stays for as long as it answers; a newcomer has to contribute for som
 No word of a single peer changes that. The owner of a part decides which cells it includes, never
 who votes, and the leader of a term may leave out only electors that do not answer: each voter asks
 those itself before it votes (`peer/rounds/consensus/voter.py`).
+
+If the organiser names keepers, only they vote, and no entry changes the electorate: the epoch
+record names the keepers, and a keeper that comes later votes from the next epoch on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from atoll.optim.log.entry import (
     MAX_ELECTORS,
@@ -22,6 +26,9 @@ from atoll.optim.log.entry import (
     Part,
     is_quorum,
 )
+
+Electors = Literal["members", "keepers"]
+"""Who votes: members that have contributed for a while, or only the keepers of the epoch."""
 
 # Entries from a peer's first contribution to its first vote. Keys are free, work is not: whoever
 # wants votes has to send this many contributions with each of its keys.
@@ -75,6 +82,7 @@ def succeed(
     members: Sequence[Member],
     parts: Sequence[Part],
     dropped: Collection[str] = (),
+    electors: Electors = "members",
 ) -> Succession:
     """Return the electors and newcomers after an entry.
 
@@ -85,8 +93,9 @@ def succeed(
         parts: the entry's.
         dropped: PeerIDs of electors that do not answer. If the others would be no quorum of the
             present electorate, nobody is dropped.
+        electors: who votes in this run; of keepers an entry neither adds nor drops any.
     """
-    if not members:
+    if electors == "keepers" or not members:
         return now
     workers = {m.peer_id: m.elector for i, m in enumerate(members) if _contributed(i, m, parts)}
     stay = [e for e in now.electorate if e.peer_id not in dropped]
@@ -101,7 +110,9 @@ def succeed(
     return Succession(electorate=electorate, newcomers=tuple(waiting[:MAX_NEWCOMERS]))
 
 
-def check_succession(entry: Entry, now: Succession) -> list[Elector]:
+def check_succession(
+    entry: Entry, now: Succession, electors: Electors = "members"
+) -> list[Elector]:
     """Check an entry's electors; return the present ones that it drops.
 
     Raises:
@@ -115,6 +126,7 @@ def check_succession(entry: Entry, now: Succession) -> list[Elector]:
         members=entry.members,
         parts=entry.parts,
         dropped={e.peer_id for e in dropped},
+        electors=electors,
     )
     if (entry.electorate, entry.newcomers) != (due.electorate, due.newcomers):
         raise BadElectorate(

@@ -32,17 +32,29 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "invite",
-        description="Issue an invite for trainers or for watchers, on the coordinator's machine.\n"
-        "It works at once, also if the coordinator runs, and is kept over restarts. A use is\n"
-        "a peer: a peer that restarts takes no second one, and may return after the expiry.",
+        description="Issue an invite for trainers, keepers or watchers, on the coordinator's\n"
+        "machine. It works at once, also if the coordinator runs, and is kept over restarts.\n"
+        "A use is a peer: a peer that restarts takes no second one, and may return after the\n"
+        "expiry.",
         examples="atoll invite --uses 5 --expires 7d\n"
+        "atoll invite --role keeper --expires 1d\n"
         "atoll invite --watch --expires 12h\n"
         "atoll invite RUN_STATE --list\n"
         "atoll invite --revoke first",
     )
     add_state_dir(parser)
     parser.add_argument(
-        "--uses", type=_count, default=0, metavar="N", help="Peers that may join (default: any)."
+        "--uses",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="Peers that may join (default: any; 1 for keepers).",
+    )
+    parser.add_argument(
+        "--role",
+        choices=("trainer", "keeper", "watcher"),
+        help="Role of the peers that join (default: trainer). A keeper leads and votes and does "
+        'not train, in runs with electors = "keepers" in [round] of RUN.toml.',
     )
     parser.add_argument(
         "--expires",
@@ -52,7 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Time until it expires, in m, h, d or w, as in 7d (default: never).",
     )
     parser.add_argument(
-        "--watch", action="store_true", help="Invite for watchers: status only, no joining."
+        "--watch", action="store_true", help="Short for --role watcher: status only, no joining."
     )
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--list", action="store_true", help="List of the invites and their uses.")
@@ -79,17 +91,21 @@ def run(args: argparse.Namespace) -> int:
         revoke(folder, args.revoke, base.token)
         _say(f"invite {args.revoke} is revoked; `atoll evict PEER` puts out who joined with it")
         return 0
-    if args.watch and args.uses:
+    if args.watch and args.role not in (None, "watcher"):
+        raise WrongInvite(f"--watch and --role {args.role} cannot be combined; give one of them")
+    kind: Kind = "watcher" if args.watch else args.role or "trainer"
+    if kind == "watcher" and args.uses:
         raise WrongInvite("--watch and --uses cannot be combined: watching takes no use")
-    kind: Kind = "watcher" if args.watch else "trainer"
+    # A keeper votes, so an invite that leaks makes no more of them than the organiser meant.
+    uses = args.uses or (1 if kind == "keeper" else 0)
     expires_s = time.time() + args.expires if args.expires else 0.0
-    name, token = issue(folder, kind=kind, uses=args.uses, expires_s=expires_s)
+    name, token = issue(folder, kind=kind, uses=uses, expires_s=expires_s)
     invite = str(replace(base, token=token))
-    limits = _limits(kind, args.uses, expires_s)
+    limits = _limits(kind, uses, expires_s)
     if not base.token:
         _say("the run is open (coordinator.invite_only = false): anyone may join without an invite")
     if args.json:
-        fields = {"invite": invite, "id": name, "kind": kind, "uses": args.uses or None}
+        fields = {"invite": invite, "id": name, "kind": kind, "uses": uses or None}
         print_json(fields | {"expires_s": expires_s or None})
     else:
         _say(f"invite {name}: {limits}")
@@ -172,13 +188,15 @@ def _list(folder: Path, *, as_json: bool) -> int:
             print_json(fields | limits | {"joined": joined})
             continue
         state = " REVOKED" if invite.revoked else ""
-        count = f", {joined} joined" if invite.uses or invite.expires_s else ""
+        is_counted = invite.uses or invite.expires_s or invite.kind == "keeper"
+        count = f", {joined} joined" if is_counted else ""
         print(f"{invite.id:<10}{_limits(invite.kind, invite.uses, invite.expires_s)}{count}{state}")
     return 0
 
 
 def _limits(kind: str, uses: int, expires_s: float) -> str:
-    peers = f"{uses} peer{'s' * (uses != 1)}" if uses else "any number of peers"
+    peer = "keeper" if kind == "keeper" else "peer"
+    peers = f"{uses} {peer}{'s' * (uses != 1)}" if uses else f"any number of {peer}s"
     whom = "watching only" if kind == "watcher" else peers
     until = f"{datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC" if expires_s else ""
     return f"for {whom}, until {until}" if until else f"for {whom}, without expiry"

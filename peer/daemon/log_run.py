@@ -94,7 +94,11 @@ class LogRun:
             replica=self.replica,
             replay=self._replay,
             scalars=outer_scalars(spec, self._replay),
-            settings=RoundSettings(stall_s=spec.round.stall_s, grace_s=spec.round.grace_s),
+            settings=RoundSettings(
+                stall_s=spec.round.stall_s,
+                grace_s=spec.round.grace_s,
+                electors=spec.round.electors,
+            ),
             compute=env.compute,
             on_event=env.report,
             ready_in_s=self.progress.ready_in_s,

@@ -13,6 +13,7 @@ from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
+from atoll.optim.log.electorate import Electors
 from atoll.optim.log.entry import Elector, Entry, LogError, Verify
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.robust import Rule
@@ -36,13 +37,16 @@ class AttemptFailed(Exception):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings:
-    """Times of a round, as the spec of the run gives them (`round` in `spec`)."""
+    """Times of a round and its electors, as the spec of the run gives them (`round` in `spec`)."""
 
     stall_s: float
     """a peer without a sign of life for this long is taken for dead in this round"""
 
     grace_s: float
     """how long a group waits for stragglers once a quorum is ready"""
+
+    electors: Electors = "members"
+    """who leads and votes"""
 
 
 Scalars = Callable[[int], tuple[float, float]]

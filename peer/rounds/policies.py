@@ -78,18 +78,20 @@ class Rendezvous:
     """peers that reported ready"""
     expected: Mapping[str, float]
     """peers that are alive at this position, and when each expects to be ready (absolute)"""
-    electors: Collection[str]
+    awaited: Collection[str]
+    """the electors, or all trainers if keepers vote: while a quorum of them is missing, the group
+    waits longer"""
     opened_at: float
     """when the position came to be decided next; infinite before its turn"""
     last_s: float
     """how long the position before was next"""
     first_ready_at: float
     quorum_ready_at: float | None
-    """when a quorum of the electors was ready, None while it is not"""
+    """when a quorum of those awaited was ready, None while it is not"""
     grace_s: float
     alone_s: float
-    """after this long without a quorum of electors the group closes with the peers that are ready,
-    unless electors are about to be ready"""
+    """after this long without a quorum the group closes with the peers that are ready, unless
+    peers that are awaited are about to be ready"""
 
 
 def close_decision(view: Rendezvous, now: float) -> Close:
@@ -122,7 +124,7 @@ def _alone_until(view: Rendezvous) -> float:
     """
     alone = max(view.first_ready_at, view.opened_at) + view.alone_s
     limit = alone + max(view.last_s, view.first_ready_at - view.opened_at)
-    promised = [view.expected.get(peer, math.inf) for peer in set(view.electors) - set(view.ready)]
+    promised = [view.expected.get(peer, math.inf) for peer in set(view.awaited) - set(view.ready)]
     return limit if any(at <= limit for at in promised) else alone
 
 

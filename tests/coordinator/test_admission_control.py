@@ -13,10 +13,11 @@ from atoll.coordinator.admission_control import (
     RefusalStatus,
 )
 from atoll.coordinator.history import EventLog, History
-from atoll.coordinator.invites import InviteDesk
+from atoll.coordinator.invites import InviteDesk, issue, revoke
 from atoll.coordinator.policies import REPORT_BURST
 from atoll.coordinator.presence import MAX_PEERS
 from atoll.coordinator.rpc.messages import PROTOCOL, join_payload
+from atoll.coordinator.run.admission import Admission
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.dht import Identity, verify
@@ -36,19 +37,45 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def admission(tmp_path: Path, clock: Clock) -> AdmissionControl:
-    keys = RunKeys.generate()
+def control(
+    tmp_path: Path, clock: Clock, keys: RunKeys | None = None, *, has_keepers: bool = False
+) -> AdmissionControl:
+    keys = keys or RunKeys.generate()
     return AdmissionControl(
         CoordinatorSection(admission_hours=1.0),
         keys,
         RUN_ID,
         desk=InviteDesk(tmp_path, keys.token),
+        has_keepers=has_keepers,
         verify=verify,
         events=EventLog(History(tmp_path / "history.db"), clock),
         clock=clock,
         steady=clock,
     )
+
+
+@pytest.fixture
+def admission(tmp_path: Path, clock: Clock) -> AdmissionControl:
+    return control(tmp_path, clock)
+
+
+def join(
+    admission: AdmissionControl, token: bytes, identity: Identity, role: str = "trainer"
+) -> Admission:
+    nonce = admission.challenge(identity.peer_id)
+    welcome = admission.join(
+        JoinRequest(
+            protocol=PROTOCOL,
+            version="1",
+            run_id=RUN_ID,
+            peer_id=identity.peer_id,
+            role=role,
+            nonce=nonce,
+            signature=identity.sign(join_payload(RUN_ID, nonce)),
+            token=token,
+        )
+    )
+    return Admission.open(welcome.admission, admission._keys.run_public_key)
 
 
 def test_an_admission_is_renewed_at_half_its_life(
@@ -109,3 +136,35 @@ def test_limits_of_invented_names_take_bounded_memory(admission: AdmissionContro
     for index in range(2 * MAX_PEERS + 2):
         admission.limit_reports(f"passer-by {index}")
     assert len(admission._limits) <= 2 * MAX_PEERS + 1
+
+
+def test_an_invite_for_keepers_makes_keepers_for_good(tmp_path: Path, clock: Clock) -> None:
+    keys = RunKeys.generate()
+    admission = control(tmp_path, clock, keys, has_keepers=True)
+    keeper, trainer = Identity.ephemeral(), Identity.ephemeral()
+    name, token = issue(tmp_path, kind="keeper", uses=1)
+    assert join(admission, token, keeper).role == "keeper"
+    assert join(admission, keys.token, trainer).role == "trainer"
+    with pytest.raises(Refusal, match="all have joined"):
+        join(admission, token, trainer)
+    # Neither a restart of the coordinator nor a revoked invite makes it a trainer again.
+    revoke(tmp_path, name, keys.token)
+    again = control(tmp_path, clock, keys, has_keepers=True)
+    assert join(again, keys.token, keeper).role == "keeper"
+    assert again.role_of(keeper.peer_id, "trainer") == "keeper"
+
+
+def test_nobody_is_a_keeper_by_its_own_word(tmp_path: Path, clock: Clock) -> None:
+    admission = control(tmp_path, clock, has_keepers=True)
+    identity = Identity.ephemeral()
+    with pytest.raises(Refusal, match="expected the role trainer or follower"):
+        join(admission, admission._keys.token, identity, "keeper")
+    assert admission.role_of(identity.peer_id, "keeper") == "trainer"
+
+
+def test_an_invite_for_keepers_is_refused_where_members_vote(
+    tmp_path: Path, admission: AdmissionControl
+) -> None:
+    _, token = issue(tmp_path, kind="keeper")
+    with pytest.raises(Refusal, match="the invite is for keepers"):
+        join(admission, token, Identity.ephemeral())

@@ -314,6 +314,7 @@ class Leadership:
             entry=self._entry,
             cells=self.ctx.replay.cells_at(self.place.position),
             grace_s=self.ctx.settings.grace_s,
+            electors=self.ctx.settings.electors,
         )
         self.round = Round(
             self.place, self.term, leads=self.leads, rules=rules, view=self._log_view()
@@ -440,7 +441,12 @@ class Leadership:
         root = replica.root_due(position)
         group = self.round.group
         voters = succeed(
-            replica.voters, position=position, members=members, parts=parts, dropped=dropped
+            replica.voters,
+            position=position,
+            members=members,
+            parts=parts,
+            dropped=dropped,
+            electors=self.ctx.settings.electors,
         )
         return Entry(
             run_id=replica.run_id,

@@ -40,6 +40,7 @@ from typing import Literal, NamedTuple
 from atoll.coordinator.run.levels import Level
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
+from atoll.optim.log.electorate import Electors
 from atoll.optim.log.entry import (
     Certificate,
     Elector,
@@ -693,6 +694,8 @@ class Rules:
     cells: Cells
     """of the position's fragment"""
     grace_s: float
+    electors: Electors = "members"
+    """who votes; keepers bring no contributions, so a group waits for most trainers instead"""
 
 
 class Round:
@@ -897,6 +900,10 @@ class Round:
     # the group
 
     def _has_quorum(self, view: LeaderView) -> bool:
+        """Return whether a quorum of the electors is ready, or with keepers, of the trainers."""
+        if self._rules.electors == "keepers":
+            trainers = self.expected or {}
+            return 2 * len(trainers.keys() & set(self.live)) > len(trainers) > 0
         live, electorate = set(self.live), self.electorate(view)
         return is_quorum(
             [i for i, e in enumerate(electorate) if e.peer_id in live], len(electorate)
@@ -908,10 +915,11 @@ class Round:
         self._quorum_at = (self._quorum_at or view.now) if self._has_quorum(view) else None
         if self.expected is None or not live:
             return []
+        electors = {elector.peer_id for elector in self.electorate(view)}
         rendezvous = Rendezvous(
             ready=live,
             expected=self.expected,
-            electors={elector.peer_id for elector in self.electorate(view)},
+            awaited=set(self.expected) if self._rules.electors == "keepers" else electors,
             opened_at=view.opened_at if view.turn else math.inf,
             last_s=view.last_s,
             first_ready_at=self._first_at if self._first_at is not None else view.now,

@@ -423,7 +423,7 @@ class Voter:
             chain=replica.chain,
         )
         try:
-            dropped = check_succession(entry, replica.voters)
+            dropped = check_succession(entry, replica.voters, self._ctx.settings.electors)
         except BadElectorate as error:
             raise Refused(RefusalCode.BAD_ELECTORATE, str(error)) from error
         if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):

@@ -208,3 +208,18 @@ def test_outer_rates_of_diloco_follow_the_run_and_those_of_others_do_not() -> No
     assert rates("diloco", lr=0.5) == (0.5, 0.3)
     assert rates("muloco") == (0.7, 0.6)
     assert rates("demo", inner_steps=1) == (0.1, 0.0)
+
+
+def test_who_votes_is_part_of_the_run_only_if_it_is_not_the_default() -> None:
+    members, keepers = RunSpec(), RunSpec.from_toml('[round]\nelectors = "keepers"\n')
+    assert b"electors" not in members.canonical()
+    assert b'"electors":"keepers"' in keepers.canonical()
+    assert keepers.digest() != members.digest()
+    assert RunSpec.from_json(keepers.canonical()) == keepers
+    assert members.differences(keepers) == ["round.electors: 'members' != 'keepers'"]
+
+
+def test_nobody_votes_by_gossip() -> None:
+    text = '[round]\nelectors = "keepers"\n[outer]\nmethod = "noloco"\n'
+    with pytest.raises(SpecError, match=r"round.electors: must be 'members' with 'noloco'"):
+        RunSpec.from_toml(text)

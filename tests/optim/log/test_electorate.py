@@ -273,3 +273,37 @@ def test_whatever_a_liar_writes_a_quorum_of_those_who_vote_stays(data):
     assert len(names(after)) - len(stayed) <= max(1, len(stayed) // 2)
     assert len(set(names(after))) == len(names(after))
     assert {"s0", "s1"}.isdisjoint(names(after)), "nobody votes with its first contribution"
+
+
+def test_of_keepers_an_entry_neither_adds_nor_drops_any():
+    now = standing(*"klm", newcomers=[Newcomer(peer_id="a", since=0, last=40)])
+    members = tuple(map(member, "abcd"))
+    due = succeed(
+        now,
+        position=50,
+        members=members,
+        parts=even_parts(4),
+        dropped={"k"},
+        electors="keepers",
+    )
+    assert due == now
+    assert check_succession(update(now, position=50), now, "keepers") == []
+
+
+@pytest.mark.parametrize(
+    "electorate",
+    ["lm", "klma", "kla", "lkm"],
+    ids=["drops one", "adds a trainer", "replaces one", "reorders"],
+)
+def test_an_entry_that_changes_the_keepers_is_refused(electorate):
+    now = standing(*"klm")
+    entry = update(now, electorate=tuple(map(elector, electorate)))
+    with pytest.raises(BadElectorate):
+        check_succession(entry, now, "keepers")
+
+
+def test_an_entry_does_not_rename_a_keeper_to_its_next_incarnation():
+    now = standing(*"klm")
+    restarted = (*now.electorate[:2], Elector(peer_id="m", incarnation="another"))
+    with pytest.raises(BadElectorate):
+        check_succession(update(now, electorate=restarted), now, "keepers")

@@ -23,7 +23,7 @@ def view(**changes):
     fields = {
         "ready": {"a", "b", "c"},
         "expected": {"a": 0.0, "b": 0.0, "c": 0.0},
-        "electors": {"a", "b", "c", "d"},
+        "awaited": {"a", "b", "c", "d"},
         "opened_at": 80.0,
         "last_s": 5.0,
         "first_ready_at": 100.0,

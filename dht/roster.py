@@ -78,7 +78,7 @@ AMOUNTS = (
 )
 
 T = TypeVar("T")
-RosterRole = Literal["trainer", "follower", "left"]
+RosterRole = Literal["trainer", "follower", "keeper", "left"]
 
 
 class RosterError(Exception):

@@ -35,7 +35,7 @@ from atoll.peer.rounds.conduct import guarded_call, guarded_stream
 from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed
 from atoll.peer.rounds.consensus.leader import Leading, OnLed
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWindow, Pending
-from atoll.peer.rounds.consensus.round import Place
+from atoll.peer.rounds.consensus.round import Ballots, Place
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
 from atoll.peer.rounds.evidence import Evidence, double_votes
@@ -99,19 +99,22 @@ class Rounds:
         on_phase: OnPhase,
         on_led: OnLed,
         uplink_mbit_s: float = 0.0,
+        ballots: Ballots | None = None,
     ) -> None:
         """Callbacks run on the event loop and must return at once.
 
         `uplink_mbit_s` is what the owner declares; at 0 the rounds measure it.
 
-        `on_led` gets the entries that this peer led to their certificate.
+        `on_led` gets the entries that this peer led to their certificate. `ballots` remembers over
+        restarts where this elector may have voted; by default nothing outlives the process.
         """
         self._ctx = ctx
         self._catch_up = catch_up
         self._on_settled = on_settled
         self._on_phase = on_phase
         ctx.link.declare(uplink_mbit_s)
-        self.voter = Voter(ctx, reach=self._reach, on_certified=self._certified)
+        ballots = ballots or Ballots()
+        self.voter = Voter(ctx, reach=self._reach, on_certified=self._certified, ballots=ballots)
         self._tasks = Tasks()
         self._dissemination = Dissemination(ctx)
         self.leading = Leading(
@@ -121,6 +124,7 @@ class Rounds:
             reach=self._reach,
             commit=self._commit,
             on_led=on_led,
+            ballots=ballots,
         )
         self._archive = Archive(ctx)
         self._ahead = positions_ahead(len(ctx.replay.fragments))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -20,6 +20,7 @@ from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim import methods
+from atoll.optim.log.electorate import Electors
 from atoll.optim.log.entry import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain, sha256
 from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
 from atoll.optim.log.store import LogStore
@@ -30,6 +31,7 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import RosterSources
 from atoll.peer.rounds.consensus.member import OfferedWindow
+from atoll.peer.rounds.consensus.round import Ballots
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, Report, report_payload, tagged
@@ -116,6 +118,9 @@ class SwarmPeer:
     """what was offered last of each fragment"""
     under_way: dict[int, Open] = field(default_factory=dict)
     """by fragment"""
+    role: Literal["trainer", "keeper"] = "trainer"
+    ballots: Ballots | None = None
+    """what an elector remembers over a restart; None: nothing"""
     seen: int = 0
     """positions that it ever applied: it may go back and through them again"""
 
@@ -152,11 +157,11 @@ class SwarmPeer:
             replica=self.replica,
             replay=self.swarm.replay,
             scalars=lambda position: (0.5, 0.5),
-            settings=SETTINGS,
+            settings=self.swarm.settings,
             compute=inline,
             rule=self.swarm.rule,
             on_event=lambda level, text, key=None: self.events.append(f"{level}: {text}"),
-            ready_in_s=lambda: max(0.0, self.ready_at - self.swarm.now()),
+            ready_in_s=self._ready_in_s,
         )
         self.ready_at = 0.0
         replay = self.swarm.replay
@@ -170,6 +175,7 @@ class SwarmPeer:
             on_phase=lambda phase, position, left=None: self.swarm.on_phase(self, phase, position),
             on_led=lambda entry, certificate, body: None,
             uplink_mbit_s=self.declared_mbit_s,
+            ballots=self.ballots,
         )
         self.recovery = Recovery(
             self.replica,
@@ -180,6 +186,9 @@ class SwarmPeer:
             on_progress=lambda what, at: None,
         )
         self.tasks: list[asyncio.Task[None]] = []
+
+    def _ready_in_s(self) -> float | None:
+        return max(0.0, self.ready_at - self.swarm.now()) if self.role == "trainer" else None
 
     async def genesis(self) -> OuterState:
         return genesis(self.swarm.replay)
@@ -215,7 +224,7 @@ class SwarmPeer:
                 peer_id=self.identity.peer_id,
                 addresses=(),
                 incarnation=self.incarnation,
-                role="trainer",
+                role=self.role,
                 epoch=0,
                 position=0,
                 tokens_per_s=0.0,
@@ -231,10 +240,9 @@ class SwarmPeer:
             await self.replica.adopt(record)
         else:
             await self.catch_up()
-        self.tasks = [
-            asyncio.create_task(self.rounds.run()),
-            asyncio.create_task(self._train()),
-        ]
+        self.tasks = [asyncio.create_task(self.rounds.run())]
+        if self.role == "trainer":
+            self.tasks.append(asyncio.create_task(self._train()))
 
     def train(self) -> Tensor:
         """One window; the pseudo-gradient is all that is not counted yet."""
@@ -351,9 +359,11 @@ class Swarm:
         codec: str | None = "int8",
         layout: Layout = LAYOUT,
         rule: Rule | None = None,
+        electors: Electors = "members",
     ) -> None:
         """The codec None is the method's own."""
         self.folder = folder
+        self.settings = replace(SETTINGS, electors=electors)
         options = {} if codec is None else {"codec": codec, "feedback": feedback_with(codec)}
         self.layout, self.rule = layout, rule
         parsed = methods.parse(method, **options)
@@ -377,7 +387,8 @@ class Swarm:
     def add(self, identity: Identity | None = None, **options: Any) -> SwarmPeer:
         identity = identity or identity_of(len(self.peers))
         # as it is in a run: no two alike, and hard to deflate
-        incarnation = sha256(str(len(self.peers)).encode()).hex()[:32]
+        drawn = sha256(str(len(self.peers)).encode()).hex()[:32]
+        incarnation = options.pop("incarnation", drawn)
         peer = SwarmPeer(swarm=self, identity=identity, incarnation=incarnation, **options)
         self.peers.append(peer)
         return peer
@@ -386,7 +397,9 @@ class Swarm:
         return await self.begin([self.add(**options) for _ in range(count)])
 
     async def begin(self, peers: list[SwarmPeer]) -> list[SwarmPeer]:
-        record = signed_epoch(1, 0, self.chain, [peer.ctx.me for peer in peers])
+        keepers = self.settings.electors == "keepers"
+        electors = [p.ctx.me for p in peers if p.role == ("keeper" if keepers else "trainer")]
+        record = signed_epoch(1, 0, self.chain, electors)
         for peer in peers:
             await peer.start(record)
         return peers

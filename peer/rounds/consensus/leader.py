@@ -50,6 +50,7 @@ from atoll.peer.rounds.consensus.round import (
     Accepted,
     Action,
     AskPromises,
+    Ballots,
     CloseGroup,
     Decide,
     ElectorsProbed,
@@ -676,8 +677,12 @@ class Leading:
         reach: Reach,
         commit: Commit,
         on_led: OnLed,
+        ballots: Ballots | None = None,
     ) -> None:
-        """`commit` applies an entry here; `on_led` gets it after that."""
+        """`commit` applies an entry here; `on_led` gets it after that.
+
+        `ballots` remembers where this elector may have proposed.
+        """
         self._ctx = ctx
         self._voter = voter
         self._dissemination = dissemination
@@ -685,7 +690,7 @@ class Leading:
         self._ahead = positions_ahead(len(ctx.replay.fragments))
         self._commit = commit
         self._on_led = on_led
-        self._leads = Leads(ctx.me)
+        self._leads = Leads(ctx.me, ballots)
         self._leaderships: dict[tuple[int, int, int], Leadership] = {}
         self._tasks = Tasks()
 

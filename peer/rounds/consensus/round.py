@@ -71,6 +71,9 @@ class Place(NamedTuple):
     position: int
 
 
+NOWHERE = Place(-1, -1)  # before all places
+
+
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
     """The entry that an elector voted for last."""
@@ -120,6 +123,36 @@ class Acceptor:
         return True
 
 
+@dataclass(kw_only=True)
+class Ballots:
+    """The places at which one elector may have voted or proposed, its earlier processes included.
+
+    Only the furthest one counts, as an elector never goes back. An elector that remembers it over
+    a restart stays the same elector: it abstains up to there, and votes beyond. All others get a
+    new incarnation instead.
+    """
+
+    left: Place = NOWHERE
+    """the furthest place of earlier processes, whose promises are forgotten"""
+    keep: Callable[[Place], None] = lambda place: None
+    """stores a place before anything is signed there; if it fails, nothing is signed"""
+    _noted: Place = NOWHERE
+
+    def note(self, place: Place) -> None:
+        """Store a place at which something is about to be signed, unless it is stored already."""
+        if place > self._noted:
+            self.keep(place)
+            self._noted = place
+
+    def expect_open(self, place: Place) -> None:
+        """Raise Refused at a place at which an earlier process may have voted or proposed."""
+        if place <= self.left:
+            raise Refused(
+                RefusalCode.LEFT,
+                f"may have voted up to {tuple(self.left)} before a restart, got {tuple(place)}",
+            )
+
+
 class Booth:
     """The acceptor state of one process: it votes where it stands, and never where it has left.
 
@@ -127,9 +160,10 @@ class Booth:
     promised at the places ahead of it is forgotten then, so it must not vote there once more.
     """
 
-    def __init__(self, me: Elector) -> None:
-        """No place yet."""
+    def __init__(self, me: Elector, ballots: Ballots | None = None) -> None:
+        """No place yet; without `ballots`, no process before this one has voted as this elector."""
         self._me = me
+        self._ballots = ballots or Ballots()
         self._electorate: tuple[Elector, ...] = ()
         self._retiring = False
         self.here = self.furthest = Place(-1, -1)
@@ -174,6 +208,7 @@ class Booth:
                 RefusalCode.LEFT,
                 f"voted up to {tuple(self.furthest)}, got {tuple(place)}: no way back",
             )
+        self._ballots.expect_open(place)
         if self._me not in self._electorate:
             raise Refused(RefusalCode.NO_ELECTOR, "this peer does not vote at this position")
         if self.retired:
@@ -191,6 +226,7 @@ class Booth:
             Refused: with the reason.
         """
         self.check(remote, place, attempt)
+        self._ballots.note(place)
         if not self.acceptor.prepare(attempt):
             raise self._superseded(attempt)
         return self.acceptor.accepted
@@ -202,6 +238,7 @@ class Booth:
             Refused: with the reason.
         """
         self.check(remote, place, attempt)
+        self._ballots.note(place)
         if not self.acceptor.accept(attempt, entry):
             raise self._superseded(attempt)
 
@@ -214,8 +251,11 @@ class Booth:
 class Proposer:
     """A leader's choice of the one entry of its attempt."""
 
-    def __init__(self, *, attempt: int, electors: int) -> None:
-        """Without promises; attempt 0 needs none."""
+    def __init__(
+        self, *, attempt: int, electors: int, on_choice: Callable[[], None] = lambda: None
+    ) -> None:
+        """Without promises; attempt 0 needs none. `on_choice` comes before there is a choice."""
+        self._on_choice = on_choice
         self.attempt = attempt
         self._electors = electors
         self.promises: dict[int, Accepted | None] = {}
@@ -243,6 +283,7 @@ class Proposer:
         if not self.free:
             raise RuntimeError(f"expected promises of a quorum before attempt {self.attempt}")
         if self.chosen is None:
+            self._on_choice()
             adopted = self.adopted()
             self.chosen = own if adopted is None else adopted
         return self.chosen
@@ -251,9 +292,10 @@ class Proposer:
 class Leads:
     """The attempts that one process leads: those of its incarnation, each once, and never back."""
 
-    def __init__(self, me: Elector) -> None:
-        """None yet."""
+    def __init__(self, me: Elector, ballots: Ballots | None = None) -> None:
+        """None yet; see `Booth` for `ballots`."""
         self._me = me
+        self._ballots = ballots or Ballots()
         self._furthest = Place(-1, -1)
         self._led: set[int] = set()
 
@@ -272,7 +314,12 @@ class Leads:
                 RefusalCode.SUPERSEDED, f"attempt {attempt} is over; come with the next one"
             )
         self._led.add(attempt)
-        return Proposer(attempt=attempt, electors=len(electorate))
+        return Proposer(
+            attempt=attempt,
+            electors=len(electorate),
+            # Not before: a process that only gathered a group may lead here after a restart.
+            on_choice=lambda: self._ballots.note(place),
+        )
 
     def check(self, place: Place, term: int, electorate: Sequence[Elector]) -> None:
         """Return whether the term is this process's to lead.
@@ -289,6 +336,7 @@ class Leads:
             raise Refused(
                 RefusalCode.NOT_THE_LEADER, f"expected {leader.peer_id} to lead term {term}"
             )
+        self._ballots.expect_open(place)
 
 
 def value_to_propose(promises: Sequence[Accepted | None]) -> bytes | None:

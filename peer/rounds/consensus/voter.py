@@ -37,7 +37,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus.round import Booth, Place, leader_of, term_of
+from atoll.peer.rounds.consensus.round import Ballots, Booth, Place, leader_of, term_of
 from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
 from atoll.peer.rounds.evidence import Evidence, EvidenceInvalid
 from atoll.peer.rounds.fetching import fetch_part
@@ -203,6 +203,7 @@ class Voter:
         *,
         reach: Callable[[int], Awaitable[None]],
         on_certified: OnCertified,
+        ballots: Ballots | None = None,
     ) -> None:
         """No position yet.
 
@@ -210,10 +211,11 @@ class Voter:
             ctx: this peer's.
             reach: waits a moment until this peer stands at a position.
             on_certified: called with a certificate that the votes of others made here.
+            ballots: remembers where this elector may have voted.
         """
         self._ctx = ctx
         self._reach = reach
-        self._booth = Booth(ctx.me)
+        self._booth = Booth(ctx.me, ballots)
         self._tally = Tally(ctx, on_certified)
         self._verified: dict[bytes, Update | None] = {}
         self._reports: Reports = ()

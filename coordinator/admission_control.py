@@ -265,6 +265,10 @@ class AdmissionControl:
             self._events.report("warning", f"evicted {short(eviction.peer_id)}{why}")
         return [eviction.peer_id for eviction in new]
 
+    def evict(self, peer_id: str, reason: str) -> None:
+        """Put a peer out; `refresh` reports it. Raises OSError and InvitesError."""
+        self._desk.evict(peer_id, at_s=self._clock(), reason=reason)
+
     def is_evicted(self, peer_id: str) -> bool:
         """Return True if the organiser put this peer out."""
         try:

@@ -21,7 +21,7 @@ from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
 from atoll.coordinator.heads import AskHeads, Heads
 from atoll.coordinator.history import EventLog, History
-from atoll.coordinator.invites import InviteDesk
+from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.policies import PublisherChoice, common_position, window_s
 from atoll.coordinator.presence import Presence, mean
 from atoll.coordinator.rounds import RoundHistory, contributors
@@ -30,6 +30,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundReport, RunStatus
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError, Verify
+from atoll.optim.log.evidence import Evidence
 from atoll.optim.log.mending import Damage
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
 from atoll.optim.log.store import StoreHead
@@ -73,6 +74,7 @@ class Coordinator:
         self.keys = keys
         self.replica = replica
         self.run_id = replica.run_id
+        self._verify = verify
         self._logged = spec.method().reduction != "pairs"
         fragments = self.replica.replay.fragments if self._logged else ()
         self._timetable = spec.timetable(len(fragments) or 1)
@@ -132,6 +134,7 @@ class Coordinator:
         *,
         leaving: bool,
         retired: bool = False,
+        evidence: bytes = b"",
     ) -> HeartbeatAnswer:
         """Take the report of an authenticated peer.
 
@@ -142,6 +145,7 @@ class Coordinator:
             leaving: True if it says goodbye.
             retired: True if it resigns: it has voted for nothing from its position on and never
                 will.
+            evidence: a record against a peer, or empty.
         """
         now_s = self._steady()
         role = self.admission.role_of(status.peer_id, status.role)
@@ -153,11 +157,37 @@ class Coordinator:
             self._events.add(event.level, status.peer_id, event.text, at_s=event.at)
         for trace in traces:
             self.rounds.trace(status.peer_id, trace, self._clock())
+        if evidence:
+            self._take_evidence(status.peer_id, evidence)
         return HeartbeatAnswer(
             publish_from=self._publish_from(status, now_s),
             admission=self.admission.renewed(status.peer_id, role),
             finished=self.finished.is_set(),
         )
+
+    def _take_evidence(self, reporter: str, record: bytes) -> None:
+        """Evict the signer of two contradicting entries; it does not matter who reports it."""
+        try:
+            evidence = Evidence.decode(record)
+            evidence.check(self.run_id, self._verify)
+        except LogError as error:
+            text = f"sent evidence that proves nothing: {error}"
+            for event in self.admission.paced(
+                reporter, [Event(at=self._clock(), level="warning", text=text)]
+            ):
+                self._events.add(event.level, reporter, event.text)
+            return
+        # Keys are free: the lies of those that never came here would only fill the list.
+        if self._has_met(evidence.peer_id):
+            reason = f"it signed two {evidence.kind}s in round {evidence.position + 1}"
+            try:
+                self.admission.evict(evidence.peer_id, reason)
+            except (OSError, InvitesError) as error:
+                self.report_disk(error)
+
+    def _has_met(self, peer_id: str) -> bool:
+        electors = {elector.peer_id for elector in self.replica.electorate}
+        return self.presence.peers.get(peer_id) is not None or peer_id in electors
 
     def heartbeat_s(self) -> float:
         """Return the interval of heartbeats that peers are asked for."""

@@ -136,6 +136,12 @@ class InviteDesk:
         before, self._evicted = self._evicted, {e.peer_id: e for e in book.evicted}
         return [e for e in book.evicted if e.peer_id not in before]
 
+    def evict(self, peer_id: str, *, at_s: float, reason: str) -> bool:
+        """Put a peer out as the organiser would; False if it is out already."""
+        return peer_id not in self._evicted and evict(
+            self._folder, peer_id, at_s=at_s, reason=reason
+        )
+
     def expect_not_evicted(self, peer_id: str) -> None:
         """Raise InviteRefused if the organiser put this peer out."""
         eviction = self._evicted.get(peer_id)

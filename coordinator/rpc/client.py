@@ -183,12 +183,13 @@ class CoordinatorClient(StatusClient):
         leaving: bool = False,
         retired: bool = False,
         roster: bytes = b"",
+        evidence: bytes = b"",
     ) -> Beat:
         """Report the peer's status, or with `leaving` say goodbye.
 
         `retired` adds that this peer no longer votes from its epoch and position on; `roster` asks
-        for records of peers (`atoll.dht.roster`). Raises
-        NotWelcome when the peer must join again.
+        for records of peers (`atoll.dht.roster`); `evidence` is a record against a peer
+        (`atoll.optim.log.evidence`). Raises NotWelcome when the peer must join again.
         """
         request = pb.HeartbeatRequest(
             auth=self._auth(),
@@ -198,6 +199,7 @@ class CoordinatorClient(StatusClient):
             leaving=leaving,
             retired=retired,
             roster=roster,
+            evidence=evidence,
             # Spares the reply the record: it names all electors, 28 kB for 256 of them.
             epoch_sha256=hashlib.sha256(self._epoch).digest() if self._epoch else b"",
             evicted_sha256=hashlib.sha256(self._evicted_record).digest(),

@@ -85,7 +85,7 @@ class JoinReply(_message.Message):
     def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired", "evicted_sha256", "roster")
+    __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired", "evicted_sha256", "roster", "evidence")
     AUTH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class HeartbeatRequest(_message.Message):
     RETIRED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_SHA256_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     auth: Auth
     status: bytes
     events: _containers.RepeatedScalarFieldContainer[bytes]
@@ -104,7 +105,8 @@ class HeartbeatRequest(_message.Message):
     retired: bool
     evicted_sha256: bytes
     roster: bytes
-    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ..., evicted_sha256: _Optional[bytes] = ..., roster: _Optional[bytes] = ...) -> None: ...
+    evidence: bytes
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ..., evicted_sha256: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., evidence: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s", "evicted", "roster")

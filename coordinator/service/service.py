@@ -127,6 +127,7 @@ class Service:
             [RoundReport.from_json(raw) for raw in request.traces],
             leaving=request.leaving,
             retired=request.retired,
+            evidence=request.evidence,
         )
         roster = await self._run.introduce(request.roster) if request.roster else b""
         record = self._run.replica.epoch_record

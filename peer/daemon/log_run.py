@@ -103,6 +103,7 @@ class LogRun:
             on_event=env.report,
             ready_in_s=self.progress.ready_in_s,
             rule=rule_of(spec.round.reducer),
+            on_evidence=env.outbox.evidence.append,
         )
         self._catching_up = CatchingUp(
             self.ctx,

@@ -67,6 +67,8 @@ class Outbox:
         """Start empty."""
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
         self.traces: deque[RoundReport] = deque(maxlen=MAX_KEPT)
+        self.evidence: deque[bytes] = deque(maxlen=MAX_KEPT)
+        """records against peers, one a heartbeat; they are kept in the log too"""
 
     def note(self, level: Level, text: str, at_s: float) -> None:
         """Keep an event for the coordinator."""
@@ -454,7 +456,9 @@ class Heartbeats:
         Raises:
             CoordinatorError: the coordinator is away, or refuses this peer.
         """
-        events, traces = self._env.outbox.take()
+        outbox = self._env.outbox
+        events, traces = outbox.take()
+        evidence = outbox.evidence.popleft() if outbox.evidence else b""
         # Asked before the status is taken, as it holds from the position in the status on.
         retired = leaving and self._listener.has_retired()
         try:
@@ -465,9 +469,12 @@ class Heartbeats:
                 leaving=leaving,
                 retired=retired,
                 roster=self._env.node.roster.question(),
+                evidence=evidence,
             )
         except CoordinatorError:
-            self._env.outbox.put_back(events, traces)
+            outbox.put_back(events, traces)
+            if evidence:
+                outbox.evidence.appendleft(evidence)
             raise
         self._listener.note_head(beat.head)
         if beat.admission:  # renewed at half its life; empty in most answers

@@ -15,11 +15,11 @@ from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.electorate import Electors
 from atoll.optim.log.entry import Elector, Entry, LogError, Verify
+from atoll.optim.log.evidence import Evidence, EvidenceBook
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.robust import Rule
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.conduct import Conduct, Fault
-from atoll.peer.rounds.evidence import Evidence, EvidenceBook
 from atoll.peer.rounds.messages import Closed, Group, Head, Known, PlannedPart, planned_parts
 from atoll.peer.rounds.pacing import Link
 from atoll.peer.rounds.policies import is_large

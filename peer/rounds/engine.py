@@ -28,6 +28,7 @@ from atoll.optim.log.entry import (
     is_quorum,
     sha256,
 )
+from atoll.optim.log.evidence import Evidence, double_votes
 from atoll.optim.log.replica import Applied
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront, not_upfront
@@ -38,7 +39,6 @@ from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWi
 from atoll.peer.rounds.consensus.round import Ballots, Place
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
-from atoll.peer.rounds.evidence import Evidence, double_votes
 from atoll.peer.rounds.fetching import Archive, fetch_headers
 from atoll.peer.rounds.messages import (
     PROTOCOL,

@@ -4,7 +4,7 @@ import pytest
 
 from atoll.optim.log.entry import Entry
 from atoll.peer.rounds.consensus import leader as leaders
-from atoll.peer.rounds.consensus.round import ElectorsProbed
+from atoll.peer.rounds.consensus.round import ElectorsProbed, SendProposal, term_of
 from support.swarm import reached, run_swarm
 
 
@@ -55,6 +55,35 @@ def test_a_leader_that_drops_electors_that_answer_gets_no_votes(tmp_path, monkey
         for entry in log_of(honest[0])[at + 1 :]:
             assert {p.ctx.me for p in honest} <= set(entry.electorate)
         assert swarm.same_bits(honest)
+
+    run_swarm(tmp_path, scenario, codec="int8")
+
+
+def test_nor_in_a_term_that_comes_after_every_elector_has_led(tmp_path, monkeypatch):
+    """Voters asked nobody in such terms, because all might have led in vain."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        liar, honest = peers[3], peers[:3]
+        at = max(p.replica.position for p in peers) + 1
+        run, terms = leaders.Polls._run, []
+
+        async def silent(polls, question, electorate):
+            """Nobody is asked to vote at this position until the liar leads a later term."""
+            if isinstance(question, SendProposal) and question.entry.position == at:
+                term = term_of(question.attempt)
+                terms.append(term)
+                if term < len(electorate) or (term < 12 and polls._ctx.me != liar.ctx.me):
+                    return await run(polls, question, ())
+            return await run(polls, question, electorate)
+
+        monkeypatch.setattr(leaders.Polls, "_run", silent)
+        drop(monkeypatch, liar.ctx.me, 1)
+        await swarm.until(lambda: reached(honest, at + 1), timeout_s=4000)
+        entry = log_of(honest[0])[at]
+        assert max(terms) >= 4
+        assert {p.ctx.me for p in honest} <= set(entry.electorate)
 
     run_swarm(tmp_path, scenario, codec="int8")
 

@@ -34,12 +34,12 @@ from atoll.optim.log.entry import (
     proposal_payload,
     vote_payload,
 )
+from atoll.optim.log.evidence import Evidence, EvidenceInvalid
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import Ballots, Booth, Place, leader_of, term_of
 from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
-from atoll.peer.rounds.evidence import Evidence, EvidenceInvalid
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
     Ballot,

@@ -30,12 +30,17 @@ class Client:
         self.beats, self.published, self.joins = [], [], 0
         self.refuse_from = 1 << 40  # entries from here on do not get through
 
-    async def heartbeat(self, status, *, events, traces, leaving, retired, roster=b""):
+    async def heartbeat(self, status, *, events, traces, leaving, retired, roster=b"", evidence):
         if self.failures:
             raise self.failures.pop(0)
         self.beats.append(
             types.SimpleNamespace(
-                status=status, events=events, traces=traces, leaving=leaving, retired=retired
+                status=status,
+                events=events,
+                traces=traces,
+                leaving=leaving,
+                retired=retired,
+                evidence=evidence,
             )
         )
         answer = {"epoch": b"", "bootstrap": (), "publish_from": None, "admission": b""}
@@ -100,6 +105,19 @@ def with_peer(tmp_path, use, *, position=0, body_budget_bytes=None):
             await swarm.stop()
 
     run_virtual(main())
+
+
+def test_evidence_is_handed_in_once_although_a_heartbeat_fails(tmp_path):
+    async def use(peer):
+        peer.outbox.evidence.extend([b"one", b"two"])
+        peer.client.failures = [AWAY]
+        with pytest.raises(CoordinatorUnreachable):
+            await peer.heartbeats.beat()
+        for _ in range(3):
+            await peer.heartbeats.beat()
+        assert [beat.evidence for beat in peer.client.beats] == [b"one", b"two", b""]
+
+    with_peer(tmp_path, use)
 
 
 def test_a_heartbeat_tells_status_and_events_once(tmp_path):

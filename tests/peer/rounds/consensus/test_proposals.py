@@ -7,10 +7,10 @@ import pytest
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Certificate, Elector, Entry
+from atoll.optim.log.evidence import EvidenceBook
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import TERM, leader_of
 from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Tally
-from atoll.peer.rounds.evidence import EvidenceBook
 from atoll.peer.rounds.messages import Voted
 from support.strikes import expect_no_work_lost, expect_sums, passed
 from support.swarm import run_swarm

@@ -13,14 +13,14 @@ from atoll.optim.log.entry import (
     proposal_payload,
     vote_payload,
 )
-from atoll.peer.rounds.conduct import MAX_FAULTS, Conduct, Fault
-from atoll.peer.rounds.evidence import (
+from atoll.optim.log.evidence import (
     MAX_KEPT,
     Evidence,
     EvidenceBook,
     EvidenceInvalid,
     double_votes,
 )
+from atoll.peer.rounds.conduct import MAX_FAULTS, Conduct, Fault
 from support.swarm import RUN_ID, identity_of, reached, run_swarm
 
 LIAR, OTHER = identity_of(1), identity_of(2)

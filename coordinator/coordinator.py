@@ -96,7 +96,11 @@ class Coordinator:
             steady=lambda: self._steady(),
         )
         self._epochs = Epochs(
-            replica, signer=signer, min_peers=spec.round.min_peers, report=events.report
+            replica,
+            signer=signer,
+            min_peers=spec.round.min_peers,
+            min_keepers=spec.round.min_keepers,
+            report=events.report,
         )
         self._epochs.is_by_heartbeats = not self._logged
         self._introduce: Callable[[bytes], Awaitable[bytes]] | None = None
@@ -226,7 +230,7 @@ class Coordinator:
                 RefusalStatus.RESOURCE_EXHAUSTED,
                 f"the coordinator cannot write to its disk: {error}",
             ) from None
-        left_out = _left_out(electorate, claim.entry)
+        left_out = self._left_out(electorate, claim.entry)
         # Half of the trainers decided the next entry before this one arrived.
         alive = self.presence.alive(self._steady())
         late = common_position(alive, epoch=claim.entry.epoch) > claim.entry.position + 1
@@ -290,7 +294,7 @@ class Coordinator:
 
     def _on_recovered(self, taken: Sequence[Taken]) -> None:
         for each in taken:
-            left_out = _left_out(each.electorate, each.entry)
+            left_out = self._left_out(each.electorate, each.entry)
             self.rounds.add(
                 each.entry, self._clock(), left_out=left_out, valid_loss=None, late=True
             )
@@ -345,6 +349,7 @@ class Coordinator:
             position=self._position(now_s),
             rounds_total=self.spec.run.rounds,
             min_peers=self.spec.round.min_peers,
+            min_keepers=self.spec.round.min_keepers,
             chain=head.chain.hex(),
             started_at=self._started_s,
             now=self._clock(),
@@ -436,7 +441,9 @@ class Coordinator:
             rounds = self.spec.run.rounds
             self._events.report("info", f"run complete: all {rounds} rounds committed")
 
-
-def _left_out(electorate: Sequence[Elector], entry: Entry) -> list[str]:
-    counted = {member.peer_id for member in contributors(entry)}
-    return [elector.peer_id for elector in electorate if elector.peer_id not in counted]
+    def _left_out(self, electorate: Sequence[Elector], entry: Entry) -> list[str]:
+        """Return the electors without a contribution; keepers bring none."""
+        if self.spec.round.electors == "keepers":
+            return []
+        counted = {member.peer_id for member in contributors(entry)}
+        return [elector.peer_id for elector in electorate if elector.peer_id not in counted]

@@ -5,6 +5,8 @@ Heartbeats alone elect nobody: anyone with an invite can send them under as many
     epoch 0      trainers that answer a `head` call with the chain of the first state
     later ones   the peers online among the electors, newcomers and members of the newest entries;
                  if none of them is, those that answer a `head` call with a log that fits
+    keepers      if the spec names keepers, all of them that answer a `head` call, and nobody else;
+                 keepers that join wait for an epoch, which opens for them between two rounds
     gossip       whoever reports ready: its one epoch only starts the run, nobody votes in it
 
 If the log here lacks an epoch that the run's key has signed (`EpochSigner`), none is opened: the
@@ -13,11 +15,12 @@ newest record is learned from the peers first, and recovery fetches the entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from atoll.coordinator.heads import Heads, PeerHead
 from atoll.coordinator.policies import (
     MAX_INCARNATION_CHARS,
+    KeepersWaiting,
     Retired,
     StallClock,
     can_decide,
@@ -32,6 +35,9 @@ from atoll.coordinator.signing import NONE_SIGNED, EpochSigner
 from atoll.optim.log.entry import Elector, Entry, LogError, choose_electors
 from atoll.optim.log.replica import LiveReplica
 
+# After a round, so long no other is decided, in most runs: an epoch that opens for keepers then
+# voids nothing. In faster runs the replicas go back, and no contribution is lost.
+BETWEEN_ROUNDS_S = 5.0
 NEWEST = 8  # entries whose members may vote: more than a restart of half the swarm takes
 LEARN_S = 60.0  # of answers without a signed epoch: then its record reached nobody
 
@@ -45,6 +51,7 @@ class Epochs:
         *,
         signer: EpochSigner,
         min_peers: int,
+        min_keepers: int = 0,
         report: Callable[[Level, str], None],
     ) -> None:
         """Open epochs of a replica.
@@ -52,12 +59,16 @@ class Epochs:
         Args:
             replica: the coordinator's replica.
             signer: signs with the run's key.
-            min_peers: peers that must hold the first state before the first epoch opens.
+            min_peers: trainers that must hold the first state before the first epoch opens.
+            min_keepers: keepers that must answer before any epoch opens; 0 if members vote.
             report: logs an event.
         """
         self._replica = replica
         self._signer = signer
         self._min_peers = min_peers
+        self._min_keepers = min_keepers
+        self._keepers_waiting = KeepersWaiting()
+        self._keepers_missing: int | None = None
         self._report = report
         self._progress = StallClock()
         self._retired: Retired = {}
@@ -123,9 +134,15 @@ class Epochs:
             await self.open(alive, now_s, because=": electors left")
         elif self._progress.is_stalled(now_s, round_s):
             await self._open_if_whole(alive, now_s)
+        elif self._min_keepers:
+            await self._let_keepers_in(alive, now_s)
 
     async def open(self, alive: Sequence[KnownPeer], now_s: float, because: str = "") -> bool:
         """Open a later epoch with the peers that can vote; return False if there are none."""
+        if self._min_keepers:
+            keepers = electable(alive, epoch=self._replica.head.epoch, role="keeper")
+            answers = await self._answers(keepers, now_s)
+            return await self._open_with(_electors(answers), now_s, because)
         known = await self._replica.compute(self._in_newest_entries)
         peers = electable(alive, epoch=self._replica.head.epoch)
         electors = [
@@ -135,32 +152,65 @@ class Epochs:
         ]
         if not electors:
             answers = await self._answers(peers, now_s)
-            fits = await self._replica.compute(self._fitting, answers)
-            electors = [Elector(peer_id=h.peer_id, incarnation=h.incarnation) for h in fits]
+            electors = _electors(await self._replica.compute(self._fitting, answers))
         return await self._open_with(electors, now_s, because)
 
     async def _open_first(self, alive: Sequence[KnownPeer], now_s: float) -> None:
         ready = electable(alive, epoch=None)
-        if len(ready) < self._min_peers:
+        keepers = electable(alive, epoch=None, role="keeper") if self._min_keepers else []
+        self._note_keepers(len(keepers))
+        if len(ready) < self._min_peers or len(keepers) < self._min_keepers:
             return
         electors = [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in ready]
         if not self.is_by_heartbeats:
-            answers = await self._answers(ready, now_s)
+            answers = await self._answers([*ready, *keepers], now_s)
             if await self._adopt_newest(answers):
                 return  # peers hold an epoch of this run that the log here has never had
             head = self._replica.head
-            electors = [
-                Elector(peer_id=h.peer_id, incarnation=h.incarnation)
-                for h in answers
-                if (h.position, h.chain) == (head.position, head.chain)
-            ]
-        if len(electors) >= self._min_peers:
+            here = [h for h in answers if (h.position, h.chain) == (head.position, head.chain)]
+            named = {keeper.peer_id for keeper in keepers}
+            trainers = _electors(h for h in here if h.peer_id not in named)
+            electors = _electors(h for h in here if h.peer_id in named) if named else trainers
+            if len(trainers) < self._min_peers:
+                return
+        if len(electors) >= (self._min_keepers or self._min_peers):
             await self._open_with(electors, now_s)
+
+    async def _let_keepers_in(self, alive: Sequence[KnownPeer], now_s: float) -> None:
+        """Open an epoch for keepers that have waited, when everybody stands at the head."""
+        head, present = self._replica.head, self._replica.electorate
+        online = electable(alive, epoch=head.epoch, role="keeper")
+        here = [Elector(peer_id=s.peer_id, incarnation=s.incarnation) for s in online]
+        waiting = self._keepers_waiting.due(here, present, now_s)
+        if not waiting or now_s - self._progress.since_s > BETWEEN_ROUNDS_S:
+            return
+        answers = await self._answers(online, now_s)
+        named = _electors(answers)
+        # An elector that is only slow to answer must not lose its vote to one that joins.
+        is_whole = {keeper for keeper in here if keeper in present} <= set(named)
+        at_head = all((h.position, h.chain) == (head.position, head.chain) for h in answers)
+        joined = sum(keeper in named for keeper in waiting)
+        if joined and is_whole and at_head and self._replica.head == head:
+            because = f": {joined} keeper{'' if joined == 1 else 's'} joined"
+            await self._open_with(named, now_s, because)
+
+    def _note_keepers(self, here: int) -> None:
+        """Report that keepers are missing, whenever their number changes."""
+        missing = max(0, self._min_keepers - here)
+        if missing and missing != self._keepers_missing:
+            self._report(
+                "info",
+                f"the run waits for {missing} keeper{'' if missing == 1 else 's'}, which lead and "
+                "vote; `atoll invite --role keeper` makes an invite for one",
+            )
+        self._keepers_missing = missing
 
     async def _open_with(
         self, electors: Sequence[Elector], now_s: float, because: str = ""
     ) -> bool:
-        if not electors:
+        if self._min_keepers and self._is_open:
+            self._note_keepers(len(electors))
+        if len(electors) < max(1, self._min_keepers):
             return False
         again = self._is_open
         chosen = choose_electors(electors)
@@ -172,7 +222,8 @@ class Epochs:
         self._progress.restart(now_s, again=again and not because)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
         plural = "" if len(chosen) == 1 else "s"
-        self._report("info", f"{text} with {len(chosen)} peer{plural}{because}")
+        whom = "keeper" if self._min_keepers else "peer"
+        self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")
         return True
 
     def _in_newest_entries(self) -> set[str]:
@@ -276,3 +327,7 @@ class Epochs:
         self._signer.note(newest)
         self._report("warning", f"epoch {newest} learned from peers; fetching its entries")
         return True
+
+
+def _electors(answers: Iterable[PeerHead]) -> list[Elector]:
+    return [Elector(peer_id=h.peer_id, incarnation=h.incarnation) for h in answers]

@@ -6,9 +6,10 @@ Times are seconds of any steady clock; the caller passes them in.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal
 from urllib.parse import unquote
 
 from atoll.coordinator.presence import KnownPeer
@@ -17,6 +18,9 @@ from atoll.optim.log.entry import Elector, is_quorum
 
 STALL_S = 60.0  # without progress for this long a new epoch opens (docs/protocol.md, part 1)
 MAX_STALL_S = 3600.0  # each epoch without progress doubles the wait for the next, up to this
+# Wait of a keeper that joins for the epoch that names it. Each such epoch may void a round, so
+# keepers that an organiser starts one after the other enter with the same one.
+KEEPER_WAIT_S = 120.0
 PUBLISH_S = 15.0  # a peer asked for entries that sends none for this long is passed over
 REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items per report
 REPORTS_PER_S = 10.0  # far above a heartbeat per second
@@ -37,8 +41,13 @@ Retired = dict[tuple[str, str], tuple[int, int]]
 """By (PeerID, incarnation) of a peer that left: the (epoch, position) from which it never votes."""
 
 
-def electable(alive: Iterable[KnownPeer], *, epoch: int | None) -> list[PeerStatus]:
-    """Return the peers that may vote in a new epoch: trainers that hold a state.
+def electable(
+    alive: Iterable[KnownPeer],
+    *,
+    epoch: int | None,
+    role: Literal["trainer", "keeper"] = "trainer",
+) -> list[PeerStatus]:
+    """Return the peers of a role that may vote in a new epoch: those that hold a state.
 
     Before the first epoch (None) these are only the peers that reported ready.
     """
@@ -46,7 +55,7 @@ def electable(alive: Iterable[KnownPeer], *, epoch: int | None) -> list[PeerStat
     return [
         member.status
         for member in alive
-        if member.status.role == "trainer"
+        if member.status.role == role
         and member.status.state in states
         and 0 < len(member.status.incarnation) <= MAX_INCARNATION_CHARS
     ]
@@ -99,6 +108,22 @@ class StallClock:
         # 2**10 exceeds the limit below in any case, and a float overflows at 2**1024.
         patience_s = max(STALL_S, 3 * round_s) * 2.0 ** min(self.reopened, 10)
         return now_s - self.since_s > min(patience_s, max(MAX_STALL_S, 3 * round_s))
+
+
+@dataclass
+class KeepersWaiting:
+    """Notices keepers that the present epoch does not name, and how long they have waited."""
+
+    since_s: dict[Elector, float] = field(default_factory=dict)
+
+    def due(
+        self, here: Iterable[Elector], electorate: Collection[Elector], now_s: float
+    ) -> list[Elector]:
+        """Return all that wait, once one of them has waited for `KEEPER_WAIT_S`."""
+        waiting = [keeper for keeper in here if keeper not in electorate]
+        self.since_s = {keeper: self.since_s.get(keeper, now_s) for keeper in waiting}
+        longest_s = max((now_s - since_s for since_s in self.since_s.values()), default=0.0)
+        return waiting if longest_s >= KEEPER_WAIT_S else []
 
 
 def window_s(alive: Iterable[KnownPeer], *, tokens: int) -> float:

@@ -14,10 +14,12 @@ from atoll.coordinator.report.view import (
     View,
     elapsed_seconds,
     eta_seconds,
+    num_online,
     num_present,
     round_seconds,
     token_rates,
     utilisation,
+    waits_for,
 )
 from atoll.coordinator.run.status import RunStatus
 
@@ -121,10 +123,12 @@ def _progress(status: RunStatus, width: int) -> Content:
 
 
 def _waiting(status: RunStatus) -> Content:
-    here = num_present(status)
-    need = f"{here} of {status.min_peers} peers online; "
-    missing = max(0, status.min_peers - here)
-    rest = f"the run starts with {missing} more" if missing else "the run is about to start"
+    missing = max(0, status.min_peers - num_online(status, "trainer"))
+    keepers = max(0, status.min_keepers - num_online(status, "keeper"))
+    more = [f"{missing}"] * bool(missing)
+    more += [f"{keepers} keeper{'' if keepers == 1 else 's'}"] * bool(keepers)
+    need = f"{waits_for(status)}{'' if status.min_keepers else ' peers'} online; "
+    rest = f"the run starts with {' and '.join(more)} more" if more else "the run is about to start"
     return Content.assemble((f" {need}{rest}", "$warn"))
 
 

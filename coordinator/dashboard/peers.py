@@ -16,7 +16,7 @@ from atoll.coordinator.dashboard.marks import (
     stacked,
 )
 from atoll.coordinator.report import text
-from atoll.coordinator.report.view import is_gone, label, utilisation_of
+from atoll.coordinator.report.view import is_gone, label, shown_state, utilisation_of
 from atoll.coordinator.run.status import PeerStatus
 
 _STATE_STYLES: Final = {
@@ -49,8 +49,8 @@ def _name(peer: PeerStatus, width: int) -> Content:
 
 def _state(peer: PeerStatus, width: int) -> Content:
     """State and phase or, if there is no room for both, the phase."""
-    state, phase = peer.state, text.clean(peer.phase, num_max=24)
-    if peer.state not in ("training", "syncing") or phase in ("", "idle"):  # before its first round
+    state, phase = shown_state(peer), text.clean(peer.phase, num_max=24)
+    if state not in ("training", "syncing") or phase in ("", "idle"):  # before its first round
         return Content.assemble((state, dot_style(peer)))
     styled = (phase, phase_style(phase) if phase in PHASES else dot_style(peer))
     if len(state) + 3 + len(phase) > width:

@@ -22,9 +22,11 @@ from atoll.coordinator.report.view import (
     names,
     naming,
     num_present,
+    shown_state,
     sorted_peers,
     utilisation,
     utilisation_of,
+    waits_for,
     without,
 )
 from atoll.coordinator.run.status import Event, RoundSummary, RunStatus, seconds_between
@@ -126,8 +128,7 @@ def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
     at = text.clock_time(current.now)
     match _shown_state(current):
         case "waiting":
-            here = f"{num_present(current)} of {current.min_peers} online"
-            return [f"{at}  waiting for peers: {here}"]
+            return [f"{at}  waiting for peers: {waits_for(current)} online"]
         case "finished":
             tokens, loss = text.count(current.tokens_total), text.loss_text(current.loss)
             return [f"{at}  finished after {current.position} rounds: {tokens} tokens, loss {loss}"]
@@ -139,10 +140,10 @@ def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
             return [] if previous is None else [f"{at}  training"]
 
 
-def _standing(status: RunStatus) -> tuple[str, int]:
+def _standing(status: RunStatus) -> tuple[str, str]:
     """The state and, while the run waits for peers, how many are online."""
     state = _shown_state(status)
-    return state, num_present(status) if state == "waiting" else 0
+    return state, waits_for(status) if state == "waiting" else ""
 
 
 def _shown_state(status: RunStatus) -> str:
@@ -234,7 +235,7 @@ def _peer_table(status: RunStatus) -> list[str]:
         rows.append(
             (
                 label(peer),
-                peer.state,
+                shown_state(peer),
                 str(peer.position),
                 text.count(peer.tokens_per_s),
                 text.loss_text(peer.loss),

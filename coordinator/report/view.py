@@ -88,6 +88,27 @@ def num_present(status: RunStatus) -> int:
     return sum(not is_gone(peer) for peer in status.peers)
 
 
+def num_online(status: RunStatus, role: str) -> int:
+    """Count the peers of a role that are online."""
+    return sum(peer.role == role and not is_gone(peer) for peer in status.peers)
+
+
+def shown_state(peer: PeerStatus) -> str:
+    """Return a peer's state; that of a keeper that is here and does its work is "keeper"."""
+    works = peer.state in ("ready", "training", "syncing")
+    return "keeper" if works and peer.role == "keeper" else peer.state
+
+
+def waits_for(status: RunStatus) -> str:
+    """Return who is online of those without whom the run does not start."""
+    here = f"{num_online(status, 'trainer')} of {status.min_peers}"
+    if not status.min_keepers:
+        return here
+    keepers = num_online(status, "keeper")
+    plural = "" if status.min_keepers == 1 else "s"
+    return f"{here} trainers and {keepers} of {status.min_keepers} keeper{plural}"
+
+
 def utilisation(status: RunStatus) -> str:
     """Format the mean utilisation of online peers; a dash if none of them has trained."""
     known = any(utilisation_of(peer) is not None for peer in status.peers)

@@ -327,6 +327,11 @@ class RoundSection(Section):
         description="Old updates that each peer keeps for peers that catch up, in megabytes.",
     )
 
+    @property
+    def min_keepers(self) -> int:
+        """Keepers that must be ready before an epoch opens; 0 if members vote."""
+        return 1 if self.electors == "keepers" else 0
+
     @model_serializer(mode="wrap")
     def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out fields that older specs lack, so that equal runs keep their run ids."""

@@ -254,6 +254,8 @@ class RunStatus(StatusRecord):
     rounds_total: Count = 0
     """0: until stopped."""
     min_peers: Count = 1
+    min_keepers: Count = 0
+    """Keepers without which no epoch opens; 0 if members vote."""
     chain: Hex = ""
     started_at: Amount | None = None
     """Seconds since 1970 when the first epoch opened."""

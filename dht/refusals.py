@@ -35,6 +35,7 @@ class RefusalCode(StrEnum):
     BAD_WEIGHT = "bad-weight"
     CLOSED = "closed"
     DECIDED = "decided"
+    FAR_TERM = "far-term"
     LEFT = "left"
     NO_ELECTOR = "no-elector"
     NO_PARTS = "no-parts"

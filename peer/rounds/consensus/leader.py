@@ -742,6 +742,7 @@ class Leading:
         replica = self._ctx.replica
         place = Place(ready.epoch, ready.position)
         self._leads.check(place, ready.term, replica.electorate)
+        self._voter.expect_near(ready.term)
         if ready.position == replica.position and ready.term < self._voter.term:
             raise Refused(RefusalCode.SUPERSEDED, f"term {self._voter.term} is under way")
         await self._lead(ready).serve(remote, ready, stream)

@@ -58,6 +58,10 @@ from atoll.peer.rounds.policies import ALONE_GRACES, Close, Rendezvous, close_de
 
 TERM = 4  # attempts of one leader: each but the first is for a proposal that nobody can vote for
 OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
+# Terms beyond one's own that others may be at. A term takes a stall or so, so no outage explains
+# a million. Whoever skips as many at a time needs 2^40 messages to come to the last number there
+# is, after which nobody could lead at that position.
+MAX_TERMS_AHEAD = 1 << 20
 LATE_STALLS = 2  # past the group's deadline: owners may finish at it, and their word takes a moment
 
 IsLive = Callable[[str], bool]
@@ -213,11 +217,18 @@ class Booth:
             raise Refused(RefusalCode.NO_ELECTOR, "this peer does not vote at this position")
         if self.retired:
             raise Refused(RefusalCode.RETIRED, "this peer leaves, and votes no more")
+        self.expect_near(term_of(attempt))
         leader = leader_of(self._electorate, place.position, term_of(attempt))
         if remote != leader.peer_id:
             raise Refused(
                 RefusalCode.NOT_THE_LEADER, f"expected {leader.peer_id} at attempt {attempt}"
             )
+
+    def expect_near(self, term: int) -> None:
+        """Raise Refused at a term that no honest peer can have come to."""
+        last = term_of(self.promised) + MAX_TERMS_AHEAD
+        if term > last:
+            raise Refused(RefusalCode.FAR_TERM, f"expected a term up to {last}, got {term}")
 
     def prepare(self, remote: str, place: Place, attempt: int) -> Accepted | None:
         """Promise; what was accepted before.

@@ -227,6 +227,11 @@ class Voter:
         self._turn()
         return term_of(self._booth.promised)
 
+    def expect_near(self, term: int) -> None:
+        """Raise Refused at a term that no honest peer can have come to at this position."""
+        self._turn()
+        self._booth.expect_near(term)
+
     @property
     def retired(self) -> bool:
         """Return whether this elector has resigned; see `Booth.retired`."""

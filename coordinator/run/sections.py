@@ -22,6 +22,7 @@ from atoll.compression import ErrorFeedback, parse
 from atoll.coordinator.run.addresses import split_address
 from atoll.optim import methods
 from atoll.optim.log.electorate import Electors
+from atoll.optim.log.entry import Trust
 from atoll.optim.reduction.robust import ReducerName
 from atoll.optim.schedules import QSR, Rate
 
@@ -38,7 +39,7 @@ _OWN_KEYS = {
 
 LONGEST = 10  # times the shortest window; a rate that falls to a tenth would call for 100 times
 
-_LATER = ("electors",)
+_LATER = ("electors", "trust")
 """Fields of [round] that the digest of a spec covers only if they differ from their defaults."""
 
 Scalar = bool | int | float | str
@@ -294,6 +295,12 @@ class RoundSection(Section):
         description="Who leads and votes: 'members' (peers that have contributed for some rounds) "
         "or 'keepers' (only peers with an invite for keepers, see `atoll invite --role keeper`; "
         "they need not train, and the run waits for at least one).",
+    )
+    trust: Trust = Field(
+        default="crash",
+        description="Faults of electors under which no round is decided twice: 'crash' (they stop, "
+        "or come too late) or 'byzantine' (fewer than a third of the keepers also lie; needs "
+        "electors = 'keepers', waits for four of them, and takes one round trip more a round).",
     )
     grace_s: float = Field(
         default=3.0,

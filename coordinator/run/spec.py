@@ -79,6 +79,11 @@ class RunSpec(Section):
                 f"round.electors: must be 'members' with {method.name!r}, in which nobody votes, "
                 f"got {self.round.electors!r}"
             )
+        if self.round.trust == "byzantine" and self.round.electors != "keepers":
+            raise ValueError(
+                "round.trust: 'byzantine' needs keepers, at least 4 of them, so that one may lie: "
+                f'set electors = "keepers", got {self.round.electors!r}'
+            )
         self._expect_windows(method)
         if method.feedback and method.codec.mode == "unbiased":
             raise ValueError(

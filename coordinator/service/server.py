@@ -288,6 +288,7 @@ def _resume(
             method=spec.method(),
             layout=store.snapshot(0).layout,
             snapshot_every=spec.round.snapshot_every,
+            trust=spec.round.trust,
         )
         kind = ModelKeeper if module.method.reduction == "pairs" else Replica
         replica = kind(

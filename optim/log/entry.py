@@ -13,6 +13,7 @@ so a record has one digest.
     a vote     = sign("atoll vote 2" | run_id | epoch | position | attempt | chain(p) |
                       SHA-256(entry(p)))
     a proposal = the same with "atoll proposal 1"
+    a commit   = the same with "atoll commit 1", in runs that tolerate liars (`Trust`)
 
 Trust starts at the epoch record, which the run's key signed: it names a position, the chain there,
 and who votes there. From that base on each entry carries a certificate of the electorate that the
@@ -44,6 +45,19 @@ MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom v
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
+
+Trust = Literal["crash", "byzantine"]
+"""Faults of electors that a run tolerates: crashes of less than half of them, or also lies of less
+than a third. An entry is certified by votes, or with liars by commits (`locks.py`)."""
+
+BallotKind = Literal["vote", "proposal", "commit"]
+"""What a peer signs for an entry at an attempt."""
+
+_MAGIC: dict[BallotKind, bytes] = {
+    "vote": b"atoll vote 2",
+    "proposal": b"atoll proposal 1",
+    "commit": b"atoll commit 1",
+}
 
 # Bounds of fields: a record of a stranger is refused before anything is computed from it.
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # fits SQLite's integers
@@ -291,7 +305,7 @@ class Vote(Record):
 
 
 class Certificate(Record):
-    """A quorum of votes for one entry at one attempt."""
+    """A quorum of votes for one entry at one attempt; of commits in a run that tolerates liars."""
 
     attempt: Count
     votes: tuple[Vote, ...]
@@ -347,7 +361,7 @@ def epoch_payload(epoch: bytes) -> bytes:
 
 
 def ballot_payload(
-    kind: Literal["vote", "proposal"],
+    kind: BallotKind,
     *,
     run_id: bytes,
     epoch: int,
@@ -356,12 +370,12 @@ def ballot_payload(
     previous_chain: bytes,
     digest: bytes,
 ) -> bytes:
-    """Return what a peer signs to vote for an entry, or to propose it, from the entry's digest."""
-    magic = b"atoll vote 2" if kind == "vote" else b"atoll proposal 1"
-    return magic + run_id + struct.pack(">QQQ", epoch, position, attempt) + previous_chain + digest
+    """Return what a peer signs to vote for an entry, propose it or commit it, from its digest."""
+    place = struct.pack(">QQQ", epoch, position, attempt)
+    return _MAGIC[kind] + run_id + place + previous_chain + digest
 
 
-def _signed(kind: Literal["vote", "proposal"], entry: Entry, attempt: int) -> bytes:
+def _signed(kind: BallotKind, entry: Entry, attempt: int) -> bytes:
     return ballot_payload(
         kind,
         run_id=entry.run_id,
@@ -383,6 +397,11 @@ def proposal_payload(entry: Entry, attempt: int) -> bytes:
     return _signed("proposal", entry, attempt)
 
 
+def commit_payload(entry: Entry, attempt: int) -> bytes:
+    """Return what an elector signs to commit `entry`, which a quorum voted for at `attempt`."""
+    return _signed("commit", entry, attempt)
+
+
 def fp32(value: float) -> float:
     """Round to the nearest fp32 value."""
     return _fp32(value)
@@ -393,9 +412,20 @@ def _fp32(value: float) -> float:
     return rounded
 
 
-def is_quorum(voters: Sequence[int], electors: int) -> bool:
-    """Return whether they are more than half of the electors, or half including the first."""
+def max_liars(electors: int) -> int:
+    """Return how many lying electors a run that tolerates liars withstands: less than a third."""
+    return max(0, (electors - 1) // 3)
+
+
+def is_quorum(voters: Sequence[int], electors: int, trust: Trust = "crash") -> bool:
+    """Return whether electors decide, if no more of them fail than `trust` says.
+
+    With crashes alone, these are more than half, or half including the first. With f liars they are
+    all but f: any two quorums then share f + 1 electors, one of which is honest.
+    """
     distinct = set(voters)
+    if trust == "byzantine":
+        return bool(distinct) and len(distinct) >= electors - max_liars(electors)
     return 2 * len(distinct) > electors or (2 * len(distinct) == electors and 0 in distinct)
 
 
@@ -419,24 +449,41 @@ def _rank(what: str | int, elector: Elector) -> bytes:
 
 
 def check_certificate(
-    entry: Entry, certificate: Certificate, electorate: Sequence[Elector], verify: Verify
+    entry: Entry,
+    certificate: Certificate,
+    electorate: Sequence[Elector],
+    verify: Verify,
+    trust: Trust = "crash",
 ) -> None:
-    """Raise CertificateInvalid unless a quorum of `electorate` signed `entry`."""
-    voters = [vote.elector for vote in certificate.votes]
+    """Raise CertificateInvalid unless a quorum of `electorate` decided `entry`."""
+    payload = commit_payload if trust == "byzantine" else vote_payload
+    signed = payload(entry, certificate.attempt)
+    check_signatures(entry, signed, certificate.votes, electorate, verify, trust)
+
+
+def check_signatures(
+    entry: Entry,
+    signed: bytes,
+    votes: Sequence[Vote],
+    electorate: Sequence[Elector],
+    verify: Verify,
+    trust: Trust,
+) -> None:
+    """Raise CertificateInvalid unless a quorum of `electorate` signed these bytes for `entry`."""
+    voters = [vote.elector for vote in votes]
     if len(set(voters)) != len(voters) or any(v >= len(electorate) for v in voters):
         raise CertificateInvalid(
             f"entry {entry.position}: expected distinct electors below {len(electorate)}, "
             f"got {voters}"
         )
-    if not is_quorum(voters, len(electorate)):
+    if not is_quorum(voters, len(electorate), trust):
         raise CertificateInvalid(
             f"entry {entry.position}: expected a quorum of {len(electorate)} electors, "
             f"got {len(voters)} votes"
         )
-    payload = vote_payload(entry, certificate.attempt)
-    for vote in certificate.votes:
+    for vote in votes:
         peer_id = electorate[vote.elector].peer_id
-        if not verify(peer_id, payload, vote.signature):
+        if not verify(peer_id, signed, vote.signature):
             raise CertificateInvalid(f"entry {entry.position}: the vote of {peer_id} is forged")
 
 
@@ -500,6 +547,7 @@ def verify_claims(
     here: LogPlace | None,
     opened: Epoch,
     verify: Verify,
+    trust: Trust = "crash",
 ) -> list[Claim]:
     """Verify consecutive entries that somebody sent.
 
@@ -510,6 +558,7 @@ def verify_claims(
             the epoch's base, whose chain proves them.
         opened: the current epoch.
         verify: checks a peer's signature.
+        trust: the run's.
 
     Raises:
         LogError: one of them is not the log's.
@@ -531,7 +580,7 @@ def verify_claims(
             chain=here.chain,
         )
         if is_certified:
-            check_certificate(entry, certificate, here.electorate, verify)
+            check_certificate(entry, certificate, here.electorate, verify, trust)
         here = place_after(entry)
         verified.append(Claim(entry=entry, certificate=certificate))
     _expect_reaches_base(verified, opened)

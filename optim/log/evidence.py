@@ -1,12 +1,13 @@
 """Evidence: two signatures of one peer that no honest peer gives both.
 
-An acceptor votes for one entry at a ballot, and a proposer proposes one. Both sign the place, the
+An acceptor votes for one entry at a ballot, a proposer proposes one, and in a run that tolerates
+liars an acceptor commits one. They sign the place, the
 chain before it and the entry's digest (`ballot_payload`), so two signatures for different digests
 at one place prove a lie to everyone, whoever passes them on. The chain is part of the place: after
 a fork, a peer that restarted is another acceptor on the other branch, and may vote there honestly.
 
-    Evidence = kind ("vote" or "proposal"), PeerID, epoch, position, attempt, previous chain,
-               the lower digest, its signature, the higher digest, its signature
+    Evidence = kind ("vote", "proposal" or "commit"), PeerID, epoch, position, attempt,
+               previous chain, the lower digest, its signature, the higher digest, its signature
 
 MUST: the digests are in this order, so that one pair has one record.
 """
@@ -14,11 +15,12 @@ MUST: the digests are in this order, so that one pair has one record.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field
 
 from atoll.optim.log.entry import (
+    BallotKind,
     Certificate,
     Count,
     Digest,
@@ -28,6 +30,7 @@ from atoll.optim.log.entry import (
     PeerId,
     Record,
     Signature,
+    Trust,
     Verify,
     ballot_payload,
 )
@@ -44,7 +47,7 @@ class Evidence(Record):
 
     max_bytes: ClassVar[int] = 4096
 
-    kind: Literal["vote", "proposal"]
+    kind: BallotKind
     peer_id: PeerId
     epoch: Count
     position: Count
@@ -58,7 +61,7 @@ class Evidence(Record):
     @classmethod
     def of(
         cls,
-        kind: Literal["vote", "proposal"],
+        kind: BallotKind,
         peer_id: str,
         entry: Entry,
         attempt: int,
@@ -156,8 +159,9 @@ def double_votes(
     other: Entry,
     other_certificate: Certificate,
     electorate: Sequence[Elector],
+    trust: Trust = "crash",
 ) -> list[Evidence]:
-    """Return the evidence in two valid certificates: electors that voted for both entries.
+    """Return the evidence in two valid certificates: electors that signed both entries.
 
     Empty if they are of different attempts or places: Paxos lets an elector vote again at a later
     attempt, so the lie is in a promise, which nobody signed.
@@ -170,7 +174,7 @@ def double_votes(
     votes = {vote.elector: vote.signature for vote in other_certificate.votes}
     return [
         Evidence.of(
-            "vote",
+            "commit" if trust == "byzantine" else "vote",
             electorate[vote.elector].peer_id,
             entry,
             certificate.attempt,

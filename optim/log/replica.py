@@ -64,6 +64,7 @@ from atoll.optim.log.entry import (
     MalformedRecord,
     Newcomer,
     SignedEpoch,
+    Trust,
     Verify,
     certified_root,
     check_certificate,
@@ -252,6 +253,8 @@ class Module:
     """Positions between two state roots, hence between two snapshots."""
     name: str = WHOLE
     """The name of its log among those of the run."""
+    trust: Trust = "crash"
+    """Faults of its electors that the run tolerates."""
 
     @cached_property
     def replay(self) -> Replay:
@@ -316,6 +319,11 @@ class ReplicaView:
     def run_id(self) -> bytes:
         """The run's."""
         return self.module.run_id
+
+    @property
+    def trust(self) -> Trust:
+        """Faults of electors that the run tolerates."""
+        return self.module.trust
 
     @property
     def replay(self) -> Replay:
@@ -574,7 +582,7 @@ class Replica(ReplicaView):
             position=at.head.position,
             chain=at.head.chain,
         )
-        check_certificate(entry, certificate, at.electorate, self._verify)
+        check_certificate(entry, certificate, at.electorate, self._verify, self.trust)
         self.replay.check(entry)
         return Claim(entry=entry, certificate=certificate)
 
@@ -587,7 +595,12 @@ class Replica(ReplicaView):
         if self.opened is None:
             raise EpochInvalid("no epoch record of the run is known yet; nobody has sent one")
         return verify_claims(
-            records, run_id=self.run_id, here=here, opened=self.opened, verify=self._verify
+            records,
+            run_id=self.run_id,
+            here=here,
+            opened=self.opened,
+            verify=self._verify,
+            trust=self.trust,
         )
 
     def accept(self, claim: Claim, body: Bytes, update_F: Update | None = None) -> Update | None:

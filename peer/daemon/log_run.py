@@ -80,6 +80,7 @@ class LogRun:
             method=spec.method(),
             layout=membership.layout,
             snapshot_every=spec.round.snapshot_every,
+            trust=spec.round.trust,
         )
         self._replay = module.replay
         self._decisions = Decisions()

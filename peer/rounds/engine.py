@@ -414,7 +414,7 @@ class Rounds:
             self.kick_catch_up()
             raise Refused(RefusalCode.ELSEWHERE, f"expected position {replica.position}")
         certificate = Certificate.decode(announced.certificate)
-        check_certificate(entry, certificate, replica.electorate, self._ctx.verify)
+        check_certificate(entry, certificate, replica.electorate, self._ctx.verify, replica.trust)
         self._expect_honest_quorum(entry, certificate)
         if entry.previous_chain != replica.chain:
             self._tasks.spawn(self._compare_branches(remote, entry.position - 1))
@@ -434,7 +434,10 @@ class Rounds:
 
         There may be another such quorum for the other entry. The electors that are left take the
         position to its next attempt. If a peer applied the entry all the same, `catch_up` finds it.
+        With a quorum for each lie, there is no such other, and the liar's commit is as good as any.
         """
+        if self._ctx.replica.trust == "byzantine":
+            return
         liars = self._ctx.evidence.at(entry.epoch, entry.position)
         electorate = self._ctx.replica.electorate
         honest = [
@@ -454,14 +457,17 @@ class Rounds:
         if place != (other.epoch, other.previous_chain):
             return
         electorate = self._ctx.replica.core.electorate_at(entry.position)
-        check_certificate(entry, certificate, electorate, self._ctx.verify)
+        check_certificate(entry, certificate, electorate, self._ctx.verify, self._ctx.replica.trust)
         self._ctx.on_event(
             "error",
             f"round {entry.position + 1}: two certified entries; the log has forked, and only a "
             "new epoch joins it again",
         )
         other_certificate = Certificate.decode(known.certificate)
-        for evidence in double_votes(entry, certificate, other, other_certificate, electorate):
+        trust = self._ctx.replica.trust
+        for evidence in double_votes(
+            entry, certificate, other, other_certificate, electorate, trust
+        ):
             self._ctx.accuse(evidence)
 
     async def _compare_branches(self, peer: str, position: int) -> None:

@@ -219,6 +219,14 @@ def test_who_votes_is_part_of_the_run_only_if_it_is_not_the_default() -> None:
     assert members.differences(keepers) == ["round.electors: 'members' != 'keepers'"]
 
 
+def test_liars_are_tolerated_only_among_keepers() -> None:
+    with pytest.raises(SpecError, match=r"round.trust: 'byzantine' needs keepers, at least 4"):
+        RunSpec.from_toml('[round]\ntrust = "byzantine"\n')
+    spec = RunSpec.from_toml('[round]\nelectors = "keepers"\ntrust = "byzantine"\n')
+    assert RunSpec.from_json(spec.canonical()) == spec
+    assert b"trust" not in RunSpec().canonical()
+
+
 def test_nobody_votes_by_gossip() -> None:
     text = '[round]\nelectors = "keepers"\n[outer]\nmethod = "noloco"\n'
     with pytest.raises(SpecError, match=r"round.electors: must be 'members' with 'noloco'"):

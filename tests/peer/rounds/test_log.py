@@ -22,9 +22,11 @@ from atoll.optim.log.entry import (
     Vote,
     check_certificate,
     check_follows,
+    commit_payload,
     epoch_payload,
     is_quorum,
     leader_order,
+    max_liars,
     sha256,
     split_body,
     vote_payload,
@@ -81,9 +83,9 @@ def entry(**changes):
     return Entry(**(fields | changes))
 
 
-def certificate(for_entry, voters, attempt=0):
-    payload = vote_payload(for_entry, attempt)
-    votes = tuple(Vote(elector=i, signature=PEERS[i].sign(payload)) for i in voters)
+def certificate(for_entry, voters, attempt=0, payload=vote_payload):
+    signed = payload(for_entry, attempt)
+    votes = tuple(Vote(elector=i, signature=PEERS[i].sign(signed)) for i in voters)
     return Certificate(attempt=attempt, votes=votes)
 
 
@@ -150,8 +152,38 @@ def test_two_disjoint_groups_never_both_have_a_quorum():
             assert not (is_quorum(one, electors) and is_quorum(other, electors))
 
 
+def test_two_quorums_with_liars_share_an_honest_elector():
+    for electors in range(1, 8):
+        liars = max_liars(electors)
+        assert electors >= 3 * liars + 1
+        quorums = [
+            {i for i in range(electors) if mask >> i & 1}
+            for mask in range(2**electors)
+            if is_quorum([i for i in range(electors) if mask >> i & 1], electors, "byzantine")
+        ]
+        assert min(map(len, quorums)) == electors - liars  # so honest electors are one
+        assert all(len(one & other) > liars for one in quorums for other in quorums)
+
+
+def test_commits_certify_with_liars_and_votes_do_not():
+    votes = certificate(entry(), (0, 1, 2))
+    commits = certificate(entry(), (0, 1, 2), payload=commit_payload)
+    check_certificate(entry(), commits, ELECTORATE, verify, "byzantine")
+    with pytest.raises(CertificateInvalid, match="forged"):
+        check_certificate(entry(), votes, ELECTORATE, verify, "byzantine")
+    with pytest.raises(CertificateInvalid, match="forged"):
+        check_certificate(entry(), commits, ELECTORATE, verify)
+
+
+def test_half_of_the_electors_certify_nothing_with_liars():
+    commits = certificate(entry(), (0, 1), payload=commit_payload)
+    with pytest.raises(CertificateInvalid, match="quorum"):
+        check_certificate(entry(), commits, ELECTORATE, verify, "byzantine")
+
+
 def test_repeated_voters_do_not_make_a_quorum():
     assert not is_quorum([1, 1, 1], 4)
+    assert not is_quorum([1, 1, 1], 4, "byzantine")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ _OWN_KEYS = {
 
 LONGEST = 10  # times the shortest window; a rate that falls to a tenth would call for 100 times
 
+MIN_KEEPERS = 4  # with which one may lie: 3f + 1
+
 _LATER = ("electors", "trust")
 """Fields of [round] that the digest of a spec covers only if they differ from their defaults."""
 
@@ -337,7 +339,9 @@ class RoundSection(Section):
     @property
     def min_keepers(self) -> int:
         """Keepers that must be ready before an epoch opens; 0 if members vote."""
-        return 1 if self.electors == "keepers" else 0
+        if self.electors == "members":
+            return 0
+        return MIN_KEEPERS if self.trust == "byzantine" else 1
 
     @model_serializer(mode="wrap")
     def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from atoll.compression import parse
 from atoll.coordinator.run.sections import (
+    MIN_KEEPERS,
     CompressionSection,
     CoordinatorSection,
     DataSection,
@@ -81,8 +82,8 @@ class RunSpec(Section):
             )
         if self.round.trust == "byzantine" and self.round.electors != "keepers":
             raise ValueError(
-                "round.trust: 'byzantine' needs keepers, at least 4 of them, so that one may lie: "
-                f'set electors = "keepers", got {self.round.electors!r}'
+                f"round.trust: 'byzantine' needs keepers, at least {MIN_KEEPERS}, of which one may "
+                f"lie: set round.electors to 'keepers', got {self.round.electors!r}"
             )
         self._expect_windows(method)
         if method.feedback and method.codec.mode == "unbiased":

@@ -225,6 +225,7 @@ def test_liars_are_tolerated_only_among_keepers() -> None:
     spec = RunSpec.from_toml('[round]\nelectors = "keepers"\ntrust = "byzantine"\n')
     assert RunSpec.from_json(spec.canonical()) == spec
     assert b"trust" not in RunSpec().canonical()
+    assert spec.round.min_keepers == 4
 
 
 def test_nobody_votes_by_gossip() -> None:

@@ -5,6 +5,7 @@
         identity.key                          key pair; the PeerID follows from it
         run.json                              the run that this directory belongs to
         consent.json                          the owner's yes to what the run asks for
+        ballots.json                          where a keeper may have voted
         log/                                  the last updates and snapshots
         trainer.safetensors                   parameters, inner optimizer, data position, feedback
         lock                                  held while a peer runs here
@@ -57,6 +58,11 @@ class PeerPaths:
     def consent(self) -> Path:
         """Owner's yes to what the run asks for."""
         return self.root / "consent.json"
+
+    @property
+    def ballots(self) -> Path:
+        """Furthest place at which a keeper may have voted."""
+        return self.root / "ballots.json"
 
     @property
     def log(self) -> Path:

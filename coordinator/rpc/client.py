@@ -56,6 +56,8 @@ class Joined:
     spec: RunSpec
     admission: bytes
     """The credential for `Transport.admission`."""
+    role: Role
+    """As the admission states it."""
     layout: Layout
     genesis_root: bytes
     epoch: bytes
@@ -332,12 +334,13 @@ class CoordinatorClient(StatusClient):
             raise BadReply("expected the spec of the invite's run, got another")
         try:
             check = AdmissionCheck(self.invite.run_key, self.invite.run_id, clock=self.now_s)
-            check(self._identity.peer_id, reply.admission)
+            admission = check.check(self._identity.peer_id, reply.admission)
         except AdmissionRefused as error:
             raise BadReply(f"the coordinator sent an invalid admission: {error.message}") from None
         return Joined(
             spec=spec,
             admission=reply.admission,
+            role=admission.role,
             layout=layout,
             genesis_root=_digest(reply.genesis_root),
             epoch=reply.epoch,

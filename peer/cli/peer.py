@@ -30,6 +30,8 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Join a run by its invite and train until the run is complete or a signal\n"
         "stops the peer (Ctrl-C or SIGTERM). Reconnects automatically; after a\n"
         "restart it resumes from its state directory.\n\n"
+        "With an invite for keepers the peer leads and votes instead of training: it\n"
+        "needs no model, no data and no device.\n\n"
         "At the first start it shows what the run asks for (model, parameters, data,\n"
         "tokenizer, disk, traffic) and asks once; the answer is kept in the state\n"
         "directory. It exits with 1 after a no, and with 2 if there is nobody to ask.\n"
@@ -219,7 +221,7 @@ def _expect_tokenizer(path: str | None) -> None:
 
 async def _ask() -> bool:
     """Ask the owner in the terminal; an end of input is a no."""
-    print("Train this run on this machine? [y/N] ", end="", file=sys.stderr, flush=True)
+    print("Take part in this run on this machine? [y/N] ", end="", file=sys.stderr, flush=True)
     loop = asyncio.get_running_loop()
     answer = loop.create_future()
 

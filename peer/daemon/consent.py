@@ -40,6 +40,7 @@ from atoll.peer.training.trainer import expect_params, open_tokenizer
 # Per parameter: three snapshots of parameters and outer momentum (8 bytes each); the trainer's
 # parameters, two moments, residual and local values (4 bytes each).
 DISK_BYTES = 3 * 8 + 5 * 4
+KEEPER_DISK_BYTES = 3 * 8  # the three snapshots alone
 ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
 
 Ask = Callable[[], Awaitable[bool]]
@@ -63,7 +64,12 @@ class Request:
 
 
 def request_of(
-    spec: RunSpec, layout: Layout, *, data: str | None = None, tokenizer: str | None = None
+    spec: RunSpec,
+    layout: Layout,
+    *,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    is_keeper: bool = False,
 ) -> Request:
     """Return what a run asks for, as the owner reads it.
 
@@ -72,7 +78,10 @@ def request_of(
         layout: names and shapes of the model's parameters.
         data: the owner's own data, read instead of the spec's.
         tokenizer: the owner's own tokenizer.
+        is_keeper: whether this machine leads and votes instead of training.
     """
+    if is_keeper:
+        return _request_of_keeper(spec, layout)
     own = with_own_files(spec, data=data, tokenizer=tokenizer)
     rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
     disk = spec.round.log_mb * 10**6 + DISK_BYTES * layout.numel
@@ -89,6 +98,22 @@ def request_of(
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
     )
     asked = f"atoll consent v1\0{spec.digest()}\0{layout.numel}".encode()
+    return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
+
+
+def _request_of_keeper(spec: RunSpec, layout: Layout) -> Request:
+    """Return what a keeper is asked for: no model is built, and no data is read."""
+    rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
+    disk = spec.round.log_mb * 10**6 + KEEPER_DISK_BYTES * layout.numel
+    lines = (
+        "the run asks this machine for the following:",
+        f"run: {spec.run.name}, {rounds}",
+        "role: keeper, which leads and votes, and trains nothing",
+        f"parameters: {layout.numel:,}, kept in memory and on the disk",
+        f"disk: about {size(disk)}",
+        f"traffic: about {size(round_bytes(spec, layout))} each way per round",
+    )
+    asked = f"atoll consent v1\0keeper\0{spec.digest()}\0{layout.numel}".encode()
     return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
 
 
@@ -158,12 +183,18 @@ class Consent:
             ConsentMissing: nobody is there to ask.
             Declined: the owner said no.
         """
-        spec = with_own_files(membership.spec, data=self.data, tokenizer=self.tokenizer)
-        self.allowed.expect(spec)  # no yes to a run that could not train here
-        vocab_size = open_tokenizer(spec, self.allowed).vocab_size
-        expect_params(spec, vocab_size, membership.layout.numel)  # the owner is shown this number
+        is_keeper = membership.role == "keeper"
+        if not is_keeper:
+            spec = with_own_files(membership.spec, data=self.data, tokenizer=self.tokenizer)
+            self.allowed.expect(spec)  # no yes to a run that could not train here
+            vocab_size = open_tokenizer(spec, self.allowed).vocab_size
+            expect_params(spec, vocab_size, membership.layout.numel)  # the owner is shown this
         request = request_of(
-            membership.spec, membership.layout, data=self.data, tokenizer=self.tokenizer
+            membership.spec,
+            membership.layout,
+            data=self.data,
+            tokenizer=self.tokenizer,
+            is_keeper=is_keeper,
         )
         if self._kept_digest() == request.digest:
             return

@@ -150,6 +150,9 @@ class GossipRun:
         """Return the peers in the run, as far as they were seen."""
         return await self.ctx.roster_peers()
 
+    def expect_working(self) -> None:
+        """Return: a run by gossip has no log that could fail, and no keepers."""
+
     def look(self) -> None:
         """Report nothing: no round waits for a quorum."""
 

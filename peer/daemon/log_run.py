@@ -102,7 +102,7 @@ class LogRun:
             ),
             compute=env.compute,
             on_event=env.report,
-            ready_in_s=self.progress.ready_in_s,
+            ready_in_s=(lambda: None) if env.is_keeper else self.progress.ready_in_s,
             rule=rule_of(spec.round.reducer),
             on_evidence=env.outbox.evidence.append,
         )
@@ -130,6 +130,7 @@ class LogRun:
             # Called by name, as the publisher needs the rounds and is made below.
             on_led=lambda entry, certificate, body: self.publisher.on_led(entry, certificate, body),
             uplink_mbit_s=env.options.rates.uplink_mbit_s,
+            ballots=env.ballots.ballots() if env.ballots is not None else None,
         )
         self.publisher = Publisher(env, self._source, self.replica, self.rounds)
         if joined is not None:
@@ -180,6 +181,10 @@ class LogRun:
         """Return the peers in the run, as far as they were seen."""
         return await self.ctx.roster_peers()
 
+    def expect_working(self) -> None:
+        """Raise the failure after which this peer takes part in nothing, if there is one."""
+        self._decisions.expect_none_failed()
+
     def look(self) -> None:
         """Report a round that cannot be decided because electors are missing."""
         replica, rounds = self.replica, self._env.spec.run.rounds
@@ -204,11 +209,11 @@ class LogRun:
         """Resign as an elector, and let the coordinator have the entries up to here.
 
         An elector that states that it votes for nothing more lets an epoch open at once, which
-        voids nothing.
+        voids nothing. A keeper does not resign, as it votes again after a restart.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_VOTE_S):
-                await self.rounds.retire()
+                await (self.rounds.end_ballots if self._env.is_keeper else self.rounds.retire)()
         position = self.replica.position
         with suppress(TimeoutError, CoordinatorError):
             async with asyncio.timeout(HAND_OVER_S):
@@ -275,7 +280,8 @@ class LogRun:
     # in the loop
 
     def _on_settled(self, settled: Settled) -> None:
-        self._decisions.put(settled)
+        if not self._env.is_keeper:  # nobody would take it
+            self._decisions.put(settled)
         self.reporter.trace(settled)
 
     def _on_recovered(self) -> None:
@@ -283,7 +289,7 @@ class LogRun:
 
     def _on_leap(self) -> None:
         """Drop open work that belongs to the position before; at the start there is none."""
-        if self._serves:
+        if self._serves and not self._env.is_keeper:
             self.rounds.withdraw()
             why = f"recovered to position {self.replica.position}"
             self._decisions.put(Reset(state=self.replica.state, why=why))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import Busy, CoordinatorUnreachable
+from atoll.coordinator.run.admission import Role
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import KEYS_FILE
 from atoll.coordinator.run.spec import RunSpec
@@ -61,6 +62,7 @@ class Membership:
     genesis_root: bytes
     admission: bytes
     bootstrap: tuple[str, ...]
+    role: Role = "trainer"
 
     @classmethod
     def of(cls, joined: Joined, invite: Invite) -> Membership:
@@ -71,6 +73,7 @@ class Membership:
             genesis_root=joined.genesis_root,
             admission=joined.admission,
             bootstrap=joined.bootstrap or invite.bootstrap,
+            role=joined.role,
         )
 
     def to_json(self, run_id: bytes) -> bytes:
@@ -82,6 +85,7 @@ class Membership:
             "genesis_root": self.genesis_root.hex(),
             "admission": self.admission.hex(),
             "bootstrap": list(self.bootstrap),
+            "role": self.role,
         }
         return json.dumps(fields).encode()
 
@@ -95,6 +99,8 @@ class Membership:
             genesis_root=bytes.fromhex(fields["genesis_root"]),
             admission=bytes.fromhex(fields["admission"]),
             bootstrap=tuple(fields["bootstrap"]),
+            # Absent in what an older version wrote; the others check the admission, not this.
+            role="keeper" if fields.get("role") == "keeper" else "trainer",
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
 from atoll.dht.node import Node
-from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.roster import PeerRecord, Roster, RosterError, RosterRole
 from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector
@@ -129,6 +129,7 @@ class Neighbours:
         me: Elector,
         rates: LinkRates,
         *,
+        role: RosterRole = "trainer",
         keep_addresses: Callable[[Sequence[str]], None],
     ) -> None:
         """Pass addresses of peers that are here to `keep_addresses`."""
@@ -136,6 +137,7 @@ class Neighbours:
         self._node = node
         self._me = me
         self._rates = rates
+        self._role = role
         self._keep_addresses = keep_addresses
 
     async def publish(self, epoch: int, position: int, view: TrainerView) -> None:
@@ -144,7 +146,7 @@ class Neighbours:
             peer_id=self._me.peer_id,
             addresses=tuple(self._node.addresses),
             incarnation=self._me.incarnation,
-            role="trainer",
+            role=self._role,
             epoch=epoch,
             position=position,
             tokens_per_s=view.tokens_per_s,

@@ -33,6 +33,11 @@ from atoll.peer.daemon.peer import Admit, Peer, StartRun
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
 
+
+class WrongRole(ValueError):  # noqa: N818
+    """The invite is for another role than the one that is asked for."""
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +83,37 @@ def open_reducer(
 ) -> RunReducer:
     """Join and recover; return once the peer holds a verified state.
 
+    Args: as `open_peer`.
+
+    Raises:
+        WrongRole: the invite is for keepers, which do not train.
+        Exception: as `open_peer`.
+    """
+    thread = open_peer(
+        options, on_event=on_event, on_phase=on_phase, stopping=stopping, admit=admit
+    )
+    try:
+        if thread.value.is_keeper:
+            raise WrongRole(
+                "the invite is for keepers, which do not train; start `atoll peer` with it, and "
+                "ask the organiser for an invite for trainers"
+            )
+        return thread.value.run.reducer(thread)
+    except BaseException:
+        thread.close()
+        raise
+
+
+def open_peer(
+    options: PeerOptions,
+    *,
+    on_event: Callable[[Level, str], None],
+    on_phase: OnPhase = lambda phase, position, left=None: None,
+    stopping: threading.Event | None = None,
+    admit: Admit | None = None,
+) -> LoopThread[Peer]:
+    """Join and recover; return the peer in its thread once it holds a verified state.
+
     Args:
         options: what the peer's owner decides.
         on_event: takes what a person may want to read, in several threads.
@@ -94,12 +130,7 @@ def open_reducer(
     peer = Peer.open(
         options, _kind_of, admit=admit or _admit_all, on_event=on_event, on_phase=on_phase
     )
-    thread = LoopThread(peer, stopping)
-    try:
-        return thread.value.run.reducer(thread)
-    except BaseException:
-        thread.close()
-        raise
+    return LoopThread(peer, stopping)
 
 
 async def _admit_all(membership: Membership) -> None:

@@ -11,7 +11,6 @@ trying.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
@@ -34,6 +33,7 @@ from atoll.optim.log.replica import Compute
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
+from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, Membership, StateDirectory
 from atoll.peer.daemon.neighbours import Neighbours, expect_free
@@ -68,6 +68,8 @@ class Environment:
     report: OnEvent
     on_phase: OnPhase
     compute: Compute
+    ballots: KeptBallots | None = None
+    """of a keeper; None for a trainer"""
 
     @property
     def run_id(self) -> bytes:
@@ -83,6 +85,11 @@ class Environment:
     def layout(self) -> Layout:
         """The layout of the run's model."""
         return self.enrolment.membership.layout
+
+    @property
+    def is_keeper(self) -> bool:
+        """Return whether this peer leads and votes instead of training."""
+        return self.ballots is not None
 
     async def join_again(self) -> Joined:
         """Join a coordinator that has forgotten this peer, or that was away at the start.
@@ -149,6 +156,10 @@ class RunKind(Protocol):
 
     async def roster_peers(self) -> dict[str, PeerRecord]:
         """Return the peers in the run, as far as they were seen."""
+        ...
+
+    def expect_working(self) -> None:
+        """Raise the failure, such as a full disk, after which this peer takes part in nothing."""
         ...
 
     def look(self) -> None:
@@ -224,6 +235,11 @@ class Peer:
         return self._env.me.peer_id
 
     @property
+    def is_keeper(self) -> bool:
+        """Return whether this peer leads and votes instead of training."""
+        return self._env.is_keeper
+
+    @property
     def spec(self) -> RunSpec:
         """The run's spec."""
         return self._env.spec
@@ -275,11 +291,6 @@ async def _environment(
     paths = PeerPaths(root=options.state_dir)
     directory = stack.enter_context(closing(StateDirectory(paths, invite.run_id)))
     identity = Identity.load_or_create(paths.identity)
-    # Votes are not synced to disk, so a restarted peer must be another elector.
-    me = Elector(
-        peer_id=identity.peer_id,
-        incarnation=f"{random.SystemRandom().getrandbits(128):032x}",
-    )
     expect_free(options.listen, remedy="name another with --listen, or port 0 for any")
     client = CoordinatorClient(invite, identity, version=version("atoll"))
     outbox = Outbox()
@@ -293,6 +304,11 @@ async def _environment(
     stack.push_async_callback(client.close)
     enrolment, joined = await Enrolment.open(client, directory, invite, announcer.show)
     await admit(enrolment.membership)
+    is_keeper = enrolment.membership.role == "keeper"
+    ballots = KeptBallots.open(paths.ballots) if is_keeper else None
+    # The votes of a trainer are not synced to disk, so after a restart it must be another elector.
+    incarnation = ballots.incarnation if ballots is not None else new_incarnation()
+    me = Elector(peer_id=identity.peer_id, incarnation=incarnation)
     node = await Node.start(
         paths.identity,
         run_id=invite.run_id.hex(),
@@ -318,12 +334,19 @@ async def _environment(
         client=client,
         enrolment=enrolment,
         node=node,
-        neighbours=Neighbours(node, me, options.rates, keep_addresses=enrolment.keep_addresses),
+        neighbours=Neighbours(
+            node,
+            me,
+            options.rates,
+            role="keeper" if is_keeper else "trainer",
+            keep_addresses=enrolment.keep_addresses,
+        ),
         outbox=outbox,
         tasks=tasks,
         report=announcer.report,
         on_phase=on_phase,
         compute=_compute_in(threads),
+        ballots=ballots,
     )
     return env, joined
 

@@ -24,7 +24,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import short
 from atoll.peer.daemon.consent import Ask, Consent
 from atoll.peer.daemon.membership import expect_run
-from atoll.peer.daemon.network import open_reducer
+from atoll.peer.daemon.network import open_peer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.reducer import RunReducer, TrainerView
@@ -36,6 +36,7 @@ from atoll.peer.training.trainer import Trainer, TrainerOptions
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
 STORED_POLL_S = 0.1
+KEEP_POLL_S = 0.2  # how late a keeper's line about a round is
 SAVE_EVERY_S = 60.0  # a killed process loses its last minute, or window, of inner state
 LOG_BYTES = 4 << 20
 LOG_FILES = 3  # older ones: a peer that runs for months keeps 16 MiB of messages
@@ -141,7 +142,7 @@ def join_and_train(
     narrator = Narrator(on_event)
     with log_file(paths):
         try:
-            reducer = open_reducer(
+            thread = open_peer(
                 options.peer,
                 on_event=narrator.tell,
                 on_phase=narrator.on_phase,
@@ -159,12 +160,28 @@ def join_and_train(
             )
         except KeyboardInterrupt:
             return False
-        narrator.follow(reducer.peer)
+        narrator.follow(thread.value)
         try:
-            with closing(reducer):
-                return _train(options, reducer, narrator, stop)
+            with closing(thread):
+                if thread.value.is_keeper:
+                    return _keep(options, thread.value, narrator, stop)
+                with closing(thread.value.run.reducer(thread)) as reducer:
+                    return _train(options, reducer, narrator, stop)
         finally:
             narrator.emit("stopped", "left the run")
+
+
+def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bool:
+    """Lead and vote, until the run is complete or `stop` is set."""
+    narrator.introduce_keeper(options.peer.name)
+    while not stop.wait(KEEP_POLL_S):
+        peer.run.expect_working()
+        narrator.tell_round()
+        if peer.run.progress.is_over(peer.position):
+            narrator.tell("info", f"run complete: all {peer.spec.run.rounds} rounds committed")
+            wait_until_stored(peer, STORED_S, stop)
+            return True
+    return False
 
 
 def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: Stop) -> bool:
@@ -234,6 +251,21 @@ class Narrator:
         else:
             start = f"{peers} peer{'' if peers == 1 else 's'}"
             self.emit("ready", f"{me} trains on {device}; the run starts with {start}")
+
+    def introduce_keeper(self, name: str) -> None:
+        """Report that this peer leads and votes, and from now on each round."""
+        assert self._peer is not None
+        self._told_round = self._peer.position
+        me = f"{name or 'this peer'} ({short(self._peer.peer_id)})"
+        self.emit("ready", f"{me} is a keeper: it leads and votes, and does not train")
+
+    def tell_round(self) -> None:
+        """Report a keeper's newest round, if it is new."""
+        assert self._peer is not None
+        position, rounds = self._peer.position, self._peer.spec.run.rounds
+        if position > self._told_round:
+            self._told_round = position
+            self.emit("round", f"round {position}{f'/{rounds}' if rounds else ''}")
 
     def tell(self, level: Level, text: str) -> None:
         """Log an event and pass it on."""

@@ -327,6 +327,7 @@ class Reporter:
         return PeerStatus(
             peer_id=self._env.me.peer_id,
             name=self._env.options.name,
+            role="keeper" if self._env.is_keeper else "trainer",
             incarnation=self._env.me.incarnation,
             state=self._state(),
             phase=rounds.phase,
@@ -362,7 +363,7 @@ class Reporter:
             return "joining"
         if self._standing.opened is None:
             # An epoch opens once enough peers are ready; a peer that cannot train yet is not.
-            return "ready" if self._progress.started else "joining"
+            return "ready" if self._progress.started or self._env.is_keeper else "joining"
         if not self._standing.electorate:
             return "recovering"
         return "training" if self._rounds().phase in AT_REST else "syncing"

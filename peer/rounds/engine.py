@@ -113,7 +113,7 @@ class Rounds:
         self._on_settled = on_settled
         self._on_phase = on_phase
         ctx.link.declare(uplink_mbit_s)
-        ballots = ballots or Ballots()
+        self._ballots = ballots = ballots or Ballots()
         self.voter = Voter(ctx, reach=self._reach, on_certified=self._certified, ballots=ballots)
         self._tasks = Tasks()
         self._dissemination = Dissemination(ctx)
@@ -223,6 +223,16 @@ class Rounds:
     async def retire(self) -> None:
         """Resign as an elector, so that the others need not wait for this peer's votes."""
         await self.voter.retire()
+
+    async def end_ballots(self) -> None:
+        """Sign nothing more that is new; wait until what was signed last is decided.
+
+        An elector that is back after a restart abstains where it may have voted before.
+        """
+        self._ballots.closed = True
+        replica = self._ctx.replica
+        while self._ballots.furthest >= Place(replica.epoch, replica.position):
+            await replica.moved()
 
     @property
     def retired(self) -> bool:

@@ -140,13 +140,23 @@ class Ballots:
     """the furthest place of earlier processes, whose promises are forgotten"""
     keep: Callable[[Place], None] = lambda place: None
     """stores a place before anything is signed there; if it fails, nothing is signed"""
-    _noted: Place = NOWHERE
+    furthest: Place = NOWHERE
+    """the furthest place of this process"""
+    closed: bool = False
+    """whether nothing is signed beyond the furthest place, as this process ends"""
 
     def note(self, place: Place) -> None:
-        """Store a place at which something is about to be signed, unless it is stored already."""
-        if place > self._noted:
-            self.keep(place)
-            self._noted = place
+        """Store a place at which something is about to be signed, unless it is stored already.
+
+        Raises:
+            Refused: this process ends, and has signed nothing at this place.
+        """
+        if place <= self.furthest:
+            return
+        if self.closed:
+            raise Refused(RefusalCode.RETIRED, "this peer stops, and votes again after its restart")
+        self.keep(place)
+        self.furthest = place
 
     def expect_open(self, place: Place) -> None:
         """Raise Refused at a place at which an earlier process may have voted or proposed."""

@@ -1,6 +1,7 @@
 """Coordinators, peers and reducers for the tests here; all end with the test."""
 
 import contextlib
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.network import open_reducer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
+from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.daemon.reducer import RunReducer
 from support import organiser as helpers
 from support.organiser import LOOPBACK, Organiser
@@ -81,3 +83,47 @@ def join(tmp_path):
             return Joined(reducer, events)
 
         yield open_peer
+
+
+class Running:
+    """A peer with its trainer in a thread, and what it said."""
+
+    def __init__(self, invite, state_dir, **options):
+        self.events = []
+        self.result = self.error = None
+        self.stop = Stop()
+        peer = PeerOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
+        self._options = RunOptions(peer=peer, device="cpu", yes=True, **options)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.result = join_and_train(self._options, on_event=self.events.append, stop=self.stop)
+        except Exception as error:
+            self.error = error
+
+    def said(self, text, kind="event"):
+        return any(e.kind == kind and text in e.text for e in self.events)
+
+    def join(self):
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+@pytest.fixture
+def start(tmp_path):
+    running = []
+
+    def start(invite, name="peer", **options):
+        running.append(Running(invite, tmp_path / name, **options))
+        return running[-1]
+
+    yield start
+    for peer in running:
+        peer.stop.set()
+    for peer in running:
+        peer.thread.join(60)

@@ -24,7 +24,7 @@ def test_the_state_directory_of_another_run_gets_none(tmp_path, monkeypatch, sto
         logging.getLogger("atoll").warning("something else")
         raise StateOfAnotherRun("found out late")
 
-    monkeypatch.setattr(process, "open_reducer", open_link)
+    monkeypatch.setattr(process, "open_peer", open_link)
     paths = PeerPaths(root=tmp_path)
     if stored is not None:
         paths.run.write_text(stored)

@@ -2,63 +2,15 @@
 
 import dataclasses
 import logging
-import threading
 
 import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.peer.daemon import process
 from atoll.peer.daemon.membership import StateDirectoryInUse
-from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.process import RunOptions, Stop, join_and_train, log_file
+from atoll.peer.daemon.process import log_file
 from atoll.peer.errors import DataError
 from atoll.peer.paths import PeerPaths
-
-LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-
-
-class Running:
-    """A peer with its trainer in a thread, and what it said."""
-
-    def __init__(self, invite, state_dir, **options):
-        self.events = []
-        self.result = self.error = None
-        self.stop = Stop()
-        peer = PeerOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
-        self._options = RunOptions(peer=peer, device="cpu", yes=True, **options)
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self):
-        try:
-            self.result = join_and_train(self._options, on_event=self.events.append, stop=self.stop)
-        except Exception as error:
-            self.error = error
-
-    def said(self, text, kind="event"):
-        return any(e.kind == kind and text in e.text for e in self.events)
-
-    def join(self):
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
-@pytest.fixture
-def start(tmp_path):
-    running = []
-
-    def start(invite, name="peer", **options):
-        running.append(Running(invite, tmp_path / name, **options))
-        return running[-1]
-
-    yield start
-    for peer in running:
-        peer.stop.set()
-    for peer in running:
-        peer.thread.join(60)
 
 
 @pytest.fixture
@@ -202,11 +154,11 @@ def test_a_peer_without_its_data_is_told_so(organise, kit, start, tmp_path):
     assert organiser.status().position == 0
 
 
-def test_a_state_directory_serves_one_peer_at_a_time(organise, kit, start, tmp_path):
+def test_a_state_directory_serves_one_peer_at_a_time(organise, kit, start):
     organiser = organise(kit.tiny_spec(run={"rounds": 0}))
     daemon = start(organiser.invite)
     kit.until(lambda: organiser.status().position >= 1, "a round")
-    other = Running(organiser.invite, tmp_path / "peer")
+    other = start(organiser.invite)
     with pytest.raises(StateDirectoryInUse, match="another peer is running"):
         other.join()
     there = organiser.status().position
@@ -224,14 +176,14 @@ def test_a_stop_while_it_waits_for_the_coordinator_ends_it(organise, kit, start)
 
 
 def test_a_stop_while_it_joins_reads_no_data(organise, kit, start, tmp_path, monkeypatch):
-    opening = process.open_reducer
+    opening = process.open_peer
 
     def open_and_stop(*args, stopping, **options):
         reducer = opening(*args, stopping=stopping, **options)
         stopping.set()
         return reducer
 
-    monkeypatch.setattr(process, "open_reducer", open_and_stop)
+    monkeypatch.setattr(process, "open_peer", open_and_stop)
     daemon = start(organise(kit.tiny_spec()).invite, data=str(tmp_path / "nowhere"))
     assert daemon.join() is False
 

@@ -1,5 +1,6 @@
 """Keepers lead and vote, trainers train: neither needs the other's work."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
@@ -241,3 +242,27 @@ def test_a_keeper_signs_nothing_that_it_cannot_remember():
     proposer = Leads(mine, ballots).begin(here, 0, (mine,))
     with pytest.raises(OSError, match="no space"):
         proposer.choose(b"an entry")
+
+
+def test_a_keeper_that_stops_waits_for_its_last_vote_and_signs_no_other(tmp_path):
+    async def scenario(swarm):
+        disk, ending = Disk(), []
+
+        def keep(place):
+            disk.keep(place)
+            if place == Place(1, 2):  # in the middle of its own proposal
+                ending.append(asyncio.create_task(keeper.rounds.end_ballots()))
+
+        keeper = swarm.add(role="keeper", ballots=Ballots(keep=keep))
+        trainers = [swarm.add(), swarm.add()]
+        await swarm.begin([keeper, *trainers])
+        await swarm.until(lambda: bool(ending))
+        await ending[0]
+        assert reached([keeper], 3)
+        await swarm.until(lambda: reached(trainers, 3))
+        await asyncio.sleep(60)
+        assert not reached([keeper], 4) and disk.place == Place(1, 2)
+        again = await restart(swarm, keeper, disk)
+        await swarm.until(lambda: reached([again, *trainers], 5))
+
+    run(tmp_path, scenario)

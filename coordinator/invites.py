@@ -131,7 +131,7 @@ class InviteDesk:
         book = read_book(self._folder)
         self._seen = seen
         invites = {invite.token_sha256: invite for invite in book.invites}
-        first = IssuedInvite(id=FIRST, kind="trainer", token_sha256=_hash(self._first_token))
+        first = IssuedInvite(id=FIRST, kind="trainer", token_sha256=token_hash(self._first_token))
         self._by_hash = {first.token_sha256: first} | invites
         before, self._evicted = self._evicted, {e.peer_id: e for e in book.evicted}
         return [e for e in book.evicted if e.peer_id not in before]
@@ -174,7 +174,7 @@ class InviteDesk:
     def is_for_keepers(self, token: bytes) -> bool:
         """Return whether the token is that of an invite for keepers, current or not."""
         self.refresh()
-        invite = self._by_hash.get(_hash(token))
+        invite = self._by_hash.get(token_hash(token))
         return invite is not None and invite.kind == "keeper"
 
     def is_keeper(self, peer_id: str) -> bool:
@@ -193,7 +193,7 @@ class InviteDesk:
         return sorted(e.peer_id for e in newest)
 
     def _find(self, token: bytes) -> IssuedInvite:
-        digest = _hash(token)
+        digest = token_hash(token)
         invite = self._by_hash.get(digest)
         if invite is None or not hmac.compare_digest(invite.token_sha256, digest):
             raise InviteRefused(
@@ -217,7 +217,7 @@ def issue(folder: Path, *, kind: Kind, uses: int = 0, expires_s: float = 0) -> t
     invite = IssuedInvite(
         id=secrets.token_hex(4),
         kind=kind,
-        token_sha256=_hash(token),
+        token_sha256=token_hash(token),
         uses=uses,
         expires_s=expires_s,
     )
@@ -230,7 +230,7 @@ def revoke(folder: Path, invite_id: str, first_token: bytes) -> None:
     """Let nobody else use an invite. Raises InvitesError if there is none of this id."""
     with _changing(folder) as book:
         if invite_id == FIRST and not any(i.id == FIRST for i in book.invites):
-            digest = _hash(first_token)
+            digest = token_hash(first_token)
             book.invites.append(IssuedInvite(id=FIRST, kind="trainer", token_sha256=digest))
         found = [i for i in book.invites if i.id == invite_id]
         if not found:
@@ -295,5 +295,6 @@ def _replace(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
-def _hash(token: bytes) -> str:
+def token_hash(token: bytes) -> str:
+    """Return what is kept of a token: the SHA-256, in hex."""
     return hashlib.sha256(b"atoll invite 1" + token).hexdigest()

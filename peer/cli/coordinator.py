@@ -27,6 +27,10 @@ class InviteFileError(ValueError):
     """The invite file cannot be written, or holds something other than an invite."""
 
 
+class NoKeepers(ValueError):  # noqa: N818
+    """A keeper is asked for in a run in which members vote."""
+
+
 def add_parser(subparsers: Subparsers) -> None:
     """Add the arguments of `atoll coordinator`."""
     parser = new_parser(
@@ -37,6 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "continues while the coordinator is down; after a restart the invite is the same.",
         examples="atoll coordinator RUN.toml\n"
         "atoll coordinator RUN.toml --advertise 203.0.113.7\n"
+        "atoll coordinator RUN.toml --keep\n"
         "atoll coordinator RUN.toml --invite-file invite.txt --quiet &",
     )
     parser.add_argument(
@@ -65,6 +70,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--json", action="store_true", help="Print invite, run id and address as a line of JSON."
     )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="Run a keeper on this machine too, in a process that ends with this one; for runs "
+        'with electors = "keepers".',
+    )
     parser.add_argument("--quiet", action="store_true", help="Print no line per round.")
     add_stop_with_stdin(parser)
 
@@ -77,6 +88,11 @@ def run(args: argparse.Namespace) -> int:
     from atoll.peer.paths import coordinator_state_dir
 
     spec = with_addresses(RunSpec.load(args.spec), args)
+    if args.keep and spec.round.electors != "keepers":
+        raise NoKeepers(
+            '--keep is for runs in which keepers vote; set electors = "keepers" in [round] of '
+            f"{args.spec}, or omit --keep"
+        )
     if args.invite_file is not None:
         _expect_own_file(args.invite_file)
     state_dir: Path = args.state_dir or coordinator_state_dir(spec.run.name)
@@ -87,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
         if args.invite_file is not None:
             write_invite(args.invite_file, str(up.invite))
 
-    return asyncio.run(_serve(spec, genesis, state_dir, on_ready=on_ready, quiet=args.quiet))
+    return asyncio.run(
+        _serve(spec, genesis, state_dir, on_ready=on_ready, quiet=args.quiet, has_keeper=args.keep)
+    )
 
 
 def with_addresses(spec: RunSpec, args: argparse.Namespace) -> RunSpec:
@@ -134,10 +152,12 @@ async def _serve(
     *,
     on_ready: Callable[[Running], None],
     quiet: bool,
+    has_keeper: bool,
 ) -> int:
     from atoll.coordinator.service.server import running
     from atoll.dht.tasks import Tasks
     from atoll.peer.daemon.bootstrap import BootstrapNode
+    from atoll.peer.lab.own_keeper import keep_beside
 
     admission_s = spec.coordinator.admission_hours * 3600
     stop = asyncio.Event()
@@ -152,6 +172,8 @@ async def _serve(
         async with Tasks() as telling:
             if not quiet:
                 telling.spawn(_tell(up))
+            if has_keeper:
+                telling.spawn(keep_beside(up, say))
             await stop.wait()
     return 130 if received == [signal.SIGINT] else 0
 
@@ -197,6 +219,8 @@ def announce(up: Running, *, as_json: bool) -> None:
     say(f"listening on {up.address}; state in {up.state_dir}")
     join = " ".join(["atoll peer INVITE", *options_for(spec)])
     say("`atoll invite` limits an invite to some peers or to watching; `atoll evict` puts one out")
+    if spec.round.electors == "keepers":
+        say("`atoll invite --role keeper` makes an invite for a keeper, which leads and votes")
     say(f"join with `{join}`, watch with `atoll dashboard INVITE`:")
     if as_json:
         print_json(

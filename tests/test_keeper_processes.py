@@ -1,0 +1,90 @@
+"""A run of processes as people start them: a coordinator that keeps, a keeper, and two trainers."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.peer.lab.children import Child
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+DEADLINE_S = 120.0  # five processes that import torch: a few seconds each on an idle machine
+PEER = ("--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu", "--yes", "--stop-with-stdin")
+
+
+async def until(condition, *children):
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := condition()):
+            for child in children:
+                assert child.running, child.failure()
+            await asyncio.sleep(0.1)
+    return found
+
+
+def write_spec(folder: Path) -> Path:
+    (folder / "text.txt").write_text("Keepers lead and vote, and trainers train. " * 2000)
+    spec = RunSpec.from_dict(
+        {
+            "run": {"name": "kept", "rounds": 4},
+            "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
+            "data": {"source": str(folder / "text.txt"), "seq_len": 32},
+            "inner": {"batch_size": 2, "warmup_steps": 2},
+            "outer": {"inner_steps": 4},
+            "round": {"min_peers": 2, "electors": "keepers", "stall_s": 5.0},
+            "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
+        }
+    )
+    path = folder / "RUN.toml"
+    path.write_text(template(spec))
+    return path
+
+
+async def hold(folder: Path) -> dict:
+    """Run it to its end; return the last status."""
+    lines: list[bytes] = []
+    state, invite = folder / "state", folder / "invite"
+    children: list[Child] = []
+
+    async def start(name: str, *arguments: object, **options) -> Child:
+        log = folder / f"{name}.log"
+        children.append(await Child.start(name, log, list(map(str, arguments)), **options))
+        return children[-1]
+
+    try:
+        coordinator = await start(
+            "coordinator",
+            *("coordinator", write_spec(folder), "--state-dir", state, "--invite-file", invite),
+            *("--keep", "--stop-with-stdin"),
+        )
+        await until(invite.exists, coordinator)
+        invited = await start(
+            "invite", "invite", state, "--role", "keeper", "--json", on_line=lines.append
+        )
+        await until(lambda: lines and not invited.running)
+        (folder / "for-keepers").write_text(json.loads(lines.pop())["invite"])
+        data = ("--data", folder / "text.txt")
+        peers = [
+            await start("right", "peer", folder / "for-keepers", *PEER, "--state-dir", "right"),
+            await start("one", "peer", invite, *PEER, *data, "--state-dir", folder / "one"),
+            await start("two", "peer", invite, *PEER, *data, "--state-dir", folder / "two"),
+        ]
+        await until(lambda: not any(peer.running for peer in peers), coordinator)
+        assert [peer.exit_code for peer in peers] == [0, 0, 0]
+        asked = await start("status", "status", invite, "--json", on_line=lines.append)
+        await until(lambda: lines and not asked.running)
+        return json.loads(lines[0])
+    finally:
+        for child in reversed(children):
+            await child.stop()
+
+
+def test_a_coordinator_that_keeps_a_keeper_and_two_trainers_make_rounds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status = asyncio.run(hold(tmp_path))
+    assert (status["state"], status["position"], status["epoch"]) == ("finished", 4, 0)
+    roles = sorted((peer["role"], peer["position"]) for peer in status["peers"])
+    assert roles == [("keeper", 4), ("keeper", 4), ("trainer", 4), ("trainer", 4)]
+    assert all(row["members"] <= 2 for row in status["history"])

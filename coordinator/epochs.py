@@ -187,7 +187,7 @@ class Epochs:
         answers = await self._answers(online, now_s)
         named = _electors(answers)
         # An elector that is only slow to answer must not lose its vote to one that joins.
-        is_whole = {keeper for keeper in here if keeper in present} <= set(named)
+        is_whole = all(keeper in named for keeper in here if keeper in present)
         at_head = all((h.position, h.chain) == (head.position, head.chain) for h in answers)
         joined = sum(keeper in named for keeper in waiting)
         if joined and is_whole and at_head and self._replica.head == head:

@@ -137,7 +137,7 @@ class Neighbours:
         self._node = node
         self._me = me
         self._rates = rates
-        self._role = role
+        self._role: RosterRole = role
         self._keep_addresses = keep_addresses
 
     async def publish(self, epoch: int, position: int, view: TrainerView) -> None:

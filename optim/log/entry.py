@@ -587,6 +587,31 @@ def verify_claims(
     return verified
 
 
+def verify_linked(
+    records: Sequence[tuple[bytes, bytes]], *, run_id: bytes, start: int, chain: bytes
+) -> list[Claim]:
+    """Verify entries before an epoch's base by the chain at their end, which is known already.
+
+    Args:
+        records: consecutive entries from `start` on, and their certificates, encoded.
+        run_id: of the run.
+        start: position of the first.
+        chain: after the last.
+
+    Raises:
+        LogError: they do not end in that chain.
+    """
+    claims: list[Claim] = []
+    for position, (entry_bytes, certificate_bytes) in enumerate(records, start):
+        entry = Entry.decode(entry_bytes)
+        before = claims[-1].entry.chain if claims else entry.previous_chain
+        check_follows(entry, run_id=run_id, epoch=entry.epoch, position=position, chain=before)
+        claims.append(Claim(entry=entry, certificate=Certificate.decode(certificate_bytes)))
+    if not claims or claims[-1].entry.chain != chain:
+        raise ChainMismatch(f"entries from {start} on: expected the chain {chain.hex()[:12]} after")
+    return claims
+
+
 def place_at_base(opened: Epoch) -> LogPlace:
     """Return the place at the base of an epoch."""
     return LogPlace(
@@ -619,13 +644,10 @@ def _expect_reaches_base(verified: Sequence[Claim], opened: Epoch) -> None:
         )
 
 
-def certified_root(claims: Sequence[Claim], position: int) -> bytes | None:
-    """Return the root of the state at `position` if an entry carries it."""
-    for claim in claims:
-        root = claim.entry.state_root
-        if root is not None and root.position == position:
-            return root.root
-    return None
+def certified_roots(claims: Sequence[Claim]) -> dict[int, bytes]:
+    """Return the roots of states that entries carry, by position."""
+    roots = (claim.entry.state_root for claim in reversed(claims))
+    return {root.position: root.root for root in roots if root is not None}
 
 
 def place_before(claims: Sequence[Claim], position: int, opened: Epoch | None) -> LogPlace | None:

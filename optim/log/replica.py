@@ -45,7 +45,7 @@ import asyncio
 import contextlib
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -66,7 +66,7 @@ from atoll.optim.log.entry import (
     SignedEpoch,
     Trust,
     Verify,
-    certified_root,
+    certified_roots,
     check_certificate,
     check_follows,
     epoch_payload,
@@ -74,6 +74,7 @@ from atoll.optim.log.entry import (
     place_before,
     split_body,
     verify_claims,
+    verify_linked,
 )
 from atoll.optim.log.store import (
     LogStore,
@@ -427,12 +428,23 @@ class ReplicaView:
 
     def certified_root(self, claims: Sequence[Claim], position: int) -> bytes | None:
         """Return the certified root of the state at a position, from claims or the stored log."""
-        root = certified_root(claims, position)
+        return self.certified_roots(claims, [position]).get(position)
+
+    def certified_roots(
+        self, claims: Sequence[Claim], positions: Collection[int]
+    ) -> dict[int, bytes]:
+        """Return the certified roots of the states at these positions, as far as there are any."""
+        known = certified_roots(claims)
+        found = ((position, known.get(position)) for position in positions)
+        pairs = ((p, root or self._stored_root(p)) for p, root in found)
+        return {position: root for position, root in pairs if root is not None}
+
+    def _stored_root(self, position: int) -> bytes | None:
         record = self.store.get(position + self.snapshot_every)
-        if root is None and record is not None and self.electorate:  # else it may be void
-            stored = Entry.decode(record.entry).state_root
-            root = stored.root if stored is not None and stored.position == position else None
-        return root
+        if record is None or not self.electorate:  # without, it may be void
+            return None
+        stored = Entry.decode(record.entry).state_root
+        return stored.root if stored is not None and stored.position == position else None
 
 
 class Replica(ReplicaView):
@@ -602,6 +614,16 @@ class Replica(ReplicaView):
             verify=self._verify,
             trust=self.trust,
         )
+
+    def verify_linked(
+        self, records: Sequence[tuple[bytes, bytes]], start: int, chain: bytes
+    ) -> list[Claim]:
+        """Verify entries that end in a known chain; see `atoll.optim.log.entry.verify_linked`.
+
+        Raises:
+            LogError: they do not.
+        """
+        return verify_linked(records, run_id=self.run_id, start=start, chain=chain)
 
     def accept(self, claim: Claim, body: Bytes, update_F: Update | None = None) -> Update | None:
         """Apply and store the next entry.
@@ -1091,6 +1113,13 @@ class LiveReplica(ReplicaView):
     ) -> list[Claim]:
         """Verify entries that somebody sent; see `Replica.verify`."""
         claims: list[Claim] = await self.compute(self.core.verify, records, here)
+        return claims
+
+    async def verify_linked(
+        self, records: Sequence[tuple[bytes, bytes]], start: int, chain: bytes
+    ) -> list[Claim]:
+        """Verify entries that end in a known chain; see `Replica.verify_linked`."""
+        claims: list[Claim] = await self.compute(self.core.verify_linked, records, start, chain)
         return claims
 
     async def accept(

@@ -20,15 +20,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.tasks import end
-from atoll.optim.log.entry import Claim, Entry, LogError, LogPlace
+from atoll.optim.log.entry import (
+    ChainMismatch,
+    Claim,
+    Entry,
+    LogError,
+    LogPlace,
+    MalformedRecord,
+    place_after,
+    place_at_base,
+)
 from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered, RecoveryError
 from atoll.optim.state.outer_state import Assembly, OuterState, StateError
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, Source, Sources
+from atoll.peer.rounds.fetching import MAX_SPAN
 from atoll.peer.rounds.messages import Head
 
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
@@ -36,6 +47,9 @@ KEEP_WORK = 4  # entries a fragment, replayed whatever they weigh: a snapshot wo
 SLOW_STALLS = 0.5  # for the next answer after one has come: a frozen peer answers nobody
 MAX_PASSES = 64  # of catching up with a head that moves on meanwhile; the next try resumes
 BODIES_AHEAD_BYTES = 64 << 20  # under way or waiting for its turn; a larger body comes alone
+FIRST_REST_STALLS = 2.0  # a donor that failed is not asked again for so long, then twice as long
+MAX_REST_STALLS = 400.0  # ten minutes: it may have been a network that is mended now
+MAX_RESTING = 4096  # donors, as many as a run may have; the first to fail are forgotten first
 BODIES_AHEAD = 6  # streams: what a link of 100 Mbit/s at 100 ms takes
 
 OnFailure = Callable[[Entry, Donor, Exception], None]
@@ -80,6 +94,8 @@ class Recovery:
         self._on_progress = on_progress
         self._on_taken = on_taken
         self._fallback = fallback
+        self._resting: dict[str, _Rest] = {}
+        """donors that failed, by name"""
         self._answered: list[Donor] = []
         """The peers that answered last."""
 
@@ -152,6 +168,7 @@ class Recovery:
                     return snapshot
                 return await self._restore(donors, used)
             except FETCH_ERRORS as error:
+                self._let_rest(donors[0])
                 self._on_event("warning", f"recovery from {donors[0].name}: {error}")
         raise NoDonor(f"none of {len(ahead)} donors gave entries that hold")
 
@@ -198,13 +215,29 @@ class Recovery:
         replica = self._replica
         if replica.opened is None:
             return []
-        is_lost = self._is_lost()
+        is_lost, now = self._is_lost(), asyncio.get_running_loop().time()
         ahead = [
             d
             for d in donors
             if d.head.epoch == replica.epoch and (d.head.position > replica.position or is_lost)
         ]
-        return sorted(ahead, key=lambda d: (-d.head.position, d.name))
+        resting = {name for name, rest in self._resting.items() if now < rest.until}
+        rested = [d for d in ahead if d.name not in resting]
+        # A claim costs nothing: one that no second donor confirms gives nobody the first place.
+        confirmed = sorted((d.head.position for d in ahead), reverse=True)[:2][-1:]
+        return sorted(
+            rested or (ahead if is_lost else []),
+            key=lambda d: (-min([d.head.position, *confirmed]), d.name),
+        )
+
+    def _let_rest(self, donor: Donor) -> None:
+        """Ask others first for a while: this one lied, or was too slow."""
+        before = self._resting.pop(donor.name, None)
+        stalls = FIRST_REST_STALLS if before is None else min(2 * before.stalls, MAX_REST_STALLS)
+        until = asyncio.get_running_loop().time() + stalls * self._stall_s
+        self._resting[donor.name] = _Rest(stalls=stalls, until=until)
+        if len(self._resting) > MAX_RESTING:
+            del self._resting[next(iter(self._resting))]
 
     async def _ask(self, source: Source) -> Head | None:
         with suppress(*FETCH_ERRORS):
@@ -285,13 +318,52 @@ class Recovery:
         return replica.replay.cells_at(replica.position).max_body_bytes(len(replica.electorate))
 
     async def _claims(self, donor: Donor, start: int, here: LogPlace | None) -> list[Claim]:
-        fetched: list[tuple[bytes, bytes]] = []
-        while start + len(fetched) < donor.head.position:
-            more = await donor.source.headers(start + len(fetched), donor.head.position)
-            if not more:
-                break
-            fetched += [(decided.entry, decided.certificate) for decided in more]
-        return await self._replica.verify(fetched, here)
+        """Return a donor's entries from `start` up to the position that it claims.
+
+        A page is verified before the next is fetched, so what a liar makes this peer hold is a
+        page. Certificates prove the entries from the epoch's base on, in their order; the chain of
+        the base proves those before it, the last page first.
+        """
+        opened = self._replica.opened
+        if opened is None:
+            raise NoDonor("no epoch record of the run is known yet; nobody has sent one")
+        claims: list[Claim] = []
+        position, base = start, opened.base_position
+        if start < base:
+            claims = await self._claims_before(donor, start, base, opened.base_chain)
+            if here is not None and claims[0].entry.previous_chain != here.chain:
+                raise ChainMismatch(f"entry {start}: expected the chain {here.chain.hex()[:12]}")
+            position, here = base, place_at_base(opened)
+        while position < donor.head.position:
+            page = await donor.source.headers(position, donor.head.position)
+            if not page:
+                raise MalformedRecord(
+                    f"expected entries up to {donor.head.position}, as it claims; got them up to "
+                    f"{position}"
+                )
+            claims += await self._replica.verify([(d.entry, d.certificate) for d in page], here)
+            here = place_after(claims[-1].entry)
+            position = claims[-1].entry.position + 1
+        return claims
+
+    async def _claims_before(
+        self, donor: Donor, start: int, stop: int, chain: bytes
+    ) -> list[Claim]:
+        """Return the entries of [start, stop), which end in a known chain."""
+        claims: list[Claim] = []
+        span = MAX_SPAN
+        while stop > start:
+            first = max(start, stop - span)
+            page = await donor.source.headers(first, stop)
+            if len(page) < stop - first:
+                if span == 1:
+                    raise MalformedRecord(f"expected entry {first}; the donor does not have it")
+                span = max(1, span // 4)  # large entries: fewer of them fit into an answer
+                continue
+            records = [(decided.entry, decided.certificate) for decided in page]
+            claims = [*await self._replica.verify_linked(records, first, chain), *claims]
+            stop, chain = first, claims[0].entry.previous_chain
+        return claims
 
     async def _apply(self, claim: Claim, bodies: Bodies, used: set[str]) -> None:
         entry, replica = claim.entry, self._replica
@@ -326,10 +398,8 @@ class Recovery:
             # Later joiners need the entries from the base on, whose chain proves those before it.
             start, here = min(opened.base_position, min(offered, default=0)), None
         claims = await self._claims(donors[0], start, here)
-        for position in sorted(offered, reverse=True):
-            root = replica.certified_root(claims, position)
-            if root is None:
-                continue
+        roots = await replica.compute(replica.certified_roots, claims, sorted(offered))
+        for position, root in sorted(roots.items(), reverse=True):
             holders = [d.source for d in donors if position in d.head.snapshots]
             with suppress(NoDonor):
                 state = await self._fetch_snapshot(position, root, holders, used)
@@ -418,6 +488,15 @@ def _ranges(indices: Sequence[int]) -> list[list[int]]:
     """Return runs of consecutive leaves; the last comes first off the list."""
     step = LEAVES_A_REQUEST
     return [list(indices[i : i + step]) for i in range(0, len(indices), step)][::-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rest:
+    """How long a donor that failed is left alone."""
+
+    stalls: float
+    until: float
+    """on the loop's clock"""
 
 
 class Bodies:

@@ -17,7 +17,14 @@ from typing import Protocol, TypeVar
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import Roster
 from atoll.dht.tasks import end
-from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport, TransportError
+from atoll.dht.transport import (
+    DeadlineExceeded,
+    PeerUnreachable,
+    Refused,
+    Stream,
+    Transport,
+    TransportError,
+)
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
 from atoll.optim.log.store import NotStored
 from atoll.peer.rounds.conduct import guarded_stream
@@ -31,7 +38,13 @@ from atoll.peer.rounds.messages import (
     Span,
 )
 
-MAX_SPAN = 4096  # headers of one request
+# Headers of one request: a joiner verifies them before it asks for more, so this many of a liar's
+# are all that it ever holds. On a line of 100 ms they are 2,500 entries a second.
+MAX_SPAN = 256
+MAX_SPAN_BYTES = 4 << 20  # of headers in one answer: 256 entries of 16 kB
+# What a donor has to deliver on average, beyond a few stalls for the start. A home uplink of
+# 10 Mbit/s that serves eight others at once gives more; a slower one would hold a joiner for hours.
+FLOOR_BYTES_S = 64e3
 QUIET_STALLS = 0.5  # after which another peer is asked too
 MAX_STREAMS = 8  # of bulk transfers at once; more would starve this peer's own rounds
 
@@ -105,8 +118,9 @@ class _Progress:
 async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _Progress) -> bytes:
     body = bytearray()
     async with await _open(ctx, peer, "part", request) as stream:
+        floor = _Floor(ctx)
         while len(body) < request.wire_bytes:
-            body += await _message(ctx, stream)
+            body += await floor.message(stream)
             progress.came_at = ctx.now()
     if sha256(body) != request.digest:
         raise MalformedRecord(f"expected the part {request.digest.hex()[:12]}, got other bytes")
@@ -118,8 +132,9 @@ async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[D
     headers: list[Decided] = []
     request = Span(start=start, stop=min(stop, start + MAX_SPAN))
     async with await _open(ctx, peer, "headers", request) as stream:
-        while len(headers) < request.stop - request.start:
-            message = await stream.recv(timeout_s=_patience_s(ctx))
+        floor = _Floor(ctx)
+        while len(headers) < request.stop - request.start and floor.came < MAX_SPAN_BYTES:
+            message = await floor.recv(stream)
             if message is None:
                 break
             headers.append(Decided.decode(message))
@@ -136,7 +151,7 @@ async def fetch_snapshot_meta(ctx: Asking, peer: str, position: int) -> Snapshot
     """The digests of the leaves of a snapshot, unverified."""
     request = LeafRequest(position=position, start=0, stop=0)
     async with await _open(ctx, peer, "leaves", request) as stream:
-        return SnapshotMeta.decode(await _message(ctx, stream))
+        return SnapshotMeta.decode(await _Floor(ctx).message(stream))
 
 
 async def fetch_leaves(
@@ -145,9 +160,10 @@ async def fetch_leaves(
     """Consecutive leaves of a snapshot, unverified."""
     request = LeafRequest(position=position, start=indices[0], stop=indices[-1] + 1)
     async with await _open(ctx, peer, "leaves", request) as stream:
-        SnapshotMeta.decode(await _message(ctx, stream))
+        floor = _Floor(ctx)
+        SnapshotMeta.decode(await floor.message(stream))
         for index in indices:
-            yield index, await _message(ctx, stream)
+            yield index, await floor.message(stream)
 
 
 async def send_pieces(ctx: Asking, stream: Stream, data: bytes | memoryview) -> None:
@@ -168,17 +184,52 @@ async def _open(ctx: Asking, peer: str, method: str, request: Record) -> Stream:
     return stream
 
 
-async def _message(ctx: Asking, stream: Stream) -> bytes:
-    message = await stream.recv(timeout_s=_patience_s(ctx))
-    if message is None:
-        raise PeerUnreachable("the stream ended before everything was sent")
-    return message
+class _Floor:
+    """Receives from one donor, for as long as it delivers at a rate worth waiting for."""
+
+    def __init__(self, ctx: Asking) -> None:
+        """Begin now."""
+        self._now = asyncio.get_running_loop().time
+        self._began_at = self._now()
+        self._patience_s = _patience_s(ctx)
+        self.came = 0
+        """bytes"""
+
+    async def recv(self, stream: Stream) -> bytes | None:
+        """Return the next message, or None at the end of the stream.
+
+        Raises:
+            DeadlineExceeded: the donor is too slow, or silent.
+        """
+        until = self._began_at + self._patience_s + self.came / FLOOR_BYTES_S
+        left_s = min(self._patience_s, until - self._now())
+        if left_s <= 0:
+            raise DeadlineExceeded(
+                f"{self.came} bytes in {self._now() - self._began_at:.0f} s; expected "
+                f"{FLOOR_BYTES_S / 1e3:g} kB/s at least"
+            )
+        message = await stream.recv(timeout_s=left_s)
+        self.came += len(message or b"")
+        return message
+
+    async def message(self, stream: Stream) -> bytes:
+        """Return the next message.
+
+        Raises:
+            DeadlineExceeded: as `recv`.
+            PeerUnreachable: the stream ended.
+        """
+        message = await self.recv(stream)
+        if message is None:
+            raise PeerUnreachable("the stream ended before everything was sent")
+        return message
 
 
 async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytes:
     body = bytearray()
+    floor = _Floor(ctx)
     while len(body) < wire_bytes:
-        body += await _message(ctx, stream)
+        body += await floor.message(stream)
     if len(body) != wire_bytes:
         raise MalformedRecord(f"expected {wire_bytes} bytes, got {len(body)}")
     return bytes(body)
@@ -231,7 +282,11 @@ class Archive:
         timeout_s = 4 * self._ctx.settings.stall_s
         async with self._slots:
             rows = await self._ctx.compute(self._ctx.replica.store.headers, span.start, count)
+            sent = 0
             for row in rows:
+                if sent >= MAX_SPAN_BYTES:  # the caller takes no more, and asks again
+                    break
+                sent += len(row.entry) + len(row.certificate)
                 decided = Decided(entry=row.entry, certificate=row.certificate)
                 await stream.send(decided.encode(), timeout_s=timeout_s)
 

@@ -48,6 +48,7 @@ from atoll.optim.state.outer_step import to_fp32
 
 PROTOCOL = 7  # peers of another protocol refuse each other's reports
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
+MAX_SNAPSHOTS = 64  # that a peer names; it keeps a few, and each named one is looked up
 MAX_GROUP_BYTES = 2 << 20  # 4,096 members of some 290 bytes, their reports and parts
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
 
@@ -88,7 +89,7 @@ class Head(Record):
     role: str
     ready_in_s: Weight
     first_body: Count
-    snapshots: tuple[Count, ...]
+    snapshots: Annotated[tuple[Count, ...], Field(max_length=MAX_SNAPSHOTS)]
     epoch_record: bytes
     """empty where the caller has it, or a newer one"""
     roster: bytes = b""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
@@ -460,6 +461,12 @@ def ready_of(identity: Identity, peer: SwarmPeer, **changes: Any) -> bytes:
         "signature": identity.sign(report_payload(replica.run_id, report)),
     }
     return tagged(READY, Ready(report=report, **(fields | changes)))
+
+
+def claim(monkeypatch: pytest.MonkeyPatch, peer: SwarmPeer, **changes: Any) -> None:
+    """Let a peer name another place in the log than its own."""
+    head = peer.rounds.head
+    monkeypatch.setattr(peer.rounds, "head", lambda known: head(known).model_copy(update=changes))
 
 
 def reached(peers: Iterable[SwarmPeer], position: int) -> bool:

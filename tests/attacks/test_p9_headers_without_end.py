@@ -1,0 +1,88 @@
+"""P9: a donor that claims to be far ahead, and sends entries for as long as anybody takes them."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from atoll.dht.transport import TransportError
+from atoll.optim.log.entry import Entry
+from atoll.peer.rounds.fetching import MAX_SPAN, MAX_SPAN_BYTES
+from atoll.peer.rounds.messages import MAX_SNAPSHOTS, Decided, Head, Span
+from support.swarm import claim, reached, run_swarm
+
+
+def forged(peer, number):
+    """Return an entry that looks right and has no certificate that holds."""
+    row = peer.replica.store.get(peer.replica.position - 1)
+    entry = Entry.decode(row.entry).model_copy(update={"position": number})
+    return Decided(entry=entry.encode(), certificate=row.certificate).encode()
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_a_joiner_takes_one_page_of_what_it_cannot_verify(tmp_path, monkeypatch, large):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 3))
+        liar, sent = peers[3], [0, 0]
+        claim(monkeypatch, liar, position=1 << 60)
+
+        async def headers(remote, stream):
+            span = Span.decode(await stream.recv(timeout_s=5))
+            for number in range(span.start, span.stop):
+                data = Decided(entry=bytes(1 << 20), certificate=b"x").encode() if large else b""
+                data = data or forged(liar, number)
+                sent[0], sent[1] = sent[0] + 1, sent[1] + len(data)
+                with suppress(TransportError):  # nobody takes any more
+                    await stream.send(data, timeout_s=20)
+
+        liar.transport.serve_stream("headers", headers)
+        joiner = swarm.add()
+        await joiner.start()
+        await swarm.until(lambda: joiner.replica.ready and reached([joiner], 4))
+        assert sent[0] > 0
+        assert sent[0] <= 2 * MAX_SPAN + 2
+        assert sent[1] <= 2 * MAX_SPAN_BYTES + (4 << 20)  # what is under way counts too
+        await swarm.until(lambda: reached([joiner], 6))
+
+    run_swarm(tmp_path, scenario, codec="int8")
+
+
+def test_a_peer_names_few_snapshots():
+    head = {
+        "protocol": 7,
+        "epoch": 0,
+        "position": 0,
+        "chain": bytes(32),
+        "incarnation": "1",
+        "role": "trainer",
+        "ready_in_s": 0.0,
+        "first_body": 0,
+        "epoch_record": b"",
+    }
+    Head(**head, snapshots=tuple(range(MAX_SNAPSHOTS)))
+    with pytest.raises(ValueError, match="at most"):
+        Head(**head, snapshots=tuple(range(MAX_SNAPSHOTS + 1)))
+
+
+def test_a_donor_without_what_it_claims_does_not_hold_a_joiner(tmp_path, monkeypatch):
+    """It answers at once, with nothing, each time."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 3))
+        liar = peers[3]
+        claim(monkeypatch, liar, position=1 << 60)
+
+        async def headers(remote, stream):
+            await stream.recv(timeout_s=5)
+
+        liar.transport.serve_stream("headers", headers)
+        joiner = swarm.add()
+        await joiner.start()
+        await swarm.until(lambda: joiner.replica.ready and reached([joiner], 4), timeout_s=30)
+        leaps = joiner.replica.leaps
+        await asyncio.sleep(60)
+        assert joiner.replica.leaps == leaps  # no older snapshot was taken for it
+
+    run_swarm(tmp_path, scenario, codec="int8")

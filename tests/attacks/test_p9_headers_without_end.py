@@ -30,7 +30,7 @@ def test_a_joiner_takes_one_page_of_what_it_cannot_verify(tmp_path, monkeypatch,
         async def headers(remote, stream):
             span = Span.decode(await stream.recv(timeout_s=5))
             for number in range(span.start, span.stop):
-                data = Decided(entry=bytes(1 << 20), certificate=b"x").encode() if large else b""
+                data = Decided(entry=bytes(1_000_000), certificate=b"x").encode() if large else b""
                 data = data or forged(liar, number)
                 sent[0], sent[1] = sent[0] + 1, sent[1] + len(data)
                 with suppress(TransportError):  # nobody takes any more

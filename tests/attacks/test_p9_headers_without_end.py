@@ -66,24 +66,27 @@ def test_a_peer_names_few_snapshots():
         Head(**head, snapshots=tuple(range(MAX_SNAPSHOTS + 1)))
 
 
-def test_a_donor_without_what_it_claims_does_not_hold_a_joiner(tmp_path, monkeypatch):
-    """It answers at once, with nothing, each time."""
+def test_donors_without_what_they_claim_do_not_hold_a_joiner(tmp_path, monkeypatch):
+    """They answer at once, with nothing, each time."""
 
     async def scenario(swarm):
         peers = await swarm.start(4)
         await swarm.until(lambda: reached(peers, 3))
-        liar = peers[3]
-        claim(monkeypatch, liar, position=1 << 60)
+        asked = [0]
 
         async def headers(remote, stream):
+            asked[0] += 1
             await stream.recv(timeout_s=5)
 
-        liar.transport.serve_stream("headers", headers)
+        for liar in peers[2:]:  # they confirm each other
+            claim(monkeypatch, liar, position=1 << 60)
+            liar.transport.serve_stream("headers", headers)
         joiner = swarm.add()
         await joiner.start()
         await swarm.until(lambda: joiner.replica.ready and reached([joiner], 4), timeout_s=30)
         leaps = joiner.replica.leaps
         await asyncio.sleep(60)
         assert joiner.replica.leaps == leaps  # no older snapshot was taken for it
+        assert asked[0] <= 4  # each is left alone for twice as long each time
 
     run_swarm(tmp_path, scenario, codec="int8")

@@ -32,7 +32,7 @@ def prepare(made, term):
 
 
 @pytest.mark.parametrize("term", [MAX_TERMS_AHEAD + 1, LAST])
-def test_an_elector_promises_nothing_to_a_term_that_nobody_can_have_come_to(term):
+def test_an_elector_promises_nothing_to_terms_that_no_outage_explains(term):
     made = booth()
     with pytest.raises(Refused, match=RefusalCode.FAR_TERM):
         prepare(made, term)

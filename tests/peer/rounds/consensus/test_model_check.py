@@ -104,7 +104,7 @@ def test_one_elector_that_starts_again_does_not_stop_the_others(electors):
 # broken rules
 
 
-def plurality(voters, electors):
+def plurality(voters, electors, trust="crash"):
     return 2 * len(set(voters)) >= electors
 
 

@@ -398,7 +398,9 @@ class Recovery:
             # Later joiners need the entries from the base on, whose chain proves those before it.
             start, here = min(opened.base_position, min(offered, default=0)), None
         claims = await self._claims(donors[0], start, here)
-        roots = await replica.compute(replica.certified_roots, claims, sorted(offered))
+        roots: dict[int, bytes] = await replica.compute(
+            replica.certified_roots, claims, sorted(offered)
+        )
         for position, root in sorted(roots.items(), reverse=True):
             holders = [d.source for d in donors if position in d.head.snapshots]
             with suppress(NoDonor):

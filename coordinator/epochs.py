@@ -130,12 +130,15 @@ class Epochs:
             self._progress.pause(now_s)  # nobody to open an epoch with, or nowhere to open it
         # If the electors that have not resigned are no quorum, nothing can be decided at our head,
         # and no peer is beyond it. An epoch that opens there voids nothing, so it need not wait.
-        elif not can_decide(self._replica.electorate, self._retired, (head.epoch, head.position)):
+        elif not self._can_decide((head.epoch, head.position)):
             await self.open(alive, now_s, because=": electors left")
         elif self._progress.is_stalled(now_s, round_s):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
             await self._let_keepers_in(alive, now_s)
+
+    def _can_decide(self, at: tuple[int, int]) -> bool:
+        return can_decide(self._replica.electorate, self._retired, at, self._replica.trust)
 
     async def open(self, alive: Sequence[KnownPeer], now_s: float, because: str = "") -> bool:
         """Open a later epoch with the peers that can vote; return False if there are none."""

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from atoll.coordinator.presence import KnownPeer
 from atoll.coordinator.run.status import PeerStatus
-from atoll.optim.log.entry import Elector, is_quorum
+from atoll.optim.log.entry import Elector, Trust, is_quorum, max_liars
 
 STALL_S = 60.0  # without progress for this long a new epoch opens (docs/protocol.md, part 1)
 MAX_STALL_S = 3600.0  # each epoch without progress doubles the wait for the next, up to this
@@ -65,15 +65,19 @@ def can_decide(
     electorate: Sequence[Elector],
     retired: Mapping[tuple[str, str], tuple[int, int]],
     at: tuple[int, int],
+    trust: Trust = "crash",
 ) -> bool:
     """Return True if anything may have been decided at (epoch, position), or still may be.
 
-    It cannot if the electors that have not resigned no longer form a quorum. True if the electorate
-    is unknown.
+    It cannot if the electors that have not resigned no longer form a quorum. In a run that
+    tolerates liars, as many more may have lied about that. True if the electorate is unknown.
     """
     since = [retired.get((e.peer_id, e.incarnation)) for e in electorate]
     voters = [i for i, place in enumerate(since) if place is None or place > at]
-    return not electorate or is_quorum(voters, len(electorate))
+    if trust == "byzantine":
+        gone = [i for i in range(len(electorate)) if i not in voters]
+        voters += gone[: max_liars(len(electorate))]
+    return not electorate or is_quorum(voters, len(electorate), trust)
 
 
 @dataclass

@@ -152,7 +152,8 @@ class Rounds:
         """Answer the others from now on."""
         transport, fault, door = self._ctx.transport, self._ctx.fault, self._ctx.door
         transport.serve("head", guarded_call(self._serve_head, fault, door))
-        for method in ("prepare", "propose"):
+        votes = ("prepare", "propose", "lock")
+        for method in votes if self._ctx.replica.trust == "byzantine" else votes[:2]:
             transport.serve(method, self._serve_vote(method))
         transport.serve("voted", guarded_call(self._serve_voted, fault, door))
         transport.serve("evidence", guarded_call(self._serve_evidence, fault, door))

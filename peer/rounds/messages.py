@@ -44,6 +44,7 @@ from atoll.optim.log.entry import (
     Signature,
     sha256,
 )
+from atoll.optim.log.locks import Justification, Lock
 from atoll.optim.state.outer_step import to_fp32
 
 PROTOCOL = 7  # peers of another protocol refuse each other's reports
@@ -314,6 +315,19 @@ class Promise(Record):
     """of the entry's members"""
 
 
+class LockedPromise(Record):
+    """A promise in a run that tolerates liars: signed, with the highest lock that is kept."""
+
+    max_bytes: ClassVar[int] = 17 << 20
+
+    lock: Lock | None
+    entry: bytes
+    """the lock's, deflated; empty: none"""
+    signature: Signature
+    reports: Reports = ()
+    """of the entry's members"""
+
+
 class Propose(Record):
     """The leader asks for a vote."""
 
@@ -328,8 +342,28 @@ class Propose(Record):
     """of the entry's members"""
 
 
+class JustifiedPropose(Propose):
+    """The same in a run that tolerates liars, with the promises that allow it."""
+
+    justification: Justification
+
+
+class AskCommit(Record):
+    """The leader asks for a commit: a quorum has voted."""
+
+    max_bytes: ClassVar[int] = 17 << 20
+
+    epoch: Count
+    position: Count
+    lock: Lock
+    entry: bytes
+    """deflated; empty for an elector whose vote is in the lock"""
+    reports: Reports = ()
+    """of its members; empty with it"""
+
+
 class Ballot(Record):
-    """A vote's signature."""
+    """The signature of a vote or of a commit."""
 
     signature: Signature
 

@@ -79,6 +79,14 @@ def test_nothing_is_decided_without_the_votes_of_peers_that_left() -> None:
     assert can_decide((), {}, (0, 5))
 
 
+def test_a_keeper_may_lie_about_its_resignation():
+    four = [Elector(peer_id=name, incarnation="1") for name in "abcd"]
+    gone = {(name, "1"): (0, 5) for name in "abc"}
+    two = dict(list(gone.items())[:2])
+    assert can_decide(four, two, (0, 5), "byzantine")
+    assert not can_decide(four, gone, (0, 5), "byzantine")
+
+
 def test_a_stall_is_60_s_and_new_epochs_come_ever_more_slowly() -> None:
     stall = StallClock()
     stall.note(5, 0.0)

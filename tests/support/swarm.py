@@ -22,7 +22,15 @@ from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim import methods
 from atoll.optim.log.electorate import Electors
-from atoll.optim.log.entry import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain, sha256
+from atoll.optim.log.entry import (
+    Elector,
+    Epoch,
+    SignedEpoch,
+    Trust,
+    epoch_payload,
+    genesis_chain,
+    sha256,
+)
 from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Offer, work_weight
@@ -361,6 +369,7 @@ class Swarm:
         layout: Layout = LAYOUT,
         rule: Rule | None = None,
         electors: Electors = "members",
+        trust: Trust = "crash",
     ) -> None:
         """The codec None is the method's own."""
         self.folder = folder
@@ -368,7 +377,9 @@ class Swarm:
         options = {} if codec is None else {"codec": codec, "feedback": feedback_with(codec)}
         self.layout, self.rule = layout, rule
         parsed = methods.parse(method, **options)
-        self.module = Module(run_id=RUN_ID, method=parsed, layout=layout, snapshot_every=2)
+        self.module = Module(
+            run_id=RUN_ID, method=parsed, layout=layout, snapshot_every=2, trust=trust
+        )
         self.replay = self.module.replay
         self.body_budget_bytes = body_budget_bytes
         self.network = MemoryNetwork(random.Random(7), latency_s=0.025)

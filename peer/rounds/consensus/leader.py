@@ -36,12 +36,16 @@ from atoll.optim.log.entry import (
     Elector,
     Entry,
     LogError,
+    MalformedRecord,
     Member,
     Part,
     StateRoot,
+    commit_payload,
     proposal_payload,
+    sha256,
     vote_payload,
 )
+from atoll.optim.log.locks import NO_DIGEST, Decree, SignedPromise, check_lock, check_promise
 from atoll.optim.reduction.contribution import work_weight
 from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
 from atoll.peer.rounds.conduct import Fault
@@ -52,6 +56,7 @@ from atoll.peer.rounds.consensus.round import (
     AskPromises,
     Ballots,
     CloseGroup,
+    CommitArrived,
     Decide,
     ElectorsProbed,
     Event,
@@ -74,6 +79,7 @@ from atoll.peer.rounds.consensus.round import (
     Round,
     RoundState,
     Rules,
+    SendLock,
     SendProposal,
     StopPoll,
     TellGone,
@@ -100,12 +106,15 @@ from atoll.peer.rounds.messages import (
     READY,
     REPAIR,
     SEATED,
+    AskCommit,
     Ballot,
     Closed,
     Decided,
     Gone,
     Group,
     Head,
+    JustifiedPropose,
+    LockedPromise,
     PartDone,
     PartPlan,
     Prepare,
@@ -135,6 +144,9 @@ from atoll.peer.rounds.policies import (
 
 PROBE_S = 1.0  # how often peers that are waited for are asked
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
+
+
+Question = AskPromises | SendProposal | SendLock
 
 
 class Polls:
@@ -171,7 +183,7 @@ class Polls:
         """Keep the reports of a group whose entry may be proposed."""
         self._reports[reports_root(reports)] = reports
 
-    def ask(self, question: AskPromises | SendProposal, electorate: Sequence[Elector]) -> None:
+    def ask(self, question: Question, electorate: Sequence[Elector]) -> None:
         """Ask all electors at once; `Polled` comes after the last answer."""
         self._poll = asyncio.create_task(self._run(question, electorate))
 
@@ -186,9 +198,7 @@ class Polls:
         if self._poll is not None and self._poll.done():
             self._poll.result()
 
-    async def _run(
-        self, question: AskPromises | SendProposal, electorate: Sequence[Elector]
-    ) -> None:
+    async def _run(self, question: Question, electorate: Sequence[Elector]) -> None:
         timeout_s = POLL_STALLS * self._ctx.settings.stall_s
         try:
             async with asyncio.TaskGroup() as group:
@@ -198,19 +208,17 @@ class Polls:
                         position=self._place.position,
                         attempt=question.attempt,
                     ).encode()
+                    for index in range(len(electorate)):
+                        asking = self._ask_promise(question, index, electorate, record, timeout_s)
+                        group.create_task(asking)
+                elif isinstance(question, SendLock):
                     for index, elector in enumerate(electorate):
-                        asking = self._ask_promise(question, index, elector, record, timeout_s)
+                        record = self._lock_record(question, index)
+                        asking = self._ask_commit(question, index, elector, record, timeout_s)
                         group.create_task(asking)
                 else:
                     timeout_s = question.deadline_s or timeout_s
-                    entry = deflated(question.entry.encode())
-                    payload = proposal_payload(question.entry, question.attempt)
-                    record = Propose(
-                        attempt=question.attempt,
-                        entry=entry,
-                        reports=self._reports.get(question.entry.reports, ()),
-                        signature=self._ctx.sign(payload),
-                    ).encode()
+                    record = self._proposal(question).encode()
                     for index, elector in enumerate(electorate):
                         asking = self._ask_vote(question, index, elector, record, timeout_s)
                         group.create_task(asking)
@@ -218,9 +226,68 @@ class Polls:
             raise failures.exceptions[0] from None
         self._take(Polled(attempt=question.attempt))
 
+    def _proposal(self, question: SendProposal) -> Propose:
+        payload = proposal_payload(question.entry, question.attempt)
+        propose = Propose(
+            attempt=question.attempt,
+            entry=deflated(question.entry.encode()),
+            reports=self._reports.get(question.entry.reports, ()),
+            signature=self._ctx.sign(payload),
+        )
+        if self._ctx.replica.trust == "crash":
+            return propose
+        return JustifiedPropose(**dict(propose), justification=question.justification)
+
+    def _lock_record(self, question: SendLock, elector: int) -> bytes:
+        """An elector that has not voted may lack the entry, which it has to name in promises."""
+        entry = b""
+        reports: Reports = ()
+        if elector not in {vote.elector for vote in question.lock.votes}:
+            entry = deflated(question.entry.encode())
+            reports = self._reports.get(question.entry.reports, ())
+        return AskCommit(
+            epoch=self._place.epoch,
+            position=self._place.position,
+            lock=question.lock,
+            entry=entry,
+            reports=reports,
+        ).encode()
+
     async def _ask_promise(
-        self, question: AskPromises, index: int, elector: Elector, record: bytes, timeout_s: float
+        self,
+        question: AskPromises,
+        index: int,
+        electorate: Sequence[Elector],
+        record: bytes,
+        timeout_s: float,
     ) -> None:
+        replica = self._ctx.replica
+        decree = Decree(replica.run_id, *self._place, replica.chain)
+
+        def taken_locked(answer: bytes) -> Promised:
+            promise = LockedPromise.decode(answer)
+            accepted = None
+            if promise.lock is not None:
+                record = inflated(promise.entry, Entry.max_bytes)
+                entry = Entry.decode(record)
+                if Decree.of(entry) != decree:
+                    raise MalformedRecord("expected a lock of this position")
+                check_lock(entry, promise.lock, electorate, self._ctx.verify)
+                if reports_root(promise.reports) != entry.reports:
+                    raise MalformedRecord("expected the reports that the locked entry names")
+                self.know(promise.reports)
+                accepted = Accepted(attempt=promise.lock.attempt, entry=record, lock=promise.lock)
+            signed = SignedPromise(
+                elector=index,
+                locked=accepted.attempt + 1 if accepted else 0,
+                digest=sha256(accepted.entry) if accepted else NO_DIGEST,
+                signature=promise.signature,
+            )
+            check_promise(decree, question.attempt, signed, electorate, self._ctx.verify)
+            return Promised(
+                attempt=question.attempt, elector=index, accepted=accepted, signed=signed
+            )
+
         def taken(answer: bytes) -> Promised:
             promise = Promise.decode(answer)
             accepted = None
@@ -230,7 +297,8 @@ class Polls:
                 accepted = Accepted(attempt=promise.accepted_attempt, entry=entry)
             return Promised(attempt=question.attempt, elector=index, accepted=accepted)
 
-        await self._ask(elector.peer_id, "prepare", record, timeout_s, taken)
+        reader = taken_locked if replica.trust == "byzantine" else taken
+        await self._ask(electorate[index].peer_id, "prepare", record, timeout_s, reader)
 
     async def _ask_vote(
         self, question: SendProposal, index: int, elector: Elector, record: bytes, timeout_s: float
@@ -243,6 +311,18 @@ class Polls:
             return VoteArrived(attempt=question.attempt, elector=index, signature=signature)
 
         await self._ask(elector.peer_id, "propose", record, timeout_s, taken)
+
+    async def _ask_commit(
+        self, question: SendLock, index: int, elector: Elector, record: bytes, timeout_s: float
+    ) -> None:
+        def taken(answer: bytes) -> CommitArrived:
+            signature = Ballot.decode(answer).signature
+            payload = commit_payload(question.entry, question.attempt)
+            if not self._ctx.verify(elector.peer_id, payload, signature):
+                raise CertificateInvalid("a commit with a signature of somebody else")
+            return CommitArrived(attempt=question.attempt, elector=index, signature=signature)
+
+        await self._ask(elector.peer_id, "lock", record, timeout_s, taken)
 
     async def _ask(
         self,
@@ -596,7 +676,7 @@ class Leadership:
                 await self._repair(action)
             case Fetch():
                 self._tasks.spawn(self._fetch(action))
-            case AskPromises() | SendProposal():
+            case AskPromises() | SendProposal() | SendLock():
                 self._polls.ask(action, self._electorate())
             case StopPoll():
                 await self._polls.stop()
@@ -690,7 +770,7 @@ class Leading:
         self._ahead = positions_ahead(len(ctx.replay.fragments))
         self._commit = commit
         self._on_led = on_led
-        self._leads = Leads(ctx.me, ballots)
+        self._leads = Leads(ctx.me, ballots, ctx.replica.trust)
         self._leaderships: dict[tuple[int, int, int], Leadership] = {}
         self._tasks = Tasks()
 

@@ -12,7 +12,8 @@ is to be done now.
     REDUCING    owners finish their parts; parts of owners that are lost are repaired (steps 5 to 7)
     REDUCED     all parts are done before the position's turn
     VOTING      the entry is proposed; back to REDUCING if a part of it is lost meanwhile (step 8)
-    DECIDED     a quorum voted: there is a certificate
+    LOCKING     a quorum voted, and is asked to commit; only in a run that tolerates liars
+    DECIDED     a quorum voted, or committed: there is a certificate
     FAILED      this term decides nothing; the next leader tries
 
 A part is *done* when its owner has named its digest. The entry can be proposed then, while the
@@ -22,11 +23,13 @@ brings its bytes any more; it is reduced again under a new owner.
 Ballots are single-decree Paxos, one decree a position (Lamport, "Paxos Made Simple", 2001),
 numbered by attempts. `TERM` attempts in a row are a term, which one elector leads,
 `leader_order[term % electors]`: a leader whose proposal lost its bytes has others left. Attempt 0
-has a fixed leader and needs no promises. All of it lives in memory and dies with the process: a
-restarted peer is another incarnation, and so another elector. The rules of groups are those of
-`policies.py`, of electorates those of `atoll.optim.log.entry`.
-`tests/peer/rounds/consensus/test_model_check.py` (ballots) and `test_round_check.py` drive these
-same classes through every order of messages, crashes, restarts and losses within a bound.
+has a fixed leader and needs no promises. If the run tolerates liars (`Trust`), a quorum of votes is
+only a lock, which promises name, and a quorum of commits decides (`optim/log/locks.py`). All of it
+lives in memory and dies with the process: a restarted peer is another incarnation, and so another
+elector. The rules of groups are those of `policies.py`, of electorates those of
+`atoll.optim.log.entry`. `tests/peer/rounds/consensus/test_model_check.py` (ballots),
+`test_liars_check.py` (liars) and `test_round_check.py` drive these same classes through every order
+of messages, crashes, restarts and losses within a bound.
 """
 
 from __future__ import annotations
@@ -48,10 +51,12 @@ from atoll.optim.log.entry import (
     Member,
     Part,
     Partial,
+    Trust,
     Vote,
     is_quorum,
     leader_order,
 )
+from atoll.optim.log.locks import Justification, Lock, SignedPromise
 from atoll.optim.reduction.cells import Cells
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready, Repair
 from atoll.peer.rounds.policies import ALONE_GRACES, Close, Rendezvous, close_decision, new_owner
@@ -80,10 +85,12 @@ NOWHERE = Place(-1, -1)  # before all places
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """The entry that an elector voted for last."""
+    """The entry that an elector voted for last, or the one that it is locked on."""
 
     attempt: int
     entry: bytes
+    lock: Lock | None = None
+    """the votes of a quorum, if the run tolerates liars"""
 
 
 def term_of(attempt: int) -> int:
@@ -104,10 +111,11 @@ class Acceptor:
         """Nothing promised, nothing accepted."""
         self.promised = 0
         self.accepted: Accepted | None = None
+        self.locked: Accepted | None = None
 
     def prepare(self, attempt: int) -> bool:
         """Promise to refuse attempts below `attempt`; False if a later one was promised."""
-        if attempt < self.promised:
+        if attempt < self.promised or (self.locked and self.locked.attempt >= attempt):
             return False
         self.promised = attempt
         return True
@@ -124,6 +132,15 @@ class Acceptor:
             return False
         self.promised = attempt
         self.accepted = Accepted(attempt=attempt, entry=entry)
+        return True
+
+    def commit(self, locked: Accepted) -> bool:
+        """Keep a lock; False if a later attempt was promised, or this one has another lock."""
+        if locked.attempt < self.promised:
+            return False
+        if self.locked and self.locked.attempt == locked.attempt:
+            return self.locked.entry == locked.entry
+        self.promised, self.locked = locked.attempt, locked
         return True
 
 
@@ -174,10 +191,11 @@ class Booth:
     promised at the places ahead of it is forgotten then, so it must not vote there once more.
     """
 
-    def __init__(self, me: Elector, ballots: Ballots | None = None) -> None:
+    def __init__(self, me: Elector, ballots: Ballots | None = None, trust: Trust = "crash") -> None:
         """No place yet; without `ballots`, no process before this one has voted as this elector."""
         self._me = me
         self._ballots = ballots or Ballots()
+        self._trust: Trust = trust
         self._electorate: tuple[Elector, ...] = ()
         self._retiring = False
         self.here = self.furthest = Place(-1, -1)
@@ -191,7 +209,8 @@ class Booth:
     def retired(self) -> bool:
         """Return whether this process has voted for nothing here or further on, and never will."""
         here = self.here == self.furthest
-        return self._retiring and here and self.acceptor.accepted is None
+        has_signed = self.acceptor.accepted is not None or self.acceptor.locked is not None
+        return self._retiring and here and not has_signed
 
     def turn(self, place: Place, electorate: Sequence[Elector]) -> bool:
         """Stand at `place`; whether that is another place than before."""
@@ -241,7 +260,7 @@ class Booth:
             raise Refused(RefusalCode.FAR_TERM, f"expected a term up to {last}, got {term}")
 
     def prepare(self, remote: str, place: Place, attempt: int) -> Accepted | None:
-        """Promise; what was accepted before.
+        """Promise; what was accepted before, or in a run that tolerates liars, locked.
 
         Raises:
             Refused: with the reason.
@@ -250,7 +269,8 @@ class Booth:
         self._ballots.note(place)
         if not self.acceptor.prepare(attempt):
             raise self._superseded(attempt)
-        return self.acceptor.accepted
+        is_locked = self._trust == "byzantine"
+        return self.acceptor.locked if is_locked else self.acceptor.accepted
 
     def accept(self, remote: str, place: Place, attempt: int, entry: bytes) -> None:
         """Vote for `entry`.
@@ -263,6 +283,17 @@ class Booth:
         if not self.acceptor.accept(attempt, entry):
             raise self._superseded(attempt)
 
+    def commit(self, remote: str, place: Place, locked: Accepted) -> None:
+        """Keep a lock that was checked; whoever returns from here may sign its commit.
+
+        Raises:
+            Refused: with the reason.
+        """
+        self.check(remote, place, locked.attempt)
+        self._ballots.note(place)
+        if not self.acceptor.commit(locked):
+            raise self._superseded(locked.attempt)
+
     def _superseded(self, attempt: int) -> Refused:
         return Refused(
             RefusalCode.SUPERSEDED, f"attempt {self.promised} was promised, got {attempt}"
@@ -273,23 +304,43 @@ class Proposer:
     """A leader's choice of the one entry of its attempt."""
 
     def __init__(
-        self, *, attempt: int, electors: int, on_choice: Callable[[], None] = lambda: None
+        self,
+        *,
+        attempt: int,
+        electors: int,
+        trust: Trust = "crash",
+        on_choice: Callable[[], None] = lambda: None,
     ) -> None:
         """Without promises; attempt 0 needs none. `on_choice` comes before there is a choice."""
         self._on_choice = on_choice
         self.attempt = attempt
         self._electors = electors
+        self._trust: Trust = trust
+        self._signed: dict[int, SignedPromise] = {}
         self.promises: dict[int, Accepted | None] = {}
         self.chosen: bytes | None = None
 
     @property
     def free(self) -> bool:
         """Return whether it may choose: it leads attempt 0, or a quorum has promised."""
-        return self.attempt == 0 or is_quorum(list(self.promises), self._electors)
+        promised = list(self.promises)
+        return self.attempt == 0 or is_quorum(promised, self._electors, self._trust)
 
-    def promise(self, elector: int, accepted: Accepted | None) -> None:
+    def promise(
+        self, elector: int, accepted: Accepted | None, signed: SignedPromise | None = None
+    ) -> None:
         """Note the promise of the elector of this index; later ones change nothing."""
-        self.promises.setdefault(elector, accepted)
+        if elector not in self.promises:
+            self.promises[elector] = accepted
+            if signed is not None:
+                self._signed[elector] = signed
+
+    @property
+    def justification(self) -> Justification:
+        """The reason for its choice, in a run that tolerates liars."""
+        highest = _highest(list(self.promises.values()))
+        signed = tuple(self._signed[elector] for elector in sorted(self._signed))
+        return Justification(promises=signed, lock=highest.lock if highest else None)
 
     def adopted(self) -> bytes | None:
         """The entry that it has to propose, if any."""
@@ -313,8 +364,9 @@ class Proposer:
 class Leads:
     """The attempts that one process leads: those of its incarnation, each once, and never back."""
 
-    def __init__(self, me: Elector, ballots: Ballots | None = None) -> None:
+    def __init__(self, me: Elector, ballots: Ballots | None = None, trust: Trust = "crash") -> None:
         """None yet; see `Booth` for `ballots`."""
+        self.trust: Trust = trust
         self._me = me
         self._ballots = ballots or Ballots()
         self._furthest = Place(-1, -1)
@@ -338,6 +390,7 @@ class Leads:
         return Proposer(
             attempt=attempt,
             electors=len(electorate),
+            trust=self.trust,
             # Not before: a process that only gathered a group may lead here after a restart.
             on_choice=lambda: self._ballots.note(place),
         )
@@ -362,8 +415,13 @@ class Leads:
 
 def value_to_propose(promises: Sequence[Accepted | None]) -> bytes | None:
     """The entry of the highest attempt among a quorum's promises; None leaves the choice free."""
+    highest = _highest(promises)
+    return highest.entry if highest else None
+
+
+def _highest(promises: Sequence[Accepted | None]) -> Accepted | None:
     accepted = [promise for promise in promises if promise is not None]
-    return max(accepted, key=lambda a: a.attempt).entry if accepted else None
+    return max(accepted, key=lambda a: a.attempt, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -554,6 +612,7 @@ class RoundState(Enum):
     REDUCING = "reducing"
     REDUCED = "reduced"
     VOTING = "voting"
+    LOCKING = "locking"
     DECIDED = "decided"
     FAILED = "failed"
 
@@ -640,11 +699,22 @@ class Promised:
     attempt: int
     elector: int
     accepted: Accepted | None
+    signed: SignedPromise | None = None
+    """checked, like the lock; only in a run that tolerates liars"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VoteArrived:
     """An elector voted for the entry of an attempt, with a signature that was checked."""
+
+    attempt: int
+    elector: int
+    signature: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitArrived:
+    """An elector committed the entry of an attempt, with a signature that was checked."""
 
     attempt: int
     elector: int
@@ -669,6 +739,7 @@ Event = (
     | FetchEnded
     | Promised
     | VoteArrived
+    | CommitArrived
     | Polled
 )
 
@@ -706,6 +777,17 @@ class SendProposal:
     entry: Entry
     deadline_s: float | None
     """for each vote; None before there is a group"""
+    justification: Justification
+    """empty unless the run tolerates liars"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendLock:
+    """Ask all electors for commits."""
+
+    attempt: int
+    entry: Entry
+    lock: Lock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -743,6 +825,7 @@ Action = (
     | Fetch
     | RepairPart
     | SendProposal
+    | SendLock
     | StopPoll
     | Decide
     | Fail
@@ -805,6 +888,7 @@ class Round:
         self._is_own = False
         """whether the proposed entry is an update of this leader's group"""
         self._signatures: dict[int, bytes] = {}
+        """of votes, then of commits"""
         self._polled = False
         if view.turn:
             self._fix(view)
@@ -830,7 +914,7 @@ class Round:
     @property
     def question(self) -> int | None:
         """The attempt about which electors are asked, if they are."""
-        asking = self.state in (RoundState.PREPARING, RoundState.VOTING)
+        asking = self.state in (RoundState.PREPARING, RoundState.VOTING, RoundState.LOCKING)
         return self._proposer.attempt if asking and self._proposer is not None else None
 
     # events
@@ -859,8 +943,10 @@ class Round:
             case FetchEnded() if self.parts is not None:
                 self.parts.fetched(event)
             case Promised() if self._is_asked(RoundState.PREPARING, event.attempt):
-                self._voting().promise(event.elector, event.accepted)
+                self._voting().promise(event.elector, event.accepted, event.signed)
             case VoteArrived() if self._is_asked(RoundState.VOTING, event.attempt):
+                self._signatures[event.elector] = event.signature
+            case CommitArrived() if self._is_asked(RoundState.LOCKING, event.attempt):
                 self._signatures[event.elector] = event.signature
             case Polled() if event.attempt == self.question:
                 self._polled = True
@@ -914,6 +1000,8 @@ class Round:
                 return self._propose_own(view) if view.turn else []
             case RoundState.VOTING:
                 return self._count_votes(view)
+            case RoundState.LOCKING:
+                return self._count_commits()
             case RoundState.DECIDED | RoundState.FAILED:
                 return []
 
@@ -1068,15 +1156,43 @@ class Round:
         self._signatures, self._is_own = {}, is_own
         self._proposed = Entry.decode(proposer.choose(entry.encode()))
         deadline_s = self.group.deadline_s if self.group is not None else None
-        return [SendProposal(attempt=proposer.attempt, entry=self._proposed, deadline_s=deadline_s)]
+        proposal = SendProposal(
+            attempt=proposer.attempt,
+            entry=self._proposed,
+            deadline_s=deadline_s,
+            justification=proposer.justification,
+        )
+        return [proposal]
+
+    def _signed_by_quorum(self) -> tuple[Vote, ...]:
+        """Return the signatures for what was asked last, once they are a quorum's."""
+        electors = len(self._electorate or ())
+        if not is_quorum(list(self._signatures), electors, self._leads.trust):
+            return ()
+        return tuple(Vote(elector=i, signature=s) for i, s in sorted(self._signatures.items()))
+
+    def _decide(self, entry: Entry, votes: tuple[Vote, ...]) -> list[Action]:
+        self.state = RoundState.DECIDED
+        certificate = Certificate(attempt=self._voting().attempt, votes=votes)
+        return [StopPoll(), Decide(entry=entry, certificate=certificate)]
+
+    def _count_commits(self) -> list[Action]:
+        votes = self._signed_by_quorum()
+        if votes and self._proposed is not None:
+            return self._decide(self._proposed, votes)
+        return self._expect_more(self._signatures, "committed")
+
+    def _lock(self, entry: Entry, votes: tuple[Vote, ...]) -> list[Action]:
+        self.state, self._polled = RoundState.LOCKING, False
+        self._signatures = {}
+        lock = Lock(attempt=self._voting().attempt, votes=votes)
+        return [StopPoll(), SendLock(attempt=lock.attempt, entry=entry, lock=lock)]
 
     def _count_votes(self, view: LeaderView) -> list[Action]:
-        attempt, electors = self._voting().attempt, len(self._electorate or ())
-        if is_quorum(list(self._signatures), electors) and self._proposed is not None:
-            self.state = RoundState.DECIDED
-            votes = tuple(Vote(elector=i, signature=s) for i, s in sorted(self._signatures.items()))
-            certificate = Certificate(attempt=attempt, votes=votes)
-            return [StopPoll(), Decide(entry=self._proposed, certificate=certificate)]
+        votes = self._signed_by_quorum()
+        if votes and self._proposed is not None:
+            is_lock = self._leads.trust == "byzantine"
+            return (self._lock if is_lock else self._decide)(self._proposed, votes)
         if self._polled:
             return self._expect_more(self._signatures, "voted")
         if not self._is_own:

@@ -28,21 +28,42 @@ from atoll.optim.log.entry import (
     LogError,
     MalformedRecord,
     Part,
+    Trust,
     Vote,
     check_follows,
+    commit_payload,
     is_quorum,
     proposal_payload,
+    sha256,
     vote_payload,
 )
 from atoll.optim.log.evidence import Evidence, EvidenceInvalid
+from atoll.optim.log.locks import (
+    NO_DIGEST,
+    Decree,
+    Justification,
+    check_justified,
+    check_lock,
+    promise_payload,
+)
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus.round import Ballots, Booth, Place, leader_of, term_of
+from atoll.peer.rounds.consensus.round import (
+    Accepted,
+    Ballots,
+    Booth,
+    Place,
+    leader_of,
+    term_of,
+)
 from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
+    AskCommit,
     Ballot,
+    JustifiedPropose,
+    LockedPromise,
     Prepare,
     Promise,
     Propose,
@@ -54,6 +75,7 @@ from atoll.peer.rounds.messages import (
 )
 from atoll.peer.rounds.policies import check_reports, positions_ahead
 
+NOTHING = Justification()
 MAX_ELECTORS = 8  # of an electorate in which votes go to all: 56 messages of 200 bytes
 
 OnCertified = Callable[[Entry, Certificate], None]
@@ -62,9 +84,13 @@ OnCertified = Callable[[Entry, Certificate], None]
 class Tally:
     """The votes of one position, as they reach one elector."""
 
-    def __init__(self, ctx: Context, on_certified: OnCertified) -> None:
-        """No votes yet; `on_certified` is called when a quorum voted for what this peer did."""
+    def __init__(self, ctx: Context, on_certified: OnCertified, *, trust: Trust = "crash") -> None:
+        """No votes yet; `on_certified` is called when a quorum voted for what this peer did.
+
+        If the run tolerates liars, votes certify nothing; they only convict electors that sign two.
+        """
         self._ctx = ctx
+        self._certifies = trust == "crash"
         self._on_certified = on_certified
         self._electorate: tuple[Elector, ...] = ()
         self._votes: dict[int, Voted] = {}
@@ -96,7 +122,7 @@ class Tally:
         others = {elector.peer_id for elector in self._electorate} - {me, leader}
         for peer in sorted(others):
             self._telling.spawn(self._tell(peer, voted))
-        if leader != me:  # a leader counts the answers to its proposal instead
+        if leader != me and self._certifies:  # a leader counts the answers to its proposal instead
             self._own = entry, voted
             self._votes[self._index(me)] = voted
             self._count()
@@ -215,11 +241,14 @@ class Voter:
         """
         self._ctx = ctx
         self._reach = reach
-        self._booth = Booth(ctx.me, ballots)
-        self._tally = Tally(ctx, on_certified)
+        self._trust = ctx.replica.trust
+        self._booth = Booth(ctx.me, ballots, self._trust)
+        self._tally = Tally(ctx, on_certified, trust=self._trust)
         self._verified: dict[bytes, Update | None] = {}
         self._reports: Reports = ()
         """of the members of the entry that this peer voted for last"""
+        self._locked_reports: Reports = ()
+        """of those of the entry that it is locked on"""
 
     @property
     def term(self) -> int:
@@ -253,7 +282,12 @@ class Voter:
         try:
             if method == "prepare":
                 return (await self._prepare(remote, Prepare.decode(body))).encode()
-            return (await self._propose(remote, Propose.decode(body))).encode()
+            if self._trust == "crash":
+                return (await self._propose(remote, Propose.decode(body), NOTHING)).encode()
+            if method == "lock":
+                return (await self._commit(remote, AskCommit.decode(body))).encode()
+            ask = JustifiedPropose.decode(body)
+            return (await self._propose(remote, ask, ask.justification)).encode()
         except (LogError, UpdateError) as error:
             self._ctx.fault(remote, Fault.BAD_PROPOSAL)
             raise Refused(RefusalCode.BAD_PROPOSAL, str(error)) from error
@@ -271,17 +305,19 @@ class Voter:
         place, before = Place(replica.epoch, replica.position), self._booth.here
         if self._booth.turn(place, replica.electorate):
             self._verified.clear()
-            self._reports = ()
+            self._reports = self._locked_reports = ()
             self._tally.turn(replica.electorate)
             self._ctx.parts.decided_up_to(place.position)
             if place.epoch != before.epoch:
                 self._ctx.parts.clear()
         self._tally.know(replica.electorate)
 
-    async def _prepare(self, remote: str, ask: Prepare) -> Promise:
+    async def _prepare(self, remote: str, ask: Prepare) -> Promise | LockedPromise:
         place = Place(ask.epoch, ask.position)
         await self._come_to(place)
         accepted = self._booth.prepare(remote, place, ask.attempt)
+        if self._trust == "byzantine":
+            return self._locked_promise(ask, accepted)
         return Promise(
             attempt=ask.attempt,
             accepted_attempt=accepted.attempt if accepted else 0,
@@ -289,7 +325,41 @@ class Voter:
             reports=self._reports if accepted else (),
         )
 
-    async def _propose(self, remote: str, ask: Propose) -> Ballot:
+    def _locked_promise(self, ask: Prepare, locked: Accepted | None) -> LockedPromise:
+        replica = self._ctx.replica
+        decree = Decree(replica.run_id, ask.epoch, ask.position, replica.chain)
+        height = locked.attempt + 1 if locked else 0
+        digest = sha256(locked.entry) if locked else NO_DIGEST
+        return LockedPromise(
+            lock=locked.lock if locked else None,
+            entry=deflated(locked.entry) if locked else b"",
+            signature=self._ctx.sign(promise_payload(decree, ask.attempt, height, digest)),
+            reports=self._locked_reports if locked else (),
+        )
+
+    async def _commit(self, remote: str, ask: AskCommit) -> Ballot:
+        """Keep the lock of an entry, with or without its bytes: honest electors voted for it."""
+        place = Place(ask.epoch, ask.position)
+        await self._come_to(place)
+        self._booth.check(remote, place, ask.lock.attempt)
+        accepted, reports = self._booth.acceptor.accepted, self._reports
+        if ask.entry:
+            record, reports = inflated(ask.entry, Entry.max_bytes), ask.reports
+        elif accepted is not None and accepted.attempt == ask.lock.attempt:
+            record = accepted.entry
+        else:
+            raise Refused(RefusalCode.SUPERSEDED, "this peer has voted at another attempt since")
+        entry = Entry.decode(record)
+        self._check_follows(entry)
+        check_lock(entry, ask.lock, self._ctx.replica.electorate, self._ctx.verify)
+        if reports_root(reports) != entry.reports:
+            raise MalformedRecord(f"entry {entry.position}: expected the reports that it names")
+        locked = Accepted(attempt=ask.lock.attempt, entry=record, lock=ask.lock)
+        self._booth.commit(remote, place, locked)
+        self._locked_reports = reports
+        return Ballot(signature=self._ctx.sign(commit_payload(entry, locked.attempt)))
+
+    async def _propose(self, remote: str, ask: Propose, reason: Justification) -> Ballot:
         record = inflated(ask.entry, Entry.max_bytes)
         entry = Entry.decode(record)
         place = Place(entry.epoch, entry.position)
@@ -298,6 +368,9 @@ class Voter:
         if not self._ctx.verify(remote, proposal_payload(entry, ask.attempt), ask.signature):
             raise MalformedRecord("expected a proposal that its leader signed")
         dropped = self._check_rules(entry)
+        if self._trust == "byzantine":
+            electorate = self._ctx.replica.electorate
+            check_justified(entry, ask.attempt, reason, electorate, self._ctx.verify)
         if not self._tally.has_vote(entry, but_of=remote):
             # An elector that voted for it has asked. It may have come back since: were the entry
             # refused now, leaders that have to adopt it would propose it in vain.
@@ -419,8 +492,7 @@ class Voter:
                     f"expected {elector.peer_id} among the next electors: it answers",
                 )
 
-    def _check_rules(self, entry: Entry) -> list[Elector]:
-        """Check all that follows from the log; the electors that the entry drops."""
+    def _check_follows(self, entry: Entry) -> None:
         replica = self._ctx.replica
         check_follows(
             entry,
@@ -429,6 +501,11 @@ class Voter:
             position=replica.position,
             chain=replica.chain,
         )
+
+    def _check_rules(self, entry: Entry) -> list[Elector]:
+        """Check all that follows from the log; the electors that the entry drops."""
+        replica = self._ctx.replica
+        self._check_follows(entry)
         try:
             dropped = check_succession(entry, replica.voters, self._ctx.settings.electors)
         except BadElectorate as error:

@@ -35,6 +35,18 @@ def test_a_leader_that_proposes_twice_is_refused():
     assert not acceptor.accept(0, b"two")
 
 
+def test_an_attempt_has_one_lock():
+    acceptor = Acceptor()
+    one, two = Accepted(attempt=1, entry=b"one"), Accepted(attempt=1, entry=b"two")
+    assert acceptor.commit(one)
+    assert acceptor.commit(one)
+    assert not acceptor.commit(two)
+    assert acceptor.locked == one
+    assert not acceptor.prepare(1)
+    assert acceptor.prepare(2)
+    assert not acceptor.commit(one)
+
+
 def test_the_entry_of_the_highest_attempt_is_proposed():
     promises = [None, Accepted(attempt=1, entry=b"old"), Accepted(attempt=3, entry=b"new")]
     assert value_to_propose(promises) == b"new"

@@ -35,13 +35,27 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self, cast
+from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    model_validator,
+)
 
 VERSION: Literal[3] = 3  # of `Entry`; another version is another record, refused here
 MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom vanish at once
+MAX_MEMBERS = 4096  # as many as a group may have; 4,096 of them take 13 ms to parse
+
+# Of any map or tuple in a record, counted before its items are read. A map of 3 MB in place of a
+# record took 6 s to refuse: each unknown key is an error of its own.
+MAX_FIELDS = 32  # twice those of the longest record
+MAX_ITEMS = 1 << 16  # parts of an entry of 4 billion values, a part a cell
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
@@ -110,7 +124,14 @@ class Record(BaseModel):
                 f"{name}: expected at most {cls.max_bytes} bytes, got {len(data)}"
             )
         try:
-            fields = msgpack.unpackb(data, raw=False, use_list=False, strict_map_key=True)
+            fields = msgpack.unpackb(
+                data,
+                raw=False,
+                use_list=False,
+                strict_map_key=True,
+                max_map_len=MAX_FIELDS,
+                max_array_len=MAX_ITEMS,
+            )
             record = cls.model_validate(fields)
         except (ValidationError, ValueError, TypeError, RecursionError) as error:
             raise MalformedRecord(f"{name}: not a valid record: {_first_line(error)}") from None
@@ -119,6 +140,41 @@ class Record(BaseModel):
         if record.encode() != data:  # else one record could have two digests
             raise MalformedRecord(f"{name}: the bytes are not the record's canonical encoding")
         return record
+
+
+R = TypeVar("R", bound=Record)
+
+HEAD_BYTES = 256  # an `EntryHead` has 150 at most
+
+
+def decode_first(kind: type[R], data: bytes) -> R:
+    """Return the first fields of a record, which are those of `kind`; the rest is not parsed.
+
+    `data` may end before the record does. That the bytes are canonical is checked with the rest.
+
+    Raises:
+        MalformedRecord: the record does not begin with these fields, or one of them is a list.
+    """
+    reader = msgpack.Unpacker(
+        raw=False,
+        use_list=False,
+        max_buffer_size=len(data),
+        max_map_len=MAX_FIELDS,
+        max_array_len=0,
+    )
+    try:
+        reader.feed(data)
+        reader.read_map_header()
+        fields = {}
+        for name in kind.model_fields:
+            if reader.unpack() != name:
+                raise MalformedRecord(f"{kind.__name__}: expected {name} first")
+            fields[name] = reader.unpack()
+        return kind.model_validate(fields)
+    except MalformedRecord:
+        raise
+    except Exception as error:  # as in `Record.decode`
+        raise MalformedRecord(f"{kind.__name__}: no such head: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -171,7 +227,7 @@ class Part(Record):
     generation: Count
     wire_bytes: Count
     digest: Digest
-    partial: tuple[Partial, ...] = ()
+    partial: Annotated[tuple[Partial, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -217,8 +273,9 @@ class Entry(Record):
     fragment: Count
     lr: FiniteFloat
     momentum: FiniteFloat
-    members: tuple[Member, ...]
-    parts: tuple[Part, ...]
+    # The first wrong item is enough: a report of each of thousands takes seconds.
+    members: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
+    parts: Annotated[tuple[Part, ...], FailFast()]
     reports: Annotated[bytes, Field(max_length=32)] = b""
     """SHA-256 of what the members signed about their contributions; empty in a NULL"""
     electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
@@ -297,6 +354,76 @@ class Entry(Record):
         return tuple(m for i, m in enumerate(self.members) if i not in partial)
 
 
+class EntryHead(Record):
+    """The first fields of an entry, by which a peer decides whether to read the rest."""
+
+    version: Literal[3]
+    run_id: Digest
+    epoch: Count
+    position: Count
+    kind: Literal["update", "null"]
+    previous_chain: Digest
+
+
+class Named(Protocol):
+    """What electors sign of an entry: an `Entry`, or a `NamedEntry`."""
+
+    @property
+    def run_id(self) -> bytes:
+        """The run."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """The epoch."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """The position."""
+        ...
+
+    @property
+    def previous_chain(self) -> bytes:
+        """The chain before it."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the canonical bytes."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedEntry:
+    """An entry of which only the head was parsed, so that signatures are checked before the rest.
+
+    Its digest is of the bytes as they came: if they are not canonical, they are no entry.
+    """
+
+    run_id: bytes
+    epoch: int
+    position: int
+    previous_chain: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, record: bytes) -> Self:
+        """Return the name of an encoded entry.
+
+        Raises:
+            MalformedRecord: it does not begin like one.
+        """
+        head = decode_first(EntryHead, record[:HEAD_BYTES])
+        return cls(
+            run_id=head.run_id,
+            epoch=head.epoch,
+            position=head.position,
+            previous_chain=head.previous_chain,
+            digest=sha256(record),
+        )
+
+
 class Vote(Record):
     """The signature of the elector at index `elector` of the electorate."""
 
@@ -308,7 +435,7 @@ class Certificate(Record):
     """A quorum of votes for one entry at one attempt; of commits in a run that tolerates liars."""
 
     attempt: Count
-    votes: tuple[Vote, ...]
+    votes: Annotated[tuple[Vote, ...], FailFast()]
 
 
 class Epoch(Record):
@@ -375,7 +502,7 @@ def ballot_payload(
     return _MAGIC[kind] + run_id + place + previous_chain + digest
 
 
-def _signed(kind: BallotKind, entry: Entry, attempt: int) -> bytes:
+def _signed(kind: BallotKind, entry: Named, attempt: int) -> bytes:
     return ballot_payload(
         kind,
         run_id=entry.run_id,
@@ -387,17 +514,17 @@ def _signed(kind: BallotKind, entry: Entry, attempt: int) -> bytes:
     )
 
 
-def vote_payload(entry: Entry, attempt: int) -> bytes:
+def vote_payload(entry: Named, attempt: int) -> bytes:
     """Return what an elector signs to vote for `entry` at `attempt`."""
     return _signed("vote", entry, attempt)
 
 
-def proposal_payload(entry: Entry, attempt: int) -> bytes:
+def proposal_payload(entry: Named, attempt: int) -> bytes:
     """Return what a leader signs to propose `entry` at `attempt`."""
     return _signed("proposal", entry, attempt)
 
 
-def commit_payload(entry: Entry, attempt: int) -> bytes:
+def commit_payload(entry: Named, attempt: int) -> bytes:
     """Return what an elector signs to commit `entry`, which a quorum voted for at `attempt`."""
     return _signed("commit", entry, attempt)
 
@@ -449,7 +576,7 @@ def _rank(what: str | int, elector: Elector) -> bytes:
 
 
 def check_certificate(
-    entry: Entry,
+    entry: Named,
     certificate: Certificate,
     electorate: Sequence[Elector],
     verify: Verify,
@@ -462,7 +589,7 @@ def check_certificate(
 
 
 def check_signatures(
-    entry: Entry,
+    entry: Named,
     signed: bytes,
     votes: Sequence[Vote],
     electorate: Sequence[Elector],

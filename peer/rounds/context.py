@@ -120,6 +120,12 @@ class PeerContext:
         if barred is not None:
             self.on_event("error", f"{short(peer)} is {barred}")
 
+    def expect_unbarred(self, peer: str) -> None:
+        """Raise Refused for a peer that is barred, for good or for a while."""
+        barred = self.conduct.barred(peer, self.now())
+        if barred is not None:
+            raise Refused(RefusalCode.BARRED, str(barred))
+
     def door(self, peer: str) -> None:
         """Raise Refused for a peer that is barred for good."""
         if self.conduct.is_out(peer):
@@ -128,6 +134,10 @@ class PeerContext:
 
 class TakesGroup(Protocol):
     """A place in an attempt, for which a group may come from any member."""
+
+    def expect_leaders(self, digest: bytes, signature: bytes) -> None:
+        """Raise MalformedRecord unless the leader signed the group of this digest."""
+        ...
 
     def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
         """Begin with a group; raises MalformedRecord if it is not the leader's."""

@@ -22,9 +22,13 @@ from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
     Certificate,
     Entry,
+    EntryHead,
     LogError,
     MalformedRecord,
+    Named,
+    NamedEntry,
     check_certificate,
+    decode_first,
     is_quorum,
     sha256,
 )
@@ -39,19 +43,21 @@ from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWi
 from atoll.peer.rounds.consensus.round import Ballots, Place
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
+from atoll.peer.rounds.entries import named, parsed
 from atoll.peer.rounds.fetching import Archive, fetch_headers
 from atoll.peer.rounds.messages import (
     PROTOCOL,
     REDUCE,
     UPFRONT,
     Announced,
+    AnnouncedHead,
     Decided,
     Head,
     Known,
     Reduce,
     Upfront,
     Voted,
-    inflated,
+    entry_head,
 )
 from atoll.peer.rounds.policies import positions_ahead
 
@@ -411,25 +417,28 @@ class Rounds:
         return b""
 
     async def _serve_commit(self, remote: str, body: bytes) -> bytes:
-        announced = Announced.decode(body)
-        record = inflated(announced.entry, Entry.max_bytes)
-        entry = Entry.decode(record)
+        self._ctx.expect_unbarred(remote)
+        head = decode_first(AnnouncedHead, body)
+        place = entry_head(head.entry)
         replica = self._ctx.replica
-        if replica.position <= entry.position <= replica.position + self._ahead + 1:
-            await self._reach(entry.position)
-        if entry.position < replica.position:
-            await self._compare_with_known(entry, announced.certificate)
-            await self._pass_on_known(record, announced.tell)
+        if replica.position <= place.position <= replica.position + self._ahead + 1:
+            await self._reach(place.position)
+        self._expect_here(place)
+        record, name = await named(self._ctx.compute, head.entry)
+        self._expect_here(place)  # inflating may take a while
+        if name.position < replica.position:
+            await self._compare_with_known(record, head.certificate)
+            await self._pass_on_known(record, Announced.decode(body).tell)
             return b""
-        if (entry.epoch, entry.position) != (replica.epoch, replica.position):
-            self.kick_catch_up()
-            raise Refused(RefusalCode.ELSEWHERE, f"expected position {replica.position}")
-        certificate = Certificate.decode(announced.certificate)
-        check_certificate(entry, certificate, replica.electorate, self._ctx.verify, replica.trust)
-        self._expect_honest_quorum(entry, certificate)
-        if entry.previous_chain != replica.chain:
-            self._tasks.spawn(self._compare_branches(remote, entry.position - 1))
+        # Anybody may bring a decided entry, so nobody's is parsed before its certificate holds.
+        certificate = Certificate.decode(head.certificate)
+        check_certificate(name, certificate, replica.electorate, self._ctx.verify, replica.trust)
+        self._expect_honest_quorum(name, certificate)
+        if name.previous_chain != replica.chain:
+            self._tasks.spawn(self._compare_branches(remote, name.position - 1))
             raise Refused(RefusalCode.ELSEWHERE, "the entry is of another branch of the log")
+        announced = Announced.decode(body)
+        entry = await parsed(self._ctx.compute, record)
         try:
             parts = await self.voter.gather(entry, remote)
         except (TransportError, MalformedRecord) as error:
@@ -440,7 +449,15 @@ class Rounds:
         await self._commit(entry, certificate, parts)
         return b""
 
-    def _expect_honest_quorum(self, entry: Entry, certificate: Certificate) -> None:
+    def _expect_here(self, place: EntryHead) -> None:
+        """Refuse an entry that is neither the next one nor an older one."""
+        replica = self._ctx.replica
+        at = replica.epoch, replica.position
+        if place.position >= replica.position and (place.epoch, place.position) != at:
+            self.kick_catch_up()
+            raise Refused(RefusalCode.ELSEWHERE, f"expected position {replica.position}")
+
+    def _expect_honest_quorum(self, entry: Named, certificate: Certificate) -> None:
         """Refuse a quorum that a peer is needed for which signed two entries at this place.
 
         There may be another such quorum for the other entry. The electors that are left take the
@@ -458,17 +475,18 @@ class Rounds:
             self.kick_catch_up()
             raise Refused(RefusalCode.BARRED, "a vote of the certificate is of a peer left out")
 
-    async def _compare_with_known(self, entry: Entry, certificate_bytes: bytes) -> None:
+    async def _compare_with_known(self, record: bytes, certificate_bytes: bytes) -> None:
         """Look for two certified entries at one position: the log has forked then."""
-        known = await self._ctx.compute(self._ctx.replica.store.get, entry.position)
-        if known is None or known.entry == entry.encode():
+        name = NamedEntry.of(record)
+        known = await self._ctx.compute(self._ctx.replica.store.get, name.position)
+        if known is None or known.entry == record:
             return
-        other, certificate = Entry.decode(known.entry), Certificate.decode(certificate_bytes)
-        place = entry.epoch, entry.previous_chain
-        if place != (other.epoch, other.previous_chain):
+        held, certificate = NamedEntry.of(known.entry), Certificate.decode(certificate_bytes)
+        if (name.epoch, name.previous_chain) != (held.epoch, held.previous_chain):
             return
-        electorate = self._ctx.replica.core.electorate_at(entry.position)
-        check_certificate(entry, certificate, electorate, self._ctx.verify, self._ctx.replica.trust)
+        electorate = self._ctx.replica.core.electorate_at(name.position)
+        check_certificate(name, certificate, electorate, self._ctx.verify, self._ctx.replica.trust)
+        entry, other = [await parsed(self._ctx.compute, r) for r in (record, known.entry)]
         self._ctx.on_event(
             "error",
             f"round {entry.position + 1}: two certified entries; the log has forked, and only a "
@@ -494,7 +512,7 @@ class Rounds:
                 if known is None or known.entry == decided.entry or entry.position != at:
                     return
                 if Entry.decode(known.entry).previous_chain == entry.previous_chain:
-                    return await self._compare_with_known(entry, decided.certificate)
+                    return await self._compare_with_known(decided.entry, decided.certificate)
             except (TransportError, LogError):
                 return
 
@@ -525,6 +543,7 @@ class Rounds:
             await self._ctx.transport.call(peer, "evidence", record, timeout_s=timeout_s)
 
     async def _serve_group(self, remote: str, body: bytes) -> bytes:
+        self._ctx.expect_unbarred(remote)
         return await take_passed(self._ctx, body)
 
     async def _pass_on_known(self, record: bytes, tell: Sequence[str]) -> None:

@@ -28,13 +28,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import AfterValidator, Field, FiniteFloat
+from pydantic import AfterValidator, FailFast, Field, FiniteFloat
 
 from atoll.optim.log.entry import (
+    HEAD_BYTES,
+    MAX_MEMBERS,
     Count,
     Digest,
+    EntryHead,
     Incarnation,
     MalformedRecord,
     Member,
@@ -42,6 +45,7 @@ from atoll.optim.log.entry import (
     PeerId,
     Record,
     Signature,
+    decode_first,
     sha256,
 )
 from atoll.optim.log.locks import Justification, Lock
@@ -51,6 +55,7 @@ PROTOCOL = 7  # peers of another protocol refuse each other's reports
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
 MAX_SNAPSHOTS = 64  # that a peer names; it keeps a few, and each named one is looked up
 MAX_GROUP_BYTES = 2 << 20  # 4,096 members of some 290 bytes, their reports and parts
+SMALL_BYTES = 4096  # of a record without lists: twice what its signatures may take
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
 
 Weight = Annotated[FiniteFloat, Field(ge=0)]
@@ -151,7 +156,7 @@ class Sworn(Record):
     signature: Signature
 
 
-Reports = Annotated[tuple[Sworn, ...], Field(max_length=4096)]
+Reports = Annotated[tuple[Sworn, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
 
 
 def reports_root(sworn: Sequence[Sworn]) -> bytes:
@@ -175,8 +180,10 @@ class Group(Record):
     epoch: Count
     position: Count
     term: Count
-    members: Annotated[tuple[Admitted, ...], Field(min_length=1, max_length=4096)]
-    parts: tuple[PartPlan, ...]
+    members: Annotated[
+        tuple[Admitted, ...], FailFast(), Field(min_length=1, max_length=MAX_MEMBERS)
+    ]
+    parts: Annotated[tuple[PartPlan, ...], FailFast()]
     stall_s: Weight
     deadline_s: Weight
     reports: Reports = ()
@@ -195,7 +202,7 @@ class Closed(Record):
     """the record, deflated"""
     signature: Signature
     """of the leader, by which members believe it whoever it comes from"""
-    tell: Annotated[tuple[Count, ...], Field(max_length=4096)]
+    tell: Annotated[tuple[Count, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     """members that the receiver passes it on to"""
 
 
@@ -297,6 +304,8 @@ class Upfront(Record):
 class Prepare(Record):
     """A leader asks, before any attempt but the first, for promises."""
 
+    max_bytes: ClassVar[int] = SMALL_BYTES
+
     epoch: Count
     position: Count
     attempt: Count
@@ -362,6 +371,35 @@ class AskCommit(Record):
     """of its members; empty with it"""
 
 
+class ProposeHead(Record):
+    """The first fields of `Propose`."""
+
+    attempt: Count
+    entry: bytes
+
+
+class AnnouncedHead(Record):
+    """The first fields of `Announced`."""
+
+    entry: bytes
+    certificate: bytes
+
+
+class GroupHead(Record):
+    """The first fields of `Group`."""
+
+    epoch: Count
+    position: Count
+    term: Count
+
+
+class AskCommitHead(Record):
+    """The first fields of `AskCommit`."""
+
+    epoch: Count
+    position: Count
+
+
 class Ballot(Record):
     """The signature of a vote or of a commit."""
 
@@ -370,6 +408,8 @@ class Ballot(Record):
 
 class Voted(Record):
     """A vote, as the electors of a small electorate tell each other."""
+
+    max_bytes: ClassVar[int] = SMALL_BYTES
 
     epoch: Count
     position: Count
@@ -397,7 +437,7 @@ class Announced(Record):
     entry: bytes
     """deflated"""
     certificate: bytes
-    tell: Annotated[tuple[PeerId, ...], Field(max_length=4096)]
+    tell: Annotated[tuple[PeerId, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     """whom the receiver passes it on to"""
 
 
@@ -441,6 +481,10 @@ def tagged(kind: bytes, record: Record) -> bytes:
     return kind + record.encode()
 
 
+R = TypeVar("R", bound=Record)
+
+# The tables of a block have 300 bytes, and no byte takes more than 15 bits.
+DEFLATED_HEAD_BYTES = 1024
 LEVEL = 1  # of zlib: higher ones take longer and shrink these no further
 
 
@@ -464,3 +508,33 @@ def inflated(data: bytes, max_bytes: int) -> bytes:
     if not reader.eof or reader.unused_data:
         raise MalformedRecord(f"deflated: expected at most {max_bytes} bytes and no more")
     return record
+
+
+def is_longer(data: bytes, num_bytes: int) -> bool:
+    """Return whether deflated bytes inflate to more than `num_bytes`, without inflating the rest.
+
+    Raises:
+        MalformedRecord: they are not deflated.
+    """
+    return len(_first_inflated(data, num_bytes + 1)) > num_bytes
+
+
+def head_of(kind: type[R], data: bytes) -> R:
+    """Return the first fields of a record that travels deflated; nothing else of it is inflated.
+
+    Raises:
+        MalformedRecord: it does not begin with them.
+    """
+    return decode_first(kind, _first_inflated(data[:DEFLATED_HEAD_BYTES], HEAD_BYTES))
+
+
+def entry_head(data: bytes) -> EntryHead:
+    """Return the head of an entry that travels deflated; see `head_of`."""
+    return head_of(EntryHead, data)
+
+
+def _first_inflated(data: bytes, num_bytes: int) -> bytes:
+    try:
+        return zlib.decompressobj().decompress(data, num_bytes)
+    except zlib.error as error:
+        raise MalformedRecord(f"not deflated: {error}") from None

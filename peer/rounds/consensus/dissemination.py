@@ -24,7 +24,7 @@ from typing import Self, TypeVar
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import Refused, TransportError
-from atoll.optim.log.entry import MalformedRecord
+from atoll.optim.log.entry import MalformedRecord, sha256
 from atoll.peer.rounds.allreduce.exchange import Exchange
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.messages import (
@@ -33,9 +33,11 @@ from atoll.peer.rounds.messages import (
     Decided,
     Gone,
     Group,
+    GroupHead,
     Ready,
     Repair,
     deflated,
+    head_of,
     inflated,
 )
 from atoll.peer.rounds.policies import (
@@ -265,15 +267,19 @@ class Seat:
             await self._begun.wait()
         return self.exchange
 
+    def expect_leaders(self, digest: bytes, signature: bytes) -> None:
+        """Raise MalformedRecord unless the leader signed the group of this digest."""
+        payload = group_payload(self._ctx.replica.run_id, digest)
+        if not self._ctx.verify(self._leader, payload, signature):
+            raise MalformedRecord("group: expected the leader's signature")
+
     def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
         """Begin, and pass the group on.
 
         Raises:
             MalformedRecord: it is not the leader's, does not fit, or is another one than before.
         """
-        payload = group_payload(self._ctx.replica.run_id, group.digest)
-        if not self._ctx.verify(self._leader, payload, closed.signature):
-            raise MalformedRecord("group: expected the leader's signature")
+        self.expect_leaders(group.digest, closed.signature)
         if self.exchange is None:
             check_group(self._ctx, group, self._key)
             self.was_passed = passed
@@ -374,12 +380,14 @@ async def take_passed(ctx: Context, body: bytes) -> bytes:
             leaders, or two groups of one, may be under way.
     """
     closed = Closed.decode(body)
-    group = group_of(closed)
-    seat = ctx.seats.get((group.epoch, group.position, group.term))
+    head = head_of(GroupHead, closed.group)
+    seat = ctx.seats.get((head.epoch, head.position, head.term))
     if seat is None:
-        raise Refused(RefusalCode.NO_SEAT, f"no report to term {group.term} is open here")
+        raise Refused(RefusalCode.NO_SEAT, f"no report to term {head.term} is open here")
+    record = inflated(closed.group, Group.max_bytes)
     try:
-        seat.take(closed, group, passed=True)
+        seat.expect_leaders(sha256(record), closed.signature)  # only its groups are worth parsing
+        seat.take(closed, Group.decode(record), passed=True)
     except MalformedRecord as error:
         raise Refused(RefusalCode.OTHER_GROUP, str(error)) from error
     return b""

@@ -32,6 +32,7 @@ from atoll.optim.log.entry import (
     Vote,
     check_follows,
     commit_payload,
+    decode_first,
     is_quorum,
     proposal_payload,
     sha256,
@@ -58,19 +59,22 @@ from atoll.peer.rounds.consensus.round import (
     term_of,
 )
 from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
+from atoll.peer.rounds.entries import named, parsed
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
     AskCommit,
+    AskCommitHead,
     Ballot,
     JustifiedPropose,
     LockedPromise,
     Prepare,
     Promise,
     Propose,
+    ProposeHead,
     Reports,
     Voted,
     deflated,
-    inflated,
+    entry_head,
     reports_root,
 )
 from atoll.peer.rounds.policies import check_reports, positions_ahead
@@ -279,18 +283,41 @@ class Voter:
         Raises:
             Refused: with the reason.
         """
+        self._ctx.expect_unbarred(remote)
         try:
+            if method == "propose":
+                await self._expect_leader(remote, body)
             if method == "prepare":
                 return (await self._prepare(remote, Prepare.decode(body))).encode()
             if self._trust == "crash":
                 return (await self._propose(remote, Propose.decode(body), NOTHING)).encode()
             if method == "lock":
+                await self._expect_elector(remote, body)
                 return (await self._commit(remote, AskCommit.decode(body))).encode()
             ask = JustifiedPropose.decode(body)
             return (await self._propose(remote, ask, ask.justification)).encode()
         except (LogError, UpdateError) as error:
             self._ctx.fault(remote, Fault.BAD_PROPOSAL)
             raise Refused(RefusalCode.BAD_PROPOSAL, str(error)) from error
+
+    async def _expect_leader(self, remote: str, body: bytes) -> None:
+        """Refuse a proposal of anyone but the leader of its attempt, by its head alone."""
+        head = decode_first(ProposeHead, body)
+        entry = entry_head(head.entry)
+        place = Place(entry.epoch, entry.position)
+        await self._come_to(place)
+        self._booth.check(remote, place, head.attempt)
+        if entry.previous_chain != self._ctx.replica.chain:
+            # No fault: peers of two branches must not bar each other before an epoch joins them.
+            raise Refused(RefusalCode.ELSEWHERE, "the entry is of another branch of the log")
+
+    async def _expect_elector(self, remote: str, body: bytes) -> None:
+        """Refuse a lock of anyone but an elector, by its head; its attempt is further inside."""
+        head = decode_first(AskCommitHead, body)
+        place = Place(head.epoch, head.position)
+        await self._come_to(place)
+        if remote not in {elector.peer_id for elector in self._ctx.replica.electorate}:
+            raise Refused(RefusalCode.NOT_THE_LEADER, f"expected an elector of {tuple(place)}")
 
     async def _come_to(self, place: Place) -> None:
         """Wait for a leader's last entry if it is on the way: the leader may propose at once."""
@@ -344,12 +371,15 @@ class Voter:
         self._booth.check(remote, place, ask.lock.attempt)
         accepted, reports = self._booth.acceptor.accepted, self._reports
         if ask.entry:
-            record, reports = inflated(ask.entry, Entry.max_bytes), ask.reports
+            record, _ = await named(self._ctx.compute, ask.entry)
+            reports = ask.reports
         elif accepted is not None and accepted.attempt == ask.lock.attempt:
             record = accepted.entry
         else:
             raise Refused(RefusalCode.SUPERSEDED, "this peer has voted at another attempt since")
-        entry = Entry.decode(record)
+        entry = await parsed(self._ctx.compute, record)
+        self._turn()  # that may take a while
+        self._booth.check(remote, place, ask.lock.attempt)
         self._check_follows(entry)
         check_lock(entry, ask.lock, self._ctx.replica.electorate, self._ctx.verify)
         if reports_root(reports) != entry.reports:
@@ -360,8 +390,8 @@ class Voter:
         return Ballot(signature=self._ctx.sign(commit_payload(entry, locked.attempt)))
 
     async def _propose(self, remote: str, ask: Propose, reason: Justification) -> Ballot:
-        record = inflated(ask.entry, Entry.max_bytes)
-        entry = Entry.decode(record)
+        record, _ = await named(self._ctx.compute, ask.entry)
+        entry = await parsed(self._ctx.compute, record)
         place = Place(entry.epoch, entry.position)
         await self._come_to(place)
         self._booth.check(remote, place, ask.attempt)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One host of `scripts/bench_allreduce.py`: takes part in all-reduces on command.
 
-    allreduce_host.py NAME '{"host": 0, "ips": ["10.77.0.1", ...], "params": 10000000, ...}'
+    allreduce_host.py NAME '{"host": 0, "ips": ["11.77.0.1", ...], "params": 10000000, ...}'
 
 Commands arrive as lines of JSON on stdin, answers leave as lines of JSON on stdout:
 

@@ -6,7 +6,7 @@
     ./scripts/bench allreduce --uplinks 100,20,20,100      hosts with slower uplinks
     ./scripts/bench allreduce --json
 
-Every host is a separate process (`allreduce_host.py`) in a network namespace of `wan_lab.py`, which
+Every host is a separate process (`allreduce_host.py`) in a network namespace of `WanLab`, which
 needs root. `atoll` is a real p2pd, log and rounds engine without a trainer. A round is timed from
 the closing of the group until all hosts hold the certificate, without the rendezvous. (Eager sends
 leave before that: `from_last_ready_s` counts from the last host's report.) The bound is the minimum
@@ -31,10 +31,10 @@ from typing import IO, Any
 import psutil
 import torch
 from allreduce_host import Place
-from wan_lab import Link, WanLab
 
 from atoll.compression import parse
 from atoll.dht.identity import Identity
+from atoll.dht.testing.wan import Link, WanLab
 from atoll.optim.log.entry import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState

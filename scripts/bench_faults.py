@@ -6,7 +6,7 @@
     ./scripts/bench faults --faults "member killed,member frozen" --systems atoll --repeat 1
     ./scripts/bench faults --json                   the rows as JSON on the last line
 
-Every host has its own processes (`faults_host.py`) in a network namespace of `wan_lab.py`, which
+Every host has its own processes (`faults_host.py`) in a network namespace of `WanLab`, which
 needs root. A fault strikes in the middle of a reduction. Time runs from the fault until the last
 survivor has the result: for atoll the entry with its certificate, for the others the return of
 their call, whatever is in the vector. `late` is how much later that was than in an undisturbed

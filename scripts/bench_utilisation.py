@@ -5,7 +5,7 @@
     ./scripts/bench utilisation --rates 50,200,1000 --rerun --save    measure again and save
     ./scripts/bench utilisation --rerun --rates 50 --step-ms 100 --model micro --json
 
-A coordinator and peers run as in a real run, each in a network namespace of `wan_lab.py`, which
+A coordinator and peers run as in a real run, each in a network namespace of `WanLab`, which
 needs root. The model has 30M parameters, and its inner steps only take time
 (`utilisation_host.py`). Utilisation is the time of the inner steps divided by all time, from the
 first window after the warm-up on, for the slowest peer. A row counts only if it has as many rounds
@@ -29,9 +29,9 @@ from typing import IO, Any
 
 import psutil
 from bench_allreduce import lab_is_possible, load
-from wan_lab import Link, WanLab
 
 from atoll.coordinator.run.spec import RunSpec, template
+from atoll.dht.testing.wan import Link, WanLab
 from atoll.peer.lab.advice import as_run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,7 +23,8 @@ from typing import IO, Any
 import psutil
 from allreduce_host import Facts, Place
 from bench_allreduce import introduce
-from wan_lab import Link, WanLab
+
+from atoll.dht.testing.wan import Link, WanLab
 
 HOST = Path(__file__).resolve().parent / "faults_host.py"
 ANSWER_S = 120.0  # for a single answer of a host

@@ -26,9 +26,9 @@ import psutil
 from allreduce_host import Facts
 from faults_cases import PATIENCE_S, Strike
 from faults_lab import SceneError, SplitLab
-from wan_lab import Link
 
 from atoll.coordinator.run.spec import RunSpec, template
+from atoll.dht.testing.wan import Link
 
 INNER_STEPS = 4
 STEP_S = 0.5  # gives a window of two seconds

@@ -35,7 +35,8 @@ from faults_run import (
     most_die_at_once,
     one_after_another,
 )
-from wan_lab import Link
+
+from atoll.dht.testing.wan import Link
 
 HOSTS = 4
 SENDER_PARAMS = 1_000_000  # 16 cells: a host with 4 of 304 Mbit/s owns none of them

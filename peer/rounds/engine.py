@@ -35,7 +35,8 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.evidence import Evidence, double_votes
 from atoll.optim.log.replica import Applied
 from atoll.optim.state.updates import Update
-from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront, not_upfront
+from atoll.peer.rounds.allreduce.eager import EagerCodes, EagerSlot, furthest_upfront, not_upfront
+from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront
 from atoll.peer.rounds.conduct import guarded_call, guarded_stream
 from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed
 from atoll.peer.rounds.consensus.leader import Leading, OnLed
@@ -133,6 +134,7 @@ class Rounds:
             ballots=ballots,
         )
         self._archive = Archive(ctx)
+        self.eager = EagerCodes(ctx)
         self._ahead = positions_ahead(len(ctx.replay.fragments))
         self._pending: dict[int, Pending] = {}
         """what waits for a decision, by fragment"""
@@ -566,22 +568,26 @@ class Rounds:
 
     async def _serve_upfront(self, remote: str, head: Upfront, stream: Stream) -> None:
         """Keep codes until their group is closed, or can't be any more."""
-        await self._reach(max(0, head.position - self._ahead))
+        if head.position <= furthest_upfront(self._ctx):
+            await self._reach(max(0, head.position - self._ahead))
         limit = check_upfront(self._ctx, remote, head)
-        async with HeldStream(stream, limit, self._ctx.settings.stall_s) as held:
-            exchange = await self._await_planned(head, held)
-            reduce = exchange.takes_upfront(remote, head)
-            await exchange.serve(remote, reduce, held)
+        with self.eager.slot(remote, head.position, head.part) as slot:
+            async with HeldStream(stream, limit, self._ctx.settings.stall_s, slot) as held:
+                exchange = await self._await_planned(head, held, slot)
+                reduce = exchange.takes_upfront(remote, head)
+                slot.seat()
+                await exchange.serve(remote, reduce, held)
 
-    async def _await_planned(self, head: Upfront, held: HeldStream) -> Exchange:
+    async def _await_planned(self, head: Upfront, held: HeldStream, slot: EagerSlot) -> Exchange:
         """The exchange of the position, which codes came before.
 
         Raises:
             Refused: there will be none, or their sender took them back.
         """
         grouped = self._await_grouped(head.position)
-        exchange = await race(grouped, self._ctx.replica.passed(head.position), held.read_all())
-        if exchange is None or held.ended:
+        decided, dropped = self._ctx.replica.passed(head.position), slot.dropped.wait()
+        exchange = await race(grouped, decided, held.read_all(), dropped)
+        if exchange is None or held.ended or slot.dropped.is_set():
             raise not_upfront(head.position)
         return exchange
 

@@ -29,6 +29,7 @@ from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportErro
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import LENGTH, Cells
 from atoll.optim.reduction.lowrank import LowRankCells
+from atoll.peer.rounds.allreduce.eager import EagerSlot, furthest_upfront, not_upfront
 from atoll.peer.rounds.allreduce.reduction import PartRange
 from atoll.peer.rounds.allreduce.rows import RowReduction, Rows, rows_of
 from atoll.peer.rounds.allreduce.sides import (
@@ -89,7 +90,7 @@ def check_upfront(ctx: Context, remote: str, head: Upfront) -> int:
     if (
         plan is None
         or remote not in _known(ctx)
-        or head.position < ctx.replica.position
+        or not ctx.replica.position <= head.position <= furthest_upfront(ctx)
         or plan.digest != head.plan
         or head.part >= len(plan.parts)
         or plan.parts[head.part].owner != ctx.me.peer_id
@@ -101,14 +102,6 @@ def check_upfront(ctx: Context, remote: str, head: Upfront) -> int:
 def _known(ctx: Context) -> set[str]:
     # Codes are kept in memory before any group names their sender, so strangers' are refused.
     return {*ctx.seen, *(elector.peer_id for elector in ctx.replica.electorate)}
-
-
-def not_upfront(position: int) -> Refused:
-    """Return the refusal of codes that do not fit the group."""
-    return Refused(
-        RefusalCode.NOT_UPFRONT,
-        f"round {position + 1} has other parts or owners; send again when its group is closed",
-    )
 
 
 def most_bytes(cells: Cells, part: PlannedPart) -> int:
@@ -126,12 +119,15 @@ class _Failed:
 class HeldStream:
     """A `Stream` whose messages are read from the start and handed out later."""
 
-    def __init__(self, stream: Stream, limit: int, stall_s: float) -> None:
-        """Begin to read, at most `limit` bytes in all."""
+    def __init__(
+        self, stream: Stream, limit: int, stall_s: float, slot: EagerSlot | None = None
+    ) -> None:
+        """Begin to read, at most `limit` bytes in all; `slot` counts those that wait."""
         self.remote, self.method = stream.remote, stream.method
         self._stream = stream
         self._limit = limit
         self._stall_s = stall_s
+        self._slot = slot
         self._messages: asyncio.Queue[bytes | _Failed | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
 
@@ -154,12 +150,19 @@ class HeldStream:
                 continue
             except TransportError as error:
                 message = _Failed(error)
-            held += len(message or b"") if isinstance(message, bytes) else 0
-            if held > self._limit:
-                message = _Failed(
-                    Refused(RefusalCode.TOO_LONG, f"expected {self._limit} bytes at most")
-                )
+            if isinstance(message, bytes):
+                held += len(message)
+                try:
+                    self._count(message, held)
+                except Refused as error:
+                    message = _Failed(error)
             self._messages.put_nowait(message)
+
+    def _count(self, message: bytes, held: int) -> None:
+        if held > self._limit:
+            raise Refused(RefusalCode.TOO_LONG, f"expected {self._limit} bytes at most")
+        if self._slot is not None:
+            self._slot.take(len(message))
 
     async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
         """Send at once."""

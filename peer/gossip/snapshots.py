@@ -7,7 +7,6 @@ the state arrives as it was sent.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import OrderedDict
 from contextlib import suppress
@@ -25,10 +24,12 @@ from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import GossipHead
 from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.messages import LeafRequest, SnapshotMeta
+from atoll.peer.rounds.slots import Slots
 
 LENT = 2  # states kept for joiners, of 8 bytes per parameter each
 LEND_S = 60.0  # since the last request for a leaf
 MAX_STREAMS = 4  # of leaves at once; more would starve this peer's own meetings
+MAX_OF_ONE = 2  # of them: a joiner reads one after the other
 LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 DIGEST_BYTES = 32
 
@@ -55,7 +56,7 @@ class Lender:
         self._ctx = ctx
         self._holder = holder
         self._lent: OrderedDict[int, tuple[OuterState, float]] = OrderedDict()
-        self._slots = asyncio.Semaphore(MAX_STREAMS)
+        self._slots = Slots(MAX_STREAMS, MAX_OF_ONE)
 
     def serve(self) -> None:
         """Register the call and the stream for snapshots."""
@@ -74,8 +75,9 @@ class Lender:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
         request = LeafRequest.decode(message or b"")
         state = self._find(request)
-        async with self._slots:
+        async with self._slots.turn(remote) as turn:
             for index in range(request.start, request.stop):
+                await turn.cede()
                 self._keep(state)
                 leaf = state.read_leaf(index)
                 # A joiner on a slow link takes longer for a leaf of 1 MiB than a stall.

@@ -133,7 +133,7 @@ class Rounds:
             on_led=on_led,
             ballots=ballots,
         )
-        self._archive = Archive(ctx)
+        self.archive = Archive(ctx)
         self.eager = EagerCodes(ctx)
         self._ahead = positions_ahead(len(ctx.replay.fragments))
         self._pending: dict[int, Pending] = {}
@@ -169,7 +169,7 @@ class Rounds:
         transport.serve("group", guarded_call(self._serve_group, fault, door))
         transport.serve_stream("round", guarded_stream(self.leading.serve, fault, door))
         transport.serve_stream("reduce", guarded_stream(self._serve_reduce, fault, door))
-        self._archive.serve()
+        self.archive.serve()
 
     def offer(self, window: OfferedWindow) -> None:
         """Offer a contribution; it stays offered until a position of its fragment settles it."""

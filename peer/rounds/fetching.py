@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -27,6 +27,7 @@ from atoll.dht.transport import (
 )
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
 from atoll.optim.log.store import NotStored
+from atoll.optim.state.outer_state import OuterState
 from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.messages import (
@@ -37,6 +38,7 @@ from atoll.peer.rounds.messages import (
     SnapshotMeta,
     Span,
 )
+from atoll.peer.rounds.slots import Slots, Turn
 
 # Headers of one request: a joiner verifies them before it asks for more, so this many of a liar's
 # are all that it ever holds. On a line of 100 ms they are 2,500 entries a second.
@@ -46,7 +48,6 @@ MAX_SPAN_BYTES = 4 << 20  # of headers in one answer: 256 entries of 16 kB
 # 10 Mbit/s that serves eight others at once gives more; a slower one would hold a joiner for hours.
 FLOOR_BYTES_S = 64e3
 QUIET_STALLS = 0.5  # after which another peer is asked too
-MAX_STREAMS = 8  # of bulk transfers at once; more would starve this peer's own rounds
 
 R = TypeVar("R", bound=Record)
 
@@ -166,14 +167,6 @@ async def fetch_leaves(
             yield index, await floor.message(stream)
 
 
-async def send_pieces(ctx: Asking, stream: Stream, data: bytes | memoryview) -> None:
-    """Send bytes as messages of at most `PIECE_BYTES`."""
-    view = memoryview(data)
-    for start in range(0, len(view), PIECE_BYTES):
-        await stream.send(view[start : start + PIECE_BYTES], timeout_s=_patience_s(ctx))
-        await asyncio.sleep(0)
-
-
 def _patience_s(ctx: Asking) -> float:
     return 4 * ctx.settings.stall_s  # a donor shares its uplink with its own round
 
@@ -225,6 +218,48 @@ class _Floor:
         return message
 
 
+class _Outflow:
+    """Sends to one reader, for as long as it takes bytes at a rate that is worth a slot."""
+
+    def __init__(self, ctx: Asking, stream: Stream, turn: Turn) -> None:
+        """Nothing sent yet."""
+        self._now = asyncio.get_running_loop().time
+        self._patience_s = _patience_s(ctx)
+        self._stream = stream
+        self._turn = turn
+        self._took_s = 0.0
+        self.sent = 0
+        """bytes"""
+
+    async def send(self, data: bytes | memoryview) -> None:
+        """Send a message once it is this reader's turn.
+
+        The floor is that of readers, `FLOOR_BYTES_S`. Only the time that the reader takes counts,
+        and not the waits for a slot or for the disk.
+
+        Raises:
+            DeadlineExceeded: the reader is too slow, or takes nothing.
+        """
+        await self._turn.cede()
+        left_s = self._patience_s + self.sent / FLOOR_BYTES_S - self._took_s
+        if left_s <= 0:
+            raise DeadlineExceeded(
+                f"{self.sent} bytes taken in {self._took_s:.0f} s; expected "
+                f"{FLOOR_BYTES_S / 1e3:g} kB/s at least"
+            )
+        began_at = self._now()
+        await self._stream.send(data, timeout_s=min(self._patience_s, left_s))
+        self._took_s += self._now() - began_at
+        self.sent += len(data)
+
+    async def send_pieces(self, data: bytes) -> None:
+        """Send bytes as messages of at most `PIECE_BYTES`."""
+        view = memoryview(data)
+        for start in range(0, len(view), PIECE_BYTES):
+            await self.send(view[start : start + PIECE_BYTES])
+            await asyncio.sleep(0)
+
+
 async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytes:
     body = bytearray()
     floor = _Floor(ctx)
@@ -246,7 +281,7 @@ class Archive:
     def __init__(self, ctx: Context) -> None:
         """Serve from the context's replica."""
         self._ctx = ctx
-        self._slots = asyncio.Semaphore(MAX_STREAMS)
+        self.slots = Slots()
 
     def serve(self) -> None:
         """Answer from now on."""
@@ -259,6 +294,11 @@ class Archive:
         ):
             guarded = guarded_stream(handler, self._ctx.fault, self._ctx.door)
             transport.serve_stream(method, guarded)
+
+    @asynccontextmanager
+    async def _outflow(self, remote: str, stream: Stream) -> AsyncIterator[_Outflow]:
+        async with self.slots.turn(remote) as turn:
+            yield _Outflow(self._ctx, stream, turn)
 
     async def _request(self, stream: Stream, kind: type[R]) -> R:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
@@ -273,14 +313,13 @@ class Archive:
         body = self._ctx.parts.body(request.digest)
         if body is None:
             raise refuse_missing(f"part {request.digest.hex()[:12]}")
-        async with self._slots:
-            await send_pieces(self._ctx, stream, body)
+        async with self._outflow(remote, stream) as out:
+            await out.send_pieces(body)
 
     async def _serve_headers(self, remote: str, stream: Stream) -> None:
         span = await self._request(stream, Span)
         count = max(0, min(span.stop - span.start, MAX_SPAN))
-        timeout_s = 4 * self._ctx.settings.stall_s
-        async with self._slots:
+        async with self._outflow(remote, stream) as out:
             rows = await self._ctx.compute(self._ctx.replica.store.headers, span.start, count)
             sent = 0
             for row in rows:
@@ -288,26 +327,32 @@ class Archive:
                     break
                 sent += len(row.entry) + len(row.certificate)
                 decided = Decided(entry=row.entry, certificate=row.certificate)
-                await stream.send(decided.encode(), timeout_s=timeout_s)
+                await out.send(decided.encode())
 
     async def _serve_body(self, remote: str, stream: Stream) -> None:
         span = await self._request(stream, Span)
-        async with self._slots:
+        async with self._outflow(remote, stream) as out:
+            # A megabyte at a time: a stream that waits for another slot holds no more than that.
+            chunks = self._ctx.replica.store.body_chunks(span.start)
             try:
-                body = await self._ctx.compute(self._ctx.replica.store.body, span.start)
+                while (chunk := await self._ctx.compute(next, chunks, None)) is not None:
+                    await out.send_pieces(chunk)
             except NotStored:
                 raise refuse_missing(f"the body of entry {span.start}") from None
-            await send_pieces(self._ctx, stream, body)
 
     async def _serve_leaves(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, LeafRequest)
+        self._leased(request)  # before a wait for nothing
+        async with self._outflow(remote, stream) as out:
+            state = self._leased(request)  # and no state is held for a stream that waits
+            digests = await self._ctx.compute(state.leaves)
+            meta = SnapshotMeta(position=request.position, leaves=b"".join(digests))
+            await out.send(meta.encode())
+            for index in range(request.start, request.stop):
+                await out.send(state.read_leaf(index))
+
+    def _leased(self, request: LeafRequest) -> OuterState:
         state = self._ctx.replica.lease(request.position)
         if state is None or request.stop > state.num_leaves:
             raise refuse_missing(f"the snapshot at {request.position}")
-        timeout_s = 4 * self._ctx.settings.stall_s
-        async with self._slots:
-            digests = await self._ctx.compute(state.leaves)
-            meta = SnapshotMeta(position=request.position, leaves=b"".join(digests))
-            await stream.send(meta.encode(), timeout_s=timeout_s)
-            for index in range(request.start, request.stop):
-                await stream.send(state.read_leaf(index), timeout_s=timeout_s)
+        return state

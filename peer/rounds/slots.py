@@ -1,0 +1,104 @@
+"""Slots of bulk reads: a few for all peers together, and never all of them for one.
+
+A joiner reads six bodies at once, from one donor if there is only one, so a peer may have that many
+slots. It loses those beyond its share, between two messages, while a peer that has less than its
+share waits. Its streams continue where they stopped once there is a slot again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+MAX_SLOTS = 8  # more would starve this peer's own rounds
+MAX_OF_ONE = 6  # `Bodies` of a joiner whose only donor this is; two are left for the next peer
+SHARE = 2  # that a peer gets while others have more: a header or a leaf beside a body
+
+
+@dataclass(eq=False)
+class _Waiting:
+    peer: str
+    granted: asyncio.Future[None]
+
+
+class Slots:
+    """The slots of one donor."""
+
+    def __init__(self, count: int = MAX_SLOTS, most_of_one: int = MAX_OF_ONE) -> None:
+        """All are free."""
+        self._count = count
+        self._most_of_one = most_of_one
+        self.held = Counter[str]()
+        """by peer"""
+        self._waiting: list[_Waiting] = []
+
+    @asynccontextmanager
+    async def turn(self, peer: str) -> AsyncIterator[Turn]:
+        """Wait for a slot, and have it as long as this lasts."""
+        turn = Turn(self, peer)
+        await self._take(peer, at=len(self._waiting))
+        try:
+            yield turn
+        finally:
+            if turn.has_slot:
+                self._give(peer)
+
+    async def _take(self, peer: str, *, at: int) -> None:
+        waiting = _Waiting(peer, asyncio.get_running_loop().create_future())
+        self._waiting.insert(at, waiting)
+        self._grant()
+        try:
+            await waiting.granted
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            else:
+                self._give(peer)
+            raise
+
+    def _give(self, peer: str) -> None:
+        self.held[peer] -= 1
+        if not self.held[peer]:
+            del self.held[peer]
+        self._grant()
+
+    def _grant(self) -> None:
+        """Give free slots to the peers that have fewest, and among these to the longest waiting."""
+        while self.held.total() < self._count:
+            ready = [w for w in self._waiting if self._may_have(w)]
+            if not ready:
+                return
+            first = min(ready, key=lambda waiting: self.held[waiting.peer])
+            self._waiting.remove(first)
+            self.held[first.peer] += 1
+            first.granted.set_result(None)
+
+    def _may_have(self, waiting: _Waiting) -> bool:
+        return self.held[waiting.peer] < self._most_of_one and not waiting.granted.done()
+
+    def _is_due(self, waiting: _Waiting, peer: str) -> bool:
+        """Return whether a waiting stream is to have a slot of `peer`."""
+        has = self.held[waiting.peer]
+        return waiting.peer != peer and has < SHARE and has + 1 < self.held[peer]
+
+
+class Turn:
+    """A stream's hold on a slot."""
+
+    def __init__(self, slots: Slots, peer: str) -> None:
+        """With a slot."""
+        self._slots = slots
+        self._peer = peer
+        self.has_slot = True
+
+    async def cede(self) -> None:
+        """Leave the slot to a peer that is due, and wait for another one; call between messages."""
+        slots, peer = self._slots, self._peer
+        if any(slots._is_due(waiting, peer) for waiting in slots._waiting):
+            self.has_slot = False
+            slots._give(peer)
+            await slots._take(peer, at=0)  # before streams of this peer that have not begun
+            self.has_slot = True

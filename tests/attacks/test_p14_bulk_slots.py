@@ -1,0 +1,117 @@
+"""P14: readers that take a message now and then hold all slots of a donor, so nobody recovers."""
+
+import asyncio
+
+import pytest
+
+from atoll.dht.testing import memory
+from atoll.dht.transport import TransportError
+from atoll.optim.log.entry import sha256
+from atoll.peer.rounds.fetching import FLOOR_BYTES_S, fetch_part
+from atoll.peer.rounds.messages import PIECE_BYTES, PartRequest
+from atoll.peer.rounds.slots import MAX_SLOTS
+from support.swarm import run_swarm
+
+BODY = bytes(64 * PIECE_BYTES)
+TRICKLE_S = 5.9  # between two messages: a donor waits 6 s for each
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    """Let a donor notice after one message that its reader takes none."""
+    monkeypatch.setattr(memory, "WINDOW_BYTES", 1)
+
+
+def attacked(tmp_path, attack):
+    """Run an attack on one peer that has a large part."""
+
+    async def scenario(swarm):
+        donor, asking, _ = await swarm.start(3, window_s=10_000.0)
+        donor.ctx.parts.put(0, sha256(BODY), BODY)
+        tasks = []
+
+        def trickle(name, streams):
+            transport = swarm.network.transport(name)
+            tasks.extend(asyncio.create_task(hold(transport, donor)) for _ in range(streams))
+
+        try:
+            await attack(donor, asking, trickle)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    run_swarm(tmp_path, scenario)
+
+
+async def opened(transport, donor):
+    stream = await transport.open(donor.identity.peer_id, "part", timeout_s=5)
+    await stream.send(PartRequest(digest=sha256(BODY), wire_bytes=len(BODY)).encode(), timeout_s=5)
+    return stream
+
+
+async def hold(transport, donor):
+    """Read as slowly as is let pass, and begin anew once that is over."""
+    while True:
+        try:
+            async with await opened(transport, donor) as stream:
+                while await stream.recv(timeout_s=600.0) is not None:
+                    await asyncio.sleep(TRICKLE_S)
+        except TransportError:
+            await asyncio.sleep(0.01)
+
+
+async def fetched_s(asking, donor):
+    """Return how long a part takes."""
+    began_at = asking.ctx.now()
+    body = await fetch_part(asking.ctx, [donor.identity.peer_id], sha256(BODY), len(BODY))
+    assert body == BODY
+    return asking.ctx.now() - began_at
+
+
+def test_one_peer_cannot_hold_all_slots(tmp_path):
+    async def attack(donor, asking, trickle):
+        trickle("hog", 3 * MAX_SLOTS)
+        await asyncio.sleep(1.0)
+        assert donor.rounds.archive.slots.held == {"hog": 6}  # of eight
+        assert await fetched_s(asking, donor) < 10.0
+
+    attacked(tmp_path, attack)
+
+
+def test_a_few_peers_cannot_hold_them_for_long(tmp_path):
+    async def attack(donor, asking, trickle):
+        for name in ("hog", "boar", "sow"):
+            trickle(name, MAX_SLOTS)
+        await asyncio.sleep(60.0)
+        held = donor.rounds.archive.slots.held
+        assert held.total() == MAX_SLOTS
+        assert len(held) == 3
+        assert await fetched_s(asking, donor) < 20.0
+
+    attacked(tmp_path, attack)
+
+
+def test_a_reader_slower_than_the_floor_loses_its_slot(tmp_path):
+    async def attack(donor, asking, trickle):
+        stream = await opened(asking.transport, donor)
+        read = 0
+        with pytest.raises(TransportError):
+            while await stream.recv(timeout_s=60.0) is not None:
+                read += 1
+                await asyncio.sleep(TRICKLE_S)
+        assert read < 10
+        assert not donor.rounds.archive.slots.held
+
+    attacked(tmp_path, attack)
+
+
+def test_a_reader_at_the_floor_keeps_its_slot(tmp_path):
+    async def attack(donor, asking, trickle):
+        stream = await opened(asking.transport, donor)
+        for _ in range(len(BODY) // PIECE_BYTES):
+            assert await stream.recv(timeout_s=60.0)
+            await asyncio.sleep(PIECE_BYTES / (1.1 * FLOOR_BYTES_S))
+        assert await stream.recv(timeout_s=60.0) is None
+
+    attacked(tmp_path, attack)

@@ -174,6 +174,16 @@ class CallLimits:
         return limit.take(now_s)
 
 
+def host_of(peer: str) -> str:
+    """Return the IP address in gRPC's name of a caller; empty if there is none."""
+    kind, _, rest = peer.partition(":")
+    host = unquote(rest.rpartition(":")[0]).strip("[]").partition("%")[0]
+    try:
+        return str(ipaddress.ip_address(host)) if kind in ("ipv4", "ipv6") else ""
+    except ValueError:
+        return ""
+
+
 def source_of(peer: str) -> str:
     """Return the address in gRPC's name of a caller, such as `ipv4:203.0.113.7:41234`.
 

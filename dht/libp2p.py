@@ -12,11 +12,15 @@ import asyncio
 import logging
 import random
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
-from atoll.dht.p2pd import P2pd, P2pdError, open_files
+from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
+from atoll.dht.relaying import CIRCUIT, Relaying, relay_of
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import (
     HEADER_BYTES,
@@ -69,6 +73,7 @@ LINGER_S = 5.0  # for the other side to close; cutting earlier could lose what w
 MAX_STREAMS_PER_PEER = 256  # bounds the memory that one peer can claim
 SPARE_FILES = 2  # one in so many descriptors may be a stream that others opened
 DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
+TLS_S = 10.0  # to begin and to end it on a relayed stream
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
 
 
@@ -236,6 +241,10 @@ class LibP2PStream(StreamEnd):
         self._wake()
 
 
+def _connection_of(stream: LibP2PStream) -> Connection:
+    return stream.connection
+
+
 Admit = Callable[[LibP2PStream, bytes], bool]
 """Returns True if the other side's admission is good; refuses on the stream if not."""
 
@@ -252,8 +261,19 @@ class LibP2PTransport:
         check: Check = admit_everyone,
         rng: random.Random | None = None,
         count_wire: Callable[[], WireTotals | None] = lambda: None,
+        relaying: Relaying | None = None,
     ) -> None:
-        """Create it; call `start` next. `count_wire` returns the kernel's counters, or None."""
+        """Create it; call `start` next.
+
+        Args:
+            daemon: carries the streams; its owner closes it.
+            run_id: names the run's protocol.
+            admission: our credential.
+            check: judges those of others.
+            rng: spreads dials.
+            count_wire: returns the kernel's counters, or None.
+            relaying: opens and accepts streams through third peers; without, there are none.
+        """
         self.admission = admission
         self.handlers = Handlers(check, log_failure)
         self.restarts = 0
@@ -267,6 +287,9 @@ class LibP2PTransport:
         self._tasks = Tasks()
         self._known: dict[str, tuple[str, ...]] = {}
         self._connected: set[str] = set()
+        self._behind: set[str] = set()
+        """peers that only a relay reaches"""
+        self._relaying = relaying
         self._dialing: dict[str, asyncio.Lock] = {}
         self._admitted: dict[str, float] = {}
         self._silent: dict[LibP2PStream, tuple[float, asyncio.Task[None]]] = {}
@@ -276,7 +299,11 @@ class LibP2PTransport:
 
     async def start(self) -> None:
         """Start serving, the first time and after `rebind`."""
-        await self._daemon.listen(self._protocol, self._accept)
+        accepts: dict[str, Accept] = {self._protocol: self._accept}
+        if self._relaying is not None:
+            self._relaying.bind(self._daemon, self._accept)
+            accepts[self._relaying.protocol] = self._relaying.accept
+        await self._daemon.listen(accepts)
 
     async def rebind(self, daemon: P2pd) -> None:
         """Continue with a new daemon of the same identity, after the old one died."""
@@ -320,6 +347,7 @@ class LibP2PTransport:
     def learn(self, peer: str, addresses: Sequence[str]) -> None:
         """Remember a peer's addresses for the first `call` or `open`."""
         self._known[peer] = tuple(addresses)
+        self._behind.discard(peer)
 
     async def connect(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
         """Ensure a connection to the peer."""
@@ -385,13 +413,18 @@ class LibP2PTransport:
     async def _connect(self, peer: str, timeout_s: float) -> None:
         lock = self._dialing.setdefault(peer, asyncio.Lock())
         async with lock:
-            if peer in self._connected:
+            if peer in self._connected or (peer in self._behind and peer not in await self._live()):
                 return
             # If two dial each other at once, both fail, and libp2p waits 5 s before it dials again.
             if self.peer_id > peer:
                 await self._wait_for_dial(peer)
-            if peer not in self._connected:
-                await self._dial(peer, timeout_s)
+            if peer in self._connected:
+                return
+            direct = [a for a in self._known.get(peer, ()) if relay_of(a) is None]
+            if direct or not self._relays_of(peer):
+                await self._dial(peer, direct, timeout_s)
+            else:
+                await self._meet_relays(peer, timeout_s)
 
     async def _wait_for_dial(self, peer: str) -> None:
         """Wait a moment for the lower PeerID to dial."""
@@ -401,13 +434,38 @@ class LibP2PTransport:
                 return
             await asyncio.sleep(0.02 + 0.02 * self._rng.random())
 
-    async def _dial(self, peer: str, timeout_s: float) -> None:
+    def _relays_of(self, peer: str) -> list[str]:
+        """Return the relays behind which a peer is, in its order."""
+        if self._relaying is None:
+            return []
+        named = (relay_of(address) for address in self._known.get(peer, ()))
+        return [relay for relay in named if relay is not None]
+
+    async def _meet_relays(self, peer: str, timeout_s: float) -> None:
+        """Connect to a relay of the peer; its streams are opened through that."""
+        errors: list[str] = []
+        for address in self._known[peer]:
+            relay = relay_of(address)
+            if relay is None:
+                continue
+            if relay not in self._known:
+                self.learn(relay, [address.partition(CIRCUIT)[0]])
+            try:
+                await self._connect(relay, timeout_s)
+            except PeerUnreachable as error:
+                errors.append(str(error))
+            else:
+                self._behind.add(peer)
+                return
+        raise PeerUnreachable(f"no relay of {peer}: {'; '.join(errors)}", peer=peer)
+
+    async def _dial(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline_s, pause_s = loop.time() + timeout_s, DIAL_RETRY_S
         while peer not in await self._live():
             try:
                 left_s = max(0.1, deadline_s - loop.time())
-                await self._daemon.dial(peer, self._known.get(peer, ()), timeout_s=left_s)
+                await self._daemon.dial(peer, addresses, timeout_s=left_s)
                 self._connected.add(peer)
             except P2pdError as error:
                 pause_s *= 1 + self._rng.random()  # by chance, so that two peers fall out of step
@@ -426,20 +484,59 @@ class LibP2PTransport:
     ) -> LibP2PStream:
         if peer not in self._connected and peer in self._known:
             await self._connect(peer, timeout_s)
+        tls: ssl.SSLContext | None = None
+        if peer in self._behind and peer not in self._connected:
+            connection, tls = await self._through_relay(peer, timeout_s)
+        else:
+            connection = await self._directly(peer, timeout_s)
+        stream = LibP2PStream(peer, method, is_call=is_call, admit=None)
+        try:
+            await self._attach(stream, connection, tls)
+        except OSError as error:
+            raise PeerUnreachable(f"{peer} cannot be reached: {error}", peer=peer) from error
+        return stream
+
+    async def _directly(self, peer: str, timeout_s: float) -> socket.socket:
         try:
             connection = await self._daemon.open(peer, self._protocol, timeout_s=timeout_s)
         except P2pdError as error:
             self._connected.discard(peer)
             raise PeerUnreachable(f"{peer} cannot be reached: {error}", peer=peer) from error
         self._connected.add(peer)
-        stream = LibP2PStream(peer, method, is_call=is_call, admit=None)
-        await self._attach(stream, connection)
-        return stream
+        return connection
 
-    async def _attach(self, stream: LibP2PStream, connection: socket.socket) -> None:
+    async def _through_relay(
+        self, peer: str, timeout_s: float
+    ) -> tuple[socket.socket, ssl.SSLContext]:
+        assert self._relaying is not None
+        errors: list[str] = []
+        for relay in self._relays_of(peer):
+            try:
+                return await self._relaying.open(relay, peer, timeout_s=timeout_s)
+            except (PeerUnreachable, DeadlineExceeded, Refused) as error:
+                errors.append(f"through {relay}: {error}")
+        raise PeerUnreachable(f"{peer} cannot be reached {'; '.join(errors)}", peer=peer)
+
+    async def _attach(
+        self,
+        stream: LibP2PStream,
+        connection: socket.socket,
+        tls: ssl.SSLContext | None,
+        *,
+        is_accepted: bool = False,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        made = partial(_connection_of, stream)
+        options: dict[str, Any] = {}
+        if tls is not None:
+            options = {"ssl": tls, "ssl_handshake_timeout": TLS_S, "ssl_shutdown_timeout": TLS_S}
         try:
-            loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: stream.connection, sock=connection)
+            if is_accepted:
+                await loop.connect_accepted_socket(made, connection, **options)
+            else:
+                if tls is not None:
+                    options["server_hostname"] = ""  # its certificate is pinned
+                await loop.create_unix_connection(made, sock=connection, **options)
         except BaseException:
             connection.close()
             raise
@@ -497,7 +594,9 @@ class LibP2PTransport:
 
     # The other side
 
-    def _accept(self, remote: str, connection: socket.socket) -> None:
+    def _accept(
+        self, remote: str, connection: socket.socket, tls: ssl.SSLContext | None = None
+    ) -> None:
         why = "" if self._is_closed else self._why_full(remote)
         if why:
             logger.info("refused a stream of %s: %s", remote, why)
@@ -505,7 +604,7 @@ class LibP2PTransport:
             connection.close()
             return
         stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
-        task = self._tasks.spawn(self._serve(stream, connection))
+        task = self._tasks.spawn(self._serve(stream, connection, tls))
         if not self._is_admitted(remote):
             self._silent[stream] = (asyncio.get_running_loop().time(), task)
         task.add_done_callback(lambda _: self._served(stream, connection))
@@ -560,10 +659,17 @@ class LibP2PTransport:
             self._admitted.pop(next(iter(self._admitted)))
         return True
 
-    async def _serve(self, stream: LibP2PStream, connection: socket.socket) -> None:
+    async def _serve(
+        self, stream: LibP2PStream, connection: socket.socket, tls: ssl.SSLContext | None
+    ) -> None:
         try:
-            await self._attach(stream, connection)
-            self._connected.add(stream.remote)
+            try:
+                await self._attach(stream, connection, tls, is_accepted=True)
+            except OSError as error:
+                logger.info("a relayed stream of %s broke at its start: %s", stream.remote, error)
+                return
+            if tls is None:
+                self._connected.add(stream.remote)
             if await self._is_greeted(stream):
                 await self._handle(stream)
         finally:

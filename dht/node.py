@@ -22,7 +22,8 @@ from atoll.dht.identity import Identity
 from atoll.dht.kademlia import WAIT_S as DHT_WAIT_S
 from atoll.dht.kademlia import Door, join
 from atoll.dht.libp2p import LibP2PTransport
-from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions, is_public
+from atoll.dht.relaying import Relaying, through
 from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
 from atoll.dht.tasks import Tasks, together
 from atoll.dht.transport import Check, TransportError, admit_everyone, log_failure
@@ -71,7 +72,7 @@ class _Dht:
             node = await join(
                 p2p,
                 peer_id=daemon.peer_id,
-                reached=[_peer_of(address) for address in reached],
+                reached=[peer_of(address) for address in reached],
                 validator=RosterValidator(key_id, run_id, check),
                 door=door,
             )
@@ -116,6 +117,7 @@ class Node:
         *,
         run_id: str,
         transport: LibP2PTransport,
+        relaying: Relaying,
         dht: _Dht,
         door: Door,
         check: Check,
@@ -127,6 +129,11 @@ class Node:
         self.run_id = run_id
         self.wire = wire
         self.transport = transport
+        self.relaying = relaying
+        self.relays: tuple[str, ...] = ()
+        """Multiaddrs of the peers through which others reach us, if nobody can dial us."""
+        self.seen: tuple[str, ...] = ()
+        """Multiaddrs at which others see us, such as a router's forwarded port."""
         self.roster = roster
         self.bootstrap: tuple[str, ...] = ()
         """Multiaddrs of peers through which to join; may be replaced at any time."""
@@ -150,9 +157,7 @@ class Node:
         bootstrap: Sequence[str] = (),
         admission: bytes = b"",
         check: Check = admit_everyone,
-        relay: bool = True,
-        auto_relay: bool = False,
-        relay_service: bool = False,
+        relay_mbit_s: float = 0.0,
         clock_offset_s: float = 0.0,
         on_restart: OnRestart | None = None,
     ) -> Node:
@@ -166,9 +171,8 @@ class Node:
             bootstrap: multiaddrs with /p2p/ of peers in the run; none for the first.
             admission: our credential, which goes with every exchange.
             check: judges the credentials of others.
-            relay: reach and be reached through relays.
-            auto_relay: look for a relay if we cannot be dialed.
-            relay_service: be a relay for others, strangers included.
+            relay_mbit_s: bandwidth at which we relay streams of admitted peers that cannot dial
+                each other; 0 relays nothing.
             clock_offset_s: the run's clock minus ours.
             on_restart: awaited after p2pd was restarted.
 
@@ -182,17 +186,27 @@ class Node:
         options = P2pdOptions(
             listen=tuple(listen_maddrs),
             announce=tuple(announce_maddrs),
-            relay=relay,
-            auto_relay=auto_relay,
-            relay_service=relay_service,
         )
         clock.set_offset(clock_offset_s)  # before the DHT starts: it refuses a clock 3 s off
         async with AsyncExitStack() as undo:
             daemon = await P2pd.start(identity, options)
             undo.push_async_callback(daemon.close)
             wire = WireCounter([daemon.pid])
+            relaying = Relaying(
+                identity,
+                run_id=run_id,
+                check=check,
+                admission=lambda: transport.admission,
+                relay_mbit_s=relay_mbit_s,
+            )
+            undo.push_async_callback(relaying.close)
             transport = LibP2PTransport(
-                daemon, run_id=run_id, admission=admission, check=check, count_wire=wire.totals
+                daemon,
+                run_id=run_id,
+                admission=admission,
+                check=check,
+                count_wire=wire.totals,
+                relaying=relaying,
             )
             undo.push_async_callback(transport.close)
             await transport.start()
@@ -215,6 +229,7 @@ class Node:
                 daemon,
                 run_id=run_id,
                 transport=transport,
+                relaying=relaying,
                 dht=dht,
                 door=door,
                 check=check,
@@ -237,8 +252,12 @@ class Node:
 
     @property
     def addresses(self) -> list[str]:
-        """Multiaddrs with /p2p/ at which we can be dialed; others bootstrap from them."""
-        return list(self.daemon.addresses)
+        """Multiaddrs with /p2p/ at which others reach us; private ones if there are no others."""
+        if self.relays:
+            return [through(relay, self.peer_id) for relay in self.relays]
+        seen = [f"{address}/p2p/{self.peer_id}" for address in self.seen]
+        found = list(dict.fromkeys([*seen, *self.daemon.addresses]))
+        return list(filter(is_public, found)) or found
 
     def wire_totals(self) -> WireTotals | None:
         """Return the bytes on p2pd's sockets so far, or None if the kernel reports none."""
@@ -252,6 +271,7 @@ class Node:
                 async with asyncio.timeout(DHT_WAIT_S):
                     await self.roster.leave()
         await self.transport.close()
+        await self.relaying.close()
         await self._dht.close()
         self._door.close()
         await self.daemon.close()
@@ -323,6 +343,7 @@ class Node:
             await asyncio.sleep(WATCH_S)
             num_looks += 1
             try:
+                await _dial(self.daemon, self.relays, {self.peer_id})  # nothing if it is connected
                 await self._rejoin(is_due=num_looks % REJOIN_EVERY == 0)
             except Exception as error:  # hivemind's, while p2pd restarts
                 logger.info("could not look for the DHT's bootstrap peers, retrying: %r", error)
@@ -336,7 +357,7 @@ class Node:
         if known and not is_due:
             return
         for address in await _dial(self.daemon, self.bootstrap, {self.peer_id, *known}):
-            await self.dht.protocol.call_ping(PeerID.from_base58(_peer_of(address)))
+            await self.dht.protocol.call_ping(PeerID.from_base58(peer_of(address)))
 
     async def _ask_around(self) -> None:
         """Exchange records with some peers: the roster must not depend on the DHT."""
@@ -345,7 +366,7 @@ class Node:
             asked = set(random.sample(sorted(known), min(len(known), ASKED)))
             if len(known) < ASKED:
                 for address in self.bootstrap:
-                    asked.add(peer := _peer_of(address))
+                    asked.add(peer := peer_of(address))
                     self.transport.learn(peer, [address])
             for peer in asked - {self.peer_id}:
                 try:
@@ -361,18 +382,19 @@ class Node:
         await self.roster.hear(answer)
 
 
-def _peer_of(address: str) -> str:
+def peer_of(address: str) -> str:
+    """Return the PeerID at the end of a multiaddr."""
     return address.rpartition("/p2p/")[2]
 
 
 async def _dial(daemon: P2pd, addresses: Sequence[str], but: Collection[str]) -> list[str]:
     """Dial bootstrap addresses, except of the peers `but`; return those that were reached."""
-    others = [address for address in addresses if _peer_of(address) not in but]
+    others = [address for address in addresses if peer_of(address) not in but]
     reached = set()
 
     async def reach(address: str) -> None:
         try:
-            await daemon.dial(_peer_of(address), [address], timeout_s=BOOTSTRAP_S)
+            await daemon.dial(peer_of(address), [address], timeout_s=BOOTSTRAP_S)
         except (TransportError, TimeoutError, ValueError) as error:
             logger.info("bootstrap peer %s cannot be reached: %s", address, error)
         else:

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import ipaddress
 import logging
 import os
+import re
 import resource
 import shutil
 import socket
@@ -30,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,9 +55,13 @@ GREETING_S = 10.0  # for p2pd to name the peer whose stream it brings
 FOLDER_PREFIX = "atoll-p2pd-"
 LEFT_AFTER_S = 60.0  # a younger folder may not have its lock yet
 
+_HOST = re.compile(r"/ip[46]/([^/]+)/")
+
 Control = tuple[socket.socket, Any]
 Accept = Callable[[str, socket.socket], None]
 """Takes over a stream: PeerID of the peer that opened it, non-blocking socket."""
+Greeting = tuple[str, str]
+"""PeerID of the peer that opened a stream, and its protocol."""
 
 
 class P2pdError(PeerUnreachable):
@@ -74,12 +80,6 @@ class P2pdOptions:
     """Multiaddrs to listen on; port 0 means any, and the chosen one is kept over restarts."""
     announce: tuple[str, ...] = ()
     """Multiaddrs announced for others to dial, if they differ."""
-    relay: bool = True
-    """Reach peers, and be reached, through relays."""
-    auto_relay: bool = False
-    """Look for a relay if no peer can dial us."""
-    relay_service: bool = False
-    """Carry the streams of others as their relay; strangers may use it too."""
 
     @property
     def is_loopback_only(self) -> bool:
@@ -99,9 +99,7 @@ def command(control: Path, key: Path, options: P2pdOptions) -> list[str]:
         "-tls=1",
         "-idleTimeout=60s",
         "-persistentConnMaxMsgSize=4194304",
-        f"-relay={int(options.relay)}",
-        f"-relayService={int(options.relay_service)}",
-        f"-autoRelay={int(options.auto_relay)}",
+        "-relay=0",  # `dht/relaying.py` relays, for admitted peers alone
         f"-autonat={wide}",
         f"-natPortMap={wide}",
     ]
@@ -133,7 +131,8 @@ class P2pd:
         # Not cancelled: `close` awaits it after the process, to hear its last words.
         self._reader = asyncio.create_task(self._read_output())
         self._listener: socket.socket | None = None
-        self._greeters: set[asyncio.Task[str]] = set()
+        self._greeters: set[asyncio.Task[Greeting]] = set()
+        self._accepts: dict[str, Accept] = {}
 
     @classmethod
     async def start(cls, identity: Identity, options: P2pdOptions) -> P2pd:
@@ -249,38 +248,39 @@ class P2pd:
             connection, _ = await self._request(request)
         return connection
 
-    async def listen(self, protocol: str, accept: Accept) -> None:
-        """Pass every stream of `protocol` to `accept(remote, socket)`."""
+    async def listen(self, accepts: Mapping[str, Accept]) -> None:
+        """Pass every stream of a protocol to its `accept(remote, socket)`. Call it once."""
+        self._accepts = dict(accepts)
         path = self._folder / "c.sock"
         self._listener = _unix_socket()
         self._listener.setblocking(False)
         self._listener.bind(str(path))
         self._listener.listen(LISTEN_BACKLOG)
-        self._watch(self._listener, accept)
+        self._watch(self._listener)
         handler = p2pd_pb2.StreamHandlerRequest(
-            addr=Multiaddr(f"/unix{path}").to_bytes(), proto=[protocol], balanced=False
+            addr=Multiaddr(f"/unix{path}").to_bytes(), proto=list(accepts), balanced=False
         )
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         await self._ask(request, timeout_s=10)
 
-    def _watch(self, listener: socket.socket, accept: Accept) -> None:
+    def _watch(self, listener: socket.socket) -> None:
         if listener is self._listener:  # `_rest` may call after `close`
             loop = asyncio.get_running_loop()
-            loop.add_reader(listener, self._accept_all, listener, accept)
+            loop.add_reader(listener, self._accept_all, listener)
 
-    def _accept_all(self, listener: socket.socket, accept: Accept) -> None:
+    def _accept_all(self, listener: socket.socket) -> None:
         try:
             while True:
                 connection, _ = listener.accept()
                 connection.setblocking(False)
                 self._greeters.add(task := asyncio.create_task(_greet(connection)))
-                task.add_done_callback(partial(self._greeted, connection, accept))
+                task.add_done_callback(partial(self._greeted, connection))
         except BlockingIOError:
             pass
         except OSError as error:
-            self._rest(listener, accept, error)
+            self._rest(listener, error)
 
-    def _rest(self, listener: socket.socket, accept: Accept, error: OSError) -> None:
+    def _rest(self, listener: socket.socket, error: OSError) -> None:
         """Pause accepting, most likely out of descriptors; waiting streams are taken later."""
         logger.warning(
             "cannot accept streams: %s; retrying in %g s. If this repeats, allow more open files",
@@ -289,9 +289,9 @@ class P2pd:
         )
         loop = asyncio.get_running_loop()
         loop.remove_reader(listener)
-        loop.call_later(ACCEPT_RETRY_S, self._watch, listener, accept)
+        loop.call_later(ACCEPT_RETRY_S, self._watch, listener)
 
-    def _greeted(self, connection: socket.socket, accept: Accept, task: asyncio.Task[str]) -> None:
+    def _greeted(self, connection: socket.socket, task: asyncio.Task[Greeting]) -> None:
         self._greeters.discard(task)
         if task.cancelled():
             connection.close()
@@ -299,7 +299,8 @@ class P2pd:
             connection.close()
             logger.warning("a stream from p2pd did not start with a greeting: %r", error)
         else:
-            accept(task.result(), connection)
+            remote, protocol = task.result()
+            self._accepts[protocol](remote, connection)
 
     async def _ask(self, request: Any, *, timeout_s: float) -> Any:  # noqa: ANN401 - protobuf
         async with asyncio.timeout(timeout_s):
@@ -404,6 +405,15 @@ def _remove_if_left(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def is_public(address: str) -> bool:
+    """Return whether a multiaddr, or an IP address, is one of the internet; names count as such."""
+    found = _HOST.match(address)
+    try:
+        return ipaddress.ip_address(found[1] if found else address).is_global
+    except ValueError:
+        return True
+
+
 def parse_address(address: str) -> Multiaddr:
     """Return the multiaddr without its /p2p/ part. Raises ValueError."""
     try:
@@ -433,18 +443,18 @@ def _varint(number: int) -> bytes:
     return bytes([*out, number])
 
 
-async def _greet(connection: socket.socket) -> str:
-    """Return the PeerID of the peer that opened a stream from p2pd."""
+async def _greet(connection: socket.socket) -> Greeting:
+    """Return who opened a stream from p2pd, and its protocol."""
     info = p2pd_pb2.StreamInfo()
     async with asyncio.timeout(GREETING_S):
         info.ParseFromString(await _receive(connection))
-    return str(PeerID(info.peer))
+    return str(PeerID(info.peer)), info.proto
 
 
 async def _receive(connection: socket.socket) -> bytes:
     size = shift = 0
     while True:
-        (byte,) = await _exactly(connection, 1)
+        (byte,) = await exactly(connection, 1)
         size |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
@@ -453,10 +463,11 @@ async def _receive(connection: socket.socket) -> bytes:
             raise P2pdError("p2pd sent a length of more than 4 bytes; is it p2pd?")
     if size > MAX_REPLY_BYTES:
         raise P2pdError(f"p2pd sent {size} bytes, expected at most {MAX_REPLY_BYTES}")
-    return await _exactly(connection, size)
+    return await exactly(connection, size)
 
 
-async def _exactly(connection: socket.socket, size: int) -> bytes:
+async def exactly(connection: socket.socket, size: int) -> bytes:
+    """Return so many bytes of a non-blocking socket. Raises EOFError if it ends before."""
     loop, data = asyncio.get_running_loop(), bytearray()
     while len(data) < size:
         piece = await loop.sock_recv(connection, size - len(data))

@@ -17,6 +17,7 @@ class RefusalCode(StrEnum):
     NOT_ADMITTED = "not-admitted"
     BAD_MESSAGE = "bad-message"
     INTERNAL = "internal"
+    NO_RELAY = "no-relay"
     UNKNOWN = "unknown"
     """A code that this version does not list; also the fallback of `read`."""
 

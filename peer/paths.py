@@ -6,6 +6,7 @@
         run.json                              the run that this directory belongs to
         consent.json                          the owner's yes to what the run asks for
         ballots.json                          where a keeper may have voted
+        reach.json                            whether others can dial this peer
         log/                                  the last updates and snapshots
         trainer.safetensors                   parameters, inner optimizer, data position, feedback
         lock                                  held while a peer runs here
@@ -53,6 +54,11 @@ class PeerPaths:
     def run(self) -> Path:
         """Record of the run that this directory belongs to."""
         return self.root / "run.json"
+
+    @property
+    def reach(self) -> Path:
+        """Record of whether others could dial this peer."""
+        return self.root / "reach.json"
 
     @property
     def consent(self) -> Path:

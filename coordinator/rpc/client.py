@@ -176,6 +176,17 @@ class CoordinatorClient(StatusClient):
         self._take_evicted(reply.evicted)
         return joined
 
+    async def probe(self, port: int, nonce: bytes) -> tuple[str, bool]:
+        """Let the coordinator dial this peer back, which then sends `nonce`.
+
+        Returns:
+            The address that the coordinator sees, and whether the nonce came from there.
+        """
+        reply = await self._call(
+            "Probe", pb.ProbeRequest(auth=self._auth(), port=port, nonce=nonce)
+        )
+        return reply.address, reply.reached
+
     async def heartbeat(
         self,
         status: PeerStatus,

@@ -32,6 +32,8 @@ MAX_REPORTS: Final = 32  # events or traces of one heartbeat
 
 CALL_TIMEOUT_S: Final = 10.0  # for a call with small messages, connecting included
 PROGRESS_TIMEOUT_S: Final = 15.0  # for one message of a stream: 1 MiB at 0.6 Mbit/s
+PROBE_TIMEOUT_S: Final = 3.0  # for a dial-back: a router that drops it gives no answer
+PROBE_NONCE_BYTES: Final = 16
 NONCE_TTL_S: Final = 60.0  # for a peer to sign a challenge
 HEARTBEAT_S: Final = 1.0  # about the age of what the dashboard shows
 MAX_HEARTBEAT_S: Final = 60.0  # a peer that is asked for fewer reports sends them at this pace
@@ -88,6 +90,7 @@ class ServiceMethod:
 METHODS: Final = (
     ServiceMethod(name="Challenge", request=pb.ChallengeRequest, reply=pb.ChallengeReply),
     ServiceMethod(name="Join", request=pb.JoinRequest, reply=pb.JoinReply),
+    ServiceMethod(name="Probe", request=pb.ProbeRequest, reply=pb.ProbeReply),
     ServiceMethod(name="Heartbeat", request=pb.HeartbeatRequest, reply=pb.HeartbeatReply),
     ServiceMethod(
         name="Publish",

@@ -84,6 +84,24 @@ class JoinReply(_message.Message):
     evicted: bytes
     def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ...) -> None: ...
 
+class ProbeRequest(_message.Message):
+    __slots__ = ("auth", "port", "nonce")
+    AUTH_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    auth: Auth
+    port: int
+    nonce: bytes
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("address", "reached")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    reached: bool
+    def __init__(self, address: _Optional[str] = ..., reached: _Optional[bool] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
     __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired", "evicted_sha256", "roster", "evidence")
     AUTH_FIELD_NUMBER: _ClassVar[int]

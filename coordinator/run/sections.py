@@ -369,6 +369,12 @@ class CoordinatorSection(Section):
         description="Address of the run's first DHT node, 'host:port', through which peers find "
         "each other.",
     )
+    relay_mbit: float = Field(
+        default=100.0,
+        ge=0,
+        description="Bandwidth in Mbit/s at which this machine relays between peers that cannot "
+        "reach each other, because both are behind routers. 0: relays nothing.",
+    )
     invite_only: bool = Field(
         default=True, description="Admit only peers whose invite contains the run's token."
     )

@@ -122,6 +122,7 @@ class NodeRequest:
     host: str
     port: int
     advertise: str | None
+    relay_mbit_s: float
     check: AdmissionCheck
     admit: Callable[[str], bytes]
     """Returns the credential of the node's own PeerID."""
@@ -405,6 +406,7 @@ def _node_request(coordinator: Coordinator, state_dir: Path) -> NodeRequest:
         host=host,
         port=port,
         advertise=settings.advertise,
+        relay_mbit_s=settings.relay_mbit,
         check=AdmissionCheck(
             coordinator.keys.run_public_key,
             coordinator.run_id,

@@ -20,13 +20,15 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.admission_control import JoinRequest, Refusal, RefusalStatus
 from atoll.coordinator.coordinator import Coordinator
-from atoll.coordinator.policies import CallLimits, source_of
+from atoll.coordinator.policies import CallLimits, host_of, source_of
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.messages import (
     MAX_ENTRIES,
     MAX_RECORD_BYTES,
     MAX_REPORTS,
     METHODS,
+    PROBE_NONCE_BYTES,
+    PROBE_TIMEOUT_S,
     PROGRESS_TIMEOUT_S,
     SERVICE,
 )
@@ -110,6 +112,15 @@ class Service:
             heartbeat_s=self._run.heartbeat_s(),
             evicted=self._run.admission.evicted(),
         )
+
+    async def _probe(self, request: pb.ProbeRequest, call: _Call) -> pb.ProbeReply:
+        self._authenticate(request.auth)
+        self._pace(call)
+        if not 0 < request.port < 65536 or len(request.nonce) != PROBE_NONCE_BYTES:
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected a port and a nonce")
+        host = host_of(call.peer())
+        reached = await _dial_back(host, request.port, request.nonce) if host else False
+        return pb.ProbeReply(address=host, reached=reached)
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, _: _Call) -> pb.HeartbeatReply:
         self._authenticate(request.auth)
@@ -295,6 +306,20 @@ def _expect_size(name: str, value: str | bytes, limit: int) -> None:
         raise Refusal(
             RefusalStatus.INVALID_ARGUMENT, f"{name}: expected 1 to {limit} bytes, got {len(value)}"
         )
+
+
+async def _dial_back(host: str, port: int, nonce: bytes) -> bool:
+    """Return whether the caller itself answers at its own address; nobody else is ever dialed."""
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port, limit=len(nonce))
+            return await reader.readexactly(len(nonce)) == nonce
+    except (OSError, EOFError, TimeoutError):
+        return False
+    finally:
+        if writer is not None:
+            writer.transport.abort()
 
 
 async def _receive(parts: AsyncIterator[pb.PublishRequest], size: int) -> bytearray:

@@ -66,7 +66,7 @@ class BootstrapNode:
             announce_maddrs=announce,
             admission=request.admit(peer_id),
             check=request.check,
-            relay_service=True,  # peers that cannot be dialed are reached through this node
+            relay_mbit_s=request.relay_mbit_s,
         )
         node.bootstrap = recall(_known_file(request))  # its watch dials them; nothing waits for it
         return cls(node, request, admission_s)

@@ -240,6 +240,11 @@ class Enrolment:
         self._invite = invite
         self._own_bootstrap = tuple(own_bootstrap)
 
+    @property
+    def own_bootstrap(self) -> tuple[str, ...]:
+        """Addresses of the run's first nodes; the coordinator's come first."""
+        return self._own_bootstrap
+
     @classmethod
     async def open(
         cls,

@@ -38,6 +38,7 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, Membership, StateDirectory
 from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.reach import announce, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox
 from atoll.peer.paths import PeerPaths
@@ -309,10 +310,11 @@ async def _environment(
     # The votes of a trainer are not synced to disk, so after a restart it must be another elector.
     incarnation = ballots.incarnation if ballots is not None else new_incarnation()
     me = Elector(peer_id=identity.peer_id, incarnation=incarnation)
+    reach, listen = await probe(client, options.listen, paths.reach)
     node = await Node.start(
         paths.identity,
         run_id=invite.run_id.hex(),
-        listen_maddrs=options.listen,
+        listen_maddrs=listen,
         announce_maddrs=options.announce,
         bootstrap=enrolment.membership.bootstrap,
         admission=enrolment.membership.admission,
@@ -325,6 +327,9 @@ async def _environment(
     )
     stack.push_async_callback(node.close)
     stack.push_async_callback(tasks.close, GOODBYE_S)
+    # What the owner announces is the owner's word: no router is asked.
+    if not options.announce:
+        announcer.show("info", announce(node, reach, enrolment.own_bootstrap))
     env = Environment(
         options=options,
         me=me,

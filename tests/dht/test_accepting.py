@@ -16,8 +16,8 @@ class Bringer:
     peer_id = "us"
     addresses = ()
 
-    async def listen(self, protocol, accept):
-        self.accept = accept
+    async def listen(self, accepts):
+        (self.accept,) = accepts.values()
 
 
 def nonblocking_pair():
@@ -51,7 +51,7 @@ def test_a_stream_without_a_greeting_is_closed_with_p2pd(tmp_path):
         daemon = await P2pd.start(Identity.ephemeral(), P2pdOptions())
         waiting = [socket.socket(socket.AF_UNIX) for _ in range(3)]
         try:
-            await daemon.listen("/test", lambda remote, connection: accepted.append(remote))
+            await daemon.listen({"/test": lambda remote, connection: accepted.append(remote)})
             path = str(daemon.control_maddr).removeprefix("/unix").replace("d.sock", "c.sock")
             for connection in waiting:
                 connection.connect(path)
@@ -72,7 +72,7 @@ def test_a_stream_that_does_not_begin_as_p2pd_does_is_closed():
         accepted = []
         daemon = await P2pd.start(Identity.ephemeral(), P2pdOptions())
         try:
-            await daemon.listen("/test", lambda remote, connection: accepted.append(remote))
+            await daemon.listen({"/test": lambda remote, connection: accepted.append(remote)})
             path = str(daemon.control_maddr).removeprefix("/unix").replace("d.sock", "c.sock")
             reader, writer = await asyncio.open_unix_connection(path)
             writer.write(b"\xff" * 5)

@@ -37,6 +37,7 @@ from atoll.dht import Identity
 from atoll.optim.log.entry import Certificate, SignedEpoch
 from atoll.optim.state.outer_state import Assembly
 
+PUBLISH = next(method for method in METHODS if method.name == "Publish")
 NOBODY = Invite(
     addresses=("127.0.0.1:9",), run_id=bytes(32), run_key=bytes(32), tls_sha256=bytes(32)
 )
@@ -513,7 +514,7 @@ def test_a_stream_out_of_order_is_refused(kit: Any, tmp_path: Path, parts: list[
                 "header": pb.PublishRequest(header=header),
             }
             stream = (await one._connect()).stream_stream(
-                METHODS[3].path,
+                PUBLISH.path,
                 request_serializer=pb.PublishRequest.SerializeToString,
                 response_deserializer=pb.PublishReply.FromString,
             )(iter([messages[part] for part in parts]))
@@ -590,7 +591,7 @@ def test_a_publisher_that_stalls_is_given_up(
             one, two, _ = await net.started()
             entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
             stream = (await one._connect()).stream_stream(
-                METHODS[3].path, request_serializer=pb.PublishRequest.SerializeToString
+                PUBLISH.path, request_serializer=pb.PublishRequest.SerializeToString
             )()
             header = pb.PublishHeader(
                 auth=one._auth(),
@@ -634,5 +635,44 @@ def test_a_status_of_a_newer_version_is_named_so(kit: Any, tmp_path: Path) -> No
             client._call = call
             with pytest.raises(BadReply, match="use the organiser's version"):
                 await client.status()
+
+    kit.run(main())
+
+
+def test_a_peer_is_dialed_back_at_its_own_address(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            (one, *_) = await net.started()
+            nonce = bytes(range(16))
+
+            async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.write(nonce)
+                writer.close()
+
+            async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                assert await one.probe(port, nonce) == ("127.0.0.1", True)
+                assert await one.probe(port, bytes(16)) == ("127.0.0.1", False)
+            assert await one.probe(port, nonce) == ("127.0.0.1", False)  # nobody listens there
+
+    kit.run(main())
+
+
+@pytest.mark.parametrize(("port", "nonce"), [(0, bytes(16)), (70_000, bytes(16)), (1, b"short")])
+def test_a_malformed_probe_is_refused(kit: Any, tmp_path: Path, port: int, nonce: bytes) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            (one, *_) = await net.started()
+            with pytest.raises(Invalid, match="a port and a nonce"):
+                await one.probe(port, nonce)
+
+    kit.run(main())
+
+
+def test_nobody_is_dialed_back_before_it_has_joined(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            with pytest.raises(NotWelcome):
+                await net.client(0).probe(1, bytes(16))
 
     kit.run(main())

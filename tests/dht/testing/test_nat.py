@@ -126,7 +126,7 @@ def test_an_idle_flow_is_forgotten(protocol):
     assert nat.inward(answer) is None
 
 
-def test_a_router_that_restarts_forgets_its_flows_and_may_get_another_address():
+def test_a_router_that_restarts_forgets_its_flows():
     nat = Nat("full-cone", PUBLIC, Clock())
     nat.outward(packet((INSIDE, 4001), (SERVER, 7700)))
     nat.restart("11.78.0.1")

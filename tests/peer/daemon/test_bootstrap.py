@@ -20,6 +20,7 @@ def request(folder: Path) -> NodeRequest:
         host="127.0.0.1",
         port=0,
         advertise=None,
+        relay_mbit_s=0.0,
         check=lambda remote, credential: None,
         admit=lambda peer_id: b"admission",
     )

@@ -1,0 +1,326 @@
+"""Streams through a third peer between real p2pd processes; what a relay and strangers may not."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+
+import pytest
+
+from atoll.dht import p2pd, relaying
+from atoll.dht.identity import Identity
+from atoll.dht.libp2p import LibP2PTransport
+from atoll.dht.p2pd import P2pd, P2pdOptions
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.relaying import Kind, Rate, Relaying, Secrets, relay_of, through
+from atoll.dht.transport import MAX_CALL_BYTES, PeerUnreachable, Refused
+from support.nodes import RUN, TICKET, check, echo, echo_stream
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Let no p2pd find the others by itself: on loopback everybody can be dialed."""
+    full = p2pd.command
+
+    def without_routing(control, key, options):
+        return [a for a in full(control, key, options) if a != "-dhtServer=1"]
+
+    monkeypatch.setattr(p2pd, "command", without_routing)
+
+
+class End:
+    """A peer: p2pd, transport and relayed streams, without a DHT."""
+
+    def __init__(self, identity, daemon, transport, relays):
+        self.identity, self.daemon = identity, daemon
+        self.transport, self.relaying = transport, relays
+        self.peer_id = identity.peer_id
+
+    @classmethod
+    async def start(cls, *, relay_mbit_s=0.0, ticket=TICKET, run=RUN):
+        identity = Identity.ephemeral()
+        daemon = await P2pd.start(identity, P2pdOptions())
+        relays = Relaying(
+            identity,
+            run_id=run,
+            check=check,
+            admission=lambda: ticket,
+            relay_mbit_s=relay_mbit_s,
+        )
+        transport = LibP2PTransport(
+            daemon, run_id=run, admission=ticket, check=check, relaying=relays
+        )
+        transport.serve("echo", echo)
+        transport.serve_stream("echo", echo_stream)
+        await transport.start()
+        return cls(identity, daemon, transport, relays)
+
+    async def close(self):
+        await self.transport.close()
+        await self.relaying.close()
+        await self.daemon.close()
+
+
+@contextlib.asynccontextmanager
+async def ends(count=2, *, relay_mbit_s=1000.0, **options):
+    """A relay, and peers that have dialed it and know each other behind it only."""
+    relay = await End.start(relay_mbit_s=relay_mbit_s)
+    peers = [await End.start(**options) for _ in range(count)]
+    try:
+        (address,) = relay.daemon.addresses
+        for peer in peers:
+            await peer.transport.connect(relay.peer_id, [address], timeout_s=10)
+            for other in peers:
+                peer.transport.learn(other.peer_id, [through(address, other.peer_id)])
+        yield relay, *peers
+    finally:
+        for each in (*peers, relay):
+            await each.close()
+
+
+def run(main, timeout_s=60):
+    async def bounded():
+        async with asyncio.timeout(timeout_s):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def test_an_address_names_its_relay():
+    relay = f"/ip4/1.2.3.4/tcp/7701/p2p/{Identity.ephemeral().peer_id}"
+    assert relay_of(through(relay, "B")) == relay.rpartition("/")[2]
+    assert through(relay, "B") == f"{relay}/p2p-circuit/p2p/B"
+    assert relay_of(relay) is None
+
+
+def test_calls_and_streams_pass_through_a_relay():
+    async def main():
+        async with ends() as (relay, a, b):
+            answer = await a.transport.call(b.peer_id, "echo", b"hi", timeout_s=10)
+            assert answer == a.peer_id.encode() + b":hi"
+            body = bytes(range(256)) * ((MAX_CALL_BYTES - 100) // 256)
+            answer = await b.transport.call(a.peer_id, "echo", body, timeout_s=20)
+            assert answer == b.peer_id.encode() + b":" + body
+            async with await a.transport.open(b.peer_id, "echo", timeout_s=10) as stream:
+                for size in (0, 1, 1 << 20):
+                    await stream.send(bytes(size), timeout_s=10)
+                    assert await stream.recv(timeout_s=10) == bytes(size)
+                await stream.end(timeout_s=10)
+                assert await stream.recv(timeout_s=10) is None
+            assert b.peer_id not in await a.daemon.connected()
+            carried = relay.relaying.carried
+            assert carried[b.peer_id] > len(body) and carried[a.peer_id] > len(body)
+
+    run(main)
+
+
+def test_many_streams_share_a_relay():
+    async def main():
+        async with ends(3) as (_, a, b, c):
+            pairs = [(x, y) for x in (a, b, c) for y in (a, b, c) if x is not y]
+            calls = [
+                x.transport.call(y.peer_id, "echo", bytes([n]) * 10_000, timeout_s=20)
+                for x, y in pairs
+                for n in range(10)
+            ]
+            answers = await asyncio.gather(*calls)
+            assert len(answers) == 60 and all(len(answer) == 10_053 for answer in answers)
+
+    run(main)
+
+
+def test_a_direct_connection_is_preferred():
+    async def main():
+        async with ends() as (relay, a, b):
+            await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+            before = relay.relaying.carried.total()
+            await b.transport.connect(a.peer_id, a.daemon.addresses, timeout_s=10)
+            await asyncio.sleep(0.1)
+            a.transport._idle.clear()
+            await a.transport.call(b.peer_id, "echo", bytes(100_000), timeout_s=10)
+            assert relay.relaying.carried.total() < before + 100_000
+
+    run(main)
+
+
+def test_a_relay_that_relays_nothing_says_so():
+    async def main():
+        async with ends(relay_mbit_s=0.0) as (_, a, b):
+            with pytest.raises(PeerUnreachable, match="relays nothing"):
+                await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+
+    run(main)
+
+
+def test_a_peer_that_is_gone_is_unreachable():
+    async def main():
+        async with ends() as (_, a, b):
+            await b.close()
+            await asyncio.sleep(0.2)
+            with pytest.raises(PeerUnreachable, match=f"{b.peer_id} has no connection"):
+                await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+
+    run(main)
+
+
+def test_a_stream_breaks_with_its_relay():
+    async def main():
+        async with ends() as (relay, a, b):
+            async with await a.transport.open(b.peer_id, "echo", timeout_s=10) as stream:
+                await stream.send(b"x", timeout_s=10)
+                assert await stream.recv(timeout_s=10) == b"x"
+                relay.daemon.process.kill()
+                with pytest.raises(PeerUnreachable):
+                    await stream.recv(timeout_s=10)
+
+    run(main)
+
+
+def test_strangers_are_not_relayed():
+    async def main():
+        async with ends(ticket=b"none") as (relay, a, b):
+            with pytest.raises(PeerUnreachable, match="expected a ticket"):
+                await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+            assert relay.relaying.denied == 1
+            assert relay.relaying.carried.total() == 0
+
+    run(main)
+
+
+def test_a_relay_keeps_to_its_bandwidth():
+    async def main():
+        async with ends(relay_mbit_s=8.0) as (_, a, b):
+            await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+            began = time.monotonic()
+            async with await a.transport.open(b.peer_id, "echo", timeout_s=10) as stream:
+                await stream.send(bytes(1 << 20), timeout_s=20)
+                assert len(await stream.recv(timeout_s=20)) == 1 << 20
+            # There and back at 1 MB/s; it can only take longer.
+            assert time.monotonic() - began > 1.8
+
+    run(main)
+
+
+def test_the_rate_is_shared_in_turns():
+    async def main():
+        rate, done = Rate(8.0), []
+
+        async def use(name, pieces):
+            for _ in range(pieces):
+                await rate.take(20_000)
+                done.append(name)
+
+        await asyncio.gather(use("a", 5), use("b", 5))
+        assert done[1:9].count("a") == done[1:9].count("b") == 4
+
+    run(main)
+
+
+# lies
+
+
+async def opened(end, remote):
+    return await end.daemon.open(remote.peer_id, end.relaying.protocol, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x09\x00\x00",
+        b"\x01\xff\xff",
+        b"\x01\x00\x05\x00\x09abc",
+        b"\x02\x00\x02\x00\x00",
+        b"\x01\x00\x01\x00",
+    ],
+    ids=["kind", "length", "field", "fields", "half"],
+)
+def test_a_malformed_frame_is_refused(sent):
+    async def main():
+        async with ends(1) as (relay, a):
+            connection = await opened(a, relay)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(connection, sent)
+            kind, (why,) = await relaying._receive(connection)
+            assert kind == Kind.REFUSED and why
+            assert await loop.sock_recv(connection, 10) == b""
+            connection.close()
+            await a.transport.call(relay.peer_id, "echo", b"", timeout_s=5)
+
+    run(main)
+
+
+def test_a_relay_cannot_claim_to_bring_somebody_else():
+    """It has a hello of A, which every relay sees, but not A's key."""
+
+    async def main():
+        async with ends() as (relay, a, b):
+            hello = a.relaying._secrets.hello
+            connection = await opened(relay, b)
+            await relaying._send(connection, Kind.BRING, a.peer_id.encode(), hello, TICKET)
+            theirs = await relaying._answer(connection, b.peer_id)
+            # The relay is the TLS client with its own key.
+            context = relay.relaying._secrets.context(b.peer_id, theirs, server_side=False)
+            loop = asyncio.get_running_loop()
+            reader = asyncio.StreamReader()
+            transport, _ = await loop.create_unix_connection(
+                lambda: asyncio.StreamReaderProtocol(reader),
+                sock=connection,
+                ssl=context,
+                server_hostname="",
+            )
+            with contextlib.suppress(ssl.SSLError, OSError):
+                assert await reader.read() == b""  # B ends it: another certificate than A's
+            transport.close()
+            assert not b.transport._streams
+
+    run(main)
+
+
+def test_a_hello_is_bound_to_its_peer_and_its_run():
+    a, b = Identity.ephemeral(), Identity.ephemeral()
+    ours = Secrets(b, RUN)
+    assert ours.context(a.peer_id, Secrets(a, RUN).hello, server_side=True) is not None
+    for hello in (Secrets(b, RUN).hello, Secrets(a, "other").hello, bytes(100), b"", bytes(9000)):
+        with pytest.raises(Refused) as caught:
+            ours.context(a.peer_id, hello, server_side=True)
+        assert caught.value.code == RefusalCode.NOT_ADMITTED
+    signed = a.sign(b"atoll relay tls 1" + RUN.encode() + b"\0" + b"no certificate")
+    with pytest.raises(Refused, match="no certificate"):
+        ours.context(a.peer_id, signed + b"no certificate", server_side=True)
+
+
+def test_a_peer_has_so_many_relayed_streams_and_no_more(monkeypatch):
+    monkeypatch.setattr(relaying, "MAX_PER_PEER", 3)
+
+    async def main():
+        async with ends() as (relay, a, b):
+            streams = [await a.transport.open(b.peer_id, "echo", timeout_s=10) for _ in range(3)]
+            with pytest.raises(PeerUnreachable, match="too many"):
+                await a.transport.open(b.peer_id, "echo", timeout_s=10)
+            for stream in streams:
+                await stream.close()
+            while relay.relaying._pairs.total():
+                await asyncio.sleep(0.01)
+            await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+
+    run(main)
+
+
+def test_an_end_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(relaying, "JOIN_S", 0.3)
+
+    async def main():
+        async with ends() as (relay, a, b):
+            connection = await opened(a, relay)
+            loop = asyncio.get_running_loop()
+            assert await asyncio.wait_for(loop.sock_recv(connection, 10), 5) == b""
+            connection.close()
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            with pytest.raises(TimeoutError):
+                await relaying._answer(ours, b.peer_id)
+            ours.close()
+            theirs.close()
+
+    run(main)

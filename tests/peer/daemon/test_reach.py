@@ -1,0 +1,116 @@
+"""How a peer learns whether others can dial it, and what it announces then."""
+
+import asyncio
+import json
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
+from atoll.dht.identity import Identity
+from atoll.dht.p2pd import is_public
+from atoll.peer.daemon.reach import Reach, announce, is_direct, probe
+
+COORDINATOR = f"/ip4/203.0.114.1/tcp/7701/p2p/{Identity.ephemeral().peer_id}"
+OTHER = f"/ip4/203.0.114.2/tcp/7701/p2p/{Identity.ephemeral().peer_id}"
+LOCAL = "/ip4/192.168.1.4/tcp/7701/p2p/C"
+
+
+class Coordinator:
+    """Dials back on loopback, or says that it could not."""
+
+    def __init__(self, *, sees="203.0.114.9", lets_in=True, is_away=False):
+        self.sees, self.lets_in, self.is_away = sees, lets_in, is_away
+        self.ports = []
+
+    async def probe(self, port, nonce):
+        if self.is_away:
+            raise CoordinatorUnreachable("away")
+        self.ports.append(port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.readexactly(16) == nonce
+        writer.close()
+        return self.sees, self.lets_in
+
+
+def found(client, folder, listen=("/ip4/0.0.0.0/tcp/0",)):
+    return asyncio.run(probe(client, listen, folder / "reach.json"))
+
+
+def test_the_port_that_was_tried_is_listened_on(tmp_path):
+    client = Coordinator()
+    reach, listen = found(client, tmp_path)
+    (port,) = client.ports
+    assert reach == Reach(address="203.0.114.9", port=port, is_dialed=True)
+    assert listen == (f"/ip4/0.0.0.0/tcp/{port}",)
+    assert reach.multiaddr == f"/ip4/203.0.114.9/tcp/{port}"
+    # A router may forward it: the next start takes it again.
+    assert found(Coordinator(), tmp_path)[1] == listen
+
+
+def test_a_port_of_before_that_is_taken_is_replaced(tmp_path):
+    _, (first,) = found(Coordinator(), tmp_path)
+    with socket.create_server(("0.0.0.0", int(first.rpartition("/")[2]))):
+        _, (second,) = found(Coordinator(), tmp_path)
+    assert first != second
+
+
+def test_without_the_coordinator_the_last_answer_counts(tmp_path):
+    away = Coordinator(is_away=True)
+    assert found(away, tmp_path) == (Reach(), ("/ip4/0.0.0.0/tcp/0",))
+    before, _ = found(Coordinator(lets_in=False), tmp_path)
+    assert found(away, tmp_path)[0] == before
+    (tmp_path / "reach.json").write_text(json.dumps({"port": "x"}))
+    assert found(away, tmp_path)[0] == Reach()
+
+
+@pytest.mark.parametrize("address", ["/ip4/127.0.0.1/tcp/0", "/dns4/here/tcp/1", "/unix/x"])
+def test_a_peer_on_loopback_asks_nobody(tmp_path, address):
+    client = Coordinator()
+    assert found(client, tmp_path, (address,)) == (Reach(), (address,))
+    assert client.ports == []
+
+
+@pytest.mark.parametrize(
+    ("reach", "coordinator", "direct"),
+    [
+        (Reach(address="203.0.114.9", port=1), [COORDINATOR], True),
+        (Reach(address="203.0.114.9", port=1, is_dialed=False), [COORDINATOR], False),
+        (Reach(address="192.168.1.5", port=1), [COORDINATOR, LOCAL], False),
+        (Reach(address="192.168.1.5", port=1), [LOCAL], True),
+        (Reach(), [COORDINATOR], True),
+    ],
+    ids=["public", "router", "beside the coordinator", "local run", "never asked"],
+)
+def test_who_is_dialed_directly(reach, coordinator, direct):
+    assert is_direct(reach, coordinator) is direct
+
+
+def test_a_peer_announces_how_it_is_reached():
+    node = SimpleNamespace(seen=(), relays=())
+    open_ = Reach(address="203.0.114.9", port=4001)
+    assert "203.0.114.9/tcp/4001" in announce(node, open_, [COORDINATOR, OTHER])
+    assert (node.seen, node.relays) == ((open_.multiaddr,), ())
+
+    node = SimpleNamespace(seen=(), relays=())
+    hidden = Reach(address="203.0.114.9", port=4001, is_dialed=False)
+    assert "through the coordinator's relay" in announce(node, hidden, [COORDINATOR, OTHER])
+    assert (node.seen, node.relays) == ((), (COORDINATOR,))
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("/ip4/203.0.114.1/tcp/1", True),
+        ("/ip4/192.168.0.1/tcp/1/p2p/x", False),
+        ("/ip4/127.0.0.1/tcp/1", False),
+        ("/ip4/100.64.0.1/tcp/1", False),
+        ("/ip6/::1/tcp/1", False),
+        ("/ip6/2a00::1/tcp/1", True),
+        ("/dns4/example.org/tcp/1", True),
+        ("10.0.0.1", False),
+    ],
+)
+def test_addresses_of_the_internet(address, public):
+    assert is_public(address) is public

@@ -1,0 +1,95 @@
+"""Peers behind home routers train together, and nobody opens a port: real processes in the lab."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.dht.testing.wan import Link, WanLab
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="needs root and /dev/net/tun"
+    ),
+]
+
+DEADLINE_S = 150.0  # three processes that import torch: a few seconds each on an idle machine
+ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
+
+
+def write_spec(folder: Path, public: str) -> Path:
+    (folder / "text.txt").write_text("Peers behind routers train, and nobody opens a port. " * 2000)
+    spec = RunSpec.from_dict(
+        {
+            "run": {"name": "home", "rounds": 4},
+            "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
+            "data": {"source": str(folder / "text.txt"), "seq_len": 32},
+            "inner": {"batch_size": 2, "warmup_steps": 2},
+            "outer": {"inner_steps": 4},
+            "round": {"min_peers": 2, "stall_s": 5.0},
+            "coordinator": {"advertise": public},
+        }
+    )
+    path = folder / "RUN.toml"
+    path.write_text(template(spec))
+    return path
+
+
+def until(condition, folder):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, words(folder)
+        time.sleep(0.1)
+
+
+def words(folder):
+    return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in folder.glob("*.log"))
+
+
+def test_peers_behind_two_kinds_of_routers_make_every_round(tmp_path):
+    invite = tmp_path / "invite"
+    children = []
+    with WanLab([Link(), Link(behind="port-restricted"), Link(behind="symmetric")]) as lab:
+
+        def start(host, name, *arguments):
+            with (tmp_path / f"{name}.log").open("w") as log:
+                words_of_it = [*ATOLL, *map(str, arguments)]
+                child = lab.popen(
+                    host, words_of_it, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            children.append(child)
+            return child
+
+        try:
+            spec = write_spec(tmp_path, lab.ip(0))
+            state = ("--state-dir", tmp_path / "state", "--invite-file", invite)
+            start(0, "coordinator", "coordinator", spec, *state)
+            until(invite.exists, tmp_path)
+            options = ("--yes", "--data", tmp_path / "text.txt", "--device", "cpu")
+            peers = [
+                start(host, name, "peer", invite, *options, "--state-dir", tmp_path / name)
+                for host, name in ((1, "ann"), (2, "ben"))
+            ]
+            until(lambda: all(peer.poll() is not None for peer in peers), tmp_path)
+            assert [peer.returncode for peer in peers] == [0, 0], words(tmp_path)
+            asked = [*ATOLL, "status", str(invite), "--json"]
+            with lab.popen(0, asked, stdout=subprocess.PIPE) as child:
+                status = json.loads(child.communicate(timeout=60)[0])
+        finally:
+            for child in children:
+                child.terminate()
+            for child in children:
+                child.wait(20)
+    assert (status["state"], status["position"]) == ("finished", 4)
+    assert [row["members"] for row in status["history"]] == [2] * 4
+    for name in ("ann", "ben"):
+        said = (tmp_path / f"{name}.log").read_text()
+        assert "a router lets nobody in" in said
+        assert json.loads((tmp_path / name / "reach.json").read_text())["is_dialed"] is False

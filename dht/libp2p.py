@@ -95,6 +95,7 @@ class LibP2PStream(StreamEnd):
         self.admission = b""
         self.num_received = self.num_sent = 0
         self.bytes_received = self.bytes_sent = 0
+        self.is_relayed = False
         self.on_gone: Callable[[LibP2PStream], None] = lambda stream: None
         self._admit = admit
         self._unread_bytes = 0
@@ -241,6 +242,10 @@ class LibP2PStream(StreamEnd):
         self._wake()
 
 
+def _relayed(stream: LibP2PStream) -> int:
+    return stream.bytes_sent + stream.bytes_received if stream.is_relayed else 0
+
+
 def _connection_of(stream: LibP2PStream) -> Connection:
     return stream.connection
 
@@ -296,6 +301,7 @@ class LibP2PTransport:
         self._calls_made = 0
         self._messages = [0, 0]
         self._bytes = [0, 0]
+        self._relayed = 0
 
     async def start(self) -> None:
         """Start serving, the first time and after `rebind`."""
@@ -371,6 +377,7 @@ class LibP2PTransport:
             refused=self.handlers.num_refused,
             streams_open=len(self._streams) - sum(map(len, self._idle.values())),
             restarts=self.restarts,
+            relayed_bytes=self._relayed + sum(map(_relayed, self._streams)),
         )
 
     async def close(self) -> None:
@@ -540,6 +547,7 @@ class LibP2PTransport:
         except BaseException:
             connection.close()
             raise
+        stream.is_relayed = tls is not None
         stream.on_gone = self._forget
         self._streams.add(stream)
 
@@ -553,6 +561,7 @@ class LibP2PTransport:
             self._messages[1] += stream.num_received
             self._bytes[0] += stream.bytes_sent
             self._bytes[1] += stream.bytes_received
+            self._relayed += _relayed(stream)
 
     # Our side of an exchange
 

@@ -104,6 +104,8 @@ class TransportStatistics:
     streams_open: int = 0
     restarts: int = 0
     """Number of times the daemon died and was restarted."""
+    relayed_bytes: int = 0
+    """Sent and received through third peers, before encryption."""
 
 
 class Stream(Protocol):

@@ -89,6 +89,8 @@ def test_peers_behind_two_kinds_of_routers_make_every_round(tmp_path):
                 child.wait(20)
     assert (status["state"], status["position"]) == ("finished", 4)
     assert [row["members"] for row in status["history"]] == [2] * 4
+    assert [peer["reach"] for peer in status["peers"]] == ["relayed"] * 2
+    assert all(peer["relayed_bytes"] > 10_000 for peer in status["peers"])
     for name in ("ann", "ben"):
         said = (tmp_path / f"{name}.log").read_text()
         assert "a router lets nobody in" in said

@@ -164,6 +164,7 @@ def details(peer: PeerStatus | None, width: int) -> Content:
         ("valid", text.loss_text(peer.valid_loss)),
         ("sent", text.size(peer.wire_bytes_sent)),
         ("received", text.size(peer.wire_bytes_received)),
+        ("reached", reach_text(peer)),
         ("up", _rate(peer.uplink_mbit_s)),
         ("down", _rate(peer.downlink_mbit_s)),
         ("meets", text.short_id(peer.partner))
@@ -178,6 +179,13 @@ def details(peer: PeerStatus | None, width: int) -> Content:
             break
         line += piece
     return line + Content("\n") + _last_round(peer, width)
+
+
+def reach_text(peer: PeerStatus) -> str:
+    """Return how others reach a peer; empty if an older version does not report it."""
+    if peer.reach != "relayed":
+        return "directly" if peer.reach else ""
+    return f"by relay, {text.size(peer.relayed_bytes)}"
 
 
 def _rate(mbit_s: float) -> str:

@@ -230,7 +230,9 @@ def render_status(status: RunStatus) -> str:
 def _peer_table(status: RunStatus) -> list[str]:
     if not status.peers:
         return []
-    rows = [("peer", "state", "round", "tok/s", "loss", "sent", "received", "util", "seen")]
+    rows = [
+        ("peer", "state", "round", "tok/s", "loss", "sent", "received", "util", "reach", "seen")
+    ]
     for peer in sorted_peers(status):
         rows.append(
             (
@@ -242,6 +244,7 @@ def _peer_table(status: RunStatus) -> list[str]:
                 text.size(peer.wire_bytes_sent),
                 text.size(peer.wire_bytes_received),
                 text.percent(utilisation_of(peer)),
+                peer.reach or text.ABSENT,
                 f"{text.duration(peer.last_seen_s)} ago",
             )
         )

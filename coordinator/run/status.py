@@ -31,6 +31,7 @@ MAX_PEERS_SHOWN = 4096  # in a RunStatus
 MAX_GAPS = 64  # newest gaps in a RunStatus
 
 RunState = Literal["waiting", "training", "stalled", "finished"]
+PeerReach = Literal["", "direct", "relayed"]
 PeerState = Literal["joining", "ready", "training", "syncing", "recovering", "leaving", "gone"]
 
 Name = Annotated[str, Field(max_length=128)]
@@ -187,6 +188,10 @@ class PeerStatus(StatusRecord):
     """In a gossip run, PeerID of the current or last partner."""
     device: Name = ""
     version: Name = ""
+    reach: PeerReach = ""
+    """How others reach it: they dial it, or through a relay because a router lets nobody in."""
+    relayed_bytes: Count = 0
+    """Sent and received through relays."""
 
 
 @dataclass(frozen=True, kw_only=True)

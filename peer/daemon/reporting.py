@@ -354,6 +354,8 @@ class Reporter:
             partner=rounds.partner,
             device=view.device,
             version=version("atoll"),
+            reach="relayed" if self._env.node.relays else "direct",
+            relayed_bytes=self._env.node.transport.statistics().relayed_bytes,
         )
 
     def _state(self) -> PeerState:

@@ -262,3 +262,15 @@ def test_updates_that_are_not_held_are_listed(sample):
     gaps = [Gap(first=4, last=4), Gap(first=7, last=9)]
     told = render_status(replace(sample(13), gaps=gaps))
     assert "missing      updates of rounds 4, 7 to 9: no peer has kept them" in told
+
+
+def test_the_status_says_how_each_peer_is_reached(sample):
+    status = sample(13)
+    first, second, *others = status.peers
+    peers = [replace(first, reach="direct"), replace(second, reach="relayed"), *others]
+    told = render_status(replace(status, peers=peers))
+    assert f"{ABSENT}  " in told.rpartition("reach")[2]  # an older version says nothing
+    reached = [
+        line.split() for line in told.splitlines() if " direct " in line or " relayed " in line
+    ]
+    assert {words[0] for words in reached} == {first.name, second.name}

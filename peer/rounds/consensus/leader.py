@@ -566,7 +566,7 @@ class Leadership:
         await self._end_help()
         self._helped = self.round.state
         if self._helped is RoundState.CALLED:
-            self._helper = asyncio.create_task(self._await_absence())
+            self._helper = asyncio.create_task(self._await_call())
         elif self._helped is RoundState.FORMING:
             self._helper = asyncio.create_task(self._probe())
         elif self._helped is RoundState.REDUCING:
@@ -576,6 +576,13 @@ class Leadership:
         if self._helper is not None:
             await end(self._helper)
             self._helper = None
+
+    async def _await_call(self) -> None:
+        """Probe trainers as well if they are whose call counts."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._await_absence())
+            if self.ctx.settings.electors == "keepers":
+                group.create_task(self._probe())
 
     async def _await_absence(self) -> None:
         leader = leader_of(self._electorate(), self.place.position, self.term - 1).peer_id

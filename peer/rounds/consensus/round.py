@@ -68,6 +68,9 @@ OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the ro
 # a million. Whoever skips as many at a time needs 2^40 messages to come to the last number there
 # is, after which nobody could lead at that position.
 MAX_TERMS_AHEAD = 1 << 20
+# A leader that no quorum calls lets a position take so many times as long as the last one: its
+# callers may lie. They wait once themselves before they call, and then longer than the second time.
+CALLED_ALONE_ROUNDS = 2
 LATE_STALLS = 2  # past the group's deadline: owners may finish at it, and their word takes a moment
 
 IsLive = Callable[[str], bool]
@@ -1042,9 +1045,10 @@ class Round:
         return self._proposer
 
     def _wait_for_call(self, view: LeaderView) -> list[Action]:
-        """One peer with a bad link to a healthy leader must not end that leader's round."""
-        patience_s = ALONE_GRACES * self._rules.grace_s
-        overdue = view.now > self._wanted_since + patience_s
+        """One peer with a bad link to a healthy leader, or one liar, must not end that round."""
+        called_by = self._wanted_since + ALONE_GRACES * self._rules.grace_s
+        round_by = view.opened_at + CALLED_ALONE_ROUNDS * view.last_s
+        overdue = view.now > max(called_by, round_by)
         if not (overdue or self._absent or self._has_quorum(view)):
             return []
         self._fix(view)

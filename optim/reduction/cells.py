@@ -548,20 +548,24 @@ class Cells:
             UpdateError: when it is too long (checked before memory is taken), its frames are not
                 one a cell, or one does not decode to finite numbers.
         """
-        longest = self.max_body_bytes(members)
+        return self.decode_part(body, members, 0, len(self))
+
+    def decode_part(self, body: Bytes, members: int, start: int, stop: int) -> Update:
+        """Decode the part of a body from cell `start` up to `stop`, as `decode_body` does."""
+        longest = self.max_body_bytes(members, start, stop)
         if len(body) > longest:
             raise UpdateError(
                 f"expected a body of at most {longest} bytes ({self.codec.spec}), got {len(body)}"
             )
-        limits = [self.max_reduced_bytes(index, members) for index in range(len(self))]
+        limits = [self.max_reduced_bytes(index, members) for index in range(start, stop)]
         frames = unpack(memoryview(body), limits)
-        if len(frames) != len(self):
-            raise UpdateError(f"expected {len(self)} cells, got {len(frames)}")
+        if len(frames) != stop - start:
+            raise UpdateError(f"expected {stop - start} cells, got {len(frames)}")
         try:
-            return self.decode_update(0, frames)
+            return self.decode_update(start, frames)
         except CodecError as error:
             # Cells are decoded many at once, so the refusal looks for the one that fails.
-            raise self._refusal(frames) from error
+            raise self._refusal(start, frames) from error
 
     def decode_update(self, first: int, frames: Sequence[Bytes]) -> Update:
         """Decode the reduced frames of the cells from `first` on.
@@ -575,9 +579,9 @@ class Cells:
         self.decode_reduced_all(first, frames, out)
         return out
 
-    def _refusal(self, frames: Sequence[Bytes]) -> UpdateError:
+    def _refusal(self, first: int, frames: Sequence[Bytes]) -> UpdateError:
         """Name the first cell that does not decode."""
-        for index, frame in enumerate(frames):
+        for index, frame in enumerate(frames, first):
             try:
                 self.decode_update(index, [frame])
             except CodecError as error:

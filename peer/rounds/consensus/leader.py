@@ -46,6 +46,7 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.optim.log.locks import NO_DIGEST, Decree, SignedPromise, check_lock, check_promise
+from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.reduction.contribution import work_weight
 from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
 from atoll.peer.rounds.conduct import Fault
@@ -712,8 +713,14 @@ class Leadership:
 
     async def _fetch(self, action: Fetch) -> None:
         digest = action.done.digest
-        with suppress(TransportError):
+        # An owner may lie: voters would blame this leader for a part that does not decode.
+        with suppress(TransportError, UpdateError):
             body = await fetch_part(self.ctx, action.members, digest, action.done.wire_bytes)
+            if self.round.group is not None:
+                cells = self.ctx.replay.cells_at(self.place.position)
+                plan, members = self.round.group.parts[action.part], self.round.group.members
+                where = plan.start_cell, plan.stop_cell
+                await self.ctx.compute(cells.decode_part, body, len(members), *where)
             self.ctx.parts.put(self.place.position, digest, body)
         self._take(FetchEnded(part=action.part, digest=digest))
 

@@ -14,11 +14,11 @@ from atoll.peer.rounds.consensus.round import (
     Place,
     leader_of,
 )
-from support.swarm import identity_of, reached, ready_of, run_swarm
+from support.attackers import LAST, call_far_terms
+from support.swarm import identity_of, reached, run_swarm
 
 ELECTORATE = tuple(Elector(peer_id=name, incarnation="1") for name in "abc")
 HERE = Place(0, 5)
-LAST = (1 << 61) - 1
 
 
 def booth():
@@ -53,24 +53,7 @@ def test_reports_of_far_terms_move_no_elector(tmp_path):
         stranger = swarm.network.transport(liar.peer_id)
         refused = set()
 
-        async def attack():
-            while True:
-                for peer in peers:
-                    replica = peer.replica
-                    term = next(
-                        t
-                        for t in range(LAST, 0, -1)
-                        if leader_of(replica.electorate, replica.position, t) == peer.ctx.me
-                    )
-                    try:
-                        stream = await stranger.open(peer.identity.peer_id, "round", timeout_s=2)
-                        await stream.send(ready_of(liar, peer, term=term), timeout_s=2)
-                        await stream.recv(timeout_s=5)
-                    except Refused as error:
-                        refused.add(error.code)
-                await asyncio.sleep(0.1)
-
-        task = asyncio.create_task(attack())
+        task = asyncio.create_task(call_far_terms(stranger, liar, peers, refused))
         at = max(p.replica.position for p in peers)
         await swarm.until(lambda: reached(peers, at + 4))
         task.cancel()

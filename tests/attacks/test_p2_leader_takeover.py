@@ -4,37 +4,9 @@ import pytest
 
 from atoll.optim.log.entry import Entry
 from atoll.peer.rounds.consensus import leader as leaders
-from atoll.peer.rounds.consensus.round import ElectorsProbed, SendProposal, term_of
+from atoll.peer.rounds.consensus.round import SendProposal, term_of
+from support.attackers import close_alone, drop
 from support.swarm import reached, run_swarm
-
-
-def close_alone(monkeypatch, liar):
-    form = leaders.form_group
-
-    def alone(ctx, place, term, ready):
-        mine = {ctx.me.peer_id: ready[ctx.me.peer_id]} if ctx.me.peer_id in ready else ready
-        return form(ctx, place, term, mine if ctx.me == liar else ready)
-
-    monkeypatch.setattr(leaders, "form_group", alone)
-
-
-def drop(monkeypatch, liar, count):
-    """The liar takes so many electors for dead, sessions or not."""
-    init = leaders.Round.__init__
-
-    def lying(machine, *args, leads, **options):
-        init(machine, *args, leads=leads, **options)
-        if leads._me == liar:
-            is_live = machine.is_live
-            machine.is_live = lambda peer: peer not in machine._silent and is_live(peer)
-
-    def note(leadership, heads):
-        others = [e.peer_id for e in leadership._electorate() if e != liar]
-        silent = others[:count] if leadership.ctx.me == liar else []
-        leadership._take(ElectorsProbed(silent=frozenset(silent)))
-
-    monkeypatch.setattr(leaders.Round, "__init__", lying)
-    monkeypatch.setattr(leaders.Leadership, "_note_electors", note)
 
 
 def log_of(peer):

@@ -3,21 +3,10 @@
 import pytest
 
 from atoll.peer.rounds.consensus import leader as leaders
+from support.attackers import stop_at
 from support.swarm import SETTINGS, reached, run_swarm
 
 PATIENCE_S = 4 * SETTINGS.grace_s + 14 * SETTINGS.stall_s
-
-
-def stop_at(monkeypatch, liar, step):
-    """The liar's terms hang at one step; its sessions go on."""
-    init = leaders.Round.__init__
-
-    def silent(machine, *args, leads, **options):
-        init(machine, *args, leads=leads, **options)
-        if leads._me == liar:
-            setattr(machine, step, lambda view: [])
-
-    monkeypatch.setattr(leaders.Round, "__init__", silent)
 
 
 @pytest.mark.parametrize("step", ["_form", "_reduce", "_count_votes"])

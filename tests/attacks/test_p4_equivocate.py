@@ -4,71 +4,12 @@ import asyncio
 
 import pytest
 
-from atoll.dht.transport import Refused, TransportError
+from atoll.dht.transport import Refused
 from atoll.optim.log.entry import (
-    Certificate,
     Entry,
-    Vote,
-    is_quorum,
-    proposal_payload,
-    vote_payload,
 )
-from atoll.peer.rounds.consensus.leader import Polls
-from atoll.peer.rounds.consensus.round import SendProposal
-from atoll.peer.rounds.messages import Announced, Ballot, Propose, deflated
+from support.attackers import equivocate
 from support.swarm import SwarmPeer, reached, run_swarm, signed_epoch
-
-
-def equivocate(monkeypatch, liar):
-    """At its next attempt the liar proposes twice, and commits what it gets a quorum for."""
-    run, told = Polls._run, []
-
-    async def lying(polls, question, electorate):
-        me = polls._ctx.me
-        if me != liar or not isinstance(question, SendProposal) or told:
-            return await run(polls, question, electorate)
-        told.append(question.entry.position)
-        a = question.entry
-        # Members signed what they brought; which generation a part is of is the leader's word.
-        lie = a.parts[0].model_copy(update={"generation": a.parts[0].generation + 1})
-        b = a.model_copy(update={"parts": (lie, *a.parts[1:])})
-        others = [i for i, e in enumerate(electorate) if e != me]
-        half = len(others) // 2
-        certified = []
-        for entry, side in ((a, others[:half]), (b, others[half:])):
-            votes = {electorate.index(me): polls._ctx.sign(vote_payload(entry, question.attempt))}
-            ask = Propose(
-                attempt=question.attempt,
-                entry=deflated(entry.encode()),
-                reports=polls._reports.get(entry.reports, ()),
-                signature=polls._ctx.sign(proposal_payload(entry, question.attempt)),
-            )
-            for i in side:
-                try:
-                    answer = await polls._ctx.transport.call(
-                        electorate[i].peer_id, "propose", ask.encode(), timeout_s=5
-                    )
-                except TransportError:
-                    continue
-                votes[i] = Ballot.decode(answer).signature
-            if is_quorum(list(votes), len(electorate)):
-                ballots = tuple(Vote(elector=i, signature=s) for i, s in sorted(votes.items()))
-                certificate = Certificate(attempt=question.attempt, votes=ballots)
-                certified.append((entry, certificate, side))
-        for entry, certificate, side in certified:
-            commit = Announced(
-                entry=deflated(entry.encode()), certificate=certificate.encode(), tell=()
-            )
-            for i in side:
-                try:
-                    await polls._ctx.transport.call(
-                        electorate[i].peer_id, "commit", commit.encode(), timeout_s=5
-                    )
-                except TransportError:
-                    continue
-
-    monkeypatch.setattr(Polls, "_run", lying)
-    return told
 
 
 @pytest.mark.parametrize("count", [3, 4, 5])

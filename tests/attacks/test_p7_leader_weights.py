@@ -5,9 +5,9 @@ import pytest
 from atoll.dht.identity import Identity, verify
 from atoll.optim.log.entry import Entry, MalformedRecord
 from atoll.peer.rounds.consensus import dissemination
-from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.messages import Report, Sworn, report_payload
 from atoll.peer.rounds.policies import admit, check_reports
+from support.attackers import falsify
 from support.swarm import reached, run_swarm
 
 
@@ -33,16 +33,7 @@ def test_no_entry_carries_a_number_that_a_member_did_not_sign(
         peers = await swarm.start(4)
         await swarm.until(lambda: reached(peers, 2))
         liar, honest = peers[3], peers[:3]
-        form = leaders.form_group
-
-        def lying(ctx, place, term, ready):
-            group = form(ctx, place, term, ready)
-            if ctx is not liar.ctx:
-                return group
-            last = group.members[-1].model_copy(update=LIES[lie])
-            return group.model_copy(update={"members": (*group.members[:-1], last)})
-
-        monkeypatch.setattr(leaders, "form_group", lying)
+        falsify(monkeypatch, liar.ctx.me, LIES[lie])
         if not members_look:
             monkeypatch.setattr(dissemination, "check_reports", lambda *_, **__: None)
         at = max(p.replica.position for p in peers)

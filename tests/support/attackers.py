@@ -1,0 +1,163 @@
+"""The attackers of `tests/attacks` that strike a swarm; `scripts/bench attacks` measures them."""
+
+import asyncio
+
+from atoll.dht.transport import Refused, TransportError
+from atoll.optim.log.entry import Certificate, Vote, is_quorum, proposal_payload, vote_payload
+from atoll.peer.rounds.allreduce.sides import Owner
+from atoll.peer.rounds.consensus import leader as leaders
+from atoll.peer.rounds.consensus.leader import Polls
+from atoll.peer.rounds.consensus.round import ElectorsProbed, SendProposal, leader_of
+from atoll.peer.rounds.messages import Announced, Ballot, Prefix, Propose, deflated
+from support.swarm import ready_of
+
+LAST = (1 << 61) - 1
+"""the last term that a message can name"""
+
+
+def deny_others(monkeypatch, liar):
+    """P1: as an owner, its reports name all other members of the group with 0 cells."""
+    init = Owner.__init__
+
+    class Lies(asyncio.Queue):
+        def __init__(self, state):
+            super().__init__()
+            self.state = state
+
+        def put_nowait(self, done):
+            others = [i for i in range(len(self.state.group.members)) if i != self.state.me]
+            partial = tuple(Prefix(member=i, cells=0) for i in others)
+            super().put_nowait(done.model_copy(update={"partial": partial}))
+
+    def lying(owner, state, *args, **options):
+        init(owner, state, *args, **options)
+        if state.ctx.me == liar:
+            owner.reports = Lies(state)
+
+    monkeypatch.setattr(Owner, "__init__", lying)
+
+
+def close_alone(monkeypatch, liar):
+    form = leaders.form_group
+
+    def alone(ctx, place, term, ready):
+        mine = {ctx.me.peer_id: ready[ctx.me.peer_id]} if ctx.me.peer_id in ready else ready
+        return form(ctx, place, term, mine if ctx.me == liar else ready)
+
+    monkeypatch.setattr(leaders, "form_group", alone)
+
+
+def drop(monkeypatch, liar, count):
+    """The liar takes so many electors for dead, sessions or not."""
+    init = leaders.Round.__init__
+
+    def lying(machine, *args, leads, **options):
+        init(machine, *args, leads=leads, **options)
+        if leads._me == liar:
+            is_live = machine.is_live
+            machine.is_live = lambda peer: peer not in machine._silent and is_live(peer)
+
+    def note(leadership, heads):
+        others = [e.peer_id for e in leadership._electorate() if e != liar]
+        silent = others[:count] if leadership.ctx.me == liar else []
+        leadership._take(ElectorsProbed(silent=frozenset(silent)))
+
+    monkeypatch.setattr(leaders.Round, "__init__", lying)
+    monkeypatch.setattr(leaders.Leadership, "_note_electors", note)
+
+
+def stop_at(monkeypatch, liar, step):
+    """The liar's terms hang at one step; its sessions go on."""
+    init = leaders.Round.__init__
+
+    def silent(machine, *args, leads, **options):
+        init(machine, *args, leads=leads, **options)
+        if leads._me == liar:
+            setattr(machine, step, lambda view: [])
+
+    monkeypatch.setattr(leaders.Round, "__init__", silent)
+
+
+def equivocate(monkeypatch, liar):
+    """At its next attempt the liar proposes twice, and commits what it gets a quorum for."""
+    run, told = Polls._run, []
+
+    async def lying(polls, question, electorate):
+        me = polls._ctx.me
+        if me != liar or not isinstance(question, SendProposal) or told:
+            return await run(polls, question, electorate)
+        told.append(question.entry.position)
+        a = question.entry
+        # Members signed what they brought; which generation a part is of is the leader's word.
+        lie = a.parts[0].model_copy(update={"generation": a.parts[0].generation + 1})
+        b = a.model_copy(update={"parts": (lie, *a.parts[1:])})
+        others = [i for i, e in enumerate(electorate) if e != me]
+        half = len(others) // 2
+        certified = []
+        for entry, side in ((a, others[:half]), (b, others[half:])):
+            votes = {electorate.index(me): polls._ctx.sign(vote_payload(entry, question.attempt))}
+            ask = Propose(
+                attempt=question.attempt,
+                entry=deflated(entry.encode()),
+                reports=polls._reports.get(entry.reports, ()),
+                signature=polls._ctx.sign(proposal_payload(entry, question.attempt)),
+            )
+            for i in side:
+                try:
+                    answer = await polls._ctx.transport.call(
+                        electorate[i].peer_id, "propose", ask.encode(), timeout_s=5
+                    )
+                except TransportError:
+                    continue
+                votes[i] = Ballot.decode(answer).signature
+            if is_quorum(list(votes), len(electorate)):
+                ballots = tuple(Vote(elector=i, signature=s) for i, s in sorted(votes.items()))
+                certificate = Certificate(attempt=question.attempt, votes=ballots)
+                certified.append((entry, certificate, side))
+        for entry, certificate, side in certified:
+            commit = Announced(
+                entry=deflated(entry.encode()), certificate=certificate.encode(), tell=()
+            )
+            for i in side:
+                try:
+                    await polls._ctx.transport.call(
+                        electorate[i].peer_id, "commit", commit.encode(), timeout_s=5
+                    )
+                except TransportError:
+                    continue
+
+    monkeypatch.setattr(Polls, "_run", lying)
+    return told
+
+
+def falsify(monkeypatch, liar, changes):
+    """P7: groups that the liar closes give their last member numbers that it did not report."""
+    form = leaders.form_group
+
+    def lying(ctx, place, term, ready):
+        group = form(ctx, place, term, ready)
+        if ctx.me != liar:
+            return group
+        last = group.members[-1].model_copy(update=changes)
+        return group.model_copy(update={"members": (*group.members[:-1], last)})
+
+    monkeypatch.setattr(leaders, "form_group", lying)
+
+
+async def call_far_terms(stranger, identity, peers, refused):
+    """P13: report to all peers, again and again, for the last term that each of them leads."""
+    while True:
+        for peer in peers:
+            replica = peer.replica
+            term = next(
+                t
+                for t in range(LAST, 0, -1)
+                if leader_of(replica.electorate, replica.position, t) == peer.ctx.me
+            )
+            try:
+                stream = await stranger.open(peer.identity.peer_id, "round", timeout_s=2)
+                await stream.send(ready_of(identity, peer, term=term), timeout_s=2)
+                await stream.recv(timeout_s=5)
+            except Refused as error:
+                refused.add(error.code)
+        await asyncio.sleep(0.1)

@@ -44,7 +44,7 @@ from support.swarm import SMALL, Swarm, SwarmPeer, identity_of, run_swarm  # noq
 SAVED = ROOT / "docs" / "benchmarks" / "attacks.json"
 PAGE = ROOT / "docs" / "benchmarks" / "attacks.md"
 MARKS = ("<!-- rows of attacks.json -->", "<!-- end of rows -->")
-PHASE_S = 300.0  # 60 windows: at least 15 positions are led by each of four peers
+PHASE_S = 180.0  # 36 windows: each of four peers leads nine positions
 STEP_S = 0.25  # between two looks at the peers
 MIB = 1 << 20
 

@@ -190,6 +190,11 @@ class Holdings:
                 return at[digest].body
         return None
 
+    def holds(self, digest: bytes, wire_bytes: int) -> bool:
+        """Return whether the part is here, as long as its owner said: a digest proves no length."""
+        body = self.body(digest)
+        return body is not None and len(body) == wire_bytes
+
     def decoded(self, position: int, digest: bytes) -> Update | None:
         """Return the values of a part, if they were decoded as they came."""
         held = self._parts.get(position, {}).get(digest)

@@ -17,6 +17,17 @@ LAST = (1 << 61) - 1
 
 def deny_others(monkeypatch, liar):
     """P1: as an owner, its reports name all other members of the group with 0 cells."""
+
+    def lie(done, state):
+        others = [i for i in range(len(state.group.members)) if i != state.me]
+        partial = tuple(Prefix(member=i, cells=0) for i in others)
+        return done.model_copy(update={"partial": partial})
+
+    report(monkeypatch, liar, lie)
+
+
+def report(monkeypatch, liar, lie):
+    """As an owner, it reports `lie(done, state)` instead of `done`."""
     init = Owner.__init__
 
     class Lies(asyncio.Queue):
@@ -25,9 +36,7 @@ def deny_others(monkeypatch, liar):
             self.state = state
 
         def put_nowait(self, done):
-            others = [i for i in range(len(self.state.group.members)) if i != self.state.me]
-            partial = tuple(Prefix(member=i, cells=0) for i in others)
-            super().put_nowait(done.model_copy(update={"partial": partial}))
+            super().put_nowait(lie(done, self.state))
 
     def lying(owner, state, *args, **options):
         init(owner, state, *args, **options)

@@ -503,11 +503,11 @@ class Leadership:
         if parts is None:
             return view
         held, exchange = self.ctx.parts, self.exchange
-        digests = parts.digests.items()
+        done = parts.done.items()
         indices = range(len(parts)) if exchange is not None else ()
         return replace(
             view,
-            held=frozenset(i for i, digest in digests if held.body(digest) is not None),
+            held=frozenset(i for i, d in done if held.holds(d.digest, d.wire_bytes)),
             coming=frozenset(i for i in indices if exchange is not None and exchange.busy(i)),
         )
 

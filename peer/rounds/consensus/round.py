@@ -504,9 +504,14 @@ class Parts:
         return len(self._parts)
 
     @property
+    def done(self) -> dict[int, PartDone]:
+        """The owners' words on finished parts, by part."""
+        return {i: part.done for i, part in enumerate(self._parts) if part.done}
+
+    @property
     def digests(self) -> dict[int, bytes]:
         """The digests that owners have named, by part."""
-        return {i: part.done.digest for i, part in enumerate(self._parts) if part.done}
+        return {i: done.digest for i, done in self.done.items()}
 
     def note(self, remote: str, done: PartDone) -> None:
         """Take an owner's word on a part; that of another member counts for nothing."""

@@ -455,6 +455,9 @@ class Voter:
             except PeerUnreachable:
                 if not comes:
                     raise
+        if len(body) != part.wire_bytes:
+            # The owner's lie, not the leader's, which may propose before it has the bytes.
+            raise PeerUnreachable(f"nobody has {part.wire_bytes} bytes of this digest")
         return body
 
     async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:

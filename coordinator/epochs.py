@@ -32,7 +32,14 @@ from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import PeerStatus
 from atoll.coordinator.signing import NONE_SIGNED, EpochSigner
-from atoll.optim.log.entry import Elector, Entry, LogError, choose_electors
+from atoll.optim.log.entry import (
+    Elector,
+    Entry,
+    LogError,
+    choose_electors,
+    first_sound_term,
+    leader_order,
+)
 from atoll.optim.log.replica import LiveReplica
 
 # After a round, so long no other is decided, in most runs: an epoch that opens for keepers then
@@ -220,7 +227,10 @@ class Epochs:
         self._retired.clear()  # peers that resigned are not electors of the new epoch
         highest = self._signer.highest
         opened = await self._replica.open_epoch(
-            chosen, self._signer.sign, above=-1 if highest is None else highest
+            chosen,
+            self._signer.sign,
+            above=-1 if highest is None else highest,
+            first_term=self._sound_term(chosen) if again and not because else 0,
         )
         self._progress.restart(now_s, again=again and not because)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
@@ -228,6 +238,21 @@ class Epochs:
         whom = "keeper" if self._min_keepers else "peer"
         self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")
         return True
+
+    def _sound_term(self, chosen: Sequence[Elector]) -> int:
+        """Return the first term at our head that no elector leads whose term failed there.
+
+        Only of the first terms of an epoch is it known here that they have begun. The run stands
+        still, so they have failed.
+        """
+        replica, position = self._replica, self._replica.position
+        opened = replica.opened
+        if opened is None or not replica.electorate:
+            return 0
+        begun = opened.first_term if position == opened.base_position else 0
+        order = leader_order(replica.electorate, position)[: begun + 1]
+        failed = {replica.electorate[index].peer_id for index in order}
+        return first_sound_term(chosen, position, failed)
 
     def _in_newest_entries(self) -> set[str]:
         """Return the PeerIDs that the newest entries name as electors or members; blocks.

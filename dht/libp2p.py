@@ -430,7 +430,7 @@ class LibP2PTransport:
             direct = [a for a in self._known.get(peer, ()) if relay_of(a) is None]
             if direct or not self._relays_of(peer):
                 await self._dial(peer, direct, timeout_s)
-            else:
+            elif peer not in await self._live():  # it may have dialed us, its relay
                 await self._meet_relays(peer, timeout_s)
 
     async def _wait_for_dial(self, peer: str) -> None:
@@ -454,6 +454,9 @@ class LibP2PTransport:
         for address in self._known[peer]:
             relay = relay_of(address)
             if relay is None:
+                continue
+            if relay == self.peer_id:
+                errors.append("it has no connection to this peer, which relays for it")
                 continue
             if relay not in self._known:
                 self.learn(relay, [address.partition(CIRCUIT)[0]])
@@ -614,7 +617,7 @@ class LibP2PTransport:
             return
         stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
         task = self._tasks.spawn(self._serve(stream, connection, tls))
-        if not self._is_admitted(remote):
+        if tls is None and not self._is_admitted(remote):  # a relay brings the admission first
             self._silent[stream] = (asyncio.get_running_loop().time(), task)
         task.add_done_callback(lambda _: self._served(stream, connection))
         if len(self._silent) > MAX_SILENT:

@@ -3,7 +3,7 @@
     A                            relay R                          B
     ASK  B, hello of A,
          admission of A   --->   BRING  A, hello of A,
-                                        admission of R    --->
+                                        admissions of A, R --->
                           <---   JOINED hello of B        <---    JOINED hello of B
     ================= TLS 1.3 from A to B; R copies bytes =================
 
@@ -56,7 +56,7 @@ from atoll.dht.transport import (
 logger = logging.getLogger(__name__)
 
 CIRCUIT = "/p2p-circuit"
-MAX_FRAME_BYTES = 8 << 10  # an admission of 4 KiB, a certificate of 300 bytes, two PeerIDs
+MAX_FRAME_BYTES = 12 << 10  # two admissions of 4 KiB, a certificate of 300 bytes, a PeerID
 MAX_HELLO_BYTES = 2 << 10
 JOIN_S = 10.0  # for each frame before the two are joined
 LINGER_S = 60.0  # for the second direction to end after the first, as for a call's stream
@@ -259,7 +259,7 @@ class Relaying:
             kind, fields = await _receive(connection)
             if kind == Kind.ASK and len(fields) == 3:
                 await self._carry(remote, connection, *fields)
-            elif kind == Kind.BRING and len(fields) == 3:
+            elif kind == Kind.BRING and len(fields) == 4:
                 if await self._take(remote, connection, *fields):
                     return  # the stream has another owner now
             else:
@@ -273,10 +273,17 @@ class Relaying:
         connection.close()
 
     async def _take(
-        self, relay: str, connection: socket.socket, source: bytes, hello: bytes, admission: bytes
+        self,
+        relay: str,
+        connection: socket.socket,
+        source: bytes,
+        hello: bytes,
+        admission: bytes,
+        relay_admission: bytes,
     ) -> bool:
-        self._check(relay, admission)
         peer = source.decode("ascii")
+        self._check(relay, relay_admission)
+        self._check(peer, admission)
         context = self._secrets.context(peer, hello, server_side=True)
         await _send(connection, Kind.JOINED, self._secrets.hello)
         if self._joined is None:
@@ -296,7 +303,7 @@ class Relaying:
             raise Refused(RefusalCode.NO_RELAY, "too many relayed streams; try again later")
         self._pairs[source] += 1
         try:
-            far = await self._bring(source, target.decode("ascii"), hello)
+            far = await self._bring(source, target.decode("ascii"), hello, admission)
             try:
                 await _send(near, Kind.JOINED, await _answer(far, target.decode()))
                 await self._copy(source, near, target.decode(), far)
@@ -306,13 +313,16 @@ class Relaying:
             self._pairs[source] -= 1
             self._pairs += Counter()  # forget those without any
 
-    async def _bring(self, source: str, target: str, hello: bytes) -> socket.socket:
+    async def _bring(
+        self, source: str, target: str, hello: bytes, admission: bytes
+    ) -> socket.socket:
         assert self._daemon is not None
         if target not in await self._daemon.connected():
             raise Refused(RefusalCode.NO_RELAY, f"{target} has no connection to this relay")
         far = await self._daemon.open(target, self.protocol, timeout_s=JOIN_S)
         try:
-            await _send(far, Kind.BRING, source.encode(), hello, self._admission())
+            admissions = (admission, self._admission())
+            await _send(far, Kind.BRING, source.encode(), hello, *admissions)
         except BaseException:
             far.close()
             raise

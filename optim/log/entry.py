@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
@@ -448,6 +448,8 @@ class Epoch(Record):
     electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
     newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MAX_ELECTORS)] = ()
     """peers known before the base that do not vote now; electors of before are among them"""
+    first_term: Annotated[Count, Field(lt=MAX_ELECTORS)] = 0
+    """with which the base begins: those before it are led by electors whose terms failed there"""
 
 
 class SignedEpoch(Record):
@@ -569,6 +571,12 @@ def choose_electors(candidates: Sequence[Elector]) -> tuple[Elector, ...]:
 def leader_order(electorate: Sequence[Elector], position: int) -> list[int]:
     """Return the indices of the electors in the order in which they lead attempts 0, 1, 2, ..."""
     return sorted(range(len(electorate)), key=lambda index: _rank(position, electorate[index]))
+
+
+def first_sound_term(electorate: Sequence[Elector], position: int, failed: Collection[str]) -> int:
+    """Return the first term at `position` that none of these PeerIDs leads; 0 if they lead all."""
+    leaders = [electorate[index].peer_id for index in leader_order(electorate, position)]
+    return next((term for term, peer in enumerate(leaders) if peer not in failed), 0)
 
 
 def _rank(what: str | int, elector: Elector) -> bytes:

@@ -386,6 +386,13 @@ class ReplicaView:
         return self.standing.electorate
 
     @property
+    def first_term(self) -> int:
+        """Return the term with which the next entry's position begins."""
+        opened = self.opened
+        is_base = opened is not None and self.position == opened.base_position
+        return opened.first_term if opened is not None and is_base else 0
+
+    @property
     def voters(self) -> Succession:
         """Return the next entry's electorate, and those who may vote later."""
         return Succession(self.standing.electorate, self.standing.newcomers)
@@ -938,7 +945,12 @@ class Replica(ReplicaView):
         self.standing = replace(self.standing, head=head, opened=epoch, epoch_record=record)
 
     def open_epoch(
-        self, electorate: Sequence[Elector], sign: Callable[[bytes], bytes], *, above: int = -1
+        self,
+        electorate: Sequence[Elector],
+        sign: Callable[[bytes], bytes],
+        *,
+        above: int = -1,
+        first_term: int = 0,
     ) -> Epoch:
         """Sign and begin a new epoch at the head, which voids nothing here.
 
@@ -953,6 +965,7 @@ class Replica(ReplicaView):
             base_chain=head.chain,
             electorate=tuple(electorate),
             newcomers=remembered(self.voters, electorate, head.position),
+            first_term=first_term,
         )
         raw = epoch.encode()
         self.adopt(SignedEpoch(epoch=raw, signature=sign(epoch_payload(raw))).encode())
@@ -1226,10 +1239,18 @@ class LiveReplica(ReplicaView):
         return await self.change(lambda: self.core.adopt(record))
 
     async def open_epoch(
-        self, electorate: Sequence[Elector], sign: Callable[[bytes], bytes], *, above: int = -1
+        self,
+        electorate: Sequence[Elector],
+        sign: Callable[[bytes], bytes],
+        *,
+        above: int = -1,
+        first_term: int = 0,
     ) -> Epoch:
         """Sign and begin a new epoch at the head; see `Replica.open_epoch`."""
-        return await self.change(lambda: self.core.open_epoch(electorate, sign, above=above))
+        core = self.core
+        return await self.change(
+            lambda: core.open_epoch(electorate, sign, above=above, first_term=first_term)
+        )
 
     # Changes
 

@@ -1,10 +1,14 @@
 """P3: a leader sends signs of life and never closes the group, or never proposes."""
 
+import asyncio
+
 import pytest
 
+from atoll.optim.log.entry import Certificate, Elector, first_sound_term
 from atoll.peer.rounds.consensus import leader as leaders
+from atoll.peer.rounds.consensus.round import term_of
 from support.attackers import stop_at
-from support.swarm import SETTINGS, reached, run_swarm
+from support.swarm import SETTINGS, reached, run_swarm, signed_epoch
 
 PATIENCE_S = 4 * SETTINGS.grace_s + 14 * SETTINGS.stall_s
 
@@ -28,3 +32,47 @@ def test_a_run_goes_on_under_the_next_leader(tmp_path, monkeypatch, step):
         assert swarm.same_bits(honest)
 
     run_swarm(tmp_path, scenario, codec="int8")
+
+
+@pytest.mark.parametrize("electors", ["members", "keepers"])
+def test_an_epoch_does_not_begin_with_a_leader_whose_term_failed(tmp_path, electors):
+    async def scenario(swarm):
+        role = "keeper" if electors == "keepers" else "trainer"
+        voting = [swarm.add(role=role) for _ in range(4)]
+        peers = [*voting, *(swarm.add() for _ in range(2 * (electors == "keepers")))]
+        await swarm.begin(peers)
+        await swarm.until(lambda: reached(peers, 2))
+        replica = voting[0].replica
+        at, chain, electorate = replica.position, replica.chain, list(replica.electorate)
+        swarm.network.on_message = lambda *message: False  # the run stands still there
+        await asyncio.sleep(20)
+        failed = {leaders.leader_of(electorate, at, term).peer_id for term in (0, 1)}
+        first_term = first_sound_term(electorate, at, failed)
+        assert first_term == 2
+        swarm.network.on_message = None
+        record = signed_epoch(2, at, chain, electorate, first_term)
+        for peer in peers:
+            await peer.replica.adopt(record)
+            await peer.catch_up()
+        assert all(peer.replica.first_term == 2 for peer in peers)
+        began_s = swarm.now()
+        await swarm.until(lambda: reached(peers, at + 3), timeout_s=300.0)
+        assert swarm.now() - began_s < 2 * PATIENCE_S
+        terms = [
+            term_of(Certificate.decode(row.certificate).attempt)
+            for row in replica.store.headers(at, 3)
+        ]
+        assert terms == [2, 0, 0]
+        assert swarm.same_bits(peers)
+
+    run_swarm(tmp_path, scenario, codec="int8", electors=electors)
+
+
+def test_the_first_sound_term_is_led_by_nobody_who_failed():
+    electorate = [Elector(peer_id=name, incarnation="1") for name in "abcd"]
+    order = [leaders.leader_of(electorate, 7, term).peer_id for term in range(4)]
+    assert first_sound_term(electorate, 7, ()) == 0
+    assert first_sound_term(electorate, 7, order[:1]) == 1
+    assert first_sound_term(electorate, 7, order[:3]) == 3
+    assert first_sound_term(electorate, 7, order[1:]) == 0
+    assert first_sound_term(electorate, 7, order) == 0

@@ -10,9 +10,7 @@ import pytest
 
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.presence import FORGET_S
-from atoll.optim.log.entry import (
-    Partial,
-)
+from atoll.optim.log.entry import Partial, leader_order
 
 RUN = b"r" * 32
 
@@ -70,6 +68,37 @@ def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> N
             assert coordinator.head().epoch == 1
             events = [e.text for e in coordinator.status().events]
             assert events.count("no report for 10 s; counts as gone") == 3
+
+    kit.run(main())
+
+
+def test_each_epoch_of_a_stalled_run_begins_with_another_leader(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            clock = Clock()
+            coordinator = net.up.coordinator
+            coordinator._steady = clock
+            clients = await net.started()
+            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            await net.publish(clients[0], entry, body)
+            replica = coordinator.replica
+
+            async def until_epoch(number: int) -> str:
+                while coordinator.head().epoch < number:
+                    clock.now_s += 1.0
+                    for index, client in enumerate(clients):
+                        status = net.swarm.status(index, state="syncing", position=1)
+                        await client.heartbeat(status)
+                    await coordinator.tick()
+                assert replica.position == 1 and len(replica.electorate) == len(clients)
+                order = leader_order(replica.electorate, 1)
+                return replica.electorate[order[replica.first_term]].peer_id
+
+            first = replica.electorate[leader_order(replica.electorate, 1)[0]].peer_id
+            assert replica.first_term == 0
+            leaders = [first, await until_epoch(1), await until_epoch(2)]
+            assert len(set(leaders)) == len(clients) == 3
+            assert await until_epoch(3) == first  # all have failed: it begins anew
 
     kit.run(main())
 

@@ -62,21 +62,50 @@ class End:
         await self.daemon.close()
 
 
-@contextlib.asynccontextmanager
-async def ends(count=2, *, relay_mbit_s=1000.0, **options):
+RUNNER = asyncio.Runner()  # one loop, so that most tests share a relay and three peers
+SHARED: list[End] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed_after_all():
+    yield
+    RUNNER.run(close(SHARED))
+    RUNNER.close()
+
+
+async def close(some):
+    for each in reversed(some):
+        await each.close()
+
+
+async def start(count, relay_mbit_s, **options):
     """A relay, and peers that have dialed it and know each other behind it only."""
     relay = await End.start(relay_mbit_s=relay_mbit_s)
     peers = [await End.start(**options) for _ in range(count)]
+    (address,) = relay.daemon.addresses
+    for peer in peers:
+        await peer.transport.connect(relay.peer_id, [address], timeout_s=10)
+        for other in peers:
+            peer.transport.learn(other.peer_id, [through(address, other.peer_id)])
+    return [relay, *peers]
+
+
+@contextlib.asynccontextmanager
+async def shared(count=2):
+    """The relay and peers that tests share, which leave them as they were."""
+    if not SHARED:
+        SHARED.extend(await start(3, 1000.0))
+    yield SHARED[: 1 + count]
+
+
+@contextlib.asynccontextmanager
+async def ends(count=2, *, relay_mbit_s=1000.0, **options):
+    """A relay and peers of one test."""
+    some = await start(count, relay_mbit_s, **options)
     try:
-        (address,) = relay.daemon.addresses
-        for peer in peers:
-            await peer.transport.connect(relay.peer_id, [address], timeout_s=10)
-            for other in peers:
-                peer.transport.learn(other.peer_id, [through(address, other.peer_id)])
-        yield relay, *peers
+        yield some
     finally:
-        for each in (*peers, relay):
-            await each.close()
+        await close(some)
 
 
 def run(main, timeout_s=60):
@@ -84,7 +113,7 @@ def run(main, timeout_s=60):
         async with asyncio.timeout(timeout_s):
             await main()
 
-    asyncio.run(bounded())
+    RUNNER.run(bounded())
 
 
 def test_an_address_names_its_relay():
@@ -96,7 +125,7 @@ def test_an_address_names_its_relay():
 
 def test_calls_and_streams_pass_through_a_relay():
     async def main():
-        async with ends() as (relay, a, b):
+        async with shared() as (relay, a, b):
             answer = await a.transport.call(b.peer_id, "echo", b"hi", timeout_s=10)
             assert answer == a.peer_id.encode() + b":hi"
             body = bytes(range(256)) * ((MAX_CALL_BYTES - 100) // 256)
@@ -117,7 +146,7 @@ def test_calls_and_streams_pass_through_a_relay():
 
 def test_many_streams_share_a_relay():
     async def main():
-        async with ends(3) as (_, a, b, c):
+        async with shared(3) as (_, a, b, c):
             pairs = [(x, y) for x in (a, b, c) for y in (a, b, c) if x is not y]
             calls = [
                 x.transport.call(y.peer_id, "echo", bytes([n]) * 10_000, timeout_s=20)
@@ -237,7 +266,7 @@ async def opened(end, remote):
 )
 def test_a_malformed_frame_is_refused(sent):
     async def main():
-        async with ends(1) as (relay, a):
+        async with shared(1) as (relay, a):
             connection = await opened(a, relay)
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(connection, sent)
@@ -257,7 +286,7 @@ def test_a_relay_cannot_claim_to_bring_somebody_else():
         async with ends() as (relay, a, b):
             hello = a.relaying._secrets.hello
             connection = await opened(relay, b)
-            await relaying._send(connection, Kind.BRING, a.peer_id.encode(), hello, TICKET)
+            await relaying._send(connection, Kind.BRING, a.peer_id.encode(), hello, TICKET, TICKET)
             theirs = await relaying._answer(connection, b.peer_id)
             # The relay is the TLS client with its own key.
             context = relay.relaying._secrets.context(b.peer_id, theirs, server_side=False)
@@ -311,7 +340,7 @@ def test_an_end_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setattr(relaying, "JOIN_S", 0.3)
 
     async def main():
-        async with ends() as (relay, a, b):
+        async with shared() as (relay, a, b):
             connection = await opened(a, relay)
             loop = asyncio.get_running_loop()
             assert await asyncio.wait_for(loop.sock_recv(connection, 10), 5) == b""
@@ -322,5 +351,42 @@ def test_an_end_that_never_answers_is_given_up(monkeypatch):
                 await relaying._answer(ours, b.peer_id)
             ours.close()
             theirs.close()
+
+    run(main)
+
+
+def test_a_relay_itself_uses_the_connection_that_a_peer_dialed():
+    async def main():
+        async with ends(2) as (relay, a, b):
+            (address,) = relay.daemon.addresses
+            for peer in (a, b):  # one has a higher PeerID than the other, or the relay
+                relay.transport.learn(peer.peer_id, [through(address, peer.peer_id)])
+                relay.transport._connected.clear()
+                await relay.transport.call(peer.peer_id, "echo", b"", timeout_s=10)
+                await relay.transport.connect(
+                    peer.peer_id, [through(address, peer.peer_id)], timeout_s=10
+                )
+            assert relay.relaying.carried.total() == 0
+            await b.close()
+            await asyncio.sleep(0.2)
+            with pytest.raises(PeerUnreachable, match="no connection to this peer"):
+                await relay.transport.connect(
+                    b.peer_id, [through(address, b.peer_id)], timeout_s=10
+                )
+
+    run(main)
+
+
+@pytest.mark.parametrize("stranger", ["caller", "relay"])
+def test_nobody_is_brought_without_both_admissions(stranger):
+    async def main():
+        async with shared() as (relay, a, b):
+            tickets = (b"none", TICKET) if stranger == "caller" else (TICKET, b"none")
+            connection = await opened(relay, b)
+            hello = a.relaying._secrets.hello
+            await relaying._send(connection, Kind.BRING, a.peer_id.encode(), hello, *tickets)
+            with pytest.raises(Refused, match="expected a ticket"):
+                await relaying._answer(connection, b.peer_id)
+            connection.close()
 
     run(main)

@@ -32,7 +32,7 @@ GENESIS = spec_of().method().genesis(LAYOUT, torch.ones(LAYOUT.numel))
 
 def environment(me, *, rates=None, rounds=0, **changes):
     """An environment of a peer `ann`, with nothing on the wire."""
-    wire = types.SimpleNamespace(wire_bytes_sent=0, wire_bytes_received=0)
+    wire = types.SimpleNamespace(wire_bytes_sent=0, wire_bytes_received=0, relayed_bytes=0)
     transport = types.SimpleNamespace(admission=b"old", statistics=lambda: wire, wire=wire)
     enrolment = changes.pop("enrolment", types.SimpleNamespace())
     enrolment.membership = types.SimpleNamespace(
@@ -50,7 +50,7 @@ def environment(me, *, rates=None, rounds=0, **changes):
         "client": None,
         "enrolment": enrolment,
         "node": types.SimpleNamespace(
-            transport=transport, bootstrap=(), roster=MemoryBoard().roster("ann")
+            transport=transport, bootstrap=(), relays=(), roster=MemoryBoard().roster("ann")
         ),
         "neighbours": None,
         "outbox": Outbox(),

@@ -68,13 +68,16 @@ def identity_of(number: int) -> Identity:
     return Identity(Ed25519PrivateKey.from_private_bytes(sha256(b"%d" % number)), None)
 
 
-def signed_epoch(number: int, position: int, chain: bytes, electorate: list[Elector]) -> bytes:
+def signed_epoch(
+    number: int, position: int, chain: bytes, electorate: list[Elector], first_term: int = 0
+) -> bytes:
     epoch = Epoch(
         run_id=RUN_ID,
         epoch=number,
         base_position=position,
         base_chain=chain,
         electorate=tuple(electorate),
+        first_term=first_term,
     ).encode()
     return SignedEpoch(epoch=epoch, signature=ORGANISER.sign(epoch_payload(epoch))).encode()
 

@@ -218,12 +218,13 @@ class Booth:
         has_signed = self.acceptor.accepted is not None or self.acceptor.locked is not None
         return self._retiring and here and not has_signed
 
-    def turn(self, place: Place, electorate: Sequence[Elector]) -> bool:
-        """Stand at `place`; whether that is another place than before."""
+    def turn(self, place: Place, electorate: Sequence[Elector], first_term: int = 0) -> bool:
+        """Stand at `place`, which begins with a term; whether it is another place than before."""
         moved = place != self.here
         self.here, self._electorate = place, tuple(electorate)
         if place > self.furthest:
             self.furthest, self.acceptor, self._claims = place, Acceptor(), {}
+            self.acceptor.promised = first_term * TERM
         return moved
 
     @property

@@ -330,7 +330,7 @@ class Voter:
     def _turn(self) -> None:
         replica = self._ctx.replica
         place, before = Place(replica.epoch, replica.position), self._booth.here
-        if self._booth.turn(place, replica.electorate):
+        if self._booth.turn(place, replica.electorate, replica.first_term):
             self._verified.clear()
             self._reports = self._locked_reports = ()
             self._tally.turn(replica.electorate)

@@ -187,7 +187,7 @@ def test_a_process_that_starts_again_must_not_lead_as_the_one_before(monkeypatch
 
 
 def test_a_replica_that_comes_back_to_a_position_must_not_vote_there_again(monkeypatch):
-    def turn(self, place, electorate):
+    def turn(self, place, electorate, first_term=0):
         if place != self.here:
             self.here = self.furthest = place
             self._electorate, self.acceptor = electorate, Acceptor()

@@ -28,7 +28,7 @@ def test_no_leader_is_blamed_for_the_length_that_an_owner_named(tmp_path, monkey
     run_swarm(tmp_path, scenario, codec="int8")
 
 
-def test_a_voter_refuses_a_part_of_another_length_without_a_fault_of_the_leader(tmp_path):
+def test_a_part_of_another_length_is_refused_and_no_fault_of_its_leader(tmp_path):
     async def scenario(swarm):
         peers = await swarm.start(4)
         await swarm.until(lambda: reached(peers, 2))

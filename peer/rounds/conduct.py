@@ -3,7 +3,9 @@
 Every peer judges by what it saw itself: as an owner the cells, as a leader the reports.
 Accusations are not passed on, so nobody can have another one barred. The one exception proves
 itself: two signatures that contradict each other (`evidence.py`) bar their signer for good. Being
-slow, dying or being cut off is no fault: it is dealt with in its round.
+slow, dying or being cut off is no fault: it is dealt with in its round. A peer that holds its
+stream open time and again and sends far less than it has declared has a record of its own
+(`Context.lags`): owners expect no cells of it for a while, and nothing else changes.
 
 Bytes that are no valid message are a fault. `guarded_call` and `guarded_stream` answer them with a
 named refusal, whichever handler they meet.
@@ -41,6 +43,7 @@ class Fault(StrEnum):
     BAD_VOTE = "bad-vote"
     BAD_WEIGHT = "bad-weight"
     EQUIVOCATION = "equivocation"
+    NO_PROGRESS = "no-progress"
 
 
 @dataclass(frozen=True, kw_only=True)

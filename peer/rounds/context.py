@@ -81,6 +81,9 @@ class PeerContext:
     """seconds until this peer's own contribution is expected; None if none will come"""
     conduct: Conduct = field(default_factory=Conduct)
     """faults that this peer saw, by peer"""
+    lags: Conduct = field(default_factory=Conduct)
+    """how often they sent far less than the others; an owner expects nothing of those barred here,
+    which keep their votes and their turns to lead"""
     link: Link = field(default_factory=Link)
     _seen: dict[str, PeerRecord] = field(default_factory=dict)
     _seen_until: float = 0.0

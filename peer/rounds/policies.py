@@ -378,6 +378,36 @@ def slowest_mbit_s(uplinks_mbit_s: Sequence[float]) -> float:
     return max(min(uplinks_mbit_s), statistics.median_low(uplinks_mbit_s) / MOST_BELOW_MEDIAN)
 
 
+def is_slow(uplink_mbit_s: float, uplinks_mbit_s: Sequence[float]) -> bool:
+    """Return whether a member declares a rate below a quarter of the group's median."""
+    return uplink_mbit_s * MOST_BELOW_MEDIAN < statistics.median_low(uplinks_mbit_s)
+
+
+def laggards(
+    progress: Mapping[int, float], took_s: Mapping[int, float], *, waited_s: float, stall_s: float
+) -> set[int]:
+    """Return the senders of a part for which its owner waits no longer.
+
+    A sender lags if less than a quarter of its cells have come after twice the time that the
+    median of the other senders took, and no less than four stalls. Signs of life do not count. A
+    sender without another beside it never lags: it may be the link of both that is slow.
+
+    Args:
+        progress: by sender, the fraction of its cells that has come.
+        took_s: by sender whose cells are all here, how long they took.
+        waited_s: since the owner began to wait.
+        stall_s: of the run.
+    """
+    lagging = set()
+    for member, sent in progress.items():
+        others = [took_s.get(other, math.inf) for other in progress if other != member]
+        if member in took_s or sent * MOST_BELOW_MEDIAN >= 1 or not others:
+            continue
+        if waited_s >= max(MARGIN_STALLS * stall_s, 2 * statistics.median_high(others)):
+            lagging.add(member)
+    return lagging
+
+
 def group_patience_s(
     term: int, *, grace_s: float, stall_s: float, last_s: float, window_s: float
 ) -> float:

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +63,7 @@ from atoll.peer.rounds.messages import (
     Upfront,
     tagged,
 )
+from atoll.peer.rounds.policies import is_slow, laggards
 
 CODES, RESULTS = 0, 1  # codes go first: every owner waits for them, and results follow from them
 # A first contact may have to dial. Together with the slack of a stall, two members that are cut off
@@ -516,6 +525,8 @@ class OwnedPart:
     compute: Compute
     waiting: set[int]
     """members that have not opened their stream yet"""
+    senders: frozenset[int] = frozenset()
+    """members whose progress is compared; none if sums of rows come"""
     came: set[int] = field(default_factory=set)
     """members that have opened their stream: cells are taken from one stream only"""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -628,6 +639,8 @@ class Owner:
         self.rejected: dict[int, float] = {}
         self.reports: asyncio.Queue[PartDone] = asyncio.Queue()
         self._norms: dict[int, Norms] = {}
+        self._remembered: set[int] = set()
+        """members that lagged in this round, which is one fault, however many parts it had"""
 
     def norms(self, generation: int) -> Norms:
         """Return the members' norms over all parts that this peer owns in a generation."""
@@ -649,16 +662,24 @@ class Owner:
         for index in set(shares) - expected:
             reducer.drop(index)
         waiting = expected - {state.me}
-        return OwnedPart(reducer=reducer, compute=state.ctx.compute, waiting=waiting)
+        return OwnedPart(
+            reducer=reducer,
+            compute=state.ctx.compute,
+            waiting=waiting,
+            senders=frozenset(waiting),
+        )
 
     def barred(self) -> set[int]:
         """Return the members that are banned now: this owner takes none of their cells."""
         state, barred = self._state, set()
+        ctx, now = state.ctx, state.ctx.now()
         for index in range(len(state.group.members)):
-            bar = state.ctx.conduct.barred(state.peer(index), state.ctx.now())
-            if bar is not None and index != state.me:
+            peer = state.peer(index)
+            is_barred = ctx.conduct.barred(peer, now) is not None
+            if index != state.me and (is_barred or ctx.lags.barred(peer, now) is not None):
                 barred.add(index)
-                state.left_out.setdefault(index, "barred")
+                reason = "barred" if is_barred else "sent far less before"
+                state.left_out.setdefault(index, reason)
         return barred
 
     async def reduce(self, part: int, generation: int) -> None:
@@ -699,15 +720,38 @@ class Owner:
         started, limit_s = state.ctx.now(), state.group.deadline_s
         connect_by = started + CONNECT_STALLS * state.group.stall_s
         complete_by = min(started + share * limit_s, state.times.started + limit_s)
+        took_s: dict[int, float] = {}
         while not owned.reducer.finished:
             now = state.ctx.now()
+            done = {m for m in owned.senders if not owned.reducer.waits_for(m)}
+            took_s |= dict.fromkeys(done - took_s.keys(), now - started)
             if silent := await owned.silent(now, connect_by, state.gone):
                 await self.drop(owned, *silent, reason="sent nothing")
             elif now >= complete_by:
                 late = await owned.give_up()
                 await self.drop(owned, *late, reason="missed the deadline")
+            elif lagging := self._lagging(owned, took_s, now - started):
+                self._remember(owned, lagging)
+                await self.drop(owned, *lagging, reason="sent far less than the others")
             else:
                 await owned.await_end(state.ctx.alive_s)
+
+    def _lagging(self, owned: OwnedPart, took_s: Mapping[int, float], waited_s: float) -> set[int]:
+        num_cells = owned.reducer.part.num_cells
+        progress = {m: owned.reducer.arrived(m) / num_cells for m in owned.senders}
+        stall_s = self._state.group.stall_s
+        return laggards(progress, took_s, waited_s=waited_s, stall_s=stall_s)
+
+    def _remember(self, owned: OwnedPart, members: Collection[int]) -> None:
+        """Note a fault of members that lag, unless they said that they are slow and send."""
+        uplinks = [report.uplink_mbit_s for report in self._state.group.reports]
+        for member in set(members) - self._remembered:
+            self._remembered.add(member)
+            is_honest = bool(uplinks) and is_slow(uplinks[member], uplinks)
+            if not (is_honest and owned.reducer.arrived(member)):
+                ctx, peer = self._state.ctx, self._state.peer(member)
+                if ctx.lags.fault(peer, Fault.NO_PROGRESS, ctx.now()) is not None:
+                    self._state.log(f"expecting no cells of {short(peer)} for a while", "warning")
 
     async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
         """Take a member's cells of one part, and send it the results.

@@ -38,6 +38,7 @@ class State:
             alive_s=STALL_S / 4,
             compute=inline,
             conduct=self.conduct,
+            lags=Conduct(),
             rule=None,
             fault=lambda peer, why: self.faults.append((peer, why)),
         )

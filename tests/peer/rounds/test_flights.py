@@ -111,7 +111,7 @@ def strike_at(folder, message):
     return run_strike_in_flight(folder, lambda swarm: Strike(swarm, kind, message, end))
 
 
-@pytest.mark.parametrize("message", range(3, 150, 15))
+@pytest.mark.parametrize("message", range(3, 150, 23))
 def test_a_fault_at_a_message_while_several_are_in_flight(tmp_path, message):
     strike_at(tmp_path, message)
 

@@ -52,17 +52,22 @@ def wander(
 
 @pytest.mark.parametrize("liar", [FIRST, SECOND])
 def test_no_random_schedule_of_many_terms_decides_twice(liar):
-    assert wander(1_000, liars=(liar,)) > 100
+    assert wander(400, liars=(liar,)) > 40
 
 
 def test_two_liars_of_seven_decide_nothing_twice():
-    assert wander(200, electors=7, liars=(0, 1), attempts=(0, TERM, 2 * TERM)) > 10
+    assert wander(60, electors=7, liars=(0, 1), attempts=(0, TERM, 2 * TERM)) > 3
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("liar", range(4))
 def test_no_random_schedule_decides_twice_in_many_more(liar):
     assert wander(30_000, liars=(liar,)) > 3_000
+
+
+@pytest.mark.exhaustive
+def test_two_liars_of_seven_decide_nothing_twice_in_many_more():
+    assert wander(2_000, electors=7, liars=(0, 1), attempts=(0, TERM, 2 * TERM)) > 100
 
 
 # broken rules

@@ -40,6 +40,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport
+from atoll.coordinator.run.tokenizer_file import MAX_PACKED_BYTES, TokenizerFileError, unpack
 from atoll.dht import Identity
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.layout import Layout, LayoutError
@@ -304,6 +305,23 @@ class CoordinatorClient(StatusClient):
             if len(leaf.data) > LEAF_BYTES:
                 raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
             yield leaf.index, leaf.data
+
+    async def fetch_tokenizer(self, *, sha256: str, size: int) -> bytes:
+        """Return the run's tokenizer file, checked against the spec's digest and size.
+
+        Raises:
+            CoordinatorError: the coordinator is away, does not hold it, or sends another file.
+        """
+        request = pb.FetchRequest(auth=self._auth(), tokenizer=pb.TokenizerRequest())
+        packed = bytearray()
+        async for reply in self._stream_out("Fetch", request):
+            packed += _expect(reply, "chunk")
+            if len(packed) > MAX_PACKED_BYTES:
+                raise BadReply(f"expected a tokenizer of at most {MAX_PACKED_BYTES} bytes")
+        try:
+            return await asyncio.to_thread(unpack, bytes(packed), sha256=sha256, size=size)
+        except TokenizerFileError as error:
+            raise BadReply(str(error)) from None
 
     # Inside
 

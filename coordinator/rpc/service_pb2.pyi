@@ -187,16 +187,22 @@ class PublishReply(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., send_body: _Optional[bool] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("auth", "entries", "snapshot", "leaves")
+    __slots__ = ("auth", "entries", "snapshot", "leaves", "tokenizer")
     AUTH_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     auth: Auth
     entries: EntryRange
     snapshot: SnapshotRequest
     leaves: LeafRange
-    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., entries: _Optional[_Union[EntryRange, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., leaves: _Optional[_Union[LeafRange, _Mapping]] = ...) -> None: ...
+    tokenizer: TokenizerRequest
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., entries: _Optional[_Union[EntryRange, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., leaves: _Optional[_Union[LeafRange, _Mapping]] = ..., tokenizer: _Optional[_Union[TokenizerRequest, _Mapping]] = ...) -> None: ...
+
+class TokenizerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class EntryRange(_message.Message):
     __slots__ = ("start", "count", "bodies")

@@ -7,7 +7,7 @@ Each field's own type and range is checked here; combinations of fields are chec
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -27,6 +27,7 @@ from atoll.optim.reduction.robust import ReducerName
 from atoll.optim.schedules import QSR, Rate
 
 _CUSTOM_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_REVISION = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _OWN_KEYS = {
@@ -41,16 +42,30 @@ LONGEST = 10  # times the shortest window; a rate that falls to a tenth would ca
 
 MIN_KEEPERS = 4  # with which one may lie: 3f + 1
 
-_LATER = ("electors", "trust")
-"""Fields of [round] that the digest of a spec covers only if they differ from their defaults."""
+MAX_TOKENIZER_BYTES = 32 << 20  # of the JSON; that of Llama 3, 128,000 tokens, has 9 MB
+
+EXAMPLE_SHA256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
 Scalar = bool | int | float | str
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Section(BaseModel):
     """A frozen, strict model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    later: ClassVar[tuple[str, ...]] = ()
+    """Fields that older specs lack; serialised only if they differ from their defaults."""
+
+    @model_serializer(mode="wrap")
+    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out fields that older specs lack, so that equal runs keep their run ids."""
+        fields: dict[str, Any] = handler(self)
+        for name in self.later:
+            if fields.get(name) == type(self).model_fields[name].default:
+                del fields[name]
+        return fields
 
 
 class RunSection(Section):
@@ -78,6 +93,8 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model to train."""
 
+    later: ClassVar[tuple[str, ...]] = ("source_sha256",)
+
     preset: str = Field(
         default="nano",
         min_length=1,
@@ -89,6 +106,13 @@ class ModelSection(Section):
         "marked with @model (atoll.peer.training.models). Replaces the preset. Peers start with "
         "--allow-model module:function.",
         examples=["my_package.models:build"],
+    )
+    source_sha256: Sha256 | None = Field(
+        default=None,
+        description="SHA-256 of the custom model's source: of the one file that defines the "
+        "function, not of what that file imports. Peers refuse another source. Default: that of "
+        "the organiser's file at the run's first start.",
+        examples=[EXAMPLE_SHA256],
     )
     overrides: dict[str, Scalar] = Field(
         default_factory=dict,
@@ -107,12 +131,45 @@ class ModelSection(Section):
 class DataSection(Section):
     """The training data."""
 
+    later: ClassVar[tuple[str, ...]] = (
+        "split",
+        "revision",
+        "sha256",
+        "same_text",
+        "tokenizer_sha256",
+        "tokenizer_bytes",
+    )
+
     source: str = Field(
         default="stdlib",
         min_length=1,
         description="Training text: 'stdlib' (the source code of Python's standard library, always "
-        "available), a Hugging Face data set as 'hf:OWNER/NAME', or a path. A peer reads no "
-        "path that this file names: each names its own copy with --data.",
+        "available), a Hugging Face data set as 'hf:OWNER/NAME' or 'hf:OWNER/NAME@CONFIG', or a "
+        "path. A peer reads no path that this file names: each names its own copy with --data.",
+    )
+    split: str = Field(
+        default="train",
+        pattern=r"^\w[\w.]{0,63}$",
+        description="Split of a Hugging Face data set.",
+    )
+    revision: str | None = Field(
+        default=None,
+        description="Revision of a Hugging Face data set: a commit, branch or tag. Default: the "
+        "commit that is the newest at the run's first start, if the hub can be asked.",
+        examples=["main"],
+    )
+    sha256: Sha256 | None = Field(
+        default=None,
+        description="SHA-256 of the text: of the names and contents of its documents, in order. A "
+        "peer that reads another text warns. Default: that of the organiser's text at the run's "
+        "first start, if it is on that machine and not larger than 1 GiB.",
+        examples=[EXAMPLE_SHA256],
+    )
+    same_text: bool = Field(
+        default=False,
+        description="Refuse peers whose text has another SHA-256 than the run's, instead of a "
+        "warning. Without this, each peer may train on a text of its own, and the validation loss "
+        "is a mean over different texts.",
     )
     format: Literal["auto", "text", "jsonl", "parquet", "hf"] = Field(
         default="auto", description="Format of the source: auto, text, jsonl, parquet or hf."
@@ -121,7 +178,22 @@ class DataSection(Section):
         default="bytes",
         min_length=1,
         description="Tokenizer: 'bytes' (256 tokens, nothing to download) or the path of a "
-        "tokenizers JSON file; each peer names its own copy with --tokenizer.",
+        "tokenizers JSON file on the organiser's machine. It travels with the run if it has at "
+        "most 4 MiB compressed; for a larger one each peer names its copy with --tokenizer.",
+    )
+    tokenizer_sha256: Sha256 | None = Field(
+        default=None,
+        description="SHA-256 of the tokenizer's file. Peers refuse another file. Default: that of "
+        "the organiser's file at the run's first start.",
+        examples=[EXAMPLE_SHA256],
+    )
+    tokenizer_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TOKENIZER_BYTES,
+        description="Size of the tokenizer's file in bytes, if it travels with the run. Filled in "
+        "at the run's first start.",
+        examples=[1_355_256],
     )
     text_field: str = Field(
         default="text", min_length=1, description="Column that holds the text (jsonl, parquet, hf)."
@@ -133,6 +205,13 @@ class DataSection(Section):
         description="Fraction of the files (or documents) held out for validation.",
     )
     seq_len: int = Field(default=128, ge=8, le=1_048_576, description="Sequence length in tokens.")
+
+    @field_validator("revision")
+    @classmethod
+    def _revision(cls, value: str | None) -> str | None:
+        if value is not None and not (len(value) <= 100 and _REVISION.fullmatch(value)):
+            raise ValueError("expected a commit, branch or tag, such as 'main'")
+        return value
 
 
 class InnerSection(Section):
@@ -289,6 +368,8 @@ class CompressionSection(Section):
 class RoundSection(Section):
     """Timing and reduction of a round, and who decides it."""
 
+    later: ClassVar[tuple[str, ...]] = ("electors", "trust")
+
     min_peers: int = Field(
         default=2, ge=1, le=4096, description="Peers that must be ready before the run starts."
     )
@@ -342,15 +423,6 @@ class RoundSection(Section):
         if self.electors == "members":
             return 0
         return MIN_KEEPERS if self.trust == "byzantine" else 1
-
-    @model_serializer(mode="wrap")
-    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields that older specs lack, so that equal runs keep their run ids."""
-        fields: dict[str, Any] = handler(self)
-        for name in _LATER:
-            if fields.get(name) == type(self).model_fields[name].default:
-                del fields[name]
-        return fields
 
 
 class CoordinatorSection(Section):

@@ -86,6 +86,7 @@ class RunSpec(Section):
                 f"lie: set round.electors to 'keepers', got {self.round.electors!r}"
             )
         self._expect_windows(method)
+        self._expect_digests()
         if method.feedback and method.codec.mode == "unbiased":
             raise ValueError(
                 f"compression.feedback: must be 0 with the unbiased codec {method.codec.spec!r} "
@@ -97,6 +98,19 @@ class RunSpec(Section):
                 f"reduced by an owner, got {self.round.reducer!r}"
             )
         return self
+
+    def _expect_digests(self) -> None:
+        model, data = self.model, self.data
+        if model.source_sha256 is not None and model.custom is None:
+            raise ValueError("model.source_sha256: is for a custom model; remove it")
+        if data.tokenizer_bytes is not None and data.tokenizer_sha256 is None:
+            raise ValueError("data.tokenizer_bytes: needs data.tokenizer_sha256; remove it")
+        is_hub = data.source.startswith("hf:") or data.format == "hf"
+        if is_hub and (data.sha256 is not None or data.same_text):
+            raise ValueError(
+                "data.sha256 and data.same_text: are for text on the peers' disks; set "
+                "data.revision for a Hugging Face data set"
+            )
 
     def _expect_windows(self, method: methods.Method) -> None:
         outer, hidden = self.outer, method.hidden_steps(self.outer.inner_steps)

@@ -5,6 +5,7 @@ same invite.
 
     lock            held while a coordinator uses the directory
     spec.json       the run's spec, canonical
+    tokenizer.z     the run's tokenizer if it travels with the run; see run/tokenizer_file.py
     keys.json       see keys.py, 0600
     epoch.signed    see signing.py, 0600
     invites.json    see invites.py, 0600; with uses.json
@@ -53,6 +54,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key, write_private
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
+from atoll.coordinator.run.tokenizer_file import TokenizerFileError, pack, unpack
 from atoll.coordinator.service.metrics import Metrics
 from atoll.coordinator.service.service import Service
 from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner
@@ -66,6 +68,7 @@ from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
 log = logging.getLogger(__name__)
 
+TOKENIZER_FILE = "tokenizer.z"
 MAX_CALLS = 512  # at once; gRPC refuses more
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
 _DAMAGED = "damaged; restore a copy, or start the run in a new directory"
@@ -149,6 +152,7 @@ async def serve(
     *,
     stop: asyncio.Event,
     start_node: StartNode | None = None,
+    tokenizer: Callable[[], bytes] | None = None,
     on_ready: Callable[[Running], None] = lambda _: None,
 ) -> None:
     """Run a coordinator until `stop` is set; `on_ready` gets the invite.
@@ -159,12 +163,14 @@ async def serve(
         state_dir: created if absent.
         stop: stops the coordinator; everything is on disk when this returns.
         start_node: starts the run's first DHT node.
+        tokenizer: returns the file of the run's tokenizer; called only if it travels with the run
+            and the directory lacks it.
         on_ready: called once peers can join.
 
     Raises:
         StartError, KeysError, StoreError: nothing was changed.
     """
-    async with running(spec, genesis, state_dir, start_node=start_node) as up:
+    async with running(spec, genesis, state_dir, start_node=start_node, tokenizer=tokenizer) as up:
         on_ready(up)
         await stop.wait()
 
@@ -176,6 +182,7 @@ async def running(
     state_dir: Path,
     *,
     start_node: StartNode | None = None,
+    tokenizer: Callable[[], bytes] | None = None,
 ) -> AsyncIterator[Running]:
     """Run a coordinator inside the block."""
     async with contextlib.AsyncExitStack() as stack:
@@ -185,6 +192,7 @@ async def running(
         had_genesis = (state_dir / "genesis.root").exists()
         had_log = (state_dir / WHOLE / LOG_FILE).exists()
         core, damage = await asyncio.to_thread(_resume, spec, keys, identifier, genesis, state_dir)
+        packed = await asyncio.to_thread(_tokenizer, spec, tokenizer, state_dir / TOKENIZER_FILE)
         replica = LiveReplica(core, compute=asyncio.to_thread)
         stack.push_async_callback(replica.close)  # after all that reads it
         signer = _signer(keys, replica, state_dir, may_be_lost=had_genesis and not had_log)
@@ -204,7 +212,7 @@ async def running(
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )
         stack.push_async_callback(coordinator.close)
-        address = await _listen(stack, coordinator, state_dir)
+        address = await _listen(stack, coordinator, state_dir, packed)
         if start_node is not None:
             nodes.append(await start_node(_node_request(coordinator, state_dir)))
             stack.push_async_callback(nodes[0].close)
@@ -361,14 +369,37 @@ def _same_genesis(genesis: Callable[[], OuterState], root: bytes) -> OuterState:
     return state
 
 
+def _tokenizer(spec: RunSpec, read: Callable[[], bytes] | None, path: Path) -> bytes:
+    """Return the compressed tokenizer of the run, or nothing if it does not travel with it."""
+    sha256, size = spec.data.tokenizer_sha256, spec.data.tokenizer_bytes
+    if sha256 is None or size is None:
+        return b""
+    if not path.exists():
+        packed = pack(read()) if read is not None else None
+        if packed is None:
+            raise WrongDirectory(
+                f"{path}: the run's tokenizer is missing; restore a copy, or name the file in "
+                "data.tokenizer"
+            )
+        partial = path.with_suffix(".new")
+        partial.write_bytes(packed)
+        partial.replace(path)
+    packed = path.read_bytes()
+    try:
+        unpack(packed, sha256=sha256, size=size)
+    except TokenizerFileError as error:
+        raise WrongDirectory(f"{path}: {error}; restore a copy") from None
+    return packed
+
+
 async def _listen(
-    stack: contextlib.AsyncExitStack, coordinator: Coordinator, state_dir: Path
+    stack: contextlib.AsyncExitStack, coordinator: Coordinator, state_dir: Path, tokenizer: bytes
 ) -> str:
     listen = coordinator.spec.coordinator.listen
     host, port = split_address(listen)
     port = port or _remembered_port(state_dir / "port")  # so that invites stay valid
     server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
-    server.add_generic_rpc_handlers((Service(coordinator).handler(),))
+    server.add_generic_rpc_handlers((Service(coordinator, tokenizer).handler(),))
     bound = _bind(server, host, port, coordinator.keys)
     (state_dir / "port").write_text(str(bound))
     await server.start()

@@ -23,6 +23,7 @@ from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.policies import CallLimits, host_of, source_of
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.messages import (
+    CHUNK_BYTES,
     MAX_ENTRIES,
     MAX_RECORD_BYTES,
     MAX_REPORTS,
@@ -49,8 +50,10 @@ MAX_PUBLISHERS = 4  # bodies received at once, which bounds memory
 class Service:
     """Serves one run by the methods of service.proto."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, tokenizer: bytes = b"") -> None:
+        """`tokenizer` is the run's, compressed, if it travels with the run."""
         self._run = coordinator
+        self._packed_tokenizer = tokenizer
         self._receiving: set[int] = set()
         self._calls = CallLimits()
 
@@ -208,10 +211,13 @@ class Service:
             "entries": self._entries,
             "snapshot": self._snapshot,
             "leaves": self._leaves,
+            "tokenizer": self._tokenizer,
         }
         what = request.WhichOneof("what")
         if what not in kinds:
-            raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected entries, snapshot or leaves")
+            raise Refusal(
+                RefusalStatus.INVALID_ARGUMENT, "expected entries, snapshot, leaves or tokenizer"
+            )
         async for reply in kinds[what](getattr(request, what or "")):
             yield reply
 
@@ -261,6 +267,13 @@ class Service:
             indices = range(request.start, stop)
             async for index, data in _in_thread(_read_leaves(info, indices)):
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
+
+    async def _tokenizer(self, _: pb.TokenizerRequest) -> AsyncIterator[pb.FetchReply]:
+        packed = self._packed_tokenizer
+        if not packed:
+            raise NotStored("the run's tokenizer does not travel with the run")
+        for start in range(0, len(packed), CHUNK_BYTES):
+            yield pb.FetchReply(chunk=packed[start : start + CHUNK_BYTES])
 
     async def _status(self, request: pb.StatusRequest, call: _Call) -> pb.StatusReply:
         self._pace(call)

@@ -193,10 +193,10 @@ def answering(coordinator: Coordinator, swarm: Swarm | None = None) -> AskHeads:
 
 @contextlib.asynccontextmanager
 async def net(
-    state_dir: Path, swarm: Swarm | None = None, spec: RunSpec = SPEC
+    state_dir: Path, swarm: Swarm | None = None, spec: RunSpec = SPEC, **options: Any
 ) -> AsyncIterator[Net]:
     async with contextlib.AsyncExitStack() as stack:
-        up = await stack.enter_async_context(running(spec, genesis, state_dir))
+        up = await stack.enter_async_context(running(spec, genesis, state_dir, **options))
         swarm = swarm or Swarm()
         up.coordinator.ask_heads_with(answering(up.coordinator, swarm))
         yield Net(up=up, swarm=swarm, stack=stack)

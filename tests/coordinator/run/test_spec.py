@@ -219,6 +219,35 @@ def test_who_votes_is_part_of_the_run_only_if_it_is_not_the_default() -> None:
     assert members.differences(keepers) == ["round.electors: 'members' != 'keepers'"]
 
 
+def test_digests_are_part_of_the_run_only_if_they_are_there() -> None:
+    before = RunSpec()
+    for name in ("sha256", "revision", "split", "same_text", "tokenizer_bytes"):
+        assert name.encode() not in before.canonical()
+    data = {"source": "hf:a/b", "split": "test", "revision": "v1", "tokenizer": "t.json"}
+    digests = {"tokenizer_sha256": "ab" * 32, "tokenizer_bytes": 900}
+    model = {"custom": "m:f", "source_sha256": "cd" * 32}
+    after = RunSpec.from_dict({"data": data | digests, "model": model})
+    assert RunSpec.from_json(after.canonical()) == after
+    assert after.digest() != before.digest()
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"data": {"tokenizer": "t.json", "tokenizer_sha256": "AB" * 32}}, "tokenizer_sha256"),
+        ({"data": {"tokenizer": "t.json", "tokenizer_bytes": 9}}, "needs data.tokenizer_sha256"),
+        ({"data": {"source": "hf:a/b", "revision": "../x"}}, "expected a commit, branch or tag"),
+        ({"data": {"source": "hf:a/b", "revision": "x" * 101}}, "expected a commit"),
+        ({"data": {"source": "hf:a/b", "split": "train[:9]"}}, "data.split"),
+        ({"data": {"source": "hf:a/b", "same_text": True}}, "set data.revision for a Hugging"),
+        ({"model": {"source_sha256": "ab" * 32}}, "is for a custom model; remove it"),
+    ],
+)
+def test_digests_that_fit_nothing_are_refused(section: dict[str, Any], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        RunSpec.from_dict(section)
+
+
 def test_liars_are_tolerated_only_among_keepers() -> None:
     with pytest.raises(SpecError, match=r"round.trust: 'byzantine' needs keepers, at least 4"):
         RunSpec.from_toml('[round]\ntrust = "byzantine"\n')

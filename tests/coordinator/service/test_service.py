@@ -32,7 +32,9 @@ from atoll.coordinator.rpc.messages import METHODS
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import Event, RoundReport
+from atoll.coordinator.service.server import WrongDirectory
 from atoll.dht import Identity
 from atoll.optim.log.entry import Certificate, SignedEpoch
 from atoll.optim.state.outer_state import Assembly
@@ -57,6 +59,53 @@ def test_joining_gives_what_a_peer_needs(kit: Any, tmp_path: Path) -> None:
             check(net.swarm.identities[0].peer_id, joined.admission)
             (event,) = (await client.status()).events
             assert event.text == "joined as trainer (version 0.1.0)"
+
+    kit.run(main())
+
+
+TOKENIZER = b'{"model": 1}' * 200_000
+TOKENIZER_FIELDS = {
+    "tokenizer": "t.json",
+    "tokenizer_sha256": hashlib.sha256(TOKENIZER).hexdigest(),
+    "tokenizer_bytes": len(TOKENIZER),
+}
+
+
+def test_the_tokenizer_travels_with_the_run(kit: Any, tmp_path: Path) -> None:
+    fields = kit.SPEC.model_dump() | {"data": TOKENIZER_FIELDS}
+    spec, reads = RunSpec.from_dict(fields), []
+
+    def read() -> bytes:
+        reads.append(1)
+        return TOKENIZER
+
+    async def main() -> None:
+        for _ in range(2):  # the second time the coordinator has it in its own directory
+            async with kit.net(tmp_path / "run", spec=spec, tokenizer=read) as net:
+                client = net.client(0)
+                with pytest.raises(NotWelcome):
+                    await client.fetch_tokenizer(sha256="0" * 64, size=1)
+                data = (await client.join()).spec.data
+                asked = {"sha256": data.tokenizer_sha256, "size": data.tokenizer_bytes}
+                assert await client.fetch_tokenizer(**asked) == TOKENIZER
+                with pytest.raises(BadReply, match="got another file"):
+                    await client.fetch_tokenizer(**asked | {"sha256": "0" * 64})
+        (tmp_path / "run" / "tokenizer.z").write_bytes(b"damaged")
+        with pytest.raises(WrongDirectory, match="restore a copy"):
+            async with kit.net(tmp_path / "run", spec=spec):
+                pass
+
+    kit.run(main())
+    assert reads == [1]
+
+
+def test_a_tokenizer_that_does_not_travel_is_not_there(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            client = net.client(0)
+            await client.join()
+            with pytest.raises(NotThere, match="does not travel with the run"):
+                await client.fetch_tokenizer(sha256="0" * 64, size=1)
 
     kit.run(main())
 
@@ -560,7 +609,7 @@ def test_hostile_messages_harm_only_their_own_call(kit: Any, tmp_path: Path) -> 
             ):
                 with pytest.raises(Invalid):
                     await one._call("Heartbeat", request)
-            with pytest.raises(Invalid, match="entries, snapshot or leaves"):
+            with pytest.raises(Invalid, match="entries, snapshot, leaves or tokenizer"):
                 [_ async for _ in one._stream_out("Fetch", pb.FetchRequest(auth=auth))]
             huge = pb.LeafRange(position=0, start=2**32 - 1, count=2**32 - 1)
             request = pb.FetchRequest(auth=auth, leaves=huge)

@@ -210,6 +210,9 @@ class GossipGroup(WorkerGroup):
         *,
         seed: int = 0,
         misses: Misses = nobody,
+        inner_steps: int = 30,
+        rounds: int = 0,
+        threads: bool = False,
         **options: object,
     ) -> None:
         """As `WorkerGroup`; the seed draws the pairs.
@@ -217,7 +220,15 @@ class GossipGroup(WorkerGroup):
         Raises:
             GroupError: for a method with a common state.
         """
-        super().__init__(size, method, misses=misses, **options)
+        super().__init__(
+            size,
+            method,
+            misses=misses,
+            inner_steps=inner_steps,
+            rounds=rounds,
+            threads=threads,
+            **options,
+        )
         if not isinstance(self.method, PairedMethod):
             raise GroupError(f"expected a method by gossip, got {self.method.name}")
         self._paired = self.method

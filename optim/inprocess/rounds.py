@@ -308,6 +308,9 @@ class InProcessGroup(WorkerGroup):
         method: Method | str = "diloco",
         *,
         misses: Misses = nobody,
+        inner_steps: int = 30,
+        rounds: int = 0,
+        threads: bool = False,
         **options: object,
     ) -> None:
         """As `WorkerGroup`.
@@ -315,7 +318,15 @@ class InProcessGroup(WorkerGroup):
         Raises:
             GroupError: for a method by gossip.
         """
-        super().__init__(size, method, misses=misses, **options)
+        super().__init__(
+            size,
+            method,
+            misses=misses,
+            inner_steps=inner_steps,
+            rounds=rounds,
+            threads=threads,
+            **options,
+        )
         if self.method.reduction not in SHAPES:
             raise GroupError(f"expected a method with a common state, got {self.method.name}")
         self._state: OuterState | None = None

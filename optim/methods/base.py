@@ -35,6 +35,7 @@ import math
 import re
 import typing
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
@@ -223,18 +224,32 @@ class Method(ABC):
         return self.apply(state, dense(update), fragment=fragment, lr=lr, momentum=momentum)
 
     def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+        self,
+        model: nn.Module,
+        inner: Optimizer | Sequence[Optimizer],
+        reducer: Reducer,
+        *,
+        inner_steps: int,
     ) -> Worker:
         """Join the reducer and return the object that replaces `inner` in the training loop.
 
         Args:
             model: any module; its trainable parameters sync.
-            inner: optimizer over these parameters.
+            inner: optimizer over these parameters, or several.
             reducer: of a group that runs this method.
             inner_steps: H; methods that send gradients take 1.
+
+        Raises:
+            MethodError: when a reduction would travel for longer than a window.
+            ValueError, LayoutError: as `Worker`.
         """
         steps = 1 if self.every_step else inner_steps
         delay = self.hidden_steps(steps)
+        if delay > steps:
+            raise MethodError(
+                f"{self.name}: expected windows of at least tau={delay} inner steps, got {steps}; "
+                f"take tau={steps} or less, or longer windows"
+            )
         kind: Any = self.worker_class  # type checkers see a circle of imports as two classes
         worker: Worker = kind(model, inner, reducer, inner_steps=steps, delay=delay, method=self)
         return worker

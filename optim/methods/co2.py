@@ -12,7 +12,7 @@ momentum is never clipped; here it is, value by value. Momentum is not divided b
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -138,9 +138,14 @@ class CO2Method(Method):
         return 3 if self.stale else 0
 
     def worker(
-        self, model: nn.Module, inner: Optimizer, reducer: Reducer, *, inner_steps: int
+        self,
+        model: nn.Module,
+        inner: Optimizer | Sequence[Optimizer],
+        reducer: Reducer,
+        *,
+        inner_steps: int,
     ) -> Worker:
         """Join as `CO2`, or without staleness as `DiLoCo`."""
         if self.stale:
             return super().worker(model, inner, reducer, inner_steps=inner_steps)
-        return DiLoCo(model, inner, reducer, inner_steps=inner_steps)
+        return DiLoCo(model, inner, reducer, inner_steps=inner_steps, method=self)

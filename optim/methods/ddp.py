@@ -39,6 +39,7 @@ class DDP(Worker):
     """
 
     keeps_work: ClassVar[bool] = False
+    sends_gradients: ClassVar[bool] = True
 
     def _message(self, grad_N: Tensor) -> Tensor:
         """Return what is sent for a gradient."""

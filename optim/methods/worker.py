@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from atoll.optim.methods import loops
 from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Difference, Fragment, Layout, LayoutError
@@ -146,10 +147,13 @@ class Worker(ABC):
     keeps_work: ClassVar[bool] = True
     """True if the next contribution holds what an update left out; a lost gradient is gone."""
 
+    sends_gradients: ClassVar[bool] = False
+    """True if the inner optimizer never steps: commits alone move the parameters."""
+
     def __init__(
         self,
         model: nn.Module,
-        inner: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         reducer: Reducer,
         *,
         inner_steps: int,
@@ -160,27 +164,33 @@ class Worker(ABC):
 
         Args:
             model: any module; its trainable parameters sync, its buffers do not.
-            inner: optimizer over these parameters; its state persists over windows.
+            inner: optimizer over these parameters, or several; its state persists over windows.
             reducer: an `InProcessGroup` member, or the networked one.
             inner_steps: H, steps of a window; `resize` changes it.
             delay: inner steps between handing in and taking the commit.
             method: the options of workers that have some; `Method.worker` passes itself.
 
         Raises:
-            ValueError: when inner_steps is below 1, or the delay is not in [0, inner_steps].
+            ValueError: when inner_steps is below 1, the delay is not in [0, inner_steps], the
+                optimizer needs a closure, or the reducer's method has another worker.
             LayoutError: when the model has no trainable floating point parameters, or none of them
                 is the optimizer's.
         """
         _expect_window(inner_steps, delay)
+        if method is None:
+            _expect_worker_of(reducer, type(self))
         self.model = model
-        self.inner = inner
+        self.inner = loops.as_one(inner)
         self.reducer = reducer
         self.inner_steps = inner_steps
         self.delay = delay
         self.method = method
         self._delay_share = delay / inner_steps
         self.layout = Layout.of(model)
-        _expect_optimizer_of(model, inner)
+        loops.expect_optimizer_of(model, self.inner)
+        self._steps = loops.StepWatch(loops.parts_of(self.inner))
+        self._buffers: loops.BufferWatch | None = loops.BufferWatch(model)
+        """until the first window has ended"""
         self._statistics = WorkerStatistics()
         self._arrived: list[Commit] = []
         self._decided = 0
@@ -252,14 +262,45 @@ class Worker(ABC):
         """Return the statistics of training."""
         return self._statistics
 
+    _step_supports_amp_scaling = True  # else GradScaler would not call a step that it skips
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's, as `torch.amp.GradScaler` reads them."""
+        return self.inner.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as the inner optimizer does."""
+        self.inner.zero_grad(set_to_none)
+
     def step(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
         """Do an inner step instead of `inner.step()`; at the end of a window, meet the others.
+
+        With a gradient scaler: `scaler.step(worker, tokens=..., loss=...)`. A step that it skips
+        counts, with 0 tokens.
 
         Args:
             tokens: tokens (or samples) that the gradients come from; they weigh this peer.
             loss: the step's loss, for the log of the run.
+
+        Raises:
+            ValueError: when tokens is below 1.
+            RuntimeError: when the loop has stepped the inner optimizer too.
         """
-        self._train()
+        if operator.index(tokens) < 1:
+            raise ValueError(
+                f"expected at least 1 token or sample in a step, got {tokens}: they weigh this "
+                "peer's work; for a step that was skipped, call advance(tokens=0)"
+            )
+        self._expect_own_steps("remove that call, or call advance() instead of step()")
+        # `GradScaler.step` sets these attributes for the time of the call.
+        if float(getattr(self, "found_inf", 0.0)):
+            self.advance(tokens=0)
+            return
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            loops.unscale_(self.inner, scale)
+        with self._steps.own():
+            self._train()
         self.advance(tokens=tokens, loss=loss)
 
     def advance(self, *, tokens: int, loss: float | Tensor | None = None) -> None:
@@ -267,7 +308,17 @@ class Worker(ABC):
 
         A step that was skipped, as by a gradient scaler, is passed with 0 tokens. Not for methods
         that send gradients, whose inner optimizer never steps: unscale the gradients, then `step`.
+
+        Raises:
+            ValueError: when tokens is negative.
+            RuntimeError: when the loop has stepped the inner optimizer, and the method sends
+                gradients.
         """
+        if operator.index(tokens) < 0:
+            raise ValueError(f"expected no negative number of tokens, got {tokens}")
+        if self.sends_gradients:
+            self._expect_own_steps("this method sends gradients: call step() alone")
+        self._steps.reset()
         self._count(tokens, loss)
         arrived, self._arrived = self._arrived, []
         for commit in arrived:  # again: those whose time has not come are kept anew
@@ -317,7 +368,11 @@ class Worker(ABC):
                 f"got that of {kind} with {len(windows)}; resume with the method that was saved"
             )
         if Layout.from_json(state["layout"]) != self.layout:
-            raise LayoutError("expected the state of this model, got that of another layout")
+            saved = Layout.from_json(state["layout"])
+            raise LayoutError(
+                "expected the state of this model, got that of another layout; the first "
+                f"parameter that differs: {self.layout.difference(saved)}"
+            )
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
         self._synced = self._cut(state["synced_N"].clone())
@@ -331,7 +386,17 @@ class Worker(ABC):
         self._log_position = max([self._statistics.position, *came])
         self._load_own_state(state)
         self.reducer.load_state_dict(state["reducer"])
+        if self._buffers is not None:
+            self._buffers = loops.BufferWatch(self.model)  # the saved ones are no news
         self._resumed_s = time.perf_counter()
+
+    def _expect_own_steps(self, remedy: str) -> None:
+        if self._steps.others:
+            steps, _ = self._steps.others, self._steps.reset()
+            raise RuntimeError(
+                f"the loop has called the inner optimizer's step() {steps} time(s) since the last "
+                f"step of {type(self).__name__}, which calls it itself; {remedy}"
+            )
 
     # What a method defines
 
@@ -449,7 +514,18 @@ class Worker(ABC):
     def _overdue(self) -> bool:
         return any(w.pending is not None and w.pending.age >= self.delay for w in self._windows)
 
+    def _report_buffers(self) -> None:
+        """Warn, after the first window, of what the model learned without any peer seeing it."""
+        watch, self._buffers = self._buffers, None
+        if watch is not None and (changed := watch.changed(self.model)):
+            _log.warning(
+                "training changes the buffers %s, which are not synchronised: each peer keeps its "
+                "own, and no checkpoint of the run holds them (docs/library.md)",
+                loops.named(changed),
+            )
+
     def _contribution(self, index: int) -> Contribution:
+        self._report_buffers()
         window = self._windows[index]
         local_F = self.layout.flatten(self.model, self.fragments[index].spans)
         delta = self._delta(index, local_F)
@@ -494,7 +570,8 @@ class Worker(ABC):
             # From synced, a commit would subtract the pending contribution a second time.
             fragment.put_cut_(sound_N, synced_F if pending is None else pending.local_N)
         self.layout.load_(self.model, sound_N)
-        self.inner.state.clear()  # its moments hold NaN as well
+        for optimizer in loops.parts_of(self.inner):
+            optimizer.state.clear()  # its moments hold NaN as well
         for window in self._windows:
             window.disown()
         self._restart()
@@ -585,7 +662,11 @@ def _expect_window(inner_steps: int, delay: int) -> None:
         raise ValueError(f"expected a delay of 0 to {inner_steps} inner steps, got {delay}")
 
 
-def _expect_optimizer_of(model: nn.Module, inner: torch.optim.Optimizer) -> None:
-    held = {id(p) for group in inner.param_groups for p in group["params"]}
-    if held.isdisjoint(map(id, model.parameters())):
-        raise LayoutError("expected an optimizer over this model's parameters, got another's")
+def _expect_worker_of(reducer: Reducer, kind: type[Worker]) -> None:
+    """Refuse a worker that would send something else than its group reduces."""
+    method: Method | None = getattr(reducer, "method", None)
+    if method is not None and not issubclass(kind, method.worker_class):
+        raise ValueError(
+            f"expected a worker of the run's method, {method.spec}, got {kind.__name__}; make it "
+            "with reducer.method.worker(model, optimizer, reducer, inner_steps=...)"
+        )

@@ -52,6 +52,13 @@ RUN = CELL  # values: four vectors of so many are 1 MiB, as much as an L2 cache
 # torch.compile puts this in front of each name. Peers that compile and peers that do not must
 # have the same layout, hence the same digest.
 _COMPILED = "_orig_mod."
+# Wrappers that put a prefix in front of each name, and the remedy.
+_WRAPPERS = {
+    "module.": "DataParallel or DistributedDataParallel puts this in front of each name: give the "
+    "module inside, `model.module`",
+    "_fsdp_wrapped_module.": "FSDP puts this in front of each name, and keeps a part of each "
+    "parameter only: give a model that is whole on this machine",
+}
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
 Dims = tuple[int, ...]
@@ -262,6 +269,17 @@ class Layout:
     def digest(self) -> bytes:
         """Return the SHA-256 of the canonical JSON."""
         return hashlib.sha256(self.to_json().encode()).digest()
+
+    def difference(self, other: Layout) -> str:
+        """Name the first parameter at which another layout differs from this one.
+
+        If a wrapper's prefix is the reason, the text names the wrapper and the remedy.
+        """
+        for prefix, remedy in _WRAPPERS.items():
+            wrapped = [all(n.startswith(prefix) for n in each.names) for each in (self, other)]
+            if wrapped == [False, True]:
+                return f"{other.names[0]} instead of {self.names[0]}; {remedy}"
+        return _first_difference(self, list(zip(other.names, other.shapes, strict=True)))
 
     def _pairs(self, vector_N: Tensor, module: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:
         """Pair each parameter of a module with its piece of a vector."""

@@ -137,7 +137,8 @@ def first_state(spec: RunSpec, state_dir: Path) -> Callable[[], OuterState]:
     own = Allowed.everything_in(spec)  # the organiser's own file names it
 
     def make() -> OuterState:
-        model = build_model(spec, open_tokenizer(spec, own).vocab_size, own)
+        vocab_size = open_tokenizer(spec, own).vocab_size
+        model = build_model(spec, vocab_size, own, own_loop=True)
         layout = Layout.of(model)
         return spec.method().genesis(layout, layout.flatten(model))
 

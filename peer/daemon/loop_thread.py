@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
@@ -29,16 +31,22 @@ class LoopThread(Generic[T]):
     """
 
     def __init__(
-        self, context: AbstractAsyncContextManager[T], stopping: threading.Event | None = None
+        self,
+        context: AbstractAsyncContextManager[T],
+        stopping: threading.Event | None = None,
+        *,
+        timeout_s: float = math.inf,
     ) -> None:
         """Start the thread, and return once the context is entered.
 
         Args:
             context: entered and left in the loop.
             stopping: ends the wait, from another thread or a signal handler.
+            timeout_s: seconds for which to wait.
 
         Raises:
             KeyboardInterrupt: `stopping` was set while the context was being entered.
+            TimeoutError: entering took longer.
             Exception: whatever entering raised.
         """
         self.stopping = stopping or threading.Event()
@@ -51,10 +59,13 @@ class LoopThread(Generic[T]):
         self._holding = self._loop.create_task(self._hold(context))
         self._thread = threading.Thread(target=self._run, name="atoll-peer", daemon=True)
         self._thread.start()
+        end_s = time.monotonic() + timeout_s
         try:
             while not self._entered.done():
                 if self.stopping.is_set():
                     raise KeyboardInterrupt
+                if time.monotonic() > end_s:
+                    raise TimeoutError(f"not ready after {timeout_s:g} s")
                 futures.wait([self._entered], timeout=POLL_S)
             self.value = self._entered.result()
         except BaseException:

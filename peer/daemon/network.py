@@ -10,11 +10,15 @@ If windows grow (outer.windows = "qsr"), begin each step with what the run's tim
 
     inner_steps = reducer.timetable.window(diloco.next_position)
     diloco.resize(inner_steps, delay=reducer.method.hidden_steps(inner_steps))
+
+docs/library.md explains the rest: models, methods, mixed precision, checkpoints, errors.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,13 +44,18 @@ class WrongRole(ValueError):  # noqa: N818
 
 _log = logging.getLogger(__name__)
 
+_ADDRESS = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/(?:tcp|udp)/\d{1,5}(?:/.+)?")
+
 
 def connect(
-    invite: str,
+    invite: str | Path,
     *,
     state_dir: str | Path | None = None,
     name: str = "",
-    listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+    device: str = "",
+    timeout_s: float | None = None,
+    listen: str | Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+    announce: str | Sequence[str] = (),
 ) -> RunReducer:
     """Join a run from a training loop of your own.
 
@@ -54,23 +63,75 @@ def connect(
     builds them from `reducer.spec` (`Trainer`, `build_model`, `open_corpus`) takes an `Allowed`.
 
     Args:
-        invite: as `atoll coordinator` prints it.
-        state_dir: keeps identity and log over restarts; by default one for each run.
+        invite: as `atoll coordinator` prints it, or the `Path` of a file that contains it.
+        state_dir: keeps identity and log over restarts; by default one for each run. Each peer of
+            a machine needs its own.
         name: shown on the dashboard.
-        listen: multiaddrs that others can dial.
+        device: shown on the dashboard, such as "cuda:0"; the model may be anywhere.
+        timeout_s: seconds for which to try to join; None to try until it succeeds, as after a
+            reboot at which this machine is up before the coordinator.
+        listen: multiaddrs to listen on.
+        announce: multiaddrs for others to dial, if they differ, as behind a forwarded port.
 
     Returns:
         A reducer that holds a verified state; `close` leaves the run.
 
     Raises:
+        ValueError: an address is none, or the name is too long.
+        OSError: the file with the invite cannot be read.
         InviteError: the text is no invite.
         StateDirectoryError: the state directory is not usable.
         CoordinatorError: the coordinator refuses this peer.
+        WrongRole: the invite is for keepers.
+        TimeoutError: this peer could not join in time.
     """
-    parsed = Invite.decode(invite)
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"expected a timeout_s above 0, or None, got {timeout_s}")
+    text = invite.read_text(encoding="utf-8") if isinstance(invite, Path) else invite
+    parsed = Invite.decode(text)
     folder = Path(state_dir) if state_dir else peer_state_dir(parsed.run_id.hex())
-    options = PeerOptions(invite=parsed, state_dir=folder, name=name, listen=tuple(listen))
-    return open_reducer(options, on_event=_log_event)
+    options = PeerOptions(
+        invite=parsed,
+        state_dir=folder,
+        name=name,
+        listen=_addresses("listen", listen),
+        announce=_addresses("announce", announce),
+    )
+    reports: list[str] = []
+
+    def on_event(level: Level, text: str) -> None:
+        if level != "info":
+            reports[:] = [text]
+        _log_event(level, text)
+
+    try:
+        reducer = open_reducer(
+            options, on_event=on_event, timeout_s=math.inf if timeout_s is None else timeout_s
+        )
+    except TimeoutError:
+        why = f"; the last report: {clean(reports[0])}" if reports else ""
+        raise TimeoutError(
+            f"could not join within {timeout_s:g} s{why}; check with `atoll status INVITE` that "
+            "the coordinator is up, or wait longer with timeout_s"
+        ) from None
+    reducer.progress.device = device
+    return reducer
+
+
+def _addresses(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return multiaddrs; one may be given as a string.
+
+    Raises:
+        ValueError: one of them is none, or has no port.
+    """
+    addresses = (given,) if isinstance(given, str) else tuple(given)
+    for address in addresses:
+        if not _ADDRESS.fullmatch(address):
+            raise ValueError(
+                f"{option}: expected a multiaddr with a port, such as /ip4/1.2.3.4/tcp/7701, got "
+                f"{address!r}"
+            )
+    return addresses
 
 
 def open_reducer(
@@ -80,6 +141,7 @@ def open_reducer(
     on_phase: OnPhase = lambda phase, position, left=None: None,
     stopping: threading.Event | None = None,
     admit: Admit | None = None,
+    timeout_s: float = math.inf,
 ) -> RunReducer:
     """Join and recover; return once the peer holds a verified state.
 
@@ -90,7 +152,12 @@ def open_reducer(
         Exception: as `open_peer`.
     """
     thread = open_peer(
-        options, on_event=on_event, on_phase=on_phase, stopping=stopping, admit=admit
+        options,
+        on_event=on_event,
+        on_phase=on_phase,
+        stopping=stopping,
+        admit=admit,
+        timeout_s=timeout_s,
     )
     try:
         if thread.value.is_keeper:
@@ -111,6 +178,7 @@ def open_peer(
     on_phase: OnPhase = lambda phase, position, left=None: None,
     stopping: threading.Event | None = None,
     admit: Admit | None = None,
+    timeout_s: float = math.inf,
 ) -> LoopThread[Peer]:
     """Join and recover; return the peer in its thread once it holds a verified state.
 
@@ -120,17 +188,19 @@ def open_peer(
         on_phase: takes the part of a round that this peer is in, and its position.
         stopping: ends the wait, from another thread or a signal handler.
         admit: returns if the owner wants this run; by default calling this is the owner's yes.
+        timeout_s: seconds for which to try.
 
     Raises:
         StateDirectoryError: the state directory is not usable.
         CoordinatorError: the coordinator refuses this peer.
         PortInUse: the peer cannot listen where it should.
         KeyboardInterrupt: `stopping` was set.
+        TimeoutError: joining took longer.
     """
     peer = Peer.open(
         options, _kind_of, admit=admit or _admit_all, on_event=on_event, on_phase=on_phase
     )
-    return LoopThread(peer, stopping)
+    return LoopThread(peer, stopping, timeout_s=timeout_s)
 
 
 async def _admit_all(membership: Membership) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Entry
@@ -82,6 +82,8 @@ class TrainerProgress:
         """Seconds that the last window took, without waiting."""
         self.leaving = False
         """True once this peer offers nothing more."""
+        self.device = ""
+        """Name of the device that a training loop of its own reports."""
         self._keeps_left_out = not method.every_step  # else it sends gradients, and keeps none
         self._num_fragments = num_fragments
         self._watched: Callable[[], TrainerView] | None = None
@@ -195,6 +197,7 @@ class TrainerProgress:
             tokens_per_s=tokens / since_s,
             loss=self._loss,
             utilisation=min(1.0, trained_s / since_s),
+            device=self.device,
         )
 
     def _trained_s(self) -> float:
@@ -253,6 +256,31 @@ class RunReducer(Reducer):
         """Return whether the run is complete: what is trained from here on reaches nobody."""
         return self.progress.is_over(self.position)
 
+    def build_model(
+        self, *, allow_model: str | None = None, tokenizer: str | None = None
+    ) -> nn.Module:
+        """Build the run's model from its spec, on the CPU; joining replaces its weights.
+
+        Args:
+            allow_model: the custom model, as `module:function`, if the spec names one. It is code
+                on this machine, and runs only if it is named here too.
+            tokenizer: this machine's copy of the tokenizer, if the spec names a file.
+
+        Raises:
+            ModelError: the model is not allowed, or cannot be built.
+            DataError: the tokenizer is not named here, or cannot be opened.
+        """
+        from atoll.peer.training.permission import Allowed, with_own_files
+        from atoll.peer.training.trainer import build_model, open_tokenizer
+
+        allowed = Allowed(
+            models=frozenset({allow_model} if allow_model else ()),
+            files=frozenset({tokenizer} if tokenizer else ()),
+        )
+        spec = with_own_files(self.spec, data=None, tokenizer=tokenizer)
+        vocab_size = open_tokenizer(spec, allowed).vocab_size
+        return build_model(spec, vocab_size, allowed, own_loop=True)
+
     def close(self) -> None:
         """Leave the run: roster, connections, threads. Idempotent."""
         self.stopping.set()
@@ -273,8 +301,9 @@ def expect_layout(expected: Layout, got: Layout) -> None:
     """
     if got != expected:
         raise LayoutError(
-            f"expected the run's model of {expected.numel} parameters, got one of "
-            f"{got.numel}; build it from the run's spec"
+            f"expected the run's model of {expected.numel:,} parameters, got one of {got.numel:,}; "
+            f"the first that differs: {expected.difference(got)}. The run's model is what "
+            "reducer.build_model() returns (docs/library.md); with `atoll peer`, check --tokenizer"
         )
 
 

@@ -16,9 +16,16 @@ one, and called with keywords::
 
 It returns a module with one of two signatures:
 
-- `forward(tokens_BT) -> logits_BTV`: Atoll computes the cross-entropy;
+- `forward(tokens_BT) -> logits_BTV`: Atoll computes the cross-entropy. The causal language models
+  of `transformers` fit as they are: their logits are the result's `logits`;
 - `forward(tokens_BT, targets_BT) -> loss`: a scalar, the mean over all positions. If the second
   parameter has a default, a call without it must return logits; sampling needs them.
+
+If all peers bring their own training loop (docs/library.md), the model may take anything. Its
+function is called with the spec's overrides only::
+
+    @model(tokens=False)
+    def build(**overrides) -> torch.nn.Module: ...
 
 Peers share only floating-point parameters with `requires_grad`, not buffers, so a model must not
 keep anything it learns in a buffer.
@@ -33,7 +40,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -45,6 +52,9 @@ Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
 
 _marked: set[object] = set()
 """Functions with the mark, by identity: an attribute would pass to what copies or wraps them."""
+
+_without_tokens: set[object] = set()
+"""Marked functions whose models take something other than tokens."""
 
 INIT_STD = 0.02  # GPT-2's; larger values make the first steps of wide models unstable
 
@@ -304,14 +314,33 @@ def _check_override(key: str, value: object, kinds: Mapping[str, Any]) -> None:
         raise ModelError(f"model override {key} must be {kind.__name__}, got {value!r}")
 
 
-def model(function: Builder) -> Builder:
+@overload
+def model(function: Builder) -> Builder: ...
+
+
+@overload
+def model(*, tokens: bool = True) -> Callable[[Builder], Builder]: ...
+
+
+def model(function: Any = None, *, tokens: bool = True) -> Any:  # the overloads give the types
     """Mark a function of your own that builds a model, so that a run may name it.
 
     The mark keeps a run from calling anything else that its module contains or imports. It does not
     allow the function: each peer's owner does, with `--allow-model`.
+
+    Args:
+        function: the function, if the mark has no arguments.
+        tokens: False for a model that takes something other than tokens; only training loops of
+            your own can train it.
     """
-    _marked.add(function)
-    return function
+
+    def mark(builder: Builder) -> Builder:
+        _marked.add(builder)
+        if not tokens:
+            _without_tokens.add(builder)
+        return builder
+
+    return mark if function is None else mark(function)
 
 
 def build(
@@ -323,6 +352,7 @@ def build(
     seq_len: int,
     seed: int,
     allowed: Collection[str] = (),
+    own_loop: bool = False,
 ) -> nn.Module:
     """Build the model of a run on the CPU, with weights that depend on `seed` alone.
 
@@ -336,6 +366,7 @@ def build(
         seq_len: positions per sequence of the run.
         seed: seed of the weights.
         allowed: custom models that this machine's owner allows; nothing else is imported.
+        own_loop: accept a model that takes no tokens, which only a loop of its own can train.
 
     Raises:
         ModelError: the preset, the overrides or the custom model are not usable.
@@ -344,9 +375,20 @@ def build(
         torch.manual_seed(seed)
         if custom is None:
             return Decoder(preset(preset_name, overrides, vocab_size=vocab_size, seq_len=seq_len))
-        keywords = {"vocab_size": vocab_size, "seq_len": seq_len, **(overrides or {})}
-        model = _call_custom(custom, keywords, allowed)
-        _check_custom(custom, model, vocab_size, seq_len)
+        function = _find_custom(custom, allowed)
+        keywords = dict(overrides or {})
+        takes_tokens = function not in _without_tokens
+        if takes_tokens:
+            keywords = {"vocab_size": vocab_size, "seq_len": seq_len, **keywords}
+        elif not own_loop:
+            raise ModelError(
+                f"model {custom!r} takes no tokens, so only a training loop of its own can train "
+                "it; join with `connect` (docs/library.md) instead of `atoll peer`"
+            )
+        model = _call_custom(custom, function, keywords)
+        _check_parameters(custom, model)
+        if takes_tokens:
+            _check_on_tokens(custom, model, vocab_size, seq_len)
         return model
 
 
@@ -365,9 +407,9 @@ def expect_allowed(custom: str, allowed: Collection[str]) -> None:
         )
 
 
-def _call_custom(custom: str, keywords: Mapping[str, Any], allowed: Collection[str]) -> nn.Module:
-    expect_allowed(custom, allowed)  # before its module is imported, which runs code
-    function = _find_custom(custom)
+def _call_custom(
+    custom: str, function: Callable[..., object], keywords: Mapping[str, Any]
+) -> nn.Module:
     try:
         model = function(**keywords)
     except Exception as error:
@@ -382,7 +424,8 @@ def _call_custom(custom: str, keywords: Mapping[str, Any], allowed: Collection[s
     return model
 
 
-def _find_custom(custom: str) -> Callable[..., object]:
+def _find_custom(custom: str, allowed: Collection[str]) -> Callable[..., object]:
+    expect_allowed(custom, allowed)  # before its module is imported, which runs code
     module_name, _, function_name = custom.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -407,11 +450,14 @@ def _find_custom(custom: str) -> Callable[..., object]:
     return cast("Callable[..., object]", function)
 
 
-def _check_custom(custom: str, model: nn.Module, vocab_size: int, seq_len: int) -> None:
-    """Run one tiny forward and backward pass; raise ModelError if it breaks the contract."""
+def _check_parameters(custom: str, model: nn.Module) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained or not all(p.is_floating_point() for p in trained):
         raise ModelError(f"model {custom!r} must have trainable parameters, all floating-point")
+
+
+def _check_on_tokens(custom: str, model: nn.Module, vocab_size: int, seq_len: int) -> None:
+    """Run one tiny forward and backward pass; raise ModelError if it breaks the contract."""
     tokens_BT = torch.arange(2 * min(seq_len, 8)).view(2, -1) % vocab_size
     try:
         loss = loss_of(model, tokens_BT, tokens_BT)
@@ -421,7 +467,8 @@ def _check_custom(custom: str, model: nn.Module, vocab_size: int, seq_len: int) 
     except Exception as error:
         raise ModelError(
             f"model {custom!r} failed on tokens of shape {tuple(tokens_BT.shape)}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}; if it takes something else and all peers bring "
+            "their own training loop, mark its function with @model(tokens=False)"
         ) from error
     model.zero_grad(set_to_none=True)
 
@@ -431,7 +478,9 @@ def takes_targets(model: nn.Module) -> bool:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     uncompiled = getattr(model, "_orig_mod", model)
     parameters = inspect.signature(uncompiled.forward).parameters.values()
-    return sum(p.kind in positional for p in parameters) >= 2
+    names = [p.name for p in parameters if p.kind in positional]
+    # In `transformers` the targets are `labels`, further behind; a mask or a cache is second.
+    return len(names) >= 2 and "labels" not in names[2:]
 
 
 def loss_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -443,7 +492,11 @@ def loss_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
     if takes_targets(model):
         loss = cast(Tensor, model(tokens_BT, targets_BT))
         if not isinstance(loss, Tensor) or loss.dim() != 0:
-            raise ModelError(f"forward(tokens, targets) must return a scalar, got {_shape(loss)}")
+            raise ModelError(
+                f"forward(tokens, targets) must return a scalar, got {_shape(loss)}; wrap the "
+                "model in a module of three lines, whose forward(tokens) returns the logits "
+                "(docs/library.md)"
+            )
         return loss
     return cross_entropy(logits_of(model, tokens_BT), targets_BT)
 
@@ -454,13 +507,14 @@ def logits_of(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     Raises:
         ModelError: the model returns something else.
     """
-    logits_BTV = cast(Tensor, model(tokens_BT))
+    output = model(tokens_BT)
+    logits_BTV = cast(Tensor, getattr(output, "logits", output))
     fits = isinstance(logits_BTV, Tensor) and logits_BTV.dim() == 3
     if not fits or logits_BTV.shape[:2] != tokens_BT.shape:
         batch, length = tokens_BT.shape
         raise ModelError(
-            f"forward(tokens) must return logits of shape ({batch}, {length}, vocabulary), "
-            f"got {_shape(logits_BTV)}"
+            f"forward(tokens) must return logits of shape ({batch}, {length}, vocabulary), or an "
+            f"object with them as `logits`; got {_shape(logits_BTV)}"
         )
     return logits_BTV
 

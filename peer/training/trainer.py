@@ -556,13 +556,16 @@ def open_tokenizer(spec: RunSpec, allowed: Allowed | None = None) -> data.Tokeni
     return data.open_tokenizer(spec.data.tokenizer)
 
 
-def build_model(spec: RunSpec, vocab_size: int, allowed: Allowed | None = None) -> nn.Module:
+def build_model(
+    spec: RunSpec, vocab_size: int, allowed: Allowed | None = None, *, own_loop: bool = False
+) -> nn.Module:
     """Build the model of a run on the CPU, with weights drawn from the run's seed.
 
     Args:
         spec: the spec of the run.
         vocab_size: number of tokens of the run's tokenizer.
         allowed: custom models that this machine's owner lets the spec name; none by default.
+        own_loop: accept a model that takes no tokens, which only a loop of its own can train.
 
     Raises:
         ModelError: the preset, the overrides or the custom model are not usable.
@@ -575,6 +578,7 @@ def build_model(spec: RunSpec, vocab_size: int, allowed: Allowed | None = None) 
         seq_len=spec.data.seq_len,
         seed=spec.run.seed,
         allowed=(allowed or Allowed()).models,
+        own_loop=own_loop,
     )
 
 

@@ -32,6 +32,7 @@ ROOMS = (
     "optim.reducer",
     "optim.methods",
     "optim.inner",
+    "optim.schedules",
     "optim.log",
     "optim.inprocess",
     "optim",

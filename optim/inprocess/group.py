@@ -151,6 +151,7 @@ class WorkerGroup(ABC):
         """Guards all of the group, its members' contributions and their commits."""
         self._absent: set[int] = set()
         """Workers that have left, of a group in threads."""
+        self._reported_lone = False
         self._misses = misses
         self._members = [InProcessMember(self, index) for index in range(size)]
         self._present: set[int] = set()
@@ -239,7 +240,19 @@ class WorkerGroup(ABC):
         pending = {i: self._members[i].contributions.get(fragment) for i in self._expected()}
         contributions = {i: c for i, c in pending.items() if c is not None}
         if contributions and len(contributions) == len(pending):
+            self._report_lone(contributions)
             self._reduce(fragment, contributions)
+
+    def _report_lone(self, contributions: Mapping[int, Contribution]) -> None:
+        """Warn once that a round averages nothing, as in loops that run one after the other."""
+        if len(contributions) == 1 < self.size and not self._reported_lone:
+            self._reported_lone = True
+            _log.warning(
+                "a round takes the work of worker %d alone, of a group of %d; start all workers "
+                "before a window ends: in turns, or with threads=True in a thread each",
+                *contributions,
+                self.size,
+            )
 
     def _expected(self) -> tuple[int, ...]:
         """Return the workers that a round waits for."""
@@ -255,7 +268,8 @@ class WorkerGroup(ABC):
         """
         here = threading.current_thread()
         self._members[index].thread = here
-        others = [self._members[i].thread for i in self.present if i != index]
+        # Also of those that have left: a short loop may have ended before the next one begins.
+        others = [member.thread for member in self._members if member.index != index]
         if not self.threads and any(t is not here and t.is_alive() for t in others if t):
             raise GroupError(
                 f"expected all workers in one thread, in turns of one step each, got worker "

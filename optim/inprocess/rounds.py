@@ -430,7 +430,14 @@ class InProcessGroup(WorkerGroup):
 
 
 def in_process(
-    size: int, method: Method | str, *, misses: Misses = nobody, **options: object
+    size: int,
+    method: Method | str,
+    *,
+    misses: Misses = nobody,
+    inner_steps: int = 30,
+    rounds: int = 0,
+    threads: bool = False,
+    **options: object,
 ) -> WorkerGroup:
     """The group for a method: with a common state, or by gossip.
 
@@ -439,4 +446,6 @@ def in_process(
     """
     method = chosen(method, options)
     kind = GossipGroup if method.reduction == "pairs" else InProcessGroup
-    return kind(size, method, misses=misses)
+    return kind(
+        size, method, misses=misses, inner_steps=inner_steps, rounds=rounds, threads=threads
+    )

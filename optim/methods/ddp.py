@@ -55,7 +55,7 @@ class DDP(Worker):
         """Leave the parameters alone: the commit moves them."""
 
     def _rate(self) -> float:
-        return float(self.inner.param_groups[0]["lr"])
+        return float(self.param_groups[0]["lr"])
 
     def _discard(self) -> None:
         """Send nothing of a gradient that is not finite; the parameters are sound."""

@@ -34,7 +34,7 @@ class Several(Optimizer):
             raise ValueError("expected each parameter in one optimizer, got one in two of them")
         super().__init__(params, {})
         self.optimizers = tuple(optimizers)
-        self.param_groups = [group for each in optimizers for group in each.param_groups]
+        self.param_groups = groups_of(self)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step each."""
@@ -58,6 +58,7 @@ class Several(Optimizer):
         """
         for each, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
             each.load_state_dict(saved)
+        self.param_groups = groups_of(self)  # loading makes new ones
 
 
 def as_one(inner: Optimizer | Sequence[Optimizer]) -> Optimizer:
@@ -77,6 +78,13 @@ def as_one(inner: Optimizer | Sequence[Optimizer]) -> Optimizer:
 def parts_of(inner: Optimizer) -> Sequence[Optimizer]:
     """Return the optimizers that `as_one` was given."""
     return inner.optimizers if isinstance(inner, Several) else [inner]
+
+
+def groups_of(inner: Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups of one or several, as they are now."""
+    if not isinstance(inner, Several):
+        return inner.param_groups
+    return [group for each in inner.optimizers for group in each.param_groups]
 
 
 def expect_optimizer_of(model: nn.Module, inner: Optimizer) -> None:

@@ -267,7 +267,7 @@ class Worker(ABC):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's, as `torch.amp.GradScaler` reads them."""
-        return self.inner.param_groups
+        return loops.groups_of(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the inner optimizer does."""

@@ -290,8 +290,8 @@ class Layout:
         found = tuple((name, tuple(param.shape)) for name, param in named)
         if found != tuple(zip(self.names, self.shapes, strict=True)):
             raise LayoutError(
-                f"expected the {len(self.names)} parameters of the layout, "
-                f"got {_first_difference(self, found)}; build the model from the run's spec, and "
+                f"expected the {len(self.names)} parameters of the layout, got others: "
+                f"{_first_difference(self, found)}; build the model from the run's spec, and "
                 "neither freeze nor add parameters once it has joined"
             )
         return [param for _, param in named]
@@ -329,7 +329,10 @@ def _first_difference(layout: Layout, found: Sequence[tuple[str, tuple[int, ...]
     for expected, got in zip(zip(layout.names, layout.shapes, strict=True), found, strict=False):
         if expected != got:
             return f"{got[0]} {list(got[1])} instead of {expected[0]} {list(expected[1])}"
-    return f"{len(found)} parameters"
+    if len(found) < len(layout.names):
+        return f"{layout.names[len(found)]} {list(layout.shapes[len(found)])} is missing"
+    name, shape = found[len(layout.names)]
+    return f"{name} {list(shape)} comes in addition"
 
 
 class FragmentError(ValueError):

@@ -109,6 +109,8 @@ def connect(
             options, on_event=on_event, timeout_s=math.inf if timeout_s is None else timeout_s
         )
     except TimeoutError:
+        if timeout_s is None:
+            raise
         why = f"; the last report: {clean(reports[0])}" if reports else ""
         raise TimeoutError(
             f"could not join within {timeout_s:g} s{why}; check with `atoll status INVITE` that "

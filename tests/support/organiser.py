@@ -35,7 +35,7 @@ def tiny_spec(**sections) -> RunSpec:
 
 
 def first_state(spec: RunSpec) -> OuterState:
-    model = build_model(spec, 256, Allowed.everything_in(spec))
+    model = build_model(spec, 256, Allowed.everything_in(spec), own_loop=True)
     layout = Layout.of(model)
     return spec.method().genesis(layout, layout.flatten(model))
 

@@ -257,7 +257,8 @@ def test_contributions_of_no_tokens_do_not_move_the_others():
         x = batch(999 + step)
         joiner.inner.zero_grad()
         joiner.model(x).sum().backward()
-        joiner.step(tokens=0)
+        joiner.inner.step()
+        joiner.advance(tokens=0)
     assert torch.equal(local(joiner), local(worker))
     torch.testing.assert_close(local(worker), local(alone))
 

@@ -220,7 +220,7 @@ def test_work_under_way_counts_once_though_later_steps_are_dropped(included):
     reducer.decide(sound, included=included)
     model.zero_grad()
     for _ in range(3):
-        worker.step(tokens=0)
+        worker.advance(tokens=0)
     drift = fragment.cut(worker.synced_N) - fragment.cut(flat(model))
     expected = torch.zeros_like(drift) if included else sound.delta_N
     torch.testing.assert_close(drift, expected, rtol=1e-4, atol=1e-6)

@@ -123,7 +123,7 @@ def test_another_model_is_refused_by_name():
     layout = Layout.of(nn.Linear(3, 2))
     with pytest.raises(LayoutError, match=r"weight \[2, 4\] instead of weight \[2, 3\]"):
         layout.load_(nn.Linear(4, 2), torch.zeros(layout.numel))
-    with pytest.raises(LayoutError, match="1 parameters"):
+    with pytest.raises(LayoutError, match=r"bias \[2\] is missing"):
         layout.flatten(nn.Linear(3, 2, bias=False))
     with pytest.raises(LayoutError, match="9"):
         layout.load_(nn.Linear(3, 2), torch.zeros(9))
@@ -132,3 +132,28 @@ def test_another_model_is_refused_by_name():
 def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(LayoutError):
         Layout.of(nn.Identity())
+
+
+def wrapped(prefix):
+    """The layout of a model behind a wrapper."""
+    plain = Layout.of(Tied())
+    return Layout(names=tuple(prefix + name for name in plain.names), shapes=plain.shapes)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "remedy"),
+    [("module.", "give the module inside, `model.module`"), ("_fsdp_wrapped_module.", "whole on")],
+)
+def test_a_difference_by_a_wrapper_names_the_wrapper(prefix, remedy):
+    found = Layout.of(Tied()).difference(wrapped(prefix))
+    assert found.startswith(f"{prefix}embed.weight instead of embed.weight; ")
+    assert remedy in found
+
+
+def test_a_difference_names_the_first_parameter():
+    plain = Layout.of(Tied())
+    renamed = Layout(names=("embed.weight", "scale"), shapes=plain.shapes)
+    assert plain.difference(renamed) == "scale [4] instead of norm.weight [4]"
+    shorter = Layout(names=plain.names[:1], shapes=plain.shapes[:1])
+    assert plain.difference(shorter) == "norm.weight [4] is missing"
+    assert shorter.difference(plain) == "norm.weight [4] comes in addition"

@@ -71,3 +71,10 @@ def test_what_leaving_raises_is_raised_by_close_once():
     with pytest.raises(OSError, match="no goodbye"):
         thread.close()
     thread.close()
+
+
+def test_a_context_that_does_not_open_in_time_is_abandoned():
+    room = Room(opens=False)
+    with pytest.raises(TimeoutError, match=r"not ready after 0\.05 s"):
+        LoopThread(room.open(), timeout_s=0.05)
+    assert room.happened == ["closed"]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import runpy
+import socket
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
-from atoll.coordinator.run.invite import InviteError
+from atoll.coordinator.run.invite import Invite, InviteError
 from atoll.optim import DiLoCo
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.peer.daemon.membership import StateDirectoryInUse
@@ -19,6 +21,18 @@ from atoll.peer.daemon.network import connect
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ROUNDS = 4
+
+
+def some_invite():
+    """An invite to a port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return Invite(
+        addresses=(f"127.0.0.1:{port}",),
+        run_id=bytes(32),
+        run_key=bytes(32),
+        tls_sha256=bytes(32),
+    )
 
 
 @pytest.fixture
@@ -78,6 +92,37 @@ def test_two_loops_of_their_own_train_one_model(organiser, tmp_path):
     assert all(0 < peer.loss < 6 and 0 < peer.utilisation < 1 for peer in status.peers)
 
 
+IMAGES = """
+from torch import nn
+from atoll.peer.training.models import model
+
+@model(tokens=False)
+def build(channels=3):
+    return nn.Sequential(nn.Conv2d(channels, 4, 3), nn.Flatten(), nn.Linear(4 * 4, 2))
+"""
+
+
+def test_a_model_of_images_trains_in_a_run(organise, kit, monkeypatch, tmp_path):
+    (tmp_path / "image_models.py").write_text(IMAGES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "image_models", raising=False)
+    spec = kit.tiny_spec(
+        run={"rounds": 2}, model={"custom": "image_models:build", "overrides": {"channels": 1}}
+    )
+    organiser = organise(spec)
+    with closing(
+        connect(str(organiser.invite), state_dir=tmp_path / "state", listen=LOOPBACK)
+    ) as reducer:
+        model = reducer.build_model(allow_model="image_models:build")
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = DiLoCo(model, inner, reducer, inner_steps=reducer.spec.outer.inner_steps)
+        while not reducer.finished:
+            diloco.zero_grad()
+            model(torch.randn(5, 1, 4, 4)).square().mean().backward()
+            diloco.step(tokens=5)
+        assert (diloco.statistics().included, reducer.position) == (2, 2)
+
+
 def test_a_model_of_another_shape_is_refused(organiser, tmp_path):
     model = torch.nn.Linear(3, 3)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,6 +143,35 @@ def test_closing_twice_is_fine_and_frees_the_directory(organiser, tmp_path):
 def test_a_name_that_the_coordinator_would_refuse_is_refused_here(organiser, tmp_path):
     with pytest.raises(ValueError, match="at most 64 characters, got 65"):
         connect(str(organiser.invite), state_dir=tmp_path, name="x" * 65, listen=LOOPBACK)
+
+
+@pytest.mark.parametrize("option", ["listen", "announce"])
+@pytest.mark.parametrize("address", ["/ip4/1.2.3.4", "1.2.3.4:7701", ["/ip4/1.2.3.4/tcp/x"]])
+def test_an_address_without_a_port_is_refused(tmp_path, option, address):
+    invite = str(some_invite())
+    with pytest.raises(ValueError, match=rf"{option}: expected a multiaddr with a port.* got"):
+        connect(invite, state_dir=tmp_path, **{option: address})
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_a_timeout_that_is_none_is_refused(tmp_path, timeout_s):
+    with pytest.raises(ValueError, match="expected a timeout_s above 0"):
+        connect(str(some_invite()), state_dir=tmp_path, timeout_s=timeout_s)
+
+
+def test_a_coordinator_that_is_not_there_is_given_up(tmp_path):
+    path = tmp_path / "invite.txt"
+    path.write_text(str(some_invite()))
+    with pytest.raises(TimeoutError, match=r"could not join within 0\.5 s.*atoll status"):
+        connect(path, state_dir=tmp_path / "state", listen=LOOPBACK[0], timeout_s=0.5)
+
+
+def test_the_dashboard_shows_the_device_of_a_loop(organiser, tmp_path):
+    with closing(
+        connect(str(organiser.invite), state_dir=tmp_path, listen=LOOPBACK, device="cuda:7")
+    ) as reducer:
+        reducer.progress.start()
+        assert reducer.progress.view().device == "cuda:7"
 
 
 def test_what_is_no_invite_is_refused(tmp_path):

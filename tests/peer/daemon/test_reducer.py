@@ -18,6 +18,7 @@ from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer
 from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
+from atoll.peer.errors import DataError, ModelError, SetupError
 from support.reducer_bench import (
     LAYOUT,
     ME,
@@ -41,6 +42,32 @@ def test_another_model_is_refused(bench):
     other = Layout(names=("w",), shapes=((3,),))
     with pytest.raises(LayoutError, match="expected the run's model"):
         bench().reducer.start(other, torch.zeros(3), lambda commit: None)
+
+
+def test_another_model_of_equal_size_names_the_first_parameter(bench):
+    other = Layout(names=("v",), shapes=((NUMEL,),))
+    with pytest.raises(LayoutError, match=r"differs: v \[\d+\] instead of w .*build_model\(\)"):
+        bench().reducer.start(other, torch.zeros(NUMEL), lambda commit: None)
+
+
+def test_the_model_of_a_run_is_built_from_its_spec(bench):
+    sizes = {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}
+    spec = RunSpec.from_dict({"model": {"overrides": sizes}})
+    model = bench(spec=spec).reducer.build_model()
+    assert model.embedding.weight.shape == (256, 16)
+
+
+def test_code_and_files_that_a_spec_names_need_the_caller(bench):
+    custom = RunSpec.from_dict({"model": {"custom": "absent_module:build"}})
+    with pytest.raises(ModelError, match="absent_module:build"):
+        bench(spec=custom).reducer.build_model()
+    with pytest.raises(ModelError, match="cannot import 'absent_module'"):
+        bench(spec=custom).reducer.build_model(allow_model="absent_module:build")
+    tokens = RunSpec.from_dict({"data": {"tokenizer": "/absent/tokenizer.json"}})
+    with pytest.raises(DataError, match="--tokenizer"):
+        bench(spec=tokens).reducer.build_model()
+    with pytest.raises(SetupError, match=r"mine\.json"):  # allowed: the one that is here is opened
+        bench(spec=tokens).reducer.build_model(tokenizer="mine.json")
 
 
 def test_a_contribution_is_offered_with_its_weight(bench):

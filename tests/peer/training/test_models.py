@@ -164,6 +164,16 @@ class Vector(Logits):
     def forward(self, tokens_BT, targets_BT):
         return super().forward(tokens_BT).mean(-1)
 
+class Output:
+    def __init__(self, logits):
+        self.loss, self.logits = None, logits
+
+class Hub(Logits):
+    # Called as a causal language model of transformers is.
+    def forward(self, input_ids=None, attention_mask=None, past_key_values=None, labels=None):
+        assert attention_mask is None and labels is None
+        return Output(super().forward(input_ids))
+
 class Frozen(Logits):
     def __init__(self, *args):
         super().__init__(*args)
@@ -184,6 +194,14 @@ def too_small(*, vocab_size, seq_len): return Logits(4, 8)
 @model
 def nothing(*, vocab_size, seq_len): return None
 @model
+def hub(*, vocab_size, seq_len): return Hub(vocab_size, 8)
+@model(tokens=False)
+def images(channels=3): return nn.Conv2d(channels, 4, 3)
+@model
+def pixels(*, vocab_size, seq_len): return nn.Conv2d(3, 4, 3)
+@model(tokens=False)
+def constant(): return nn.Identity()
+@model
 def raises(*, vocab_size, seq_len): raise RuntimeError("no weights here")
 number = 3
 """
@@ -196,7 +214,7 @@ def custom(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     monkeypatch.delitem(__import__("sys").modules, "my_models", raising=False)
 
-    def build(name, **overrides):
+    def build(name, own_loop=False, **overrides):
         return models.build(
             custom=name,
             overrides=overrides,
@@ -204,19 +222,48 @@ def custom(tmp_path, monkeypatch):
             seq_len=16,
             seed=3,
             allowed={name},
+            own_loop=own_loop,
         )
 
     return build
 
 
-@pytest.mark.parametrize("function", ["logits", "loss"])
+@pytest.mark.parametrize("function", ["logits", "loss", "hub"])
 def test_a_custom_model_trains_with_either_face(custom, function):
-    model = custom(f"my_models:{function}", width=12)
-    assert model.table.weight.shape == (64, 12)
+    model = custom(f"my_models:{function}")
+    assert model.table.weight.shape == (64, 8)
     loss = models.loss_of(model, tokens(), tokens())
     loss.backward()
     assert torch.isfinite(loss)
     assert models.logits_of(model, tokens()).shape == (2, 16, 64)
+
+
+def test_overrides_reach_a_custom_model(custom):
+    assert custom("my_models:logits", width=12).table.weight.shape == (64, 12)
+
+
+def test_a_model_without_tokens_is_built_for_loops_of_their_own(custom):
+    assert custom("my_models:images", own_loop=True, channels=1).weight.shape == (4, 1, 3, 3)
+    with pytest.raises(ModelError, match=r"takes no tokens.*join with `connect`"):
+        custom("my_models:images")
+
+
+def test_a_model_without_tokens_needs_parameters(custom):
+    with pytest.raises(ModelError, match="must have trainable parameters"):
+        custom("my_models:constant", own_loop=True)
+
+
+def test_a_model_that_fails_on_tokens_names_the_mark(custom):
+    with pytest.raises(ModelError, match=r"mark its function with @model\(tokens=False\)"):
+        custom("my_models:pixels", own_loop=True)
+
+
+def test_targets_may_be_called_labels():
+    class Model(nn.Module):
+        def forward(self, tokens_BT, labels=None):
+            return tokens_BT
+
+    assert models.takes_targets(Model())
 
 
 def test_a_custom_model_is_seeded(custom):
@@ -234,8 +281,8 @@ def test_a_custom_model_is_seeded(custom):
         ("my_models:number", "has no function 'number'"),
         ("my_models:nothing", "must return a torch.nn.Module, got NoneType"),
         ("my_models:raises", "RuntimeError: no weights here"),
-        ("my_models:flat", "must return logits of shape (2, 8, vocabulary), got shape (16, 64)"),
-        ("my_models:vector", "must return a scalar, got shape (2, 8)"),
+        ("my_models:flat", "must return logits of shape (2, 8, vocabulary), or an object"),
+        ("my_models:vector", "must return a scalar, got shape (2, 8); wrap the model in a module"),
         ("my_models:frozen", "must have trainable parameters"),
         ("my_models:too_small", "failed on tokens of shape (2, 8)"),
     ],

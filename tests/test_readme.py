@@ -1,0 +1,211 @@
+"""README.md and docs/library.md hold what they promise: their code and commands are run.
+
+Python blocks run here, page by page, as a reader would paste them, with a reducer of this process
+for `connect`. Commands go through the parsers of the command line. `NOT_RUN` names the rest.
+"""
+
+import argparse
+import inspect
+import re
+import shlex
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim import InProcessGroup
+from atoll.peer.cli import SUMMARIES, main
+from atoll.peer.daemon import network
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "docs/library.md"]
+
+# Blocks by their first line, with the reason why nothing runs them.
+NOT_RUN = {
+    "4 peers, 12 rounds of 25 steps; in runs/demo": "what the demo prints",
+}
+
+# Programs other than `atoll` in shell blocks: the command of `atoll` that a script passes its
+# arguments to, or None if there are none to check.
+PROGRAMS = {"./scripts/demo": "demo", "./scripts/test": None}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page):
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    start = None
+    for number, line in enumerate(lines, start=1):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        text = "\n".join(lines[start : number - 1]) + "\n"
+        yield Block(page, start + 1, lines[start - 1][3:], text)
+        start = None
+    assert start is None, f"{page}:{start}: a block without an end"
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def of(language):
+    chosen = [each for each in BLOCKS if each.language == language]
+    return [each for each in chosen if each.text.splitlines()[0] not in NOT_RUN]
+
+
+def commands_in(page):
+    """The commands of `atoll` in a page's text, outside its blocks."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(r"`(atoll [^`]+)`", text.replace("\n", " "))
+
+
+def parse(command):
+    words = shlex.split(command, comments=True)
+    if words[0] in PROGRAMS:
+        assert (ROOT / words[0]).stat().st_mode & 0o100
+        words = ["atoll", PROGRAMS[words[0]], *words[1:]]
+    assert words[0] == "atoll"
+    assert words[1] in (*SUMMARIES, None)
+    if len(words) == 2:  # the name of a command, or a script that takes no options of one
+        return
+    parser = main._parser(main._load(words[1]), words[1])
+    parser.parse_args(words[1:])
+
+
+class Llama(nn.Module):
+    """Called as `transformers.LlamaForCausalLM` is, which is no dependency of Atoll."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, return_dict=True):
+        assert attention_mask is None
+        logits = self.lm_head(self.embed(input_ids))
+        return types.SimpleNamespace(loss=None, logits=logits) if return_dict else (logits,)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder, a reducer for `connect` and a stand-in for `transformers`."""
+
+    def connect(*arguments, **options):
+        signature.bind(*arguments, **options)
+        member = InProcessGroup(1, inner_steps=2, rounds=2, lr=0.8, momentum=0.3).member(0)
+        member.build_model = lambda *, allow_model: nn.Linear(8, 1)
+        return member
+
+    signature = inspect.signature(network.connect)
+    monkeypatch.setattr(network, "connect", connect)
+    hub = types.ModuleType("transformers")
+    hub.LlamaConfig, hub.LlamaForCausalLM = argparse.Namespace, Llama
+    monkeypatch.setitem(sys.modules, "transformers", hub)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def names():
+    """What README's loop takes as given."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    return {
+        "invite": "atoll1",
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "batches": list(torch.randn(6, 4, 8)),
+        "loss_of": lambda model, batch: model(batch).square().mean(),
+    }
+
+
+def run(block, namespace):
+    source = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+    exec(compile(source, str(ROOT / block.page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_run(page, place, names):
+    namespace = names if page == "README.md" else {}
+    for block in of("python"):
+        if block.page == page:
+            run(block, namespace)
+    assert namespace["reducer"].spec.outer.inner_steps
+
+
+def test_the_loop_of_the_readme_runs_in_four_threads(monkeypatch, place, names):
+    """README: each thread takes a member of one group as its reducer, and nothing else changes."""
+    loop, trial = [block for block in of("python") if block.page == "README.md"]
+    namespace = dict(names)
+    run(trial, namespace)
+    group = InProcessGroup(
+        namespace["group"].size, inner_steps=2, lr=0.8, momentum=0.3, threads=True
+    )
+    members = iter([group.member(i) for i in range(4)])
+    monkeypatch.setattr(network, "connect", lambda invite: next(members))
+    peers = []
+
+    def peer(index):
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        own = names | {"model": model, "optimizer": optimizer}
+        run(loop, own)
+        peers.append(own["diloco"])
+
+    threads = [threading.Thread(target=peer, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert group.statistics().rounds == 3
+    assert len(peers) == 4
+    assert all(torch.equal(each.synced_N, peers[0].synced_N) for each in peers)
+
+
+@pytest.mark.parametrize("block", of("toml"), ids=lambda block: block.name)
+def test_a_run_file_of_the_pages_is_valid(block):
+    RunSpec.from_toml(block.text)
+
+
+@pytest.mark.parametrize("block", of(""), ids=lambda block: block.name)
+def test_commands_of_the_blocks_are_known(block):
+    for line in block.text.splitlines():
+        parse(line)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_text_are_known(page):
+    for command in commands_in(page):
+        parse(command)
+
+
+def test_every_block_has_a_test():
+    tested = {*of("python"), *of("toml"), *of("")}
+    left = [block.name for block in BLOCKS if block not in tested]
+    assert len(left) == len(NOT_RUN), left
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_the_pages_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target

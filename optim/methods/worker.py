@@ -391,8 +391,8 @@ class Worker(ABC):
         self._resumed_s = time.perf_counter()
 
     def _expect_own_steps(self, remedy: str) -> None:
-        if self._steps.others:
-            steps, _ = self._steps.others, self._steps.reset()
+        if steps := self._steps.others:
+            self._steps.reset()
             raise RuntimeError(
                 f"the loop has called the inner optimizer's step() {steps} time(s) since the last "
                 f"step of {type(self).__name__}, which calls it itself; {remedy}"

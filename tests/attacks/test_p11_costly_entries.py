@@ -33,40 +33,8 @@ from atoll.peer.rounds.messages import (
     deflated,
     entry_head,
 )
+from support.greedy import costly
 from support.swarm import run_swarm
-
-MEMBER = {
-    "incarnation": "0",
-    "weight": 0.0,
-    "clip": 0.0,
-    "norm": 0.0,
-    "tokens": 0,
-    "steps": 0,
-    "loss": None,
-}
-
-
-def costly(replica, *, position=0, members=MAX_MEMBERS, **changes):
-    """Return the bytes of an entry that is right in its head and has thousands of members."""
-    part = {"start_cell": 0, "stop_cell": 1, "owner": 0, "generation": 0, "wire_bytes": 0}
-    fields = {
-        "version": 3,
-        "run_id": replica.run_id,
-        "epoch": replica.epoch,
-        "position": position,
-        "kind": "update",
-        "previous_chain": replica.chain,
-        "fragment": 0,
-        "lr": 0.5,
-        "momentum": 0.5,
-        "members": [{"peer_id": f"{index:x}"} | MEMBER for index in range(members)],
-        "parts": [part | {"digest": bytes(32), "partial": []}],
-        "reports": bytes(32),
-        "electorate": [elector.model_dump() for elector in replica.electorate],
-        "newcomers": [],
-        "state_root": None,
-    }
-    return msgpack.packb(fields | changes)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.transport import Refused, TransportError
+from atoll.dht.transport import Refused
 from atoll.peer.rounds.allreduce import eager
 from atoll.peer.rounds.allreduce.eager import (
     MAX_VECTORS,
@@ -14,8 +14,7 @@ from atoll.peer.rounds.allreduce.eager import (
     EagerCodes,
     furthest_upfront,
 )
-from atoll.peer.rounds.allreduce.exchange import expected_plan, most_bytes
-from atoll.peer.rounds.messages import UPFRONT, Upfront, tagged
+from support.greedy import begin_part, fill
 from support.strikes import expect_sums, passed
 from support.swarm import run_swarm
 
@@ -42,27 +41,6 @@ def hoarded(tmp_path, attack):
     run_swarm(tmp_path, scenario)
 
 
-async def begin(sender, owner, position=None, part=0):
-    """Open a stream for one of the owner's parts; return it, and the most that it may bring."""
-    position = owner.replica.position if position is None else position
-    plan = expected_plan(sender.ctx, position)
-    mine = [i for i, p in enumerate(plan.parts) if p.owner == owner.identity.peer_id]
-    head = Upfront(position=position, plan=plan.digest, part=mine[part], norm=1.0)
-    stream = await sender.transport.open(owner.identity.peer_id, "reduce", timeout_s=5)
-    await stream.send(tagged(UPFRONT, head), timeout_s=5)
-    return stream, most_bytes(owner.ctx.replay.cells_at(position), plan.parts[mine[part]])
-
-
-async def fill(stream, num_bytes, message=1 << 14):
-    """Send until everything has left, or nobody takes it."""
-    try:
-        while num_bytes > 0:
-            await stream.send(bytes(min(message, num_bytes)), timeout_s=5)
-            num_bytes -= message
-    except TransportError:
-        pass
-
-
 async def code_of(stream):
     with pytest.raises(Refused) as refusal:
         await stream.recv(timeout_s=5)
@@ -75,7 +53,7 @@ def test_codes_of_far_positions_are_refused_at_once(tmp_path, ahead):
         assert owner.replica.position + ahead > furthest_upfront(owner.ctx)
         before = owner.ctx.now()
         for _ in range(STREAMS):
-            stream, limit = await begin(liar, owner, owner.replica.position + ahead)
+            stream, limit = await begin_part(liar, owner, owner.replica.position + ahead)
             await fill(stream, limit - 1)
             assert await code_of(stream) is RefusalCode.NOT_UPFRONT
         assert owner.ctx.now() - before < STREAMS * 0.2  # nobody waited for such a position
@@ -86,7 +64,7 @@ def test_codes_of_far_positions_are_refused_at_once(tmp_path, ahead):
 
 def test_a_part_is_kept_once(tmp_path):
     async def attack(owner, _, liar):
-        begun = [await begin(liar, owner) for _ in range(STREAMS)]
+        begun = [await begin_part(liar, owner) for _ in range(STREAMS)]
         for stream, limit in begun:
             await fill(stream, limit - 1)
         await asyncio.sleep(1.0)
@@ -102,12 +80,12 @@ def test_a_part_is_kept_once(tmp_path):
 def test_one_peer_may_leave_no_more_than_a_vector(tmp_path):
     async def attack(owner, honest, liar):
         owner.rounds.eager.most_of_one = 20_000
-        mine, limit = await begin(liar, owner)
+        mine, limit = await begin_part(liar, owner)
         assert limit > 50_000
         await fill(mine, limit - 1)
         assert await code_of(mine) is RefusalCode.NOT_UPFRONT
         assert owner.rounds.eager.waiting == 0
-        other, _ = await begin(honest, owner)
+        other, _ = await begin_part(honest, owner)
         await fill(other, 15_000)
         await asyncio.sleep(1.0)
         assert owner.rounds.eager.waiting > 15_000
@@ -119,10 +97,10 @@ def test_one_peer_may_leave_no_more_than_a_vector(tmp_path):
 def test_all_peers_together_may_leave_a_few_vectors(tmp_path):
     async def attack(owner, honest, liar):
         owner.rounds.eager.most = 20_000
-        first, _ = await begin(liar, owner)
+        first, _ = await begin_part(liar, owner)
         await fill(first, 15_000)
         await asyncio.sleep(1.0)
-        second, _ = await begin(honest, owner)
+        second, _ = await begin_part(honest, owner)
         await fill(second, 15_000)
         assert await code_of(second) is RefusalCode.NOT_UPFRONT
         assert 15_000 < owner.rounds.eager.waiting < 20_000
@@ -135,7 +113,7 @@ def test_all_peers_together_may_leave_a_few_vectors(tmp_path):
 def test_empty_messages_count(tmp_path):
     async def attack(owner, _, liar):
         owner.rounds.eager.most_of_one = 20 * MESSAGE_BYTES
-        stream, _ = await begin(liar, owner)
+        stream, _ = await begin_part(liar, owner)
         for _ in range(30):
             await stream.send(b"", timeout_s=5)
         assert await code_of(stream) is RefusalCode.NOT_UPFRONT

@@ -1,6 +1,7 @@
 """P13: a report, or a prepare, names a term so far that nobody could lead the position after it."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_reports_of_far_terms_move_no_elector(tmp_path):
         await swarm.until(lambda: reached(peers, 2))
         liar = identity_of(99)
         stranger = swarm.network.transport(liar.peer_id)
-        refused = set()
+        refused = Counter()
 
         task = asyncio.create_task(call_far_terms(stranger, liar, peers, refused))
         at = max(p.replica.position for p in peers)

@@ -8,12 +8,10 @@ from atoll.dht.testing import memory
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import sha256
 from atoll.peer.rounds.fetching import FLOOR_BYTES_S, fetch_part
-from atoll.peer.rounds.messages import PIECE_BYTES, PartRequest
+from atoll.peer.rounds.messages import PIECE_BYTES
 from atoll.peer.rounds.slots import MAX_SLOTS
+from support.greedy import BODY, TRICKLE_S, open_part, read_slowly
 from support.swarm import run_swarm
-
-BODY = bytes(64 * PIECE_BYTES)
-TRICKLE_S = 5.9  # between two messages: a donor waits 6 s for each
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +30,7 @@ def attacked(tmp_path, attack):
 
         def trickle(name, streams):
             transport = swarm.network.transport(name)
-            tasks.extend(asyncio.create_task(hold(transport, donor)) for _ in range(streams))
+            tasks.extend(asyncio.create_task(read_slowly(transport, donor)) for _ in range(streams))
 
         try:
             await attack(donor, asking, trickle)
@@ -42,23 +40,6 @@ def attacked(tmp_path, attack):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     run_swarm(tmp_path, scenario)
-
-
-async def opened(transport, donor):
-    stream = await transport.open(donor.identity.peer_id, "part", timeout_s=5)
-    await stream.send(PartRequest(digest=sha256(BODY), wire_bytes=len(BODY)).encode(), timeout_s=5)
-    return stream
-
-
-async def hold(transport, donor):
-    """Read as slowly as is let pass, and begin anew once that is over."""
-    while True:
-        try:
-            async with await opened(transport, donor) as stream:
-                while await stream.recv(timeout_s=600.0) is not None:
-                    await asyncio.sleep(TRICKLE_S)
-        except TransportError:
-            await asyncio.sleep(0.01)
 
 
 async def fetched_s(asking, donor):
@@ -94,7 +75,7 @@ def test_a_few_peers_cannot_hold_them_for_long(tmp_path):
 
 def test_a_reader_slower_than_the_floor_loses_its_slot(tmp_path):
     async def attack(donor, asking, trickle):
-        stream = await opened(asking.transport, donor)
+        stream = await open_part(asking.transport, donor)
         read = 0
         with pytest.raises(TransportError):
             while await stream.recv(timeout_s=60.0) is not None:
@@ -108,7 +89,7 @@ def test_a_reader_slower_than_the_floor_loses_its_slot(tmp_path):
 
 def test_a_reader_at_the_floor_keeps_its_slot(tmp_path):
     async def attack(donor, asking, trickle):
-        stream = await opened(asking.transport, donor)
+        stream = await open_part(asking.transport, donor)
         for _ in range(len(BODY) // PIECE_BYTES):
             assert await stream.recv(timeout_s=60.0)
             await asyncio.sleep(PIECE_BYTES / (1.1 * FLOOR_BYTES_S))

@@ -1,36 +1,15 @@
 """P5: a member holds its streams open by signs of life, and sends no cells."""
 
-import asyncio
 import math
 
 import pytest
 
-from atoll.peer.rounds.allreduce import sides
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus import member
-from atoll.peer.rounds.messages import ALIVE
 from atoll.peer.rounds.policies import is_slow, laggards
+from support.attackers import hold
 from support.swarm import SETTINGS, reached, run_swarm
 
 STALL_S = SETTINGS.stall_s
-
-
-def hold(monkeypatch, liar):
-    """Let the liar send signs of life instead of its codes."""
-    send_frames, begin = sides.Sender._send_frames, member.begin_upfront
-
-    async def silent(sender, stream, frames, first):
-        if sender._state.ctx.me != liar:
-            return await send_frames(sender, stream, frames, first)
-        while True:
-            await stream.send(ALIVE, timeout_s=STALL_S)
-            await asyncio.sleep(STALL_S / 4)
-
-    def begin_unless(ctx, *args):
-        return None if ctx.me == liar else begin(ctx, *args)
-
-    monkeypatch.setattr(sides.Sender, "_send_frames", silent)
-    monkeypatch.setattr(member, "begin_upfront", begin_unless)
 
 
 async def round_s(swarm, peers, count=4):

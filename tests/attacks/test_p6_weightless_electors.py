@@ -4,34 +4,13 @@ import asyncio
 import hashlib
 
 from atoll.dht.identity import Identity
-from atoll.dht.transport import TransportError
 from atoll.peer.rounds.consensus.round import leader_of
+from support.greedy import report_and_live
 from support.swarm import reached, ready_of, run_swarm
 
 
 def incarnation_of(key):
     return hashlib.sha256(key.peer_id.encode()).hexdigest()[:32]
-
-
-async def hold(stream, message):
-    """Report, then send signs of life and read, and nothing else."""
-
-    async def live():
-        while True:
-            await asyncio.sleep(0.3)
-            await stream.send(b"", timeout_s=2.0)
-
-    async def read():
-        while await stream.recv(timeout_s=60.0) is not None:
-            pass
-
-    try:
-        await stream.send(message, timeout_s=2.0)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(live())
-            group.create_task(read())
-    except* TransportError:
-        pass
 
 
 def test_keys_of_weight_0_gain_no_votes_and_may_go_away(tmp_path):
@@ -48,7 +27,9 @@ def test_keys_of_weight_0_gain_no_votes_and_may_go_away(tmp_path):
             stream = await transport.open(leader, "round", timeout_s=2.0)
             held.append(
                 asyncio.create_task(
-                    hold(stream, ready_of(key, peers[0], incarnation=incarnation_of(key)))
+                    report_and_live(
+                        stream, ready_of(key, peers[0], incarnation=incarnation_of(key))
+                    )
                 )
             )
         at = replica.position

@@ -4,18 +4,10 @@ import asyncio
 
 import pytest
 
-from atoll.dht.transport import TransportError
-from atoll.optim.log.entry import Entry
 from atoll.peer.rounds.fetching import MAX_SPAN, MAX_SPAN_BYTES
-from atoll.peer.rounds.messages import MAX_SNAPSHOTS, Decided, Head, Span
+from atoll.peer.rounds.messages import MAX_SNAPSHOTS, Head
+from support.greedy import forge_headers
 from support.swarm import claim, reached, run_swarm
-
-
-def forged(peer, number):
-    """Return an entry that looks right and has no certificate that holds."""
-    row = peer.replica.store.get(peer.replica.position - 1)
-    entry = Entry.decode(row.entry).model_copy(update={"position": number})
-    return Decided(entry=entry.encode(), certificate=row.certificate).encode()
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
@@ -23,21 +15,9 @@ def test_a_joiner_takes_one_page_of_what_it_cannot_verify(tmp_path, monkeypatch,
     async def scenario(swarm):
         peers = await swarm.start(4)
         await swarm.until(lambda: reached(peers, 3))
-        liar, sent = peers[3], [0, 0]
+        liar = peers[3]
         claim(monkeypatch, liar, position=1 << 60)
-
-        async def headers(remote, stream):
-            span = Span.decode(await stream.recv(timeout_s=5))
-            for number in range(span.start, span.stop):
-                data = Decided(entry=bytes(1_000_000), certificate=b"x").encode() if large else b""
-                data = data or forged(liar, number)
-                try:
-                    await stream.send(data, timeout_s=20)
-                except TransportError:  # nobody takes any more
-                    return
-                sent[0], sent[1] = sent[0] + 1, sent[1] + len(data)
-
-        liar.transport.serve_stream("headers", headers)
+        sent = forge_headers(monkeypatch, liar, large=large)
         joiner = swarm.add()
         await joiner.start()
         await swarm.until(lambda: joiner.replica.ready and reached([joiner], 4))

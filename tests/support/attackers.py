@@ -1,14 +1,26 @@
 """The attackers of `tests/attacks` that strike a swarm; `scripts/bench attacks` measures them."""
 
 import asyncio
+import weakref
 
 from atoll.dht.transport import Refused, TransportError
-from atoll.optim.log.entry import Certificate, Vote, is_quorum, proposal_payload, vote_payload
+from atoll.optim.log.entry import (
+    Certificate,
+    Vote,
+    is_quorum,
+    proposal_payload,
+    sha256,
+    vote_payload,
+)
+from atoll.peer.rounds.allreduce import sides
+from atoll.peer.rounds.allreduce.reduction import PartReducer
 from atoll.peer.rounds.allreduce.sides import Owner
+from atoll.peer.rounds.consensus import member
 from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus.leader import Polls
 from atoll.peer.rounds.consensus.round import ElectorsProbed, SendProposal, leader_of
-from atoll.peer.rounds.messages import Announced, Ballot, Prefix, Propose, deflated
+from atoll.peer.rounds.messages import ALIVE, Announced, Ballot, Prefix, Propose, deflated
+from atoll.peer.rounds.pacing import Link
 from support.swarm import ready_of
 
 LAST = (1 << 61) - 1
@@ -168,5 +180,53 @@ async def call_far_terms(stranger, identity, peers, refused):
                 await stream.send(ready_of(identity, peer, term=term), timeout_s=2)
                 await stream.recv(timeout_s=5)
             except Refused as error:
-                refused.add(error.code)
+                refused[str(error.code)] += 1
         await asyncio.sleep(0.1)
+
+
+def hold(monkeypatch, liar):
+    """P5: the liar sends signs of life instead of its codes."""
+    send_frames, begin = sides.Sender._send_frames, member.begin_upfront
+
+    async def silent(sender, stream, frames, first):
+        ctx = sender._state.ctx
+        if ctx.me != liar:
+            return await send_frames(sender, stream, frames, first)
+        while True:
+            await stream.send(ALIVE, timeout_s=ctx.settings.stall_s)
+            await asyncio.sleep(ctx.alive_s)
+
+    def begin_unless(ctx, *args):
+        return None if ctx.me == liar else begin(ctx, *args)
+
+    monkeypatch.setattr(sides.Sender, "_send_frames", silent)
+    monkeypatch.setattr(member, "begin_upfront", begin_unless)
+
+
+def declare_no_uplink(monkeypatch, liar_link):
+    """P5: the liar declares an uplink of 0, so that the others would wait for ever."""
+    known = Link.uplink_mbit_s.fget
+    rate = property(lambda link: 0.0 if link == liar_link else known(link))
+    monkeypatch.setattr(Link, "uplink_mbit_s", rate)
+
+
+def spoil_parts(monkeypatch, liar):
+    """P9: as an owner, it reports bytes that decode to nothing."""
+    make, put_together = Owner.make_part, PartReducer._put_together
+    spoilt = weakref.WeakSet()
+
+    def making(owner, part, generation, senders):
+        made = make(owner, part, generation, senders)
+        if owner._state.ctx.me == liar:
+            spoilt.add(made.reducer)
+        return made
+
+    def lying(reduction, part, generation):
+        body, done = put_together(reduction, part, generation)
+        if reduction in spoilt:
+            body = bytes(255 for _ in body)
+            done = done.model_copy(update={"digest": sha256(body)})
+        return body, done
+
+    monkeypatch.setattr(Owner, "make_part", making)
+    monkeypatch.setattr(PartReducer, "_put_together", lying)

@@ -1,0 +1,335 @@
+"""The attacks of `scripts/bench_attacks.py` on four peers in memory, on a virtual clock.
+
+The peers are those of `tests/support/swarm.py`: real rounds, log and votes. The last of them is the
+attacker, or a stranger beside them is. Seconds are of the virtual clock; CPU time and memory are of
+the process, which has all peers and the attacker.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from attacks_rows import Phase, Progress, Row, counted, peak_mb, row_of  # noqa: E402
+
+from atoll.dht.testing import memory  # noqa: E402
+from atoll.optim.log.entry import Entry  # noqa: E402
+from support import attackers, greedy  # noqa: E402
+from support.liar_runs import PATIENCE_S, WINDOW_S  # noqa: E402
+from support.liars import Liar  # noqa: E402
+from support.swarm import (  # noqa: E402
+    SMALL,
+    Swarm,
+    SwarmPeer,
+    claim,
+    identity_of,
+    run_swarm,
+)
+
+PHASE_S = 180.0  # 36 windows: each of four peers leads nine positions
+STEP_S = 0.25  # between two looks at the peers
+JOIN_EVERY_S = 30.0
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """A swarm under attack."""
+
+    patch: pytest.MonkeyPatch
+    """undone when the attack ends"""
+    swarm: Swarm
+    peers: list[SwarmPeer]
+    seen: Counter[str] = field(default_factory=Counter)
+    """what the attacker met, and how often"""
+    joined_s: list[float] = field(default_factory=list)
+    """how long newcomers took, the first of them before the attack"""
+    began_at: int = 0
+    """position"""
+
+    @property
+    def liar(self) -> SwarmPeer:
+        """The attacker, if it is a member."""
+        return self.peers[-1]
+
+    def stranger(self) -> Any:
+        """Return the transport of somebody without an admission."""
+        return self.swarm.network.transport(identity_of(99).peer_id)
+
+    async def let_join(self, begin: Callable[[], object]) -> None:
+        """Let a newcomer join and leave, then one after the other once the attack has begun."""
+        await self._join()
+        begin()
+        while True:
+            await self._join()
+            await asyncio.sleep(JOIN_EVERY_S)
+
+    async def _join(self) -> None:
+        newcomer, took_s = await greedy.join_s(self.swarm, role="keeper")
+        self.joined_s.append(took_s)
+        await newcomer.stop()
+        self.swarm.network.kill(newcomer.identity.peer_id, clean=True)
+        self.swarm.peers.remove(newcomer)
+
+
+Begin = Callable[[Scene], Coroutine[Any, Any, None] | None]
+"""Starts an attack; a coroutine runs until the attack ends."""
+Saw = Callable[[Scene], str]
+
+
+def met(scene: Scene) -> str:
+    """Return what the attacker met."""
+    return counted(scene.seen)
+
+
+def electors(scene: Scene) -> str:
+    """Return how many vote in the end."""
+    known = {peer.ctx.me for peer in scene.peers}
+    order = scene.peers[0].replica.electorate
+    return f"{len(known & set(order))} of {len(known)} peers vote, {len(set(order) - known)} others"
+
+
+def newcomers(scene: Scene) -> str:
+    """Return how long newcomers took."""
+    before_s, *during_s = scene.joined_s
+    longest = f"at most {max(during_s):.1f} s" if during_s else "never"
+    return f"{len(during_s)} newcomers had the log after {longest}, {before_s:.1f} s before"
+
+
+def share(scene: Scene) -> str:
+    """Return the attacker's largest part of an update, by weight, clip factor and norm."""
+    replica, most = scene.peers[0].replica, 0.0
+    for row in replica.store.headers(scene.began_at, replica.position - scene.began_at):
+        entry = Entry.decode(row.entry)
+        pull = {m.peer_id: m.weight * m.clip * m.norm for m in entry.members}
+        mine = pull.get(scene.liar.identity.peer_id, 0.0)
+        most = max(most, mine / sum(pull.values()) if pull else 0.0)
+    return f"at most {100 * most:.0f}% of an update are its own, of four peers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """What the attacker does, and what is reported of it."""
+
+    what: str
+    begin: Begin
+    stranger: bool = False
+    saw: Saw = met
+
+
+def _p2(scene: Scene) -> None:
+    attackers.drop(scene.patch, scene.liar.ctx.me, 3)
+    attackers.close_alone(scene.patch, scene.liar.ctx.me)
+
+
+def _p4(scene: Scene) -> None:
+    attackers.equivocate(scene.patch, scene.liar.ctx.me)
+
+
+def _p5(scene: Scene) -> None:
+    attackers.declare_no_uplink(scene.patch, scene.liar.ctx.link)
+    attackers.hold(scene.patch, scene.liar.ctx.me)
+
+
+def _p9(scene: Scene) -> Coroutine[Any, Any, None]:
+    def begin() -> None:
+        claim(scene.patch, scene.liar, position=1 << 60)
+        greedy.forge_headers(scene.patch, scene.liar, large=True)
+
+    return scene.let_join(begin)
+
+
+def _p10(what: str) -> Begin:
+    def attack(scene: Scene) -> Coroutine[Any, Any, None]:
+        def begin() -> None:
+            claim(scene.patch, scene.liar, position=1 << 60)
+            greedy.trickle(scene.patch, scene.liar, what)
+
+        return scene.let_join(begin)
+
+    return attack
+
+
+async def _p13(scene: Scene) -> None:
+    identity = identity_of(99)
+    refused = scene.seen
+    await attackers.call_far_terms(scene.stranger(), identity, scene.peers, refused)
+
+
+async def _p14(scene: Scene) -> None:
+    scene.patch.setattr(memory, "WINDOW_BYTES", 1)  # a donor notices a reader that takes nothing
+    hogging: list[asyncio.Task[None]] = []
+
+    def begin() -> None:
+        work = greedy.hog(scene.liar.transport, scene.peers[:-1])
+        hogging.append(asyncio.create_task(work))
+
+    try:
+        await scene.let_join(begin)
+    finally:
+        for task in hogging:
+            task.cancel()
+        await asyncio.gather(*hogging, return_exceptions=True)
+
+
+ATTACKS: dict[str, Attack] = {
+    "none": Attack(what="no attack", begin=lambda scene: None),
+    "p1": Attack(
+        what="an owner reports that nobody else sent anything",
+        begin=lambda scene: attackers.deny_others(scene.patch, scene.liar.ctx.me),
+        saw=electors,
+    ),
+    "p2": Attack(what="a leader drops all other electors", begin=_p2, saw=electors),
+    "p3": Attack(
+        what="a leader never closes the group",
+        begin=lambda scene: attackers.stop_at(scene.patch, scene.liar.ctx.me, "_form"),
+    ),
+    "p3-vote": Attack(
+        what="a leader never counts the votes",
+        begin=lambda scene: attackers.stop_at(scene.patch, scene.liar.ctx.me, "_count_votes"),
+    ),
+    "p4": Attack(
+        what="a leader proposes two entries at one ballot",
+        begin=_p4,
+    ),
+    "p5": Attack(what="a member declares no uplink, and sends signs of life alone", begin=_p5),
+    "p6": Attack(
+        what="five keys report a weight of 0 to each leader",
+        begin=lambda scene: greedy.crowd(scene.swarm, scene.peers, 5, scene.seen),
+        saw=electors,
+    ),
+    "p7": Attack(
+        what="a leader gives a member an absurd weight",
+        begin=lambda scene: attackers.falsify(
+            scene.patch, scene.liar.ctx.me, {"weight": 999999995904.0}
+        ),
+    ),
+    "p8": Attack(
+        what="a member claims 16 times its tokens and sends 8 times its norm",
+        begin=lambda scene: greedy.work_more(scene.patch, scene.liar),
+        saw=share,
+    ),
+    "p9": Attack(
+        what="a donor claims to be far ahead, and forges entries", begin=_p9, saw=newcomers
+    ),
+    "p9-part": Attack(
+        what="an owner reports a part that decodes to nothing",
+        begin=lambda scene: attackers.spoil_parts(scene.patch, scene.liar.ctx.me),
+    ),
+    "p10": Attack(what="a donor sends a header every 5 s", begin=_p10("headers"), saw=newcomers),
+    "p11": Attack(
+        what="a member sends entries that take seconds to parse",
+        begin=lambda scene: greedy.send_costly(scene.liar.transport, scene.peers[:-1], scene.seen),
+    ),
+    "p12": Attack(
+        what="a member leaves parts up front that no round asks for",
+        begin=lambda scene: greedy.hoard(scene.liar, scene.peers[:-1], scene.seen),
+    ),
+    "p13": Attack(what="a stranger reports for the last term", begin=_p13, stranger=True),
+    "p13-lone": Attack(
+        what="a stranger calls the leaders of later terms",
+        begin=lambda scene: greedy.call_alone(scene.swarm, scene.peers, seen=scene.seen),
+        stranger=True,
+    ),
+    "p14": Attack(what="a member reads bulk data slowly in all slots", begin=_p14, saw=newcomers),
+    "random": Attack(what="an elector lies at random (seed 2)", begin=lambda scene: None),
+}
+"""By name; the liar at random takes over its peer before the run starts."""
+
+
+class _Watch:
+    """Rounds of the honest peers on the virtual clock."""
+
+    def __init__(self, scene: Scene, *, stranger: bool) -> None:
+        self._swarm, self._attacker = scene.swarm, scene.liar
+        self.honest = scene.peers if stranger else scene.peers[:-1]
+        self.cpu_s = 0.0
+        """per round, of the last phase"""
+        self.out_at: float | None = None
+
+    def least(self) -> int:
+        return min(peer.replica.position for peer in self.honest)
+
+    def _is_out(self) -> bool:
+        name, now_s = self._attacker.identity.peer_id, self._swarm.now()
+        return all(
+            peer.ctx.conduct.is_out(name)
+            or peer.ctx.lags.barred(name, now_s) is not None
+            or name not in {elector.peer_id for elector in peer.replica.electorate}
+            for peer in self.honest
+        )
+
+    async def phase(self) -> Phase:
+        """Watch for the length of a phase."""
+        began_s, cpu_s = self._swarm.now(), time.process_time()
+        progress = Progress(began_s=began_s, first=self.least())
+        while self._swarm.now() < began_s + PHASE_S:
+            progress.note(self._swarm.now(), self.least())
+            if self.out_at is None and self._is_out():
+                self.out_at = self._swarm.now()
+            for peer in self._swarm.peers:  # what tests look up later, and no real peer keeps
+                peer.handed_in.clear()
+                peer.offers.clear()
+                peer.settled.clear()
+            await asyncio.sleep(STEP_S)
+        self.cpu_s = time.process_time() - cpu_s
+        return progress.phase()
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel what the attacker does; raise what it failed with."""
+    for task in tasks:
+        task.cancel()
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
+            raise ended
+
+
+def measure(name: str) -> Row:
+    """Run one attack, from a time without it to a time after it."""
+    torch.set_num_threads(1)
+    attack = ATTACKS[name]
+
+    async def scenario(swarm: Swarm) -> Row:
+        peers = [swarm.add(window_s=WINDOW_S) for _ in range(4)]
+        liar = Liar(peers[-1], peers[:-1], 2) if name == "random" else None
+        await swarm.begin(peers)
+        with pytest.MonkeyPatch.context() as patch:
+            scene = Scene(patch=patch, swarm=swarm, peers=peers)
+            watch = _Watch(scene, stranger=attack.stranger or name == "none")
+            await swarm.until(lambda: watch.least() >= 2)
+            before = await watch.phase()
+            cpu_s, peak, began_s = watch.cpu_s, peak_mb(), swarm.now()
+            scene.began_at = watch.least()
+            work = attack.begin(scene)
+            tasks = liar.begin() if liar is not None else []
+            if work is not None:
+                tasks.append(asyncio.create_task(work))
+            during = await watch.phase()
+            memory_mb, cpu = peak_mb() - peak, watch.cpu_s / cpu_s
+            await _end(tasks)
+            saw = attack.saw(scene)
+        if liar is not None:
+            liar.lying = False
+        return row_of(
+            name,
+            attack.what,
+            [before, during, await watch.phase()],
+            stranger=attack.stranger,
+            deadline_s=PATIENCE_S,
+            memory_mb=memory_mb,
+            cpu=cpu,
+            out_s=None if watch.out_at is None else watch.out_at - began_s,
+            saw=saw,
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run_swarm(Path(folder), scenario, codec="int8", layout=SMALL)

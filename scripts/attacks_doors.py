@@ -21,31 +21,30 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import msgpack  # noqa: E402
-import torch  # noqa: E402
-from attacks_rows import peak_mb  # noqa: E402
-from hivemind.dht.storage import DictionaryDHTValue  # noqa: E402
+import msgpack
+import torch
+from attacks_rows import peak_mb
+from hivemind.dht.storage import DictionaryDHTValue
 
-from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint  # noqa: E402
-from atoll.coordinator.policies import CALL_BURST, STALL_S, CallLimits  # noqa: E402
-from atoll.coordinator.rpc.client import CoordinatorClient  # noqa: E402
-from atoll.coordinator.rpc.client_errors import CoordinatorError  # noqa: E402
-from atoll.coordinator.run.addresses import split_address  # noqa: E402
-from atoll.coordinator.run.spec import RunSpec  # noqa: E402
-from atoll.coordinator.run.status import PeerStatus  # noqa: E402
-from atoll.coordinator.service import server  # noqa: E402
-from atoll.dht.bindings import DHTProtocol, PeerID  # noqa: E402
-from atoll.dht.identity import Identity  # noqa: E402
-from atoll.optim.log.mending import mend  # noqa: E402
-from atoll.optim.state.layout import Layout  # noqa: E402
-from atoll.peer.cli import main as cli  # noqa: E402
-from atoll.peer.errors import DataError, ModelError  # noqa: E402
-from atoll.peer.training.permission import Allowed  # noqa: E402
-from atoll.peer.training.trainer import build_model, open_corpus  # noqa: E402
-from support import kit  # noqa: E402
-from support.donors import Clock  # noqa: E402
-from support.evil_coordinator import EvilCoordinator  # noqa: E402
-from support.strangers import ROSTER_ID, admission, members, signed  # noqa: E402
+from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint
+from atoll.coordinator.policies import CALL_BURST, STALL_S, CallLimits
+from atoll.coordinator.rpc.client import CoordinatorClient
+from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.addresses import split_address
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.service import server
+from atoll.dht.bindings import DHTProtocol, PeerID
+from atoll.dht.identity import Identity
+from atoll.optim.state.layout import Layout
+from atoll.peer.cli import main as cli
+from atoll.peer.errors import DataError, ModelError
+from atoll.peer.training.permission import Allowed
+from atoll.peer.training.trainer import build_model, open_corpus
+from support import kit
+from support.donors import Clock
+from support.evil_coordinator import EvilCoordinator
+from support.strangers import ROSTER_ID, admission, members, signed
 
 KEYS = 9  # of one invite, as in the review of the protocol
 PEERS = 5_000

@@ -17,16 +17,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from attacks_rows import Phase, Progress, Row, counted, peak_mb, row_of  # noqa: E402
+import pytest
+import torch
+from attacks_rows import Phase, Progress, Row, counted, peak_mb, row_of
 
-from atoll.dht.testing import memory  # noqa: E402
-from atoll.optim.log.entry import Entry  # noqa: E402
-from support import attackers, greedy  # noqa: E402
-from support.liar_runs import PATIENCE_S, WINDOW_S  # noqa: E402
-from support.liars import Liar  # noqa: E402
-from support.swarm import (  # noqa: E402
+from atoll.dht.testing import memory
+from atoll.optim.log.entry import Entry
+from support import attackers, greedy
+from support.liar_runs import PATIENCE_S, WINDOW_S
+from support.liars import Liar
+from support.swarm import (
     SMALL,
     Swarm,
     SwarmPeer,

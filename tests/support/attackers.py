@@ -15,8 +15,8 @@ from atoll.optim.log.entry import (
 from atoll.peer.rounds.allreduce import sides
 from atoll.peer.rounds.allreduce.reduction import PartReducer
 from atoll.peer.rounds.allreduce.sides import Owner
-from atoll.peer.rounds.consensus import member
 from atoll.peer.rounds.consensus import leader as leaders
+from atoll.peer.rounds.consensus import member
 from atoll.peer.rounds.consensus.leader import Polls
 from atoll.peer.rounds.consensus.round import ElectorsProbed, SendProposal, leader_of
 from atoll.peer.rounds.messages import ALIVE, Announced, Ballot, Prefix, Propose, deflated

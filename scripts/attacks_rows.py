@@ -1,4 +1,4 @@
-"""What `scripts/bench_attacks.py` measures of an attack, in memory and with real processes alike."""
+"""Rows of `scripts/bench_attacks.py`, which are alike in memory and with real processes."""
 
 import math
 import resource

@@ -211,10 +211,10 @@ async def _c4(folder: Path) -> Happened:
 async def _c5(folder: Path) -> Happened:
     take = CallLimits.take
     at_once = patch.object(CallLimits, "take", lambda self, address, _: take(self, address, 0.0))
-    async with kit.net(folder) as net:
-        one, *_ = await net.started()
-        refused, answered = Counter[str](), 0
-        with at_once:
+    with at_once:
+        async with kit.net(folder) as net:
+            one, *_ = await net.started()
+            refused, answered = Counter[str](), 0
             for _ in range(int(CALL_BURST) + CALLS):
                 try:
                     await net.clients[1].join()

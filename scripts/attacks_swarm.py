@@ -112,7 +112,7 @@ def share(scene: Scene) -> str:
         pull = {m.peer_id: m.weight * m.clip * m.norm for m in entry.members}
         mine = pull.get(scene.liar.identity.peer_id, 0.0)
         most = max(most, mine / sum(pull.values()) if pull else 0.0)
-    return f"at most {100 * most:.0f}% of an update are its own, of four peers"
+    return f"at most {100 * most:.0f}% of an update is its own"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,12 +84,12 @@ def peer_of(address):
 def swallow(met):
     """D1: take what is stored, and find nothing."""
 
-    async def store(protocol, request, context):
+    async def store(protocol, request: dht_pb2.StoreRequest, context) -> dht_pb2.StoreResponse:
         met["stores swallowed"] += len(request.keys)
         ok = [True] * len(request.keys)
         return dht_pb2.StoreResponse(store_ok=ok, peer=protocol.node_info)
 
-    async def find(protocol, request, context):
+    async def find(protocol, request: dht_pb2.FindRequest, context) -> dht_pb2.FindResponse:
         met["searches misled"] += 1
         none = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         return dht_pb2.FindResponse(results=[none] * len(request.keys), peer=protocol.node_info)
@@ -135,6 +135,7 @@ async def store_records(run_id, addresses, met):
                 met["calls refused" if stored is None else "calls answered"] += 1
                 met["records stored"] += sum(map(bool, stored or []))
             tell(met)
+            await asyncio.sleep(0.1)
 
 
 async def be_silent(run_id, addresses, met):

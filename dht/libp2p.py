@@ -13,14 +13,15 @@ import logging
 import random
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from atoll.dht.addresses import CIRCUIT, relay_of
 from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
-from atoll.dht.relaying import CIRCUIT, Relaying, relay_of
+from atoll.dht.relaying import Relaying
+from atoll.dht.strangers import Strangers
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import (
     HEADER_BYTES,
@@ -59,11 +60,6 @@ logger = logging.getLogger(__name__)
 READ_WINDOW_BYTES = 2 << 20  # unread bytes after which reading from p2pd stops
 GREETING_S = 10.0  # for the OPEN of a peer that showed an admission before
 STRANGER_GREETING_S = 2.0  # for the OPEN of others; it travels with the stream
-MAX_SILENT = 64  # streams of strangers without a good OPEN, of all together: PeerIDs are free
-MAX_SILENT_PER_PEER = 4  # of them for longer than a burst
-BURST_S = 0.25  # in which a newcomer may open many streams before we read the first OPEN
-ADMITTED_S = 600.0  # after its last good OPEN a peer is a stranger again
-MAX_ADMITTED = 8192  # peers remembered for it
 CALL_STREAM_S = 60.0  # for 3 MiB over a bad link, and for the next call to arrive
 CALL_REUSE_S = 20.0  # well before the other side stops waiting, and while an admission holds
 MAX_IDLE_CALLS = 2  # per peer and method
@@ -296,8 +292,7 @@ class LibP2PTransport:
         """peers that only a relay reaches"""
         self._relaying = relaying
         self._dialing: dict[str, asyncio.Lock] = {}
-        self._admitted: dict[str, float] = {}
-        self._silent: dict[LibP2PStream, tuple[float, asyncio.Task[None]]] = {}
+        self._strangers = Strangers()
         self._calls_made = 0
         self._messages = [0, 0]
         self._bytes = [0, 0]
@@ -307,7 +302,7 @@ class LibP2PTransport:
         """Start serving, the first time and after `rebind`."""
         accepts: dict[str, Accept] = {self._protocol: self._accept}
         if self._relaying is not None:
-            self._relaying.bind(self._daemon, self._accept)
+            self._relaying.bind(self._daemon, self._strangers, self._accept_relayed)
             accepts[self._relaying.protocol] = self._relaying.accept
         await self._daemon.listen(accepts)
 
@@ -328,6 +323,29 @@ class LibP2PTransport:
     def addresses(self) -> list[str]:
         """Multiaddrs at which others can dial this peer."""
         return list(self._daemon.addresses)
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """PeerIDs to which there was a connection of our own when we last looked."""
+        return frozenset(self._connected)
+
+    @property
+    def relayed(self) -> frozenset[str]:
+        """PeerIDs that only a relay reached when we last looked."""
+        return frozenset(self._behind - self._connected)
+
+    def seen_at(self, peer: str) -> str:
+        """Return the address from which a peer comes, as its relay sees it; empty if unknown."""
+        return self._relaying.seen_at.get(peer, "") if self._relaying is not None else ""
+
+    async def is_connected(self, peer: str) -> bool:
+        """Return whether there is a connection of our own to a peer now."""
+        return peer in await self._live()
+
+    async def dial_once(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
+        """Dial a peer, whose other addresses stay known. Raises PeerUnreachable."""
+        await self._daemon.dial(peer, addresses, timeout_s=timeout_s)
+        self._connected.add(peer)
 
     def serve(self, method: str, handler: CallHandler) -> None:
         """Answer calls of `method` with `handler`."""
@@ -427,11 +445,11 @@ class LibP2PTransport:
                 await self._wait_for_dial(peer)
             if peer in self._connected:
                 return
-            direct = [a for a in self._known.get(peer, ()) if relay_of(a) is None]
-            if direct or not self._relays_of(peer):
-                await self._dial(peer, direct, timeout_s)
-            elif peer not in await self._live():  # it may have dialed us, its relay
-                await self._meet_relays(peer, timeout_s)
+            if self._relays_of(peer):
+                if peer not in await self._live():  # it may have dialed us, its relay
+                    await self._meet_relays(peer, timeout_s)
+            else:
+                await self._dial(peer, self._known.get(peer, ()), timeout_s)
 
     async def _wait_for_dial(self, peer: str) -> None:
         """Wait a moment for the lower PeerID to dial."""
@@ -555,7 +573,7 @@ class LibP2PTransport:
         self._streams.add(stream)
 
     def _forget(self, stream: LibP2PStream) -> None:
-        self._silent.pop(stream, None)  # only now: a refused one keeps its descriptor for a while
+        self._strangers.leave(stream)  # only now: a refused one keeps its descriptor for a while
         if stream in self._streams:
             self._streams.discard(stream)
             for key in [key for key, idle in self._idle.items() if stream in idle]:
@@ -606,57 +624,50 @@ class LibP2PTransport:
 
     # The other side
 
-    def _accept(
-        self, remote: str, connection: socket.socket, tls: ssl.SSLContext | None = None
-    ) -> None:
-        why = "" if self._is_closed else self._why_full(remote)
+    def _accept(self, remote: str, connection: socket.socket) -> None:
+        why = self._why_full(remote) or self._strangers.why_full(remote)
         if why:
             logger.info("refused a stream of %s: %s", remote, why)
-        if why or self._is_closed:
             connection.close()
             return
         stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
-        task = self._tasks.spawn(self._serve(stream, connection, tls))
-        if tls is None and not self._is_admitted(remote):  # a relay brings the admission first
-            self._silent[stream] = (asyncio.get_running_loop().time(), task)
+        task = self._tasks.spawn(self._serve_direct(stream, connection))
         task.add_done_callback(lambda _: self._served(stream, connection))
-        if len(self._silent) > MAX_SILENT:
-            self._drop_silent()
+
+        def drop() -> None:
+            stream.connection.abort()
+            task.cancel()
+
+        self._strangers.enter(remote, stream, drop)
 
     def _why_full(self, remote: str) -> str:
         """Return why a peer may open no more streams now; empty if it may."""
+        if self._is_closed:
+            return "this peer is leaving"
         num_streams = sum(stream.remote == remote for stream in self._streams)
         if num_streams >= MAX_STREAMS_PER_PEER:
             return f"it has {num_streams} open, at most {MAX_STREAMS_PER_PEER} are allowed"
         if len(self._streams) >= open_files() // SPARE_FILES:
             return f"{len(self._streams)} are open, of all peers together"
-        before_s = asyncio.get_running_loop().time() - BURST_S
-        silent = [s for s, (at_s, _) in self._silent.items() if s.remote == remote]
-        if sum(self._silent[s][0] < before_s for s in silent) >= MAX_SILENT_PER_PEER:
-            return f"{len(silent)} of its streams have not shown an admission"
         return ""
-
-    def _is_admitted(self, remote: str) -> bool:
-        until_s = self._admitted.get(remote, 0.0)
-        return asyncio.get_running_loop().time() < until_s
-
-    def _drop_silent(self) -> None:
-        """End the oldest silent stream of the peer that has most of them.
-
-        The oldest, because an honest peer's OPEN is here within milliseconds. So newcomers find
-        room, however many strangers are silent.
-        """
-        counts = Counter(stream.remote for stream in self._silent)
-        ((most, _),) = counts.most_common(1)
-        stream = next(stream for stream in self._silent if stream.remote == most)
-        _, task = self._silent.pop(stream)
-        stream.connection.abort()
-        task.cancel()
 
     def _served(self, stream: LibP2PStream, connection: socket.socket) -> None:
         if not stream.connection.is_made:  # cancelled before its first step
-            self._silent.pop(stream, None)
+            self._strangers.leave(stream)
             connection.close()
+
+    async def _accept_relayed(
+        self, remote: str, connection: socket.socket, tls: ssl.SSLContext
+    ) -> None:
+        """Take over a stream that a relay brought; return once its TLS stands."""
+        why = self._why_full(remote)
+        if why:
+            logger.info("refused a relayed stream of %s: %s", remote, why)
+            connection.close()
+            return
+        stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
+        await self._attach(stream, connection, tls, is_accepted=True)
+        self._tasks.spawn(self._serve(stream))
 
     def _admit(self, stream: LibP2PStream, admission: bytes) -> bool:
         try:
@@ -664,31 +675,23 @@ class LibP2PTransport:
         except Exception as error:
             stream.refuse(self.handlers.refusal(error, self.peer_id))
             return False
-        self._silent.pop(stream, None)
-        self._admitted.pop(stream.remote, None)
-        self._admitted[stream.remote] = asyncio.get_running_loop().time() + ADMITTED_S
-        if len(self._admitted) > MAX_ADMITTED:
-            self._admitted.pop(next(iter(self._admitted)))
+        self._strangers.admit(stream.remote, stream)
         return True
 
-    async def _serve(
-        self, stream: LibP2PStream, connection: socket.socket, tls: ssl.SSLContext | None
-    ) -> None:
+    async def _serve_direct(self, stream: LibP2PStream, connection: socket.socket) -> None:
+        await self._attach(stream, connection, None, is_accepted=True)
+        self._connected.add(stream.remote)
+        await self._serve(stream)
+
+    async def _serve(self, stream: LibP2PStream) -> None:
         try:
-            try:
-                await self._attach(stream, connection, tls, is_accepted=True)
-            except OSError as error:
-                logger.info("a relayed stream of %s broke at its start: %s", stream.remote, error)
-                return
-            if tls is None:
-                self._connected.add(stream.remote)
             if await self._is_greeted(stream):
                 await self._handle(stream)
         finally:
             await stream.close()
 
     async def _is_greeted(self, stream: LibP2PStream) -> bool:
-        patience_s = STRANGER_GREETING_S if stream in self._silent else GREETING_S
+        patience_s = STRANGER_GREETING_S if stream in self._strangers else GREETING_S
         await asyncio.wait({stream.opened}, timeout=patience_s)
         if stream.opened.done() and not stream.opened.cancelled():
             return True

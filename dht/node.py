@@ -17,13 +17,15 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from atoll.dht import clock
+from atoll.dht.addresses import is_public, peer_of, through
 from atoll.dht.bindings import DHTID, P2P, DHTNode, PeerID
 from atoll.dht.identity import Identity
 from atoll.dht.kademlia import WAIT_S as DHT_WAIT_S
 from atoll.dht.kademlia import Door, join
 from atoll.dht.libp2p import LibP2PTransport
-from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions, is_public
-from atoll.dht.relaying import Relaying, through
+from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from atoll.dht.punching import Punching
+from atoll.dht.relaying import Relaying
 from atoll.dht.roster import DhtRoster, RosterValidator, roster_key
 from atoll.dht.tasks import Tasks, together
 from atoll.dht.transport import Check, TransportError, admit_everyone, log_failure
@@ -134,6 +136,7 @@ class Node:
         """Multiaddrs of the peers through which others reach us, if nobody can dial us."""
         self.seen: tuple[str, ...] = ()
         """Multiaddrs at which others see us, such as a router's forwarded port."""
+        self.punching = Punching(transport)
         self.roster = roster
         self.bootstrap: tuple[str, ...] = ()
         """Multiaddrs of peers through which to join; may be replaced at any time."""
@@ -266,6 +269,7 @@ class Node:
     async def close(self) -> None:
         """Leave the roster; end streams, DHT and p2pd. Idempotent."""
         await self._watchers.close()
+        await self.punching.close()
         if self.daemon.is_alive:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DHT_WAIT_S):
@@ -380,11 +384,6 @@ class Node:
             peer, "roster", self.roster.question(), timeout_s=ASK_TIMEOUT_S
         )
         await self.roster.hear(answer)
-
-
-def peer_of(address: str) -> str:
-    """Return the PeerID at the end of a multiaddr."""
-    return address.rpartition("/p2p/")[2]
 
 
 async def _dial(daemon: P2pd, addresses: Sequence[str], but: Collection[str]) -> list[str]:

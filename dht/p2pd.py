@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import ipaddress
 import logging
 import os
-import re
 import resource
 import shutil
 import socket
@@ -54,8 +52,6 @@ ACCEPT_RETRY_S = 1.0  # when accepting failed, most likely out of descriptors
 GREETING_S = 10.0  # for p2pd to name the peer whose stream it brings
 FOLDER_PREFIX = "atoll-p2pd-"
 LEFT_AFTER_S = 60.0  # a younger folder may not have its lock yet
-
-_HOST = re.compile(r"/ip[46]/([^/]+)/")
 
 Control = tuple[socket.socket, Any]
 Accept = Callable[[str, socket.socket], None]
@@ -225,6 +221,14 @@ class P2pd:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
         reply = await self._ask(request, timeout_s=timeout_s)
         return {str(PeerID(peer.id)) for peer in reply.peers}
+
+    async def remote_addresses(self, peer: str, *, timeout_s: float = 5.0) -> list[str]:
+        """Return the addresses from which a connected peer comes, as we see them."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+        reply = await self._ask(request, timeout_s=timeout_s)
+        wanted = PeerID.from_base58(peer).to_bytes()
+        found = (address for each in reply.peers if each.id == wanted for address in each.addrs)
+        return [str(Multiaddr(address)) for address in found]
 
     async def dial(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
         """Connect to a peer; do nothing if there is a connection."""
@@ -403,15 +407,6 @@ def _remove_if_left(folder: Path) -> None:
     with (folder / "lock").open("rb+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
-
-
-def is_public(address: str) -> bool:
-    """Return whether a multiaddr, or an IP address, is one of the internet; names count as such."""
-    found = _HOST.match(address)
-    try:
-        return ipaddress.ip_address(found[1] if found else address).is_global
-    except ValueError:
-        return True
 
 
 def parse_address(address: str) -> Multiaddr:

@@ -2,16 +2,18 @@
 
     A                            relay R                          B
     ASK  B, hello of A,
-         admission of A   --->   BRING  A, hello of A,
+         admission of A   --->   BRING  A, hello of A, address of A,
                                         admissions of A, R --->
-                          <---   JOINED hello of B        <---    JOINED hello of B
+                          <---   JOINED hello of B,       <---    JOINED hello of B
+                                        address of B
     ================= TLS 1.3 from A to B; R copies bytes =================
 
 A and B have a connection to R each, which they dialed. R joins a stream of A's with one that it
 opens to B. It serves admitted peers alone, at the rate that its owner allows, and can read nothing
 of what it carries: a *hello* is a TLS certificate, made for one start of a process, that the
 sender's identity has signed. Both ends pin the certificate of the other's hello, so R can neither
-be A nor B.
+be A nor B. An *address* is where the relay sees a peer come from, for a hole through its router
+(`punching`).
 
 p2pd has relays of its own. They serve strangers, know no limit of bandwidth, and end a circuit
 after 128 KiB whenever the second of the two services that p2pd starts is the one that registers
@@ -30,9 +32,10 @@ import ssl
 import struct
 import tempfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from enum import IntEnum
+from weakref import WeakValueDictionary
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -40,11 +43,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from atoll.dht.identity import SIGNATURE_BYTES, Identity, verify
-from atoll.dht.p2pd import P2pd, exactly, open_files
+from atoll.dht.p2pd import P2pd, exactly, open_files, parse_address
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.strangers import Strangers
 from atoll.dht.tasks import Tasks, end
 from atoll.dht.transport import (
-    VERSION,
     Check,
     DeadlineExceeded,
     PeerUnreachable,
@@ -55,15 +58,17 @@ from atoll.dht.transport import (
 
 logger = logging.getLogger(__name__)
 
-CIRCUIT = "/p2p-circuit"
+VERSION = 2  # since 2, frames name where the relay sees the ends
 MAX_FRAME_BYTES = 12 << 10  # two admissions of 4 KiB, a certificate of 300 bytes, a PeerID
 MAX_HELLO_BYTES = 2 << 10
 JOIN_S = 10.0  # for each frame before the two are joined
 LINGER_S = 60.0  # for the second direction to end after the first, as for a call's stream
 PIECE_BYTES = 64 << 10  # copied at once; what p2pd puts into a message
 MAX_PER_PEER = 256  # relayed streams of one peer, as many as it may open to another
+MAX_JOINING = 64  # relayed streams that one peer has begun, as an end or as a relay
 SPARE_FILES = 4  # one in so many descriptors may be an end of a relayed stream
-MAX_CONTEXTS = 1024  # TLS settings kept, one for each peer that was met
+MAX_CONTEXTS = 1024  # TLS settings kept, one for each peer that was met; and addresses
+MAX_ADDRESS_BYTES = 128
 FOREVER = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)  # clocks may be wrong
 
 
@@ -76,27 +81,13 @@ class Kind(IntEnum):
     REFUSED = 4
 
 
-Joined = Callable[[str, socket.socket, ssl.SSLContext], None]
-"""Takes over a stream that somebody opened to us: PeerID, socket, TLS to accept it with."""
+Joined = Callable[[str, socket.socket, ssl.SSLContext], Awaitable[None]]
+"""Takes over a stream that somebody opened to us, once its TLS stands: PeerID, socket, TLS."""
 
 
 def protocol_name(run_id: str) -> str:
     """Return the libp2p protocol of a run's relayed streams."""
     return f"/atoll-relay/{VERSION}/{run_id}"
-
-
-def relay_of(address: str) -> str | None:
-    """Return the relay's PeerID in an address such as /ip4/1.2.3.4/tcp/1/p2p/R/p2p-circuit/p2p/B.
-
-    None for an address that can be dialed.
-    """
-    before, found, _ = address.partition(CIRCUIT)
-    return before.rpartition("/p2p/")[2] if found else None
-
-
-def through(relay_address: str, peer_id: str) -> str:
-    """Return the address of a peer behind a relay that listens at `relay_address`."""
-    return f"{relay_address}{CIRCUIT}/p2p/{peer_id}"
 
 
 class Secrets:
@@ -165,18 +156,22 @@ class Secrets:
 
 
 class Rate:
-    """A limit of bytes a second that many streams share, each a piece at a time."""
+    """A limit of bytes a second that senders share evenly, however many streams each has."""
 
     def __init__(self, mbit_s: float) -> None:
         """Allow so many Mbit/s."""
         self._bytes_s = mbit_s * 1e6 / 8
-        self._turn = asyncio.Lock()  # first come, first served: streams take turns
+        self._turn = asyncio.Lock()  # first come, first served: senders take turns
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free_at_s = 0.0
 
-    async def take(self, num_bytes: int) -> None:
+    async def take(self, sender: str, num_bytes: int) -> None:
         """Wait until these bytes may pass."""
         loop = asyncio.get_running_loop()
-        async with self._turn:
+        own = self._turns.get(sender)
+        if own is None:
+            own = self._turns[sender] = asyncio.Lock()
+        async with own, self._turn:
             wait_s = self._free_at_s - loop.time()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
@@ -205,22 +200,25 @@ class Relaying:
             relay_mbit_s: what we carry for others, both directions together; 0 carries nothing.
         """
         self.protocol = protocol_name(run_id)
-        self.carried: Counter[str] = Counter()
-        """bytes by the peer that sent them"""
+        self.carried_bytes = 0
+        self.seen_at: OrderedDict[str, str] = OrderedDict()
+        """where relays see other peers come from, by PeerID"""
         self.denied = 0
-        self._me = identity.peer_id
         self._secrets = Secrets(identity, run_id)
         self._check = check
         self._admission = admission
+        self.mbit_s = relay_mbit_s
         self._rate = Rate(relay_mbit_s) if relay_mbit_s > 0 else None
         self._tasks = Tasks()
         self._pairs: Counter[str] = Counter()
+        self._joining: dict[socket.socket, str] = {}
         self._daemon: P2pd | None = None
+        self._strangers = Strangers()
         self._joined: Joined | None = None
 
-    def bind(self, daemon: P2pd, joined: Joined) -> None:
+    def bind(self, daemon: P2pd, strangers: Strangers, joined: Joined) -> None:
         """Use this daemon from now on, and pass streams that others open to us to `joined`."""
-        self._daemon, self._joined = daemon, joined
+        self._daemon, self._strangers, self._joined = daemon, strangers, joined
 
     async def close(self) -> None:
         """End all relayed streams."""
@@ -242,7 +240,8 @@ class Relaying:
         try:
             ask = (peer.encode(), self._secrets.hello, self._admission())
             await _send(connection, Kind.ASK, *ask)
-            hello = await _answer(connection, relay)
+            hello, address = await _answer(connection, relay, fields=2)
+            self._note_address(peer, address)
             return connection, self._secrets.context(peer, hello, server_side=False)
         except BaseException:
             connection.close()
@@ -252,16 +251,34 @@ class Relaying:
 
     def accept(self, remote: str, connection: socket.socket) -> None:
         """Take over a stream of the protocol."""
-        self._tasks.spawn(self._serve(remote, connection))
+        why = self._strangers.why_full(remote)
+        if list(self._joining.values()).count(remote) >= MAX_JOINING:
+            why = f"it has begun {MAX_JOINING} that are not joined yet"
+        if why:
+            logger.info("refused a relayed stream of %s: %s", remote, why)
+            connection.close()
+            return
+        self._joining[connection] = remote
+        task = self._tasks.spawn(self._serve(remote, connection))
+        task.add_done_callback(lambda _: self._served(connection))
+
+        def drop() -> None:
+            task.cancel()
+
+        self._strangers.enter(remote, connection, drop)
+
+    def _served(self, connection: socket.socket) -> None:
+        self._joining.pop(connection, None)
+        self._strangers.leave(connection)
+        connection.close()
 
     async def _serve(self, remote: str, connection: socket.socket) -> None:
         try:
             kind, fields = await _receive(connection)
             if kind == Kind.ASK and len(fields) == 3:
                 await self._carry(remote, connection, *fields)
-            elif kind == Kind.BRING and len(fields) == 4:
-                if await self._take(remote, connection, *fields):
-                    return  # the stream has another owner now
+            elif kind == Kind.BRING and len(fields) == 5:
+                await self._take(remote, connection, *fields)
             else:
                 raise Refused(RefusalCode.BAD_MESSAGE, "expected ASK or BRING")
         except Refused as error:
@@ -270,7 +287,6 @@ class Relaying:
                 await _send(connection, Kind.REFUSED, encode_refusal(error))
         except (PeerUnreachable, OSError, EOFError, TimeoutError, ValueError) as error:
             logger.info("a relayed stream of %s ended before it began: %s", remote, error)
-        connection.close()
 
     async def _take(
         self,
@@ -278,18 +294,22 @@ class Relaying:
         connection: socket.socket,
         source: bytes,
         hello: bytes,
+        address: bytes,
         admission: bytes,
         relay_admission: bytes,
-    ) -> bool:
+    ) -> None:
+        """Join a stream that a relay brings; any admitted peer may be one."""
         peer = source.decode("ascii")
         self._check(relay, relay_admission)
+        self._strangers.admit(relay, connection)
         self._check(peer, admission)
         context = self._secrets.context(peer, hello, server_side=True)
+        self._note_address(peer, address)
         await _send(connection, Kind.JOINED, self._secrets.hello)
-        if self._joined is None:
-            return False
-        self._joined(peer, connection, context)
-        return True
+        if self._joined is not None:
+            ours = socket.socket(fileno=connection.detach())  # it has another owner now
+            ours.setblocking(False)
+            await self._joined(peer, ours, context)
 
     async def _carry(
         self, source: str, near: socket.socket, target: bytes, hello: bytes, admission: bytes
@@ -297,6 +317,7 @@ class Relaying:
         if self._rate is None or self._daemon is None:
             raise Refused(RefusalCode.NO_RELAY, "this peer relays nothing")
         self._check(source, admission)
+        self._strangers.admit(source, near)
         if self._pairs[source] >= MAX_PER_PEER or self._pairs.total() >= open_files() // (
             2 * SPARE_FILES
         ):
@@ -305,7 +326,9 @@ class Relaying:
         try:
             far = await self._bring(source, target.decode("ascii"), hello, admission)
             try:
-                await _send(near, Kind.JOINED, await _answer(far, target.decode()))
+                (answer,) = await _answer(far, target.decode())
+                await _send(near, Kind.JOINED, answer, await self._address_of(target.decode()))
+                self._joining.pop(near)
                 await self._copy(source, near, target.decode(), far)
             finally:
                 far.close()
@@ -321,12 +344,29 @@ class Relaying:
             raise Refused(RefusalCode.NO_RELAY, f"{target} has no connection to this relay")
         far = await self._daemon.open(target, self.protocol, timeout_s=JOIN_S)
         try:
-            admissions = (admission, self._admission())
-            await _send(far, Kind.BRING, source.encode(), hello, *admissions)
+            rest = (await self._address_of(source), admission, self._admission())
+            await _send(far, Kind.BRING, source.encode(), hello, *rest)
         except BaseException:
             far.close()
             raise
         return far
+
+    async def _address_of(self, peer: str) -> bytes:
+        """Return where a peer comes from; empty if its connection is gone."""
+        assert self._daemon is not None
+        found = await self._daemon.remote_addresses(peer)
+        return found[0].encode()[:MAX_ADDRESS_BYTES] if found else b""
+
+    def _note_address(self, peer: str, address: bytes) -> None:
+        """Keep where a relay sees a peer; it may lie, so the peer's key decides after a dial."""
+        with suppress(ValueError):
+            text = address.decode("ascii")
+            if text and len(text) <= MAX_ADDRESS_BYTES:
+                parse_address(text)
+                self.seen_at[peer] = text
+                self.seen_at.move_to_end(peer)
+        if len(self.seen_at) > MAX_CONTEXTS:
+            self.seen_at.popitem(last=False)
 
     async def _copy(
         self, source: str, near: socket.socket, target: str, far: socket.socket
@@ -348,9 +388,9 @@ class Relaying:
         loop = asyncio.get_running_loop()
         buffer = memoryview(bytearray(PIECE_BYTES))
         while num_bytes := await loop.sock_recv_into(from_, buffer):
-            await self._rate.take(num_bytes)
+            await self._rate.take(sender, num_bytes)
             await loop.sock_sendall(to, buffer[:num_bytes])
-            self.carried[sender] += num_bytes
+            self.carried_bytes += num_bytes
         with suppress(OSError):
             to.shutdown(socket.SHUT_WR)
 
@@ -378,16 +418,16 @@ async def _receive(connection: socket.socket) -> tuple[int, list[bytes]]:
     return kind, fields
 
 
-async def _answer(connection: socket.socket, peer: str) -> bytes:
-    """Return the hello with which `peer` answers, or whom it joined us with."""
+async def _answer(connection: socket.socket, peer: str, *, fields: int = 1) -> list[bytes]:
+    """Return what `peer` answers: the hello of the other end, and from a relay its address."""
     try:
-        kind, fields = await _receive(connection)
+        kind, answer = await _receive(connection)
     except TimeoutError as error:
         raise DeadlineExceeded(f"{peer} did not answer in {JOIN_S:g} s", peer=peer) from error
     except (EOFError, OSError) as error:
         raise PeerUnreachable(f"{peer} ended a relayed stream: {error}", peer=peer) from error
-    if kind == Kind.REFUSED and fields:
-        raise decode_refusal(fields[0], peer)
-    if kind != Kind.JOINED or len(fields) != 1:
+    if kind == Kind.REFUSED and answer:
+        raise decode_refusal(answer[0], peer)
+    if kind != Kind.JOINED or len(answer) != fields:
         raise Refused(RefusalCode.BAD_MESSAGE, "expected JOINED", peer=peer)
-    return fields[0]
+    return answer

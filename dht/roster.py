@@ -43,13 +43,14 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 import msgpack
 
 from atoll.dht import clock
+from atoll.dht.addresses import relay_of
 from atoll.dht.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import MAX_ADMISSION_BYTES, Check, Refused, admit_everyone
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3  # since 3, a record says at what rate its peer relays
 DOMAIN = b"atoll roster 1\0"  # a signature for one purpose is worth nothing for another
 MAX_TTL_S = 300.0  # the DHT keeps the record that expires last: a far date would block later ones
 GOODBYE_S = 5.0  # life of the last record, unless the one before lasts longer
@@ -74,6 +75,7 @@ AMOUNTS = (
     "downlink_mbit_s",
     "ready_in_s",
     "step_s",
+    "relay_mbit_s",
     "expires_at",
 )
 
@@ -111,10 +113,17 @@ class PeerRecord:
     """Seconds until its window ends."""
     step_s: float = 0.0
     """Seconds of an inner step in its last windows, without waits; 0 if unknown."""
+    relay_mbit_s: float = 0.0
+    """Bandwidth at which it relays for peers that cannot dial each other; 0: it does not."""
     protocol: int
     """Version of the round protocol."""
     expires_at: float = 0.0
     """Seconds since 1970 by the run's clock; `publish` sets it."""
+
+    @property
+    def is_dialed(self) -> bool:
+        """Whether everybody can dial it: it names no relay."""
+        return not any(map(relay_of, self.addresses))
 
 
 NUM_FIELDS = len(fields(PeerRecord))

@@ -183,9 +183,9 @@ def details(peer: PeerStatus | None, width: int) -> Content:
 
 def reach_text(peer: PeerStatus) -> str:
     """Return how others reach a peer; empty if an older version does not report it."""
-    if peer.reach != "relayed":
-        return "directly" if peer.reach else ""
-    return f"by relay, {text.size(peer.relayed_bytes)}"
+    if peer.reach == "relayed":
+        return f"by relay, {text.size(peer.relayed_bytes)}"
+    return {"direct": "directly", "hole": "by holes in routers"}.get(peer.reach, "")
 
 
 def _rate(mbit_s: float) -> str:

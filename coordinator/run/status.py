@@ -31,7 +31,7 @@ MAX_PEERS_SHOWN = 4096  # in a RunStatus
 MAX_GAPS = 64  # newest gaps in a RunStatus
 
 RunState = Literal["waiting", "training", "stalled", "finished"]
-PeerReach = Literal["", "direct", "relayed"]
+PeerReach = Literal["", "direct", "hole", "relayed"]
 PeerState = Literal["joining", "ready", "training", "syncing", "recovering", "leaving", "gone"]
 
 Name = Annotated[str, Field(max_length=128)]
@@ -189,7 +189,10 @@ class PeerStatus(StatusRecord):
     device: Name = ""
     version: Name = ""
     reach: PeerReach = ""
-    """How others reach it: they dial it, or through a relay because a router lets nobody in."""
+    """How others reach it: they dial it; or a router lets nobody in, and peers behind routers reach
+    it through holes, or at least one of them through a relay."""
+    relays: Annotated[list[Name], Field(max_length=16)] = field(default_factory=list)
+    """PeerIDs of its relays, the first choice first."""
     relayed_bytes: Count = 0
     """Sent and received through relays."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, add_allow_model, add_stop_with_stdin, new_parser
 from atoll.peer.cli.watching import read_invite
+from atoll.peer.daemon.options import RELAY_MBIT_S
 from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
 
 if TYPE_CHECKING:
@@ -101,6 +102,14 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Download speed in Mbit/s (default: measured).",
     )
     parser.add_argument(
+        "--relay-mbit",
+        type=_mbit,
+        default=RELAY_MBIT_S,
+        metavar="MBIT",
+        help="Bandwidth in Mbit/s for peers that cannot reach each other, if others can dial this "
+        f"one; 0 relays nothing (default: {RELAY_MBIT_S:g}).",
+    )
+    parser.add_argument(
         "--share",
         type=_share,
         default=1.0,
@@ -131,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
             listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
             announce=tuple(args.announce or ()),
             rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
+            relay_mbit_s=args.relay_mbit,
         ),
         device=args.device,
         data=args.data,
@@ -164,7 +174,7 @@ def _mbit(text: str) -> float:
     except ValueError:
         rate = math.nan
     if not 0 <= rate < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of Mbit/s (0: unknown), got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of Mbit/s, got {text!r}")
     return rate
 
 

@@ -22,6 +22,7 @@ from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector
 from atoll.peer.daemon.options import LinkRates
+from atoll.peer.daemon.reach import Reachability
 from atoll.peer.daemon.reducer import TrainerView
 from atoll.peer.rounds.messages import PROTOCOL
 
@@ -128,6 +129,7 @@ class Neighbours:
         node: Node,
         me: Elector,
         rates: LinkRates,
+        reachability: Reachability,
         *,
         role: RosterRole = "trainer",
         keep_addresses: Callable[[Sequence[str]], None],
@@ -137,6 +139,7 @@ class Neighbours:
         self._node = node
         self._me = me
         self._rates = rates
+        self.reachability = reachability
         self._role: RosterRole = role
         self._keep_addresses = keep_addresses
 
@@ -154,6 +157,7 @@ class Neighbours:
             downlink_mbit_s=self._rates.downlink_mbit_s,
             ready_in_s=view.ready_in_s,
             step_s=view.step_s,
+            relay_mbit_s=self._node.relaying.mbit_s,
             protocol=PROTOCOL,
         )
         with suppress(*ROSTER_ERRORS):
@@ -164,9 +168,12 @@ class Neighbours:
         with suppress(*ROSTER_ERRORS):
             await self.roster.look()
         records = await roster_peers()
+        self.reachability.look(records, self._node.transport.connected)
         others = [r for peer, r in records.items() if peer != self._me.peer_id]
-        self._keep_addresses([a for r in others for a in r.addresses[:ADDRESSES_KEPT]])
+        dialed = (record for record in others if record.is_dialed)
+        self._keep_addresses([a for r in dialed for a in r.addresses[:ADDRESSES_KEPT]])
         await together(*(self._dial(record) for record in others))
+        self._node.punching.look()
 
     async def _dial(self, record: PeerRecord) -> None:
         with suppress(TransportError, TimeoutError, ValueError):

@@ -11,6 +11,7 @@ from pathlib import Path
 from atoll.coordinator.run.invite import Invite
 
 MAX_NAME_CHARS = 64  # dashboards have narrow columns
+RELAY_MBIT_S = 25.0  # enough for the control streams of hundreds; bodies go through owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class PeerOptions:
     announce: tuple[str, ...] = ()
     """Addresses for others to dial, if they differ from `listen`."""
     rates: LinkRates = field(default_factory=LinkRates)
+    relay_mbit_s: float = RELAY_MBIT_S
+    """Bandwidth for streams of peers behind NATs, if others can dial this peer; 0: none."""
 
     def __post_init__(self) -> None:
         """Refuse a name that the coordinator would refuse.

@@ -24,7 +24,7 @@ from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
-from atoll.dht.identity import Identity
+from atoll.dht.identity import Identity, short
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks
@@ -38,7 +38,7 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, Membership, StateDirectory
 from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.reach import announce, probe
+from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox
 from atoll.peer.paths import PeerPaths
@@ -310,7 +310,11 @@ async def _environment(
     # The votes of a trainer are not synced to disk, so after a restart it must be another elector.
     incarnation = ballots.incarnation if ballots is not None else new_incarnation()
     me = Elector(peer_id=identity.peer_id, incarnation=incarnation)
-    reach, listen = await probe(client, options.listen, paths.reach)
+    # What the owner announces is the owner's word: nobody is asked.
+    reach, listen = Reach(), options.listen
+    if not options.announce:
+        reach, listen = await probe(client, options.listen, paths.reach)
+    bootstrap = enrolment.own_bootstrap
     node = await Node.start(
         paths.identity,
         run_id=invite.run_id.hex(),
@@ -324,12 +328,16 @@ async def _environment(
             invite.run_key, invite.run_id, clock=client.now_s, is_evicted=client.is_evicted
         ),
         clock_offset_s=client.clock_offset_s,
+        relay_mbit_s=options.relay_mbit_s if is_direct(reach, bootstrap) else 0.0,
     )
     stack.push_async_callback(node.close)
     stack.push_async_callback(tasks.close, GOODBYE_S)
-    # What the owner announces is the owner's word: no router is asked.
+    reachability = Reachability(node, reach, bootstrap)
     if not options.announce:
-        announcer.show("info", announce(node, reach, enrolment.own_bootstrap))
+        announcer.show("info", str(reachability))
+    node.punching.on_hole = lambda peer: announcer.report(
+        "info", f"{short(peer)} and this peer reach each other through a hole in their routers"
+    )
     env = Environment(
         options=options,
         me=me,
@@ -343,6 +351,7 @@ async def _environment(
             node,
             me,
             options.rates,
+            reachability,
             role="keeper" if is_keeper else "trainer",
             keep_addresses=enrolment.keep_addresses,
         ),

@@ -1,4 +1,4 @@
-"""How others reach this peer: directly, or through a relay because a router lets nobody in.
+"""Find out whether others can dial this peer, and announce its address or its relays.
 
 libp2p finds that out in minutes, if enough others try. The coordinator knows it at once: before
 p2pd takes the port, this peer listens on it and asks the coordinator to dial back. Nothing has left
@@ -13,17 +13,22 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.rpc.messages import PROBE_NONCE_BYTES
-from atoll.dht.node import Node, peer_of
-from atoll.dht.p2pd import is_public
+from atoll.coordinator.run.status import PeerReach
+from atoll.dht.addresses import CIRCUIT, is_public, peer_of
+from atoll.dht.node import Node
+from atoll.dht.roster import PeerRecord
 
 _TCP = re.compile(r"/ip(?P<version>[46])/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
+MAX_RELAYS = 2  # peers, beside the coordinator: a record has room for three such addresses
 MAX_ASKING = 4  # dial-backs at once: the coordinator makes one, strangers may come too
 
 
@@ -61,7 +66,8 @@ async def probe(
             reach = await _dialed_back(client, found["host"], int(found["port"]) or before.port)
         except (CoordinatorError, OSError):
             return before, tuple(listen)
-        _remember(kept, reach)
+        with suppress(OSError):  # a full disk: the next start asks again
+            _remember(kept, reach)
         fixed = f"/ip{found['version']}/{found['host']}/tcp/{reach.port}"
         return reach, (*listen[:index], fixed, *listen[index + 1 :])
     return Reach(), tuple(listen)
@@ -102,29 +108,65 @@ def is_direct(reach: Reach, coordinator: Sequence[str]) -> bool:
     return is_local_run or not reach.address or is_public(reach.address)
 
 
-def announce(node: Node, reach: Reach, bootstrap: Sequence[str]) -> str:
-    """Let a node announce how it is reached; return that as a sentence.
+class Reachability:
+    """Lets a node announce how others reach it: at its own address, or behind relays.
 
-    Args:
-        node: ours.
-        reach: what a dial-back found.
-        bootstrap: addresses of the run's first nodes; the coordinator's come first.
+    Relays are peers of the run that everybody can dial, and the coordinator's node last: it is
+    always there, and its link is the one that all share.
     """
-    relay = peer_of(bootstrap[0]) if bootstrap else ""
-    relays = [address for address in bootstrap if peer_of(address) == relay]
-    if is_direct(reach, bootstrap):
-        node.seen = (reach.multiaddr,) if reach.address and is_public(reach.address) else ()
+
+    def __init__(self, node: Node, reach: Reach, bootstrap: Sequence[str]) -> None:
+        """Announce what a dial-back found.
+
+        Args:
+            node: ours.
+            reach: what was found.
+            bootstrap: addresses of the run's first nodes; the coordinator's come first.
+        """
+        self._node = node
+        self._reach = reach
+        relay = peer_of(bootstrap[0]) if bootstrap else ""
+        known = [address for address in bootstrap if peer_of(address) == relay]
+        self._coordinator = tuple(sorted(known, key=is_public, reverse=True))[:1]
+        self.is_direct = is_direct(reach, bootstrap)
+        if not self.is_direct:
+            node.relays = self._coordinator
+        elif reach.address and is_public(reach.address):
+            node.seen = (reach.multiaddr,)
+
+    def __str__(self) -> str:
+        """Return it as a sentence for the owner."""
+        if self.is_direct:
+            where = f" at {self._reach.multiaddr}" if self._node.seen else ""
+            return f"others can dial this peer{where}"
         return (
-            f"others can dial this peer at {reach.multiaddr}"
-            if node.seen
-            else ("others can dial this peer")
+            f"a router lets nobody in to {self._reach.multiaddr}: others reach this peer through "
+            "relays. A port that the router forwards would be faster: name it with --listen and "
+            "--announce"
         )
-    node.relays = tuple(sorted(relays, key=is_public, reverse=True))
-    return (
-        f"a router lets nobody in to {reach.multiaddr}: others reach this peer through the "
-        "coordinator's relay. A port that the router forwards would be faster: name it with "
-        "--listen and --announce"
-    )
+
+    @property
+    def kind(self) -> PeerReach:
+        """Return how the other peers reach this one now."""
+        if self.is_direct:
+            return "direct"
+        transport = self._node.transport
+        return "hole" if transport.connected and not transport.relayed else "relayed"
+
+    def look(self, records: Mapping[str, PeerRecord], connected: Container[str]) -> None:
+        """Choose relays anew among the peers that are here and that we have a connection to."""
+        if self.is_direct:
+            return
+        me, now = self._node.peer_id, [peer_of(a.partition(CIRCUIT)[0]) for a in self._node.relays]
+        fit = [r for peer, r in records.items() if peer in connected and _relays(r) and peer != me]
+        # By a hash of both, so that relays have about as many peers each; kept while they are here.
+        fit.sort(key=lambda r: (r.peer_id not in now, sha256(f"{me}{r.peer_id}".encode()).digest()))
+        chosen = [record.addresses[0] for record in fit[:MAX_RELAYS]]
+        self._node.relays = (*chosen, *self._coordinator)
+
+
+def _relays(record: PeerRecord) -> bool:
+    return record.relay_mbit_s > 0 and record.is_dialed and bool(record.addresses)
 
 
 def _remember(path: Path, reach: Reach) -> None:

@@ -31,6 +31,7 @@ from atoll.coordinator.rpc.client_errors import (
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import AT_REST, RoundPhase
 from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
+from atoll.dht.addresses import peer_of
 from atoll.dht.roster import RecordError
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log.entry import Elector
@@ -354,7 +355,8 @@ class Reporter:
             partner=rounds.partner,
             device=view.device,
             version=version("atoll"),
-            reach="relayed" if self._env.node.relays else "direct",
+            reach=self._env.neighbours.reachability.kind,
+            relays=list(map(peer_of, self._env.node.relays)),
             relayed_bytes=self._env.node.transport.statistics().relayed_bytes,
         )
 

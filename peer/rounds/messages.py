@@ -51,7 +51,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.locks import Justification, Lock
 from atoll.optim.state.outer_step import to_fp32
 
-PROTOCOL = 7  # peers of another protocol refuse each other's reports
+PROTOCOL = 8  # peers of another protocol refuse each other's reports
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
 MAX_SNAPSHOTS = 64  # that a peer names; it keeps a few, and each named one is looked up
 MAX_GROUP_BYTES = 2 << 20  # 4,096 members of some 290 bytes, their reports and parts

@@ -233,7 +233,30 @@ def is_relayed(members: int, values: int, code_bytes: int) -> bool:
     return is_large(members) and sum_bytes <= code_bytes
 
 
-def split_cells(sizes: Sequence[int], rates_mbit_s: Sequence[float]) -> list[PartPlan]:
+def may_own(is_dialed: Sequence[bool], uplinks_mbit_s: Sequence[float]) -> list[bool]:
+    """Return which members may own parts: those that all others can dial, if there are any.
+
+    Two members behind NATs reach each other through a third peer. If one of them owned a part, its
+    bytes would cross that peer's link both ways, once for each of the others; an owner in that
+    place receives them, and sends their sum. A member that declares less than a quarter of the
+    group's median is no better place.
+
+    Args:
+        is_dialed: whether others can dial the member.
+        uplinks_mbit_s: the members' declared rates.
+    """
+    if all(is_dialed):
+        return [True] * len(is_dialed)
+    can = [
+        dialed and not is_slow(rate, uplinks_mbit_s)
+        for dialed, rate in zip(is_dialed, uplinks_mbit_s, strict=True)
+    ]
+    return can if any(can) else [True] * len(can)
+
+
+def split_cells(
+    sizes: Sequence[int], rates_mbit_s: Sequence[float], can_own: Sequence[bool] = ()
+) -> list[PartPlan]:
     """Cut the cells into the parts of their owners; an owner may get none, or several.
 
     Several, because each part of each member is a stream of its own: `STREAMS` says why. A cut
@@ -242,10 +265,12 @@ def split_cells(sizes: Sequence[int], rates_mbit_s: Sequence[float]) -> list[Par
     Args:
         sizes: bytes of each cell, about.
         rates_mbit_s: of the slower direction of each member's link.
+        can_own: which members own parts (`may_own`); none stands for all.
     """
     ends, total = [0, *accumulate(sizes)], sum(sizes)
-    shares = owners_shares(rates_mbit_s)
-    streams = -(-STREAMS // max(1, len(shares) - 1))
+    shares = owners_shares(rates_mbit_s, can_own)
+    sent_to = min(len(shares) - 1, sum(can_own) or len(shares))
+    streams = -(-STREAMS // max(1, sent_to))
     plans: list[PartPlan] = []
     start, left = 0, sum(shares)
     for owner, share in enumerate(shares):
@@ -313,7 +338,7 @@ def _nearest(ends: Sequence[int], target: float) -> int:
     return above if ends[above] - target <= target - ends[above - 1] else above - 1
 
 
-def owners_shares(rates_mbit_s: Sequence[float]) -> list[float]:
+def owners_shares(rates_mbit_s: Sequence[float], can_own: Sequence[bool] = ()) -> list[float]:
     """Shares of the vector with which the members' links are done as early as they can be.
 
     Of P members the owner of a share s sends its codes of the rest and its results to all others,
@@ -324,13 +349,16 @@ def owners_shares(rates_mbit_s: Sequence[float]) -> list[float]:
 
     Args:
         rates_mbit_s: of the slower direction of each member's link.
+        can_own: which members may have a share; none stands for all.
     """
     rates = [min(max(rate, 1e-3), MAX_MBIT_S) for rate in rates_mbit_s]
     if len(rates) <= 2:  # two send and receive the vector once, whoever owns what
         return [rate / sum(rates) for rate in rates]
+    owns = can_own or [True] * len(rates)
 
     def room(time: float) -> list[float]:
-        return [min(1.0, max(0.0, (time * rate - 1) / (len(rates) - 2))) for rate in rates]
+        rooms = (min(1.0, max(0.0, (time * rate - 1) / (len(rates) - 2))) for rate in rates)
+        return [room if own else 0.0 for room, own in zip(rooms, owns, strict=True)]
 
     codes_out = 1 / min(rates)
     limits = room(_least(lambda time: sum(room(time)) >= 1, codes_out, len(rates) * codes_out))
@@ -435,6 +463,15 @@ def decision_patience_s(deadline_s: float, stall_s: float) -> float:
 
 
 def new_owner(dead: Collection[int], alive: Sequence[int], load: Mapping[int, int]) -> int | None:
-    """The survivor that owns the fewest cells, the first of equals; None when nobody is left."""
-    candidates = [index for index in alive if index not in dead]
+    """The owner that has the fewest cells, the first of equals; None when nobody is left.
+
+    A survivor that owns nothing comes last: its link may be slow, or others may not dial it.
+
+    Args:
+        dead: members that are no candidates.
+        alive: members that are.
+        load: cells by member; none of those that own no part.
+    """
+    survivors = [index for index in alive if index not in dead]
+    candidates = [index for index in survivors if index in load] or survivors
     return min(candidates, key=lambda i: (load.get(i, 0), i), default=None)

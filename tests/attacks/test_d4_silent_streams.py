@@ -10,8 +10,9 @@ import pytest
 
 from atoll.dht import libp2p, p2pd
 from atoll.dht.identity import Identity
-from atoll.dht.libp2p import MAX_SILENT, MAX_SILENT_PER_PEER, LibP2PTransport, protocol_name
+from atoll.dht.libp2p import LibP2PTransport, protocol_name
 from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from atoll.dht.strangers import MAX_SILENT, MAX_SILENT_PER_PEER
 from atoll.dht.transport import TransportError, encode_open
 from support.minilibp2p import Stranger
 from support.strangers import RUN, members

@@ -8,12 +8,14 @@ import time
 
 import pytest
 
-from atoll.dht import p2pd, relaying
+from atoll.dht import p2pd, relaying, strangers
+from atoll.dht.addresses import relay_of, through
 from atoll.dht.identity import Identity
 from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.p2pd import P2pd, P2pdOptions
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.relaying import Kind, Rate, Relaying, Secrets, relay_of, through
+from atoll.dht.relaying import Kind, Rate, Relaying, Secrets
+from atoll.dht.strangers import MAX_SILENT, MAX_SILENT_PER_PEER
 from atoll.dht.transport import MAX_CALL_BYTES, PeerUnreachable, Refused
 from support.nodes import RUN, TICKET, check, echo, echo_stream
 
@@ -138,8 +140,7 @@ def test_calls_and_streams_pass_through_a_relay():
                 await stream.end(timeout_s=10)
                 assert await stream.recv(timeout_s=10) is None
             assert b.peer_id not in await a.daemon.connected()
-            carried = relay.relaying.carried
-            assert carried[b.peer_id] > len(body) and carried[a.peer_id] > len(body)
+            assert relay.relaying.carried_bytes > 2 * len(body)
 
     run(main)
 
@@ -163,12 +164,12 @@ def test_a_direct_connection_is_preferred():
     async def main():
         async with ends() as (relay, a, b):
             await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
-            before = relay.relaying.carried.total()
+            before = relay.relaying.carried_bytes
             await b.transport.connect(a.peer_id, a.daemon.addresses, timeout_s=10)
             await asyncio.sleep(0.1)
             a.transport._idle.clear()
             await a.transport.call(b.peer_id, "echo", bytes(100_000), timeout_s=10)
-            assert relay.relaying.carried.total() < before + 100_000
+            assert relay.relaying.carried_bytes < before + 100_000
 
     run(main)
 
@@ -212,7 +213,7 @@ def test_strangers_are_not_relayed():
             with pytest.raises(PeerUnreachable, match="expected a ticket"):
                 await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
             assert relay.relaying.denied == 1
-            assert relay.relaying.carried.total() == 0
+            assert relay.relaying.carried_bytes == 0
 
     run(main)
 
@@ -237,11 +238,26 @@ def test_the_rate_is_shared_in_turns():
 
         async def use(name, pieces):
             for _ in range(pieces):
-                await rate.take(20_000)
+                await rate.take(name, 20_000)
                 done.append(name)
 
         await asyncio.gather(use("a", 5), use("b", 5))
         assert done[1:9].count("a") == done[1:9].count("b") == 4
+
+    run(main)
+
+
+def test_a_sender_of_many_streams_has_one_share():
+    async def main():
+        rate, done = Rate(8.0), []
+
+        async def use(name, pieces):
+            for _ in range(pieces):
+                await rate.take(name, 20_000)
+                done.append(name)
+
+        await asyncio.gather(*(use("a", 5) for _ in range(4)), use("b", 5))
+        assert done[:10].count("b") == 5
 
     run(main)
 
@@ -286,8 +302,10 @@ def test_a_relay_cannot_claim_to_bring_somebody_else():
         async with ends() as (relay, a, b):
             hello = a.relaying._secrets.hello
             connection = await opened(relay, b)
-            await relaying._send(connection, Kind.BRING, a.peer_id.encode(), hello, TICKET, TICKET)
-            theirs = await relaying._answer(connection, b.peer_id)
+            await relaying._send(
+                connection, Kind.BRING, a.peer_id.encode(), hello, b"", TICKET, TICKET
+            )
+            (theirs,) = await relaying._answer(connection, b.peer_id)
             # The relay is the TLS client with its own key.
             context = relay.relaying._secrets.context(b.peer_id, theirs, server_side=False)
             loop = asyncio.get_running_loop()
@@ -355,6 +373,63 @@ def test_an_end_that_never_answers_is_given_up(monkeypatch):
     run(main)
 
 
+def test_silent_strangers_at_a_relay_are_bounded(monkeypatch):
+    """They share one bound with those of the transport; an admitted peer is served meanwhile."""
+    monkeypatch.setattr(strangers, "MAX_SILENT_PER_PEER", 1000)
+
+    async def main():
+        async with ends() as (relay, a, b), ends(1, ticket=b"none") as (_, stranger):
+            addresses = relay.daemon.addresses
+            await stranger.transport.connect(relay.peer_id, addresses, timeout_s=10)
+            silent = [await opened(stranger, relay) for _ in range(MAX_SILENT + 20)]
+            while len(relay.relaying._joining) != MAX_SILENT:
+                await asyncio.sleep(0.01)
+            assert await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+            for each in silent:
+                each.close()
+
+    run(main)
+
+
+def test_a_stranger_opens_few_streams_to_a_relay():
+    async def main():
+        async with ends(1, ticket=b"none") as (relay, stranger):
+            held = [await opened(stranger, relay) for _ in range(MAX_SILENT_PER_PEER)]
+            await asyncio.sleep(2 * strangers.BURST_S)
+            refused = await opened(stranger, relay)
+            loop = asyncio.get_running_loop()
+            assert await asyncio.wait_for(loop.sock_recv(refused, 10), 5) == b""
+            for each in (refused, *held):
+                each.close()
+
+    run(main)
+
+
+def test_a_relay_that_begins_no_tls_uses_up_nobody_elses_streams(monkeypatch):
+    """It replays a hello and an admission of A, and is silent."""
+    monkeypatch.setattr(relaying, "MAX_JOINING", 5)
+
+    async def main():
+        async with ends() as (relay, a, b):
+            hello, loop = a.relaying._secrets.hello, asyncio.get_running_loop()
+            held = []
+            for _ in range(5):
+                held.append(await opened(relay, b))
+                fields = (a.peer_id.encode(), hello, b"", TICKET, TICKET)
+                await relaying._send(held[-1], Kind.BRING, *fields)
+                assert await relaying._answer(held[-1], b.peer_id) == [b.relaying._secrets.hello]
+            assert b.transport.statistics().streams_open == 0
+            refused = await opened(relay, b)
+            assert await asyncio.wait_for(loop.sock_recv(refused, 10), 5) == b""
+            for each in (refused, *held):
+                each.close()
+            while b.relaying._joining:
+                await asyncio.sleep(0.01)
+            assert await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+
+    run(main)
+
+
 def test_a_relay_itself_uses_the_connection_that_a_peer_dialed():
     async def main():
         async with ends(2) as (relay, a, b):
@@ -366,7 +441,7 @@ def test_a_relay_itself_uses_the_connection_that_a_peer_dialed():
                 await relay.transport.connect(
                     peer.peer_id, [through(address, peer.peer_id)], timeout_s=10
                 )
-            assert relay.relaying.carried.total() == 0
+            assert relay.relaying.carried_bytes == 0
             await b.close()
             await asyncio.sleep(0.2)
             with pytest.raises(PeerUnreachable, match="no connection to this peer"):
@@ -384,7 +459,7 @@ def test_nobody_is_brought_without_both_admissions(stranger):
             tickets = (b"none", TICKET) if stranger == "caller" else (TICKET, b"none")
             connection = await opened(relay, b)
             hello = a.relaying._secrets.hello
-            await relaying._send(connection, Kind.BRING, a.peer_id.encode(), hello, *tickets)
+            await relaying._send(connection, Kind.BRING, a.peer_id.encode(), hello, b"", *tickets)
             with pytest.raises(Refused, match="expected a ticket"):
                 await relaying._answer(connection, b.peer_id)
             connection.close()

@@ -137,6 +137,7 @@ from atoll.peer.rounds.policies import (
     POLL_STALLS,
     admit,
     kept_parts,
+    may_own,
     positions_ahead,
     round_deadline_s,
     slowest_mbit_s,
@@ -982,18 +983,27 @@ def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[Pa
     """Cut the parts as the last entry did, if its owners are here and that is no worse."""
     sizes = ctx.replay.cells_at(position).sizes
     rates = [_rate_mbit_s(ctx, peer, one.report) for peer, one in ready.items()]
-    best = split_cells(sizes, rates)
+    can_own = _may_own(ctx, ready)
+    best = split_cells(sizes, rates, can_own)
     expected = expected_plan(ctx, position)
-    place = {peer: index for index, peer in enumerate(ready)}
+    place = {
+        peer: index for index, (peer, can) in enumerate(zip(ready, can_own, strict=True)) if can
+    }
     if expected is None or not {part.owner for part in expected.parts} <= set(place):
         return best
     last = [
         PartPlan(start_cell=part.start_cell, stop_cell=part.stop_cell, owner=place[part.owner])
         for part in expected.parts
     ]
-    even = split_cells(sizes, [1.0] * len(ready))
+    even = split_cells(sizes, [1.0] * len(ready), can_own)
     turn = position // len(ctx.replay.fragments)
     return kept_parts(last, best, even, rates, turn=turn, megabits=8e-6 * sum(sizes))
+
+
+def _may_own(ctx: Context, ready: Mapping[str, Ready]) -> list[bool]:
+    records = (ctx.seen.get(peer) for peer in ready)
+    is_dialed = [record is None or record.is_dialed for record in records]
+    return may_own(is_dialed, [one.report.uplink_mbit_s for one in ready.values()])
 
 
 def _rate_mbit_s(ctx: Context, peer: str, report: Report) -> float:

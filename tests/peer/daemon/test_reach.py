@@ -1,4 +1,4 @@
-"""How a peer learns whether others can dial it, and what it announces then."""
+"""Dial-back by the coordinator, and what a peer announces after it."""
 
 import asyncio
 import json
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
+from atoll.dht.addresses import is_public
 from atoll.dht.identity import Identity
-from atoll.dht.p2pd import is_public
-from atoll.peer.daemon.reach import Reach, announce, is_direct, probe
+from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
 
 COORDINATOR = f"/ip4/203.0.114.1/tcp/7701/p2p/{Identity.ephemeral().peer_id}"
 OTHER = f"/ip4/203.0.114.2/tcp/7701/p2p/{Identity.ephemeral().peer_id}"
@@ -88,15 +88,54 @@ def test_who_is_dialed_directly(reach, coordinator, direct):
 
 
 def test_a_peer_announces_how_it_is_reached():
-    node = SimpleNamespace(seen=(), relays=())
+    node = SimpleNamespace(seen=(), relays=(), peer_id="P")
     open_ = Reach(address="203.0.114.9", port=4001)
-    assert "203.0.114.9/tcp/4001" in announce(node, open_, [COORDINATOR, OTHER])
+    assert "203.0.114.9/tcp/4001" in str(Reachability(node, open_, [COORDINATOR, OTHER]))
     assert (node.seen, node.relays) == ((open_.multiaddr,), ())
 
-    node = SimpleNamespace(seen=(), relays=())
+    node = SimpleNamespace(seen=(), relays=(), peer_id="P")
     hidden = Reach(address="203.0.114.9", port=4001, is_dialed=False)
-    assert "through the coordinator's relay" in announce(node, hidden, [COORDINATOR, OTHER])
+    assert "through relays" in str(Reachability(node, hidden, [COORDINATOR, OTHER]))
     assert (node.seen, node.relays) == ((), (COORDINATOR,))
+
+
+def record(peer, *addresses, relay_mbit_s=25.0):
+    return SimpleNamespace(
+        addresses=addresses,
+        relay_mbit_s=relay_mbit_s,
+        is_dialed=not any("p2p-circuit" in address for address in addresses),
+        peer_id=peer,
+    )
+
+
+def test_relays_are_public_peers_first_and_stay_while_they_are_here():
+    node = SimpleNamespace(seen=(), relays=(), peer_id="P")
+    hidden = Reach(address="203.0.114.9", port=4001, is_dialed=False)
+    reachability = Reachability(node, hidden, [COORDINATOR, OTHER])
+    at = {peer: f"/ip4/203.0.114.7/tcp/1/p2p/{peer}" for peer in "ABCDEF"}
+    records = {peer: record(peer, address) for peer, address in at.items()}
+    records["E"] = record("E", at["E"], relay_mbit_s=0.0)
+    records["F"] = record("F", f"{at['F']}/p2p-circuit/p2p/F")
+    reachability.look(records, {"E", "F"})
+    assert node.relays == (COORDINATOR,)
+    reachability.look(records, set("AE"))
+    assert node.relays == (at["A"], COORDINATOR)
+    reachability.look(records, set("ABCDEF"))
+    assert at["A"] == node.relays[0] and len(node.relays) == 3
+    chosen = node.relays
+    for here in ("ABCDEF", "FEDCBA"):
+        reachability.look({peer: records[peer] for peer in here}, set(here))
+        assert node.relays == chosen
+    del records["A"]
+    reachability.look(records, set("BCDEF"))
+    assert chosen[1] == node.relays[0] and at["A"] not in node.relays
+
+
+def test_a_peer_that_others_dial_has_no_relays():
+    node = SimpleNamespace(seen=(), relays=(), peer_id="P")
+    reachability = Reachability(node, Reach(address="203.0.114.9", port=1), [COORDINATOR])
+    reachability.look({"A": record("A", "/ip4/203.0.114.7/tcp/1/p2p/A")}, {"A"})
+    assert node.relays == () and reachability.kind == "direct"
 
 
 @pytest.mark.parametrize(

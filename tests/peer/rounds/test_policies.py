@@ -11,6 +11,7 @@ from atoll.peer.rounds.policies import (
     Close,
     Rendezvous,
     close_decision,
+    may_own,
     new_owner,
     owners_shares,
     positions_ahead,
@@ -178,6 +179,23 @@ def test_a_cell_that_is_most_of_all_has_one_owner():
 def test_a_lost_part_goes_to_the_survivor_with_the_least_to_do():
     assert new_owner((0,), [1, 2, 3], {1: 8, 2: 4, 3: 4}) == 2
     assert new_owner((0,), [0], {}) is None
+
+    assert new_owner((0,), [1, 2, 3], {0: 4, 2: 8}) == 2  # 1 and 3 own nothing, for a reason
+
+
+def test_members_that_all_can_dial_own_the_parts():
+    assert may_own([True, False, True], [100, 100, 100]) == [True, False, True]
+    assert may_own([True, True, True], [100, 100, 1]) == [True] * 3  # shares follow the rates
+    assert may_own([True, False, False], [20, 100, 100]) == [True] * 3  # too slow to own all
+    assert may_own([False, False], [100, 100]) == [True] * 2
+
+
+def test_only_owners_have_shares():
+    assert owners_shares([100.0] * 4, [True, False, True, False]) == pytest.approx([0.5, 0, 0.5, 0])
+    assert owners_shares([100.0] * 4, [False, True, False, False]) == pytest.approx([0, 1, 0, 0])
+    plans = split_cells([1 << 16] * 64, [100.0] * 4, [True, False, True, False])
+    assert {plan.owner for plan in plans} == {0, 2}
+    assert plans[-1].stop_cell == 64
 
 
 def test_the_deadline_follows_the_slowest_link():

@@ -1,0 +1,353 @@
+#!/usr/bin/env python3
+"""Measure runs of peers behind home routers: when they train, how fast, and through whom.
+
+    ./scripts/bench nat                          all topologies (a quarter of an hour), needs root
+    ./scripts/bench nat --only open,all:symmetric
+    ./scripts/bench nat --only relay-killed      a public relay dies in mid-round
+    ./scripts/bench nat --soak 30                30 minutes at 20 Mbit/s and 0.5% loss with kills
+    ./scripts/bench nat --save                   also write docs/benchmarks/nat.md and .json
+    ./scripts/bench nat --json                   the rows as JSON on the last line
+
+A coordinator with a public address and four peers (real processes) are hosts of `WanLab`, of which
+none, two or all are behind routers of one kind. A row compares a round's seconds on the wire with
+the bound of its topology (`bound_s`). Nobody opens a port.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bench_allreduce import bound_seconds, lab_is_possible, wire_bytes
+
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.dht.testing.wan import Behind, Link, WanLab
+
+ROOT = Path(__file__).resolve().parent.parent
+SAVED = ROOT / "docs" / "benchmarks" / "nat.json"
+PAGE = ROOT / "docs" / "benchmarks" / "nat.md"
+MARKS = ("<!-- rows of nat.json -->", "<!-- end of rows -->")
+ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
+PEERS = 4
+ROUNDS = 8
+CASE_S = 240.0
+RELAY_MBIT = 100.0  # coordinator.relay_mbit, its default
+PHASES = ("reduce", "vote")  # of a round, that the wire carries
+MODEL = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1088}  # 10 million parameters
+PARAMS = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A case: who is behind which router."""
+
+    name: str
+    behind: tuple[Behind, ...]
+    """of each peer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One topology, measured."""
+
+    case: str
+    joined_s: float
+    """from the start of the peers until the last one trains"""
+    first_s: float
+    """until the first round of all four"""
+    round_s: float
+    """median over the rounds after the first: reduction and votes"""
+    bound_s: float
+    ratio: float
+    through_coordinator: float
+    """fraction of all sent bytes that the coordinator's host sent"""
+    relayed_mb: float
+    """per round, by all peers' counts"""
+    direct_pairs: int
+    """of peers behind routers: connected through holes at the end"""
+    counted: float
+    """fraction of the contributions that rounds included"""
+
+
+def topologies() -> list[Topology]:
+    """Return all cases that are measured by default."""
+    kinds: tuple[Behind, ...] = (
+        "full-cone",
+        "restricted",
+        "port-restricted",
+        "symmetric",
+        "double",
+    )
+    cases = [Topology(name="open", behind=("",) * PEERS)]
+    for kind in kinds:
+        cases.append(Topology(name=f"two:{kind}", behind=("", "", kind, kind)))
+        cases.append(Topology(name=f"all:{kind}", behind=(kind,) * PEERS))
+    return cases
+
+
+def bound_s(behind: Sequence[Behind], relayed_pairs: int, link: Link) -> float:
+    """Return the least seconds of a round's bytes, as the topology lets them pass.
+
+    With public peers, these own all parts: of P peers, an owner of a share s sends and receives
+    (1 - s) + (P - 1) s times the vector. Without, all own, and each pair that has no direct
+    connection moves the vector once through the coordinator's relay.
+    """
+    num_bytes = wire_bytes("int8", PARAMS)
+    megabits, peers, owners = 8e-6 * num_bytes, len(behind), behind.count("")
+    if 0 < owners < peers:
+        share = 1 / owners
+        return megabits * ((1 - share) + (peers - 1) * share) / link.up
+    direct = bound_seconds(num_bytes, [link] * peers)
+    return max(direct, relayed_pairs * megabits / min(RELAY_MBIT, link.up))
+
+
+@dataclass(kw_only=True)
+class Case:
+    """A run in the lab: the coordinator on host 0, a peer on each other host."""
+
+    lab: WanLab
+    folder: Path
+    children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in self.children.values():
+            child.terminate()
+        for child in self.children.values():
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+    @property
+    def invite(self) -> Path:
+        """The file that holds the invite."""
+        return self.folder / "invite"
+
+    def start_coordinator(self, rounds: int, *, inner_steps: int = 2) -> None:
+        """Start the run, and wait for its invite."""
+        text = self.folder / "text.txt"
+        text.write_text("Peers behind routers train, and nobody opens a port. " * 20_000)
+        spec = RunSpec.from_dict(
+            {
+                "run": {"name": "nat", "rounds": rounds},
+                "model": {"overrides": MODEL},
+                "data": {"source": str(text), "seq_len": 16},
+                "inner": {"batch_size": 1, "warmup_steps": 2},
+                "outer": {"inner_steps": inner_steps},
+                "round": {"min_peers": PEERS},
+                "coordinator": {"advertise": self.lab.ip(0), "relay_mbit": RELAY_MBIT},
+            }
+        )
+        path = self.folder / "RUN.toml"
+        path.write_text(template(spec))
+        state = ("--state-dir", self.folder / "state", "--invite-file", self.invite)
+        self.start(0, "coordinator", "coordinator", path, *state)
+        wait_until(self.invite.exists, 60, self.words)
+
+    def start_peer(self, host: int) -> None:
+        """Start the peer of a host, for the first time or again."""
+        name = f"peer-{host}"
+        options = ("--yes", "--data", self.folder / "text.txt", "--device", "cpu", "--name", name)
+        self.start(host, name, "peer", self.invite, *options, "--state-dir", self.folder / name)
+
+    def start(self, host: int, name: str, *arguments: object) -> None:
+        """Run a command of atoll on a host; its output goes to a file."""
+        with (self.folder / f"{name}.log").open("a") as log:
+            self.children[name] = self.lab.popen(
+                host,
+                [*ATOLL, *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def status(self) -> dict[str, Any]:
+        """Return what `atoll status --json` prints; nothing while it cannot."""
+        words = [*ATOLL, "status", str(self.invite), "--json"]
+        with self.lab.popen(0, words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+            out = child.communicate(timeout=60)[0]
+        try:
+            found: dict[str, Any] = json.loads(out)
+        except ValueError:
+            return {}
+        return found
+
+    def words(self) -> str:
+        """Return the end of all output, for an error."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in logs)
+
+    def holes(self) -> int:
+        """Return how many pairs have reported a hole."""
+        logs = [log.read_text() for log in self.folder.glob("peer-*.log")]
+        return sum(log.count("through a hole") for log in logs)
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float, words: Callable[[], str]) -> None:
+    """Wait for a condition. Raises RuntimeError with the output of all processes."""
+    deadline_s = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"not done within {limit_s:.0f} s\n{words()}")
+        time.sleep(0.2)
+
+
+def measure(topology: Topology) -> Row:
+    """Run one case from nothing to its last round."""
+    link = Link()
+    links = [link, *(Link(behind=behind) for behind in topology.behind)]
+    with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
+        with Case(lab=lab, folder=Path(folder)) as case:
+            case.start_coordinator(ROUNDS)
+            began_s = time.time()
+            for host in range(1, PEERS + 1):
+                case.start_peer(host)
+            joined_s, sent, before = 0.0, list(lab.sent), 0
+            status: dict[str, Any] = {}
+            while status.get("state") != "finished":
+                if time.time() - began_s > CASE_S:
+                    raise RuntimeError(f"{topology.name}: not done\n{case.words()}")
+                status = case.status()
+                if not joined_s and is_training(status):
+                    joined_s = time.time() - began_s
+                if not before and status.get("position"):
+                    sent, before = list(lab.sent), status["position"]
+                time.sleep(1.0)
+            spent = [now - then for now, then in zip(lab.sent, sent, strict=True)]
+            return row_of(topology, status, case.holes(), spent, began_s, joined_s)
+
+
+def is_training(status: dict[str, Any]) -> bool:
+    """Return whether all peers are here and none of them joins any more."""
+    peers = status.get("peers", [])
+    return len(peers) == PEERS and all(peer["state"] == "training" for peer in peers)
+
+
+def row_of(
+    topology: Topology,
+    status: dict[str, Any],
+    holes: int,
+    spent: Sequence[int],
+    began_s: float,
+    joined_s: float,
+) -> Row:
+    """Return what the status of a finished run shows."""
+    history = sorted(status["history"], key=lambda row: row["position"])
+    full = [row for row in history if row["members"] == PEERS]
+    behind = sum(map(bool, topology.behind))
+    seconds = [on_the_wire(row) for row in history[1:]]
+    least_s = bound_s(topology.behind, behind * (behind - 1) // 2 - holes, Link())
+    return Row(
+        case=topology.name,
+        joined_s=joined_s,
+        first_s=full[0]["at"] - began_s,
+        round_s=statistics.median(seconds),
+        bound_s=least_s,
+        ratio=statistics.median(seconds) / least_s,
+        through_coordinator=spent[0] / sum(spent),
+        relayed_mb=sum(peer["relayed_bytes"] for peer in status["peers"]) / 2e6 / len(history),
+        direct_pairs=holes,
+        counted=sum(row["members"] for row in history) / (PEERS * len(history)),
+    )
+
+
+def on_the_wire(row: dict[str, Any]) -> float:
+    """Return a round's seconds of reduction and votes, the mean of its members."""
+    return sum(row["seconds"].get(phase, 0.0) for phase in PHASES)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        "| peers behind | joined, s | first round, s | round, s | bound, s | ratio | "
+        "through the coordinator | relayed, MB a round | holes | counted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.case} | {row.joined_s:.0f} | {row.first_s:.0f} | {row.round_s:.2f} "
+        f"| {row.bound_s:.2f} | {row.ratio:.2f} | {row.through_coordinator:.1%} "
+        f"| {row.relayed_mb:.1f} | {row.direct_pairs} | {row.counted:.0%} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def report(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what --json prints."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit.strip(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        "params": PARAMS,
+        "relay_mbit": RELAY_MBIT,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def save(found: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Write the report, and the table between the marks of the page."""
+    SAVED.write_text(json.dumps(found, indent=1) + "\n")
+    before, rest = PAGE.read_text().split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    head = f"{found['date']}, commit {found['commit']}, {found['machine']}."
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{head}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
+
+
+def arguments(cases: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", default="", help=f"comma-separated (default all), of: {', '.join(cases)}")
+    add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
+    add("--json", action="store_true", help="print the rows as JSON on the last line")
+    options = parser.parse_args()
+    options.only = options.only.split(",") if options.only else list(cases)
+    if unknown := set(options.only) - set(cases):
+        parser.error(f"no case {', '.join(sorted(unknown))}; choose from {', '.join(cases)}")
+    return options
+
+
+def main() -> int:
+    """Measure the cases that are asked for; return 1 if this machine cannot."""
+    known = {topology.name: topology for topology in topologies()}
+    options = arguments(list(known))
+    if why := lab_is_possible():
+        print(f"bench nat: {why}", file=sys.stderr)
+        return 1
+    rows = []
+    for name in options.only:
+        rows.append(measure(known[name]))
+        print(f"{name}: {json.dumps(asdict(rows[-1]))}", file=sys.stderr, flush=True)
+    print(table(rows))
+    found = report(rows)
+    if options.save:
+        save(found, rows)
+    if options.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

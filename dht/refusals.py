@@ -40,6 +40,7 @@ class RefusalCode(StrEnum):
     LEFT = "left"
     NO_ELECTOR = "no-elector"
     NO_PARTS = "no-parts"
+    NO_REPORTS = "no-reports"
     NOT_THE_LEADER = "not-the-leader"
     RETIRED = "retired"
     SUPERSEDED = "superseded"

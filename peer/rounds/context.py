@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,16 @@ from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.robust import Rule
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.conduct import Conduct, Fault
-from atoll.peer.rounds.messages import Closed, Group, Head, Known, PlannedPart, planned_parts
+from atoll.peer.rounds.messages import (
+    Closed,
+    Group,
+    Head,
+    Known,
+    PlannedPart,
+    Reports,
+    planned_parts,
+    reports_root,
+)
 from atoll.peer.rounds.pacing import Link
 from atoll.peer.rounds.policies import is_large
 
@@ -135,6 +145,9 @@ class PeerContext:
             raise Refused(RefusalCode.BARRED, str(self.conduct.barred(peer, self.now())))
 
 
+MAX_REPORTS = 8  # groups whose reports are kept: of four positions in flight, two terms each
+
+
 class TakesGroup(Protocol):
     """A place in an attempt, for which a group may come from any member."""
 
@@ -179,12 +192,23 @@ class Holdings:
         self._parts: dict[int, dict[bytes, HeldPart]] = {}
         self.arriving: dict[int, Arriving] = {}
         """by position: the reduction that may still bring its parts"""
+        self._reports: OrderedDict[bytes, Reports] = OrderedDict()
 
     def put(self, position: int, digest: bytes, body: bytes, decoded: Update | None = None) -> None:
         """Keep a part until the position after its own is decided."""
         at = self._parts.setdefault(position, {})
         if decoded is not None or digest not in at:
             at[digest] = HeldPart(body=body, decoded=decoded)
+
+    def keep_reports(self, reports: Reports) -> None:
+        """Keep the reports of a group that began here, by the digest that its entry names."""
+        self._reports[reports_root(reports)] = reports
+        if len(self._reports) > MAX_REPORTS:
+            self._reports.popitem(last=False)
+
+    def reports(self, root: bytes) -> Reports | None:
+        """Return the reports of a group that began here."""
+        return self._reports.get(root) if root else ()
 
     def body(self, digest: bytes) -> bytes | None:
         """Return the bytes of a part of any position."""

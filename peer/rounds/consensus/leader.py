@@ -220,13 +220,22 @@ class Polls:
                         group.create_task(asking)
                 else:
                     timeout_s = question.deadline_s or timeout_s
-                    record = self._proposal(question).encode()
+                    records = self._proposals(question)
                     for index, elector in enumerate(electorate):
-                        asking = self._ask_vote(question, index, elector, record, timeout_s)
+                        asking = self._ask_vote(question, index, elector, records, timeout_s)
                         group.create_task(asking)
         except BaseExceptionGroup as failures:  # the first one is the reason that the term failed
             raise failures.exceptions[0] from None
         self._take(Polled(attempt=question.attempt))
+
+    def _proposals(self, question: SendProposal) -> Proposals:
+        """Encode a proposal for electors that have its reports with their group, and for others."""
+        whole = self._proposal(question)
+        return Proposals(
+            members=frozenset(member.peer_id for member in question.entry.members),
+            brief=whole.model_copy(update={"reports": ()}).encode(),
+            whole=whole.encode(),
+        )
 
     def _proposal(self, question: SendProposal) -> Propose:
         payload = proposal_payload(question.entry, question.attempt)
@@ -303,7 +312,12 @@ class Polls:
         await self._ask(electorate[index].peer_id, "prepare", record, timeout_s, reader)
 
     async def _ask_vote(
-        self, question: SendProposal, index: int, elector: Elector, record: bytes, timeout_s: float
+        self,
+        question: SendProposal,
+        index: int,
+        elector: Elector,
+        records: Proposals,
+        timeout_s: float,
     ) -> None:
         def taken(answer: bytes) -> VoteArrived:
             signature = Ballot.decode(answer).signature
@@ -312,7 +326,14 @@ class Polls:
                 raise CertificateInvalid("a vote with a signature of somebody else")
             return VoteArrived(attempt=question.attempt, elector=index, signature=signature)
 
-        await self._ask(elector.peer_id, "propose", record, timeout_s, taken)
+        peer = elector.peer_id
+        if peer in records.members:
+            lacks = await self._ask(
+                peer, "propose", records.brief, timeout_s, taken, but=RefusalCode.NO_REPORTS
+            )
+            if not lacks:
+                return
+        await self._ask(peer, "propose", records.whole, timeout_s, taken)
 
     async def _ask_commit(
         self, question: SendLock, index: int, elector: Elector, record: bytes, timeout_s: float
@@ -333,10 +354,12 @@ class Polls:
         record: bytes,
         timeout_s: float,
         taken: Callable[[bytes], Event],
-    ) -> None:
-        """Pass on an elector's answer, if it gives a good one."""
+        *,
+        but: RefusalCode | None = None,
+    ) -> bool:
+        """Pass on an elector's good answer; return whether it refused with the code `but`."""
         if self._ctx.conduct.is_out(peer):
-            return
+            return False
         try:
             if peer == self._ctx.me.peer_id:
                 answer = await self._voter.answer(peer, method, record)
@@ -345,9 +368,11 @@ class Polls:
                 call = self._ctx.transport.call
                 answer = await call(peer, method, record, timeout_s=timeout_s)
             else:
-                return
+                return False
             self._take(taken(answer))
         except (Refused, LogError) as error:
+            if isinstance(error, Refused) and error.code == but:
+                return True
             self._ctx.on_event(
                 "warning",
                 f"round {self._place.position + 1}: no vote of {short(peer)}: {error}",
@@ -355,6 +380,18 @@ class Polls:
             )
         except TransportError:
             pass
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposals:
+    """One proposal as two records."""
+
+    members: frozenset[str]
+    """PeerIDs of the entry's members"""
+    brief: bytes
+    """without reports: for members, which have them with their group"""
+    whole: bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -405,12 +405,13 @@ class Voter:
             # An elector that voted for it has asked. It may have come back since: were the entry
             # refused now, leaders that have to adopt it would propose it in vain.
             await self._expect_silent(dropped, place)
-        await self._check_reports(entry, ask.reports)
+        reports = self._reports_of(entry, ask.reports)
+        await self._check_reports(entry, reports)
         body = await self.gather(entry, remote)
         await self._verify(entry, body)
         self._turn()  # gathering takes a while: the position may have been decided meanwhile
         self._booth.accept(remote, place, ask.attempt, record)
-        self._reports = ask.reports
+        self._reports = reports
         signature = self._ctx.sign(vote_payload(entry, ask.attempt))
         voted = Voted(
             epoch=entry.epoch,
@@ -495,10 +496,22 @@ class Voter:
             came.append(update)
         return came
 
+    def _reports_of(self, entry: Entry, sent: Reports) -> Reports:
+        """Return the reports that an entry names: sent with it, or of a group that began here.
+
+        Raises:
+            MalformedRecord: others were sent.
+            Refused: none were sent, and they are not here.
+        """
+        if sent and reports_root(sent) != entry.reports:
+            raise MalformedRecord(f"entry {entry.position}: expected the reports that it names")
+        kept = sent or self._ctx.holdings.reports(entry.reports)
+        if kept is None:
+            raise Refused(RefusalCode.NO_REPORTS, "the reports of this entry are not here")
+        return kept
+
     async def _check_reports(self, entry: Entry, reports: Reports) -> None:
         """Check that all members are as they reported, and weigh what follows from that."""
-        if reports_root(reports) != entry.reports:
-            raise MalformedRecord(f"entry {entry.position}: expected the reports that it names")
         replica, method = self._ctx.replica, self._ctx.replay.method
         check = partial(
             check_reports,

@@ -15,6 +15,7 @@ newest record is learned from the peers first, and recovery fetches the entries.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from atoll.coordinator.heads import Heads, PeerHead
@@ -194,7 +195,11 @@ class Epochs:
         waiting = self._keepers_waiting.due(here, present, now_s)
         if not waiting or now_s - self._progress.since_s > BETWEEN_ROUNDS_S:
             return
+        asked_s = asyncio.get_running_loop().time()
         answers = await self._answers(online, now_s)
+        now_s += asyncio.get_running_loop().time() - asked_s
+        if now_s - self._progress.since_s > BETWEEN_ROUNDS_S:
+            return  # the answers took so long that the next entry may be decided
         named = _electors(answers)
         # An elector that is only slow to answer must not lose its vote to one that joins.
         is_whole = all(keeper in named for keeper in here if keeper in present)

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,11 +37,14 @@ from atoll.dht.testing.wan import Behind, Link, WanLab
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "nat.json"
 PAGE = ROOT / "docs" / "benchmarks" / "nat.md"
+RELAY_KILLED = "relay-killed"
 MARKS = ("<!-- rows of nat.json -->", "<!-- end of rows -->")
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 PEERS = 4
 ROUNDS = 8
+ROUNDS_AROUND = 18  # of a run in which a relay is killed, after a third of them
 CASE_S = 240.0
+BODY_BYTES = 100_000  # sent in 50 ms by a host whose bodies move
 RELAY_MBIT = 100.0  # coordinator.relay_mbit, its default
 PHASES = ("reduce", "vote")  # of a round, that the wire carries
 MODEL = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1088}  # 10 million parameters
@@ -179,6 +183,17 @@ class Case:
                 stderr=log,
             )
 
+    def strike(self, name: str, host: int) -> None:
+        """Kill a peer and its p2pd as soon as its host sends bodies."""
+        before = self.lab.sent[host]
+        while True:
+            time.sleep(0.05)
+            sent, before = self.lab.sent[host] - before, self.lab.sent[host]
+            if sent > BODY_BYTES:
+                self.children[name].kill()
+                self.children.pop(name).wait()
+                return
+
     def status(self) -> dict[str, Any]:
         """Return what `atoll status --json` prints; nothing while it cannot."""
         words = [*ATOLL, "status", str(self.invite), "--json"]
@@ -233,6 +248,50 @@ def measure(topology: Topology) -> Row:
                 time.sleep(1.0)
             spent = [now - then for now, then in zip(lab.sent, sent, strict=True)]
             return row_of(topology, status, case.holes(), spent, began_s, joined_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed:
+    """A public peer that relays for two others, killed in mid-round."""
+
+    round_s: float
+    """median seconds between two rounds before"""
+    struck_s: float
+    """of the round in which it died"""
+    cost_s: float
+    without: list[list[str]]
+    """names of those left out of each later round, without the killed one"""
+
+
+def kill_a_relay() -> Killed:
+    """Kill the first relay of two peers behind symmetric routers while bodies move."""
+    links = [Link(), *(Link(behind=behind) for behind in ("", "", "symmetric", "symmetric"))]
+    with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
+        with Case(lab=lab, folder=Path(folder)) as case:
+            case.start_coordinator(ROUNDS_AROUND)
+            for host in range(1, PEERS + 1):
+                case.start_peer(host)
+            position = lambda: case.status().get("position", 0)  # noqa: E731
+            wait_until(lambda: position() >= ROUNDS_AROUND // 3, CASE_S, case.words)
+            peers = {peer["name"]: peer for peer in case.status()["peers"]}
+            relay = next(
+                n for n, p in peers.items() if p["peer_id"] == peers["peer-3"]["relays"][0]
+            )
+            case.strike(relay, int(relay.rpartition("-")[2]))
+            struck_at = time.time()
+            wait_until(lambda: case.status().get("state") == "finished", CASE_S, case.words)
+            history = sorted(case.status()["history"], key=lambda row: row["position"])
+    gaps = [(b["at"] - a["at"], b) for a, b in pairwise(history)]
+    before_s = statistics.median(gap for gap, row in gaps if row["at"] < struck_at)
+    struck_s, _ = next((gap, row) for gap, row in gaps if row["at"] >= struck_at)
+    names = {peer["peer_id"]: name for name, peer in peers.items()}
+    without = [
+        [names.get(peer, peer) for peer in row["left_out"] if names.get(peer) != relay]
+        for _, row in gaps
+        if row["at"] >= struck_at
+    ]
+    cost_s = struck_s - before_s
+    return Killed(round_s=before_s, struck_s=struck_s, cost_s=cost_s, without=without)
 
 
 def is_training(status: dict[str, Any]) -> bool:
@@ -290,7 +349,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def report(rows: Sequence[Row]) -> dict[str, Any]:
+def report(rows: Sequence[Row], killed: Killed | None) -> dict[str, Any]:
     """Return what --json prints."""
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
@@ -301,6 +360,7 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
         "params": PARAMS,
         "relay_mbit": RELAY_MBIT,
         "rows": [asdict(row) for row in rows],
+        "relay_killed": asdict(killed) if killed is not None else None,
     }
 
 
@@ -332,16 +392,24 @@ def arguments(cases: Sequence[str]) -> argparse.Namespace:
 def main() -> int:
     """Measure the cases that are asked for; return 1 if this machine cannot."""
     known = {topology.name: topology for topology in topologies()}
-    options = arguments(list(known))
+    options = arguments([*known, RELAY_KILLED])
     if why := lab_is_possible():
         print(f"bench nat: {why}", file=sys.stderr)
         return 1
+    killed = kill_a_relay() if RELAY_KILLED in options.only else None
+    if killed is not None:
+        print(
+            f"a relay killed in mid-round: it took {killed.struck_s:.1f} s, others "
+            f"{killed.round_s:.1f} s; left out later: {killed.without}"
+        )
     rows = []
     for name in options.only:
+        if name == RELAY_KILLED:
+            continue
         rows.append(measure(known[name]))
         print(f"{name}: {json.dumps(asdict(rows[-1]))}", file=sys.stderr, flush=True)
     print(table(rows))
-    found = report(rows)
+    found = report(rows, killed)
     if options.save:
         save(found, rows)
     if options.json:

@@ -189,8 +189,8 @@ class PeerStatus(StatusRecord):
     device: Name = ""
     version: Name = ""
     reach: PeerReach = ""
-    """How others reach it: they dial it; or a router lets nobody in, and peers behind routers reach
-    it through holes, or at least one of them through a relay."""
+    """The way to it: others dial it; or a router lets nobody in, and peers behind other routers
+    come through holes, or at least one of them through a relay."""
     relays: Annotated[list[Name], Field(max_length=16)] = field(default_factory=list)
     """PeerIDs of its relays, the first choice first."""
     relayed_bytes: Count = 0

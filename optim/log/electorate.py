@@ -28,7 +28,7 @@ from atoll.optim.log.entry import (
 )
 
 Electors = Literal["members", "keepers"]
-"""Who votes: members that have contributed for a while, or only the keepers of the epoch."""
+"""The voters: members that have contributed for a while, or only the keepers of the epoch."""
 
 # Entries from a peer's first contribution to its first vote. Keys are free, work is not: whoever
 # wants votes has to send this many contributions with each of its keys.

@@ -65,7 +65,7 @@ Trust = Literal["crash", "byzantine"]
 than a third. An entry is certified by votes, or with liars by commits (`locks.py`)."""
 
 BallotKind = Literal["vote", "proposal", "commit"]
-"""What a peer signs for an entry at an attempt."""
+"""The statements that a peer signs about an entry at an attempt."""
 
 _MAGIC: dict[BallotKind, bytes] = {
     "vote": b"atoll vote 2",
@@ -366,7 +366,7 @@ class EntryHead(Record):
 
 
 class Named(Protocol):
-    """What electors sign of an entry: an `Entry`, or a `NamedEntry`."""
+    """An entry as far as electors sign it: an `Entry`, or a `NamedEntry`."""
 
     @property
     def run_id(self) -> bytes:

@@ -494,7 +494,7 @@ def _ranges(indices: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rest:
-    """How long a donor that failed is left alone."""
+    """Seconds for which a donor that failed is left alone."""
 
     stalls: float
     until: float

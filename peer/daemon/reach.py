@@ -23,7 +23,7 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.rpc.messages import PROBE_NONCE_BYTES
 from atoll.coordinator.run.status import PeerReach
-from atoll.dht.addresses import CIRCUIT, is_public, peer_of
+from atoll.dht.addresses import is_public, peer_of
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 
@@ -157,11 +157,12 @@ class Reachability:
         """Choose relays anew among the peers that are here and that we have a connection to."""
         if self.is_direct:
             return
-        me, now = self._node.peer_id, [peer_of(a.partition(CIRCUIT)[0]) for a in self._node.relays]
-        fit = [r for peer, r in records.items() if peer in connected and _relays(r) and peer != me]
-        # By a hash of both, so that relays have about as many peers each; kept while they are here.
-        fit.sort(key=lambda r: (r.peer_id not in now, sha256(f"{me}{r.peer_id}".encode()).digest()))
-        chosen = [record.addresses[0] for record in fit[:MAX_RELAYS]]
+        me = self._node.peer_id
+        fit = {p: r for p, r in records.items() if p in connected and _relays(r) and p != me}
+        kept = [peer for peer in map(peer_of, self._node.relays) if peer in fit]
+        # By a hash of both, so that relays have about as many peers each.
+        others = sorted(fit.keys() - kept, key=lambda peer: sha256(f"{me}{peer}".encode()).digest())
+        chosen = [fit[peer].addresses[0] for peer in (*kept, *others)[:MAX_RELAYS]]
         self._node.relays = (*chosen, *self._coordinator)
 
 

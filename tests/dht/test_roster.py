@@ -12,6 +12,7 @@ from atoll.dht.identity import Identity
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import (
     MAX_TTL_S,
+    VERSION,
     DhtRoster,
     PeerRecord,
     RecordError,
@@ -113,8 +114,8 @@ def test_a_field_out_of_range_is_refused(change):
 def test_extra_and_missing_fields_are_refused():
     for extra in ([], [1], [1, 2]):
         body = msgpack.packb([IDENTITY.peer_id, *extra])
-        data = msgpack.packb([2, body, b"", bytes(64)])
-        with pytest.raises(RecordError, match="list of 13"):
+        data = msgpack.packb([VERSION, body, b"", bytes(64)])
+        with pytest.raises(RecordError, match="list of 14"):
             open_record(data, run_id=RUN)
 
 

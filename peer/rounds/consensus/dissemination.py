@@ -282,7 +282,7 @@ class Seat:
         self.expect_leaders(group.digest, closed.signature)
         if self.exchange is None:
             check_group(self._ctx, group, self._key)
-            self._ctx.holdings.keep_reports(group.reports)
+            self._ctx.parts.keep_reports(group.reports)
             self.was_passed = passed
             self.exchange = self._begin(group)
             self._begun.set()

@@ -505,7 +505,7 @@ class Voter:
         """
         if sent and reports_root(sent) != entry.reports:
             raise MalformedRecord(f"entry {entry.position}: expected the reports that it names")
-        kept = sent or self._ctx.holdings.reports(entry.reports)
+        kept = sent or self._ctx.parts.reports(entry.reports)
         if kept is None:
             raise Refused(RefusalCode.NO_REPORTS, "the reports of this entry are not here")
         return kept

@@ -10,7 +10,7 @@ from atoll.optim.log.entry import Certificate, Elector, Entry
 from atoll.optim.log.evidence import EvidenceBook
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import TERM, leader_of
-from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Tally
+from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Tally, Voter
 from atoll.peer.rounds.messages import Voted
 from support.strikes import expect_no_work_lost, expect_sums, passed
 from support.swarm import run_swarm
@@ -39,6 +39,32 @@ def test_a_leader_without_the_state_whose_root_is_due_leads_all_the_same(tmp_pat
         assert Entry.decode(row.entry).state_root is None
         assert Certificate.decode(row.certificate).attempt == 0
         assert Entry.decode(rows(peers[0])[due_at + 2].entry).state_root is not None
+        assert swarm.same_bits(peers)
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_reports_come_with_a_proposal_to_those_that_lack_them(tmp_path, monkeypatch):
+    asked = []
+    vote = Voter._propose
+
+    async def propose(voter, remote, ask, reason):
+        asked.append((voter._ctx.me.peer_id, bool(ask.reports)))
+        return await vote(voter, remote, ask, reason)
+
+    monkeypatch.setattr(Voter, "_propose", propose)
+
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 2))
+        whole, without, at = peers[0], peers[1], peers[0].replica.position
+        asked.clear()
+        without.ctx.parts.keep_reports = lambda reports: None
+        await swarm.until(lambda: passed(peers, at + 4))
+        assert {brief for peer, brief in asked if peer == whole.identity.peer_id} == {False}
+        lacking = [brief for peer, brief in asked if peer == without.identity.peer_id]
+        assert lacking[:4] == [False, True] * 2
+        assert all(Certificate.decode(row.certificate).attempt == 0 for row in rows(peers[0]))
         assert swarm.same_bits(peers)
 
     run_swarm(tmp_path, scenario)

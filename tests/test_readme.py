@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim import InProcessGroup
+from atoll.optim import DiLoCo, InProcessGroup, outer_defaults
 from atoll.peer.cli import SUMMARIES, main
 from atoll.peer.daemon import network
+from atoll.peer.daemon.reducer import RunReducer
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/library.md"]
@@ -201,6 +202,30 @@ def test_every_block_has_a_test():
     tested = {*of("python"), *of("toml"), *of("")}
     left = [block.name for block in BLOCKS if block not in tested]
     assert len(left) == len(NOT_RUN), left
+
+
+REFERENCE = {
+    "connect": network.connect,
+    "InProcessGroup": InProcessGroup,
+    "DiLoCo": DiLoCo,
+    "outer_defaults": outer_defaults,
+    "step": DiLoCo.step,
+    "advance": DiLoCo.advance,
+    "resize": DiLoCo.resize,
+    "build_model": RunReducer.build_model,
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_has_the_parameters_of_the_code(name):
+    text = (ROOT / "docs/library.md").read_text(encoding="utf-8")
+    (written,) = re.findall(rf"^\| `{name}\((.*?)\)`", text, flags=re.MULTILINE)
+    shown, kinds = [], inspect.Parameter
+    for each in inspect.signature(REFERENCE[name]).parameters.values():
+        if each.kind is kinds.KEYWORD_ONLY and "*" not in shown:
+            shown.append("*")
+        shown.append(f"**{each.name}" if each.kind is kinds.VAR_KEYWORD else each.name)
+    assert written.split(", ") == [word for word in shown if word != "self"]
 
 
 @pytest.mark.parametrize("page", PAGES)

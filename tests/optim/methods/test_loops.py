@@ -157,6 +157,7 @@ def test_a_list_of_optimizers_is_saved_and_resumed():
         learn(each, 9)
         each.step(tokens=3)
     assert again.inner.optimizers[1].param_groups[0]["lr"] == 0.5
+    assert again.inner.param_groups[1]["lr"] == 0.5
     assert torch.equal(flat(worker.model), flat(again.model))
 
 

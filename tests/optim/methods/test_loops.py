@@ -53,8 +53,9 @@ def test_a_gradient_scaler_steps_the_worker_as_without_one():
     assert torch.allclose(flat(worker.model), flat(plain.model), atol=1e-7)
 
 
-def test_a_step_that_a_scaler_skips_counts_with_no_tokens():
-    worker, scaler = alone(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+@pytest.mark.parametrize("method", ["diloco", "ddp"])
+def test_a_step_that_a_scaler_skips_counts_with_no_tokens(method):
+    worker, scaler = alone(method), torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.zeros(()))
     before = flat(worker.model)
     scaled(worker, scaler, 1, spoil=True)

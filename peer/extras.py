@@ -8,6 +8,7 @@ from atoll.peer.errors import ExtraMissing
 # Optional packages and the extra in pyproject.toml that brings each.
 EXTRA_OF = {
     "datasets": "data",
+    "huggingface_hub": "data",
     "matplotlib": "lab",
     "pyarrow": "data",
     "textual": "dashboard",

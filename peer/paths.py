@@ -6,6 +6,7 @@
         run.json                              the run that this directory belongs to
         consent.json                          the owner's yes to what the run asks for
         ballots.json                          where a keeper may have voted
+        tokenizer.json                        the run's tokenizer, if it travelled with the run
         reach.json                            whether others can dial this peer
         log/                                  the last updates and snapshots
         trainer.safetensors                   parameters, inner optimizer, data position, feedback
@@ -64,6 +65,11 @@ class PeerPaths:
     def consent(self) -> Path:
         """Owner's yes to what the run asks for."""
         return self.root / "consent.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Tokenizer that travelled with the run."""
+        return self.root / "tokenizer.json"
 
     @property
     def ballots(self) -> Path:

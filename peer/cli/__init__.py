@@ -64,6 +64,11 @@ def add_allow_model(parser: argparse.ArgumentParser) -> None:
         help="Custom model that may run on this machine, spelled exactly; repeatable (default: "
         "none).",
     )
+    parser.add_argument(
+        "--any-model-source",
+        action="store_true",
+        help="Accept a custom model whose source differs from the organiser's (default: refuse).",
+    )
 
 
 def add_stop_with_stdin(parser: argparse.ArgumentParser) -> None:

@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         stop_with_stdin()
     from atoll.coordinator.run.spec import RunSpec
     from atoll.peer.paths import coordinator_state_dir
+    from atoll.peer.training.digests import with_digests
 
     spec = with_addresses(RunSpec.load(args.spec), args)
     if args.keep and spec.round.electors != "keepers":
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     if args.invite_file is not None:
         _expect_own_file(args.invite_file)
     state_dir: Path = args.state_dir or coordinator_state_dir(spec.run.name)
+    spec = with_digests(spec, spec_in(state_dir), say)
     genesis = first_state(spec, state_dir)
 
     def on_ready(up: Running) -> None:
@@ -119,6 +121,17 @@ def with_addresses(spec: RunSpec, args: argparse.Namespace) -> RunSpec:
     told = spec.model_dump(mode="json")
     told["coordinator"].update(given)
     return type(spec).from_dict(told, source="command line")
+
+
+def spec_in(state_dir: Path) -> RunSpec | None:
+    """Return the spec with which the run of a directory began; None for a new run."""
+    from atoll.coordinator.run.spec import RunSpec
+    from atoll.coordinator.run.spec_problems import SpecError
+
+    try:
+        return RunSpec.from_json((state_dir / "spec.json").read_bytes())
+    except (OSError, SpecError):
+        return None  # the coordinator reports a damaged one
 
 
 def first_state(spec: RunSpec, state_dir: Path) -> Callable[[], OuterState]:
@@ -159,6 +172,7 @@ async def _serve(
     from atoll.dht.tasks import Tasks
     from atoll.peer.daemon.bootstrap import BootstrapNode
     from atoll.peer.lab.own_keeper import keep_beside
+    from atoll.peer.training.digests import read_tokenizer
 
     admission_s = spec.coordinator.admission_hours * 3600
     stop = asyncio.Event()
@@ -168,6 +182,7 @@ async def _serve(
         genesis,
         state_dir,
         start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
+        tokenizer=lambda: read_tokenizer(spec),
     ) as up:
         on_ready(up)
         async with Tasks() as telling:

@@ -59,12 +59,14 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="Training text on this machine. A path that the run names is never read.",
+        help="Training text: a file or folder on this machine, or hf:OWNER/NAME[@CONFIG]. A path "
+        "that the run names is never read.",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="Tokenizer file on this machine. A path that the run names is never read.",
+        help="Copy of the run's tokenizer file (default: the one that travels with the run, if it "
+        "does). A path that the run names is never read.",
     )
     add_allow_model(parser)
     parser.add_argument(
@@ -146,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         data=args.data,
         tokenizer=args.tokenizer,
         allow_models=frozenset(args.allow_model),
+        any_model_source=args.any_model_source,
         yes=args.yes,
         share=args.share,
     )

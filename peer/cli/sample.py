@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         options,
         device=args.device,
         allow_models=args.allow_model,
+        any_model_source=args.any_model_source,
         tokenizer=args.tokenizer,
     )
     if args.json:

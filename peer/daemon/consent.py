@@ -2,6 +2,8 @@
 
 A spec is fixed by the run's id, which is in the invite, so one yes holds for the whole run. It is
 asked after joining, which shows the spec, and before anything of the run is built, read or served.
+A tokenizer that travels with the run is fetched after the yes; it is parsed only if it has the
+digest of the spec, and first in a process of its own (`atoll.peer.training.data.tokenizer_trial`).
 
 `consent.json`, readable by its owner only:
 
@@ -16,6 +18,7 @@ asked after joining, which shows the spec, and before anything of the run is bui
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -26,14 +29,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from atoll.coordinator.report.text import size
+from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.replica import cells_of
 from atoll.optim.state.layout import Layout
-from atoll.peer.daemon.membership import Membership
+from atoll.peer.daemon.membership import FetchTokenizer, Membership
+from atoll.peer.errors import DataError
+from atoll.peer.extras import extra
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
+from atoll.peer.training.data.tokenizer_trial import TrialFailed, try_tokenizer
 from atoll.peer.training.data.tokens import BYTES
+from atoll.peer.training.models import expect_source
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.trainer import expect_params, open_tokenizer
 
@@ -83,6 +91,7 @@ def request_of(
     if is_keeper:
         return _request_of_keeper(spec, layout)
     own = with_own_files(spec, data=data, tokenizer=tokenizer)
+    is_sent = tokenizer is None and spec.data.tokenizer_bytes is not None
     rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
     disk = spec.round.log_mb * 10**6 + DISK_BYTES * layout.numel
     traffic = round_bytes(spec, layout)
@@ -92,7 +101,7 @@ def request_of(
         f"model: {_model(spec)}",
         f"parameters: {layout.numel:,}",
         f"data: {_data(own, is_own=data is not None)}",
-        f"tokenizer: {_tokenizer(own.data.tokenizer)}",
+        f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own.data.tokenizer)}",
         f"disk: about {size(disk)}",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
@@ -140,6 +149,8 @@ def _model(spec: RunSpec) -> str:
     name = f"{model.preset}, built in"
     if model.custom is not None:
         name = f"{model.custom}, code on this machine"
+        if model.source_sha256 is not None:
+            name += f" with the SHA-256 {model.source_sha256[:12]}"
     changed = ", ".join(f"{key}={value}" for key, value in model.overrides.items())
     compiled = "; compiled with torch.compile" if spec.inner.compile else ""
     return name + (f"; {changed}" if changed else "") + compiled
@@ -148,10 +159,17 @@ def _model(spec: RunSpec) -> str:
 def _data(spec: RunSpec, *, is_own: bool) -> str:
     source = spec.data.source
     if source.startswith(HUB) or spec.data.format == "hf":
-        return f"{source.removeprefix(HUB)}, streamed from the Hugging Face hub"
+        split = f" split {spec.data.split}," * (spec.data.split != "train")
+        at = f", revision {spec.data.revision[:12]}" if spec.data.revision else ""
+        return f"{source.removeprefix(HUB)},{split} streamed from the Hugging Face hub{at}"
     if source == STDLIB:
         return "the source code of Python's standard library, on this machine"
     return f"{source}, on this machine" + (" (--data)" if is_own else "")
+
+
+def _sent_tokenizer(spec: RunSpec) -> str:
+    sha256, length = spec.data.tokenizer_sha256 or "", spec.data.tokenizer_bytes or 0
+    return f"sent with the run, {size(length)}, SHA-256 {sha256[:12]}"
 
 
 def _tokenizer(name: str) -> str:
@@ -174,21 +192,87 @@ class Consent:
     show: Callable[[str], None] = lambda line: None
     """shows the owner a line of the request"""
 
-    async def admit(self, membership: Membership) -> None:
+    async def admit(
+        self, membership: Membership, fetch_tokenizer: FetchTokenizer | None = None
+    ) -> None:
         """Return if the owner wants to train this run; ask at most once.
 
+        Args:
+            membership: the coordinator's answer to joining.
+            fetch_tokenizer: fetches the tokenizer that travels with the run.
+
         Raises:
-            ModelError, DataError: the run names code or files that the owner has not allowed, or a
-                model of another size than the coordinator says.
+            ModelError, DataError: the run names code or files that the owner has not allowed, this
+                machine's model or tokenizer is not the run's, or the model has another size than
+                the coordinator says.
             ConsentMissing: nobody is there to ask.
             Declined: the owner said no.
         """
         is_keeper = membership.role == "keeper"
         if not is_keeper:
-            spec = with_own_files(membership.spec, data=self.data, tokenizer=self.tokenizer)
-            self.allowed.expect(spec)  # no yes to a run that could not train here
-            vocab_size = open_tokenizer(spec, self.allowed).vocab_size
-            expect_params(spec, vocab_size, membership.layout.numel)  # the owner is shown this
+            self._expect_usable(membership)
+        await self._expect_yes(membership, is_keeper=is_keeper)
+        if is_keeper:
+            return
+        spec = self._own_spec(membership.spec)
+        if self._is_sent(spec):
+            await self._keep_tokenizer(spec, fetch_tokenizer)
+            self._expect_params(spec, membership.layout)
+        if spec.model.custom is not None and not self.allowed.any_source:
+            expect_source(spec.model.custom, spec.model.source_sha256)  # before minutes of recovery
+
+    def _own_spec(self, spec: RunSpec) -> RunSpec:
+        return with_own_files(
+            spec, data=self.data, tokenizer=self.tokenizer, sent_tokenizer=self.paths.tokenizer
+        )
+
+    @property
+    def _allowed(self) -> Allowed:
+        return replace(self.allowed, sent_tokenizer=self.paths.tokenizer)
+
+    def _is_sent(self, spec: RunSpec) -> bool:
+        return spec.data.tokenizer == str(self.paths.tokenizer)
+
+    def _expect_usable(self, membership: Membership) -> None:
+        """Refuse a run that could not train here, so that nobody is asked for a yes to it."""
+        spec = self._own_spec(membership.spec)
+        self._allowed.expect(spec)
+        if self._is_sent(spec):
+            extra("tokenizers", "the run's tokenizer")
+        else:
+            self._expect_params(spec, membership.layout)  # the owner is shown this
+
+    def _expect_params(self, spec: RunSpec, layout: Layout) -> None:
+        vocab_size = open_tokenizer(spec, self._allowed).vocab_size
+        expect_params(spec, vocab_size, layout.numel)
+
+    async def _keep_tokenizer(self, spec: RunSpec, fetch: FetchTokenizer | None) -> None:
+        """Fetch the run's tokenizer, unless it is here; keep it once a trial has parsed it."""
+        sha256, length = spec.data.tokenizer_sha256, spec.data.tokenizer_bytes
+        assert sha256 is not None and length is not None
+        kept = self.paths.tokenizer
+        if kept.is_file() and kept.stat().st_size == length:
+            if hashlib.sha256(kept.read_bytes()).hexdigest() == sha256:
+                return
+        remedy = "start again while the coordinator is up, or name a copy with --tokenizer PATH"
+        if fetch is None:
+            raise DataError(f"the run's tokenizer is not on this machine; {remedy}")
+        try:
+            raw = await fetch(sha256=sha256, size=length)
+            await asyncio.to_thread(try_tokenizer, raw)
+        except CoordinatorError as error:
+            raise DataError(f"the run's tokenizer did not arrive: {error}; {remedy}") from None
+        except TrialFailed as error:
+            raise DataError(
+                f"the tokenizer that travels with the run cannot be used: {error}; ask the "
+                "organiser for another run"
+            ) from None
+        partial = kept.with_suffix(".new")
+        partial.write_bytes(raw)
+        partial.replace(kept)
+        self.show(f"tokenizer received, {size(length)}")
+
+    async def _expect_yes(self, membership: Membership, *, is_keeper: bool) -> None:
         request = request_of(
             membership.spec,
             membership.layout,

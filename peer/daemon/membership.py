@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import Busy, CoordinatorUnreachable
@@ -35,6 +36,14 @@ PAUSE_S = (0.5, 15.0)  # the first and the longest, between two tries to join; t
 # How long a peer that has joined before tries the coordinator at its start. One that restarts is
 # back within seconds; the rounds of the others do not wait for it, so neither does this peer.
 OFFLINE_S = 10.0
+
+
+class FetchTokenizer(Protocol):
+    """Fetches the tokenizer that travels with the run, checked against its digest and size."""
+
+    async def __call__(self, *, sha256: str, size: int) -> bytes:
+        """Return the file's bytes; raise CoordinatorError if there are none."""
+        ...
 
 
 class StateDirectoryError(ValueError):

@@ -31,7 +31,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.gossip_run import GossipRun
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.membership import Membership
+from atoll.peer.daemon.membership import FetchTokenizer, Membership
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Admit, Peer, StartRun
 from atoll.peer.daemon.reducer import RunReducer
@@ -205,7 +205,7 @@ def open_peer(
     return LoopThread(peer, stopping, timeout_s=timeout_s)
 
 
-async def _admit_all(membership: Membership) -> None:
+async def _admit_all(membership: Membership, fetch: FetchTokenizer) -> None:
     pass
 
 

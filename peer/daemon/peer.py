@@ -35,7 +35,7 @@ from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.membership import Enrolment, Membership, StateDirectory
+from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, StateDirectory
 from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
@@ -183,7 +183,7 @@ class RunKind(Protocol):
 StartRun = Callable[[Environment, Joined | None], Awaitable[RunKind]]
 """Returns a `RunKind` that holds a state."""
 
-Admit = Callable[[Membership], Awaitable[None]]
+Admit = Callable[[Membership, FetchTokenizer], Awaitable[None]]
 """Raises unless the owner of this machine wants to take part in the run."""
 
 
@@ -304,7 +304,7 @@ async def _environment(
     files = stack.enter_context(ExitStack())
     stack.push_async_callback(client.close)
     enrolment, joined = await Enrolment.open(client, directory, invite, announcer.show)
-    await admit(enrolment.membership)
+    await admit(enrolment.membership, client.fetch_tokenizer)
     is_keeper = enrolment.membership.role == "keeper"
     ballots = KeptBallots.open(paths.ballots) if is_keeper else None
     # The votes of a trainer are not synced to disk, so after a restart it must be another elector.

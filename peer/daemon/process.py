@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from types import FrameType
 
 from atoll.coordinator.report.text import CleanFormatter
@@ -56,6 +57,8 @@ class RunOptions:
     """Path of the tokenizer on this machine; one that the spec names is not read."""
     allow_models: frozenset[str] = frozenset()
     """Custom models that the spec may name, as `module:function`."""
+    any_model_source: bool = False
+    """Given by `--any-model-source`: accept a custom model of another source than the run's."""
     yes: bool = False
     """Given by `--yes`: agree to the run's demands without a question."""
     share: float = 1.0
@@ -65,11 +68,25 @@ class RunOptions:
     def allowed(self) -> Allowed:
         """Return what the spec may name on this machine."""
         own = {path for path in (self.data, self.tokenizer) if path is not None}
-        return Allowed(models=self.allow_models, files=frozenset(own))
+        return Allowed(
+            models=self.allow_models,
+            files=frozenset(own),
+            sent_tokenizer=self._sent_tokenizer,
+            any_source=self.any_model_source,
+        )
 
     def spec_with_own_files(self, spec: RunSpec) -> RunSpec:
         """Return a spec that names this machine's files."""
-        return with_own_files(spec, data=self.data, tokenizer=self.tokenizer)
+        return with_own_files(
+            spec,
+            data=self.data,
+            tokenizer=self.tokenizer,
+            sent_tokenizer=self._sent_tokenizer,
+        )
+
+    @property
+    def _sent_tokenizer(self) -> Path:
+        return PeerPaths(root=self.peer.state_dir).tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +233,8 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
             narrator.tell("warning", f"starting with a fresh inner optimizer: {error}")
     if stop.is_set():
         return False
+    for level, text in trainer.remarks():
+        narrator.tell(level, text)
     narrator.introduce(trainer, options.peer.name)
     trainer.run()
     if trainer.finished and not stop.is_set():

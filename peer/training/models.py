@@ -33,7 +33,9 @@ keep anything it learns in a buffer.
 # B sequences, T positions, V vocabulary, D width, H heads, K key/value heads, E width of a head
 """
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import math
 import sys
@@ -353,6 +355,7 @@ def build(
     seed: int,
     allowed: Collection[str] = (),
     own_loop: bool = False,
+    source_sha256: str | None = None,
 ) -> nn.Module:
     """Build the model of a run on the CPU, with weights that depend on `seed` alone.
 
@@ -367,6 +370,7 @@ def build(
         seed: seed of the weights.
         allowed: custom models that this machine's owner allows; nothing else is imported.
         own_loop: accept a model that takes no tokens, which only a loop of its own can train.
+        source_sha256: digest of the custom model's source, in hex; None accepts any source.
 
     Raises:
         ModelError: the preset, the overrides or the custom model are not usable.
@@ -375,7 +379,7 @@ def build(
         torch.manual_seed(seed)
         if custom is None:
             return Decoder(preset(preset_name, overrides, vocab_size=vocab_size, seq_len=seq_len))
-        function = _find_custom(custom, allowed)
+        function = _find_custom(custom, allowed, source_sha256)
         keywords = dict(overrides or {})
         takes_tokens = function not in _without_tokens
         if takes_tokens:
@@ -407,6 +411,62 @@ def expect_allowed(custom: str, allowed: Collection[str]) -> None:
         )
 
 
+def expect_source(custom: str, sha256: str | None) -> None:
+    """Check that an allowed custom model has the run's source; do not import its module.
+
+    Raises:
+        ModelError: its source is another, or it has none.
+    """
+    if sha256 is None:
+        return
+    found = source_sha256(custom)
+    if found != sha256:
+        has = "has no source file" if found is None else f"has the SHA-256 {found[:12]}"
+        raise ModelError(
+            f"the source of model {custom!r} is not the run's: expected the SHA-256 {sha256[:12]}, "
+            f"but the file on this machine {has}; install the organiser's version, or pass "
+            "--any-model-source if yours computes the same"
+        )
+
+
+def source_sha256(custom: str) -> str | None:
+    """Return the digest, in hex, of the file that defines an allowed custom model.
+
+    It covers that file alone, not what the file imports. The packages around the module are
+    imported, the module is not.
+
+    Returns:
+        None if the module has no source file.
+
+    Raises:
+        ModelError: there is no such module.
+    """
+    module_name = custom.partition(":")[0]
+    _search_here()
+    try:
+        found = importlib.util.find_spec(module_name)
+    except Exception as error:
+        raise _cannot_import(custom, f"{type(error).__name__}: {error}") from error
+    if found is None:
+        raise _cannot_import(custom, "no such module")
+    if not found.has_location or found.origin is None or not found.origin.endswith(".py"):
+        return None
+    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+
+
+def _search_here() -> None:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last, so that a file here cannot shadow an installed module
+
+
+def _cannot_import(custom: str, reason: str) -> ModelError:
+    return ModelError(
+        f"model {custom!r}: cannot import {custom.partition(':')[0]!r} ({reason}); install it, or "
+        f"start from the folder that contains it (now {Path.cwd()})"
+    )
+
+
 def _call_custom(
     custom: str, function: Callable[..., object], keywords: Mapping[str, Any]
 ) -> nn.Module:
@@ -424,19 +484,17 @@ def _call_custom(
     return model
 
 
-def _find_custom(custom: str, allowed: Collection[str]) -> Callable[..., object]:
+def _find_custom(
+    custom: str, allowed: Collection[str], sha256: str | None = None
+) -> Callable[..., object]:
     expect_allowed(custom, allowed)  # before its module is imported, which runs code
+    expect_source(custom, sha256)
     module_name, _, function_name = custom.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # last, so that a file here cannot shadow an installed module
+    _search_here()
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ModelError(
-            f"model {custom!r}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
-            f"install it, or start from the folder that contains it (now {here})"
-        ) from error
+        raise _cannot_import(custom, f"{type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ModelError(f"model {custom!r}: {module_name!r} has no function {function_name!r}")

@@ -8,6 +8,9 @@ owner allows each other name, exactly as the spec spells it:
     data            `--data PATH`, which also replaces the spec's source
     tokenizer       `--tokenizer PATH`, which also replaces the spec's
 
+A tokenizer that travels with the run is no file of this machine's owner: the peer keeps it in its
+own state directory, and reads it there if it has the digest that the spec states.
+
 The code that builds a model or opens a file asks `Allowed` first, so that commands and the library
 follow one rule.
 """
@@ -36,6 +39,10 @@ class Allowed:
     """Custom models, as `module:function`."""
     files: frozenset[str] = frozenset()
     """Data sources and tokenizers, as the spec spells them."""
+    sent_tokenizer: Path | None = None
+    """Where the tokenizer is that travelled with the run."""
+    any_source: bool = False
+    """Whether a custom model may have another source than the run's."""
 
     @classmethod
     def everything_in(cls, spec: RunSpec) -> Self:
@@ -88,6 +95,8 @@ class Allowed:
             DataError: it is a path.
         """
         tokenizer = spec.data.tokenizer
+        if spec.data.tokenizer_sha256 is not None and tokenizer == str(self.sent_tokenizer):
+            return
         if tokenizer != BYTES and tokenizer not in self.files:
             raise DataError(
                 f"the run names the tokenizer {tokenizer!r}, a path on this machine, and reads "
@@ -109,11 +118,35 @@ def options_for(spec: RunSpec) -> list[str]:
             expect(spec)
         except DataError:
             options.append(option)
+    if spec.data.tokenizer_bytes is not None:  # it travels with the run
+        options = [option for option in options if option != "--tokenizer PATH"]
     return options
 
 
-def with_own_files(spec: RunSpec, *, data: str | None, tokenizer: str | None) -> RunSpec:
-    """Return a spec that names the owner's data and tokenizer instead of its own."""
-    own = {"source": data, "tokenizer": tokenizer}
-    changes = {key: value for key, value in own.items() if value is not None}
+def with_own_files(
+    spec: RunSpec, *, data: str | None, tokenizer: str | None, sent_tokenizer: Path | None = None
+) -> RunSpec:
+    """Return a spec that names the owner's data and tokenizer instead of its own.
+
+    Args:
+        spec: the spec of the run.
+        data: the owner's data; None for the spec's.
+        tokenizer: the owner's tokenizer; None for the one that travels with the run, or the spec's.
+        sent_tokenizer: where this machine keeps the one that travels with the run.
+
+    Raises:
+        DataError: the run's tokenizer is built in and the owner's is not, or the reverse.
+    """
+    if tokenizer is not None and (tokenizer == BYTES) != (spec.data.tokenizer == BYTES):
+        is_file = spec.data.tokenizer != BYTES
+        raise DataError(
+            f"the run's tokenizer is {'a file' if is_file else 'bytes, built in'}, not "
+            f"{tokenizer!r}; omit --tokenizer{', or name a copy of the file' * is_file}"
+        )
+    if tokenizer is None and sent_tokenizer is not None and spec.data.tokenizer_bytes is not None:
+        tokenizer = str(sent_tokenizer)
+    own: dict[str, object] = {"source": data, "tokenizer": tokenizer}
+    if data is not None and data != spec.data.source:
+        own |= {"revision": None, "split": "train"}  # of the spec's own data set
+    changes = {key: value for key, value in own.items() if value is not None or key == "revision"}
     return spec.model_copy(update={"data": spec.data.model_copy(update=changes)})

@@ -49,6 +49,7 @@ def sample(
     *,
     device: str = "auto",
     allow_models: Collection[str] = (),
+    any_model_source: bool = False,
     tokenizer: str | None = None,
 ) -> Iterator[str]:
     """Continue a text with the model of a checkpoint.
@@ -61,6 +62,7 @@ def sample(
         options: options for drawing.
         device: device name, see `Device.choose`.
         allow_models: custom models that the checkpoint may name; it was written by anyone.
+        any_model_source: accept a custom model of another source than the one that was trained.
         tokenizer: the tokenizer's file on this machine; one that the checkpoint names is not read.
 
     Returns:
@@ -77,7 +79,7 @@ def sample(
         checkpoint = load_checkpoint(_newest(checkpoint))
     spec = with_own_files(checkpoint.spec, data=None, tokenizer=tokenizer)
     files = frozenset() if tokenizer is None else frozenset({tokenizer})
-    allowed = Allowed(models=frozenset(allow_models), files=files)
+    allowed = Allowed(models=frozenset(allow_models), files=files, any_source=any_model_source)
     chosen = Device.choose(device, spec.inner.precision)
     opened = open_tokenizer(spec, allowed)
     expect_params(spec, opened.vocab_size, checkpoint.layout.numel)

@@ -40,6 +40,7 @@ from atoll.optim.state.layout import Fragment, Layout
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
+from atoll.peer.training.data.remarks import Remark, expect_text, remarks
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator, Learner
 from atoll.peer.training.permission import Allowed
@@ -170,6 +171,12 @@ class Trainer:
     def statistics(self) -> TrainerStatistics:
         """Return the latest statistics, as one consistent record."""
         return self._statistics
+
+    def remarks(self) -> list[Remark]:
+        """Return what the owner should know of the text, each with its level."""
+        rounds, at = self.spec.run.rounds, self.options.position
+        left = self.timetable.total_steps - self.timetable.steps_until(at) if rounds else None
+        return list(remarks(self.spec, self.corpus, steps_left=left))
 
     def stop(self) -> None:
         """Make `run` return after the step in progress."""
@@ -539,21 +546,26 @@ def open_corpus(spec: RunSpec, allowed: Allowed | None = None) -> data.Corpus:
     section, allowed = spec.data, allowed or Allowed()
     allowed.expect_data(spec)
     allowed.expect_tokenizer(spec)
-    return data.open_corpus(
+    corpus = data.open_corpus(
         section.source,
         format=section.format,
         tokenizer=section.tokenizer,
+        tokenizer_sha256=section.tokenizer_sha256,
         text_field=section.text_field,
         valid_fraction=section.valid_fraction,
+        split=section.split,
+        revision=section.revision,
         seq_len=section.seq_len,
         public=section.source not in allowed.files,
     )
+    expect_text(spec, corpus)
+    return corpus
 
 
 def open_tokenizer(spec: RunSpec, allowed: Allowed | None = None) -> data.Tokenizer:
     """Open the tokenizer of a run; raise DataError if it is not allowed or not usable."""
     (allowed or Allowed()).expect_tokenizer(spec)
-    return data.open_tokenizer(spec.data.tokenizer)
+    return data.open_tokenizer(spec.data.tokenizer, sha256=spec.data.tokenizer_sha256)
 
 
 def build_model(
@@ -570,6 +582,7 @@ def build_model(
     Raises:
         ModelError: the preset, the overrides or the custom model are not usable.
     """
+    allowed = allowed or Allowed()
     return models.build(
         spec.model.preset,
         custom=spec.model.custom,
@@ -577,7 +590,8 @@ def build_model(
         vocab_size=vocab_size,
         seq_len=spec.data.seq_len,
         seed=spec.run.seed,
-        allowed=(allowed or Allowed()).models,
+        allowed=allowed.models,
+        source_sha256=None if allowed.any_source else spec.model.source_sha256,
         own_loop=own_loop,
     )
 

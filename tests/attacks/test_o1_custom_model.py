@@ -1,5 +1,6 @@
 """O1: a run names code of its organiser's choice as its model."""
 
+import hashlib
 import sys
 
 import pytest
@@ -113,6 +114,29 @@ def test_a_marked_function_that_is_allowed_is_built(here):
     model = build_model(spec_of("mine:build"), 256, allowing("mine:build"))
     assert sum(param.numel() for param in model.parameters()) > 0
     assert (here / "imported").exists()
+
+
+def with_source(sha256):
+    return RunSpec.from_dict({"model": {"custom": "mine:build", "source_sha256": sha256}})
+
+
+def test_another_source_than_the_runs_is_refused_before_it_runs(here):
+    with pytest.raises(ModelError, match=r"is not the run's: expected the SHA-256 abab.*any-model"):
+        build_model(with_source("ab" * 32), 256, allowing("mine:build"))
+    assert not (here / "imported").exists()
+
+
+def test_the_runs_own_source_is_built(here):
+    sha256 = hashlib.sha256(MODULE.encode()).hexdigest()
+    build_model(with_source(sha256), 256, allowing("mine:build"))
+    assert (here / "imported").exists()
+
+
+def test_the_owner_may_accept_another_source_but_no_other_name(here):
+    spec = with_source("ab" * 32)
+    build_model(spec, 256, Allowed(models=frozenset({"mine:build"}), any_source=True))
+    with pytest.raises(ModelError, match="--allow-model mine:build"):
+        build_model(spec, 256, Allowed(any_source=True))
 
 
 def test_a_trainer_of_ones_own_loop_refuses_it_too(here):

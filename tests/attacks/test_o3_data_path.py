@@ -67,14 +67,14 @@ class FakeHub:
         self.config = types.SimpleNamespace(HF_DATASETS_TRUST_REMOTE_CODE=None)
         self.files, self.opened, self.token = files, False, "unset"
 
-    def load_dataset_builder(self, path, config, token):
-        self.token = token
+    def load_dataset_builder(self, path, config, token, revision=None):
+        self.token, self.revision = token, revision
         assert self.config.HF_DATASETS_TRUST_REMOTE_CODE is False
         described = types.SimpleNamespace(data_files=self.files)
         return types.SimpleNamespace(config=described, as_streaming_dataset=self._open)
 
     def _open(self, split):
-        self.opened = True
+        self.opened, self.split = True, split
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,17 @@ def test_a_data_set_of_files_on_the_hub_is_opened(home, monkeypatch, file):
     assert hub.token is False  # what the run names is read without the owner's login
     open_corpus(spec_of("hf:some/name"), Allowed(files=frozenset({"hf:some/name"})))
     assert hub.token is None
+
+
+def test_a_data_set_is_opened_at_the_runs_revision_and_split(home, monkeypatch):
+    hub = FakeHub({"train": ["hf://datasets/some/name@1/a.txt"]})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    spec = spec_of("hf:some/name", revision="v2", split="test")
+    open_corpus(spec)
+    assert (hub.revision, hub.split) == ("v2", "test")
+    own = with_own_files(spec, data="hf:some/name@config", tokenizer=None)
+    open_corpus(own, Allowed(files=frozenset({"hf:some/name@config"})))
+    assert (hub.revision, hub.split) == (None, "train")  # they are of the run's data set
 
 
 @pytest.mark.parametrize("source", ["stdlib", "hf:some/name", "hf:some/name@a.config-1"])

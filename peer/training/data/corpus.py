@@ -10,6 +10,7 @@ import hashlib
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
@@ -17,10 +18,30 @@ import torch
 from torch import Tensor
 
 from atoll.peer.errors import DataError
-from atoll.peer.training.data.documents import Document, goes_to_validation
+from atoll.peer.training.data.documents import (
+    Document,
+    Found,
+    TextDigest,
+    goes_to_validation,
+)
 from atoll.peer.training.data.tokens import Tokenizer, Tokens
 
 SPOOL_BYTES = 1 << 30  # more tokens than this move from memory to an unnamed temporary file
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSummary:
+    """What was found as the text of a run."""
+
+    files: int
+    num_bytes: int
+    """of all documents, in UTF-8"""
+    train_tokens: int
+    valid_tokens: int
+    sha256: str
+    """digest of the documents (`atoll.peer.training.data.documents`), in hex"""
+    not_read: str
+    """binary files, named; empty if there are none"""
 
 
 class TokenStream(ABC):
@@ -47,6 +68,8 @@ class Corpus(ABC):
     """The text of a run, split into training and validation."""
 
     tokenizer: Tokenizer
+    summary: TextSummary | None = None
+    """What was found; None if the text is streamed."""
 
     @abstractmethod
     def stream(self, *, seed: int, peer_id: str, batch_size: int, seq_len: int) -> TokenStream:
@@ -88,8 +111,16 @@ class LocalCorpus(Corpus):
     Training draws sequences at random offsets, with replacement; a sequence may span documents.
     """
 
-    def __init__(self, *, train_N: Tokens, valid_N: Tokens, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        *,
+        train_N: Tokens,
+        valid_N: Tokens,
+        tokenizer: Tokenizer,
+        summary: TextSummary | None = None,
+    ) -> None:
         self.train_N, self.valid_N, self.tokenizer = train_N, valid_N, tokenizer
+        self.summary = summary
 
     @classmethod
     def read(
@@ -99,6 +130,7 @@ class LocalCorpus(Corpus):
         *,
         valid_fraction: float,
         min_tokens: int,
+        found: Found | None = None,
     ) -> Self:
         """Tokenise and split documents.
 
@@ -108,21 +140,34 @@ class LocalCorpus(Corpus):
             valid_fraction: fraction of the documents for validation.
             min_tokens: tokens that each part needs. If the split by document leaves fewer, the
                 corpus is cut at one offset instead.
+            found: the files that the documents come from, once these have been read.
 
         Raises:
             DataError: there is not enough text for one sequence in each part.
         """
         end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token])
         dtype = tokenizer.encode(b"").dtype
+        digest, num_bytes = TextDigest(), 0
         with _TokenSpool(dtype) as train, _TokenSpool(dtype) as valid:
             for document in source:
                 spool = valid if goes_to_validation(document.key, valid_fraction) else train
                 spool.add(tokenizer.encode(document.data))
                 spool.add(end.astype(dtype))
+                digest.add(document)
+                num_bytes += len(document.data)
             train_N, valid_N = train.tokens(), valid.tokens()
         if min(len(train_N), len(valid_N)) < min_tokens:
             train_N, valid_N = _split_once(train_N, valid_N, valid_fraction, min_tokens)
-        return cls(train_N=train_N, valid_N=valid_N, tokenizer=tokenizer)
+        found = found or Found()
+        summary = TextSummary(
+            files=found.files,
+            num_bytes=num_bytes,
+            train_tokens=len(train_N),
+            valid_tokens=len(valid_N),
+            sha256=digest.hexdigest(),
+            not_read=str(found),
+        )
+        return cls(train_N=train_N, valid_N=valid_N, tokenizer=tokenizer, summary=summary)
 
     def stream(self, *, seed: int, peer_id: str, batch_size: int, seq_len: int) -> TokenStream:
         """Return the training stream of one peer, from its beginning."""
@@ -140,8 +185,7 @@ def _split_once(
     if len(all_N) < 2 * needed:
         raise DataError(
             f"expected at least {2 * needed} tokens of text (one sequence of {needed} for training "
-            f"and one for validation), got {len(all_N)}; add text (binary files, those with zero "
-            "bytes, are skipped) or reduce seq_len"
+            f"and one for validation), got {len(all_N)}; add text or reduce seq_len"
         )
     cut = min(len(all_N) - max(needed, int(fraction * len(all_N))), len(all_N) - needed)
     cut = max(cut, needed)

@@ -5,14 +5,25 @@ Sources:
     stdlib      source of the Python standard library, without tests and generated tables
     a file      text, `.jsonl` (one object per line, the text in `text_field`) or `.parquet`
     a folder    the text, jsonl and parquet files under it, except hidden ones
+
+Text and jsonl files may be compressed (`.gz`, `.bz2`, `.xz`); their documents have the names that
+they have without. Other compressed files and archives are binary files, and no binary file is read.
+
+The digest of a text is the SHA-256 over `length u64 | name | length u64 | text` of each document in
+order, so it depends on names and contents alone: not on the folder, nor on compression.
 """
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, cast
 
 from atoll.peer.errors import DataError
 from atoll.peer.extras import extra
@@ -23,6 +34,12 @@ TESTS = frozenset({"test", "tests", "idle_test"})  # more than half of the text 
 GENERATED = frozenset({"encodings", "pydoc_data"})  # tables of numbers and one 757 kB string
 SKIPPED_FOLDERS = NOT_SOURCE | TESTS | GENERATED
 FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
+COMPRESSED: dict[str, Callable[[Path], object]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+MAX_NAMED = 3  # of the files that are not read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +50,65 @@ class Document:
     """Name in the corpus, the same on every machine; determines the split."""
     data: bytes
     """Text in UTF-8."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """The files of a source, as far as they have been read."""
+
+    files: int = 0
+    skipped: list[str] = field(default_factory=list)
+    """Names of binary files."""
+
+    def __str__(self) -> str:
+        """Name the files that are not read; empty if there are none."""
+        if not self.skipped:
+            return ""
+        names = ", ".join(sorted(self.skipped)[:MAX_NAMED])
+        more = ", ..." if len(self.skipped) > MAX_NAMED else ""
+        count = "1 binary file" if len(self.skipped) == 1 else f"{len(self.skipped)} binary files"
+        return f"{count} not read ({names}{more})"
+
+
+class TextDigest:
+    """The digest of documents that are added in order."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, document: Document) -> None:
+        """Add a document."""
+        for part in (document.key.encode(errors="replace"), document.data):
+            self._hash.update(len(part).to_bytes(8, "big"))
+            self._hash.update(part)
+
+    def hexdigest(self) -> str:
+        """Return the digest in hex."""
+        return self._hash.hexdigest()
+
+
+def text_digest(source: str, *, format: str = "auto", text_field: str = "text") -> str:
+    """Return the digest of a local text, in hex.
+
+    Args, raises: as `documents`.
+    """
+    digest = TextDigest()
+    for document in documents(source, format=format, text_field=text_field):
+        digest.add(document)
+    return digest.hexdigest()
+
+
+def text_size(source: str) -> int:
+    """Return the size in bytes of a local source's files, as they are on the disk.
+
+    Raises:
+        DataError: there is no such file or folder.
+    """
+    if source == STDLIB:
+        return 0  # some 10 MB
+    expect_source(source)
+    path = Path(source).expanduser()
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else _visible_files(path)))
 
 
 def expect_source(source: str) -> None:
@@ -48,26 +124,37 @@ def expect_source(source: str) -> None:
         )
 
 
-def documents(source: str, *, format: str = "auto", text_field: str = "text") -> Iterator[Document]:
+def documents(
+    source: str, *, format: str = "auto", text_field: str = "text", found: Found | None = None
+) -> Iterator[Document]:
     """Yield the documents of a local source in a fixed order.
 
     Args:
         source: `"stdlib"`, or the path of a file or folder.
         format: one of `FORMATS`; `auto` decides by each file's suffix.
         text_field: field or column of the text in jsonl and parquet files.
+        found: takes the number of files, and the names of those that are not read.
 
     Raises:
         DataError: a missing source, an unknown format, or a record without text.
     """
     if format not in FORMATS:
         raise DataError(f"unknown data format {format!r}; expected one of {', '.join(FORMATS)}")
+    found = found or Found()
     if source == STDLIB:
-        yield from _stdlib_documents()
+        for document in _stdlib_documents():
+            found.files += 1
+            yield document
         return
     expect_source(source)
     path = Path(source).expanduser()
     for file in [path] if path.is_file() else _visible_files(path):
         name = file.name if path.is_file() else file.relative_to(path).as_posix()
+        if _is_binary(file, format):
+            found.skipped.append(name)
+            continue
+        found.files += 1
+        name = name.removesuffix(file.suffix) if file.suffix.lower() in COMPRESSED else name
         yield from _reader(file, format)(file, name, text_field)
 
 
@@ -99,31 +186,66 @@ def _visible_files(folder: Path) -> list[Path]:
 Reader = Callable[[Path, str, str], Iterator[Document]]
 
 
+def _format(file: Path, format: str) -> str:
+    if format != "auto":
+        return format
+    name = file.name.lower()
+    suffix = Path(name.removesuffix(file.suffix.lower()) if _is_compressed(file) else name).suffix
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
+
+
+def _is_compressed(file: Path) -> bool:
+    return file.suffix.lower() in COMPRESSED
+
+
+def _is_binary(file: Path, format: str) -> bool:
+    """Return whether a file that would be read as text is none, by git's rule."""
+    if _format(file, format) != "text":
+        return False
+    with _open(file) as text:
+        return b"\0" in _read(text, 8192, file)
+
+
+def _open(file: Path) -> IO[bytes]:
+    return cast(
+        "IO[bytes]", COMPRESSED.get(file.suffix.lower(), lambda path: path.open("rb"))(file)
+    )
+
+
+def _read(text: IO[bytes], size: int, file: Path) -> bytes:
+    try:
+        return text.read(size)
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{file}: cannot be decompressed: {error}") from error
+
+
 def _reader(file: Path, format: str) -> Reader:
-    if format == "auto":
-        format = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(
-            file.suffix.lower(), "text"
-        )
     readers: dict[str, Reader] = {
         "text": _read_text,
         "jsonl": _read_jsonl,
         "parquet": _read_parquet,
     }
-    return readers[format]
+    return readers[_format(file, format)]
 
 
 def _read_text(file: Path, name: str, text_field: str) -> Iterator[Document]:
-    data = file.read_bytes()
-    if b"\0" not in data[:8192]:  # git's rule for a binary file, too
-        yield Document(key=name, data=data)
+    with _open(file) as text:
+        yield Document(key=name, data=_read(text, -1, file))
 
 
 def _read_jsonl(file: Path, name: str, text_field: str) -> Iterator[Document]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with _open(file) as lines:
+        for number, line in enumerate(_lines(lines, file), start=1):
             if line.strip():
                 text = _json_text(line, text_field, f"{file}, line {number}")
                 yield Document(key=f"{name}:{number}", data=text.encode(errors="replace"))
+
+
+def _lines(text: IO[bytes], file: Path) -> Iterator[bytes]:
+    try:
+        yield from text
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{file}: cannot be decompressed: {error}") from error
 
 
 def _json_text(line: bytes, text_field: str, where: str) -> str:

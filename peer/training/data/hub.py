@@ -26,6 +26,7 @@ from atoll.peer.training.data.documents import goes_to_validation, text_of
 from atoll.peer.training.data.tokens import Tokenizer, Tokens
 
 HUB = "hf:"
+HUB_TIMEOUT_S = 10.0  # at the start of a coordinator, which does without
 HUB_OFFSET_DOCUMENTS = 10_000  # limit of a peer's first document; skipping so many takes seconds
 HUB_VALIDATION_DOCUMENTS = 2_000  # searched for validation text; about 5% of them are
 
@@ -45,15 +46,19 @@ class HubCorpus(Corpus):
         *,
         text_field: str,
         valid_fraction: float,
+        split: str = "train",
+        revision: str | None = None,
         public: bool = False,
     ) -> None:
-        """Open the data set `NAME` or `NAME@CONFIG`, split `train`.
+        """Open the data set `NAME` or `NAME@CONFIG`.
 
         Args:
             name: name of the data set.
             tokenizer: tokenizer of the run.
             text_field: field of the text.
             valid_fraction: fraction of the documents for validation.
+            split: split of the data set.
+            revision: commit, branch or tag on the hub; None for the newest.
             public: do not use the owner's login.
 
         Raises:
@@ -63,13 +68,15 @@ class HubCorpus(Corpus):
         module = extra("datasets", f"the data source 'hf:{name}'")
         path, _, config = name.partition("@")
         module.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # old versions ask, or run a script
+        is_folder = Path(path).exists()  # which the owner named
+        fixed = {} if is_folder or revision is None else {"revision": revision}
         try:
             builder = module.load_dataset_builder(
-                path, config or None, token=False if public else None
+                path, config or None, token=False if public else None, **fixed
             )
-            if not Path(path).exists():  # else the owner named a folder of this machine
+            if not is_folder:
                 _expect_own_files(path, builder.config.data_files or {})
-            self._dataset = builder.as_streaming_dataset(split="train")
+            self._dataset = builder.as_streaming_dataset(split=split)
         except DataError:
             raise
         except Exception as error:
@@ -115,6 +122,22 @@ class HubCorpus(Corpus):
         tokens = self.tokenizer.encode(text.encode(errors="replace"))
         end = [] if self.tokenizer.end_token is None else [self.tokenizer.end_token]
         return np.concatenate([tokens, np.array(end, dtype=tokens.dtype)])
+
+
+def newest_revision(name: str) -> str:
+    """Ask the hub for the newest commit of the data set `NAME` or `NAME@CONFIG`.
+
+    Raises:
+        DataError: the hub does not answer, or has no such data set.
+        ExtraMissing: the extra is not installed.
+    """
+    hub = extra("huggingface_hub", f"the data source 'hf:{name}'")
+    try:
+        info = hub.HfApi().dataset_info(name.partition("@")[0], timeout=HUB_TIMEOUT_S)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"the hub does not give the revision of {name!r}: {reason}") from error
+    return str(info.sha)
 
 
 def _expect_own_files(name: str, files: Mapping[str, Iterable[str]]) -> None:

@@ -14,6 +14,7 @@ from atoll.peer.errors import DataError
 from atoll.peer.training.data.corpus import Corpus, LocalCorpus, TokenStream
 from atoll.peer.training.data.documents import (
     Document,
+    Found,
     documents,
     expect_source,
     goes_to_validation,
@@ -42,8 +43,11 @@ def open_corpus(
     *,
     format: str = "auto",
     tokenizer: str = "bytes",
+    tokenizer_sha256: str | None = None,
     text_field: str = "text",
     valid_fraction: float = 0.05,
+    split: str = "train",
+    revision: str | None = None,
     seq_len: int,
     public: bool = False,
 ) -> Corpus:
@@ -53,27 +57,41 @@ def open_corpus(
         source: `"stdlib"`, a file, a folder or `"hf:NAME"`.
         format: one of `FORMATS`, for files and folders.
         tokenizer: `"bytes"` or the path of a `tokenizers` JSON file.
+        tokenizer_sha256: digest of that file, in hex; None accepts any.
         text_field: field or column of the text.
         valid_fraction: fraction of validation text, between 0 and 1.
+        split: split of a Hugging Face data set.
+        revision: commit, branch or tag of a Hugging Face data set; None for the newest.
         seq_len: positions per sequence; each part must hold one more token.
         public: do not use the owner's login at the Hugging Face hub.
 
     Raises:
         DataError: the text is missing, empty, too short or needs an extra.
     """
-    opened = open_tokenizer(tokenizer)
+    opened = open_tokenizer(tokenizer, sha256=tokenizer_sha256)
     if source.startswith(HUB) or format == "hf":
         name = source.removeprefix(HUB)
         return HubCorpus(
-            name, opened, text_field=text_field, valid_fraction=valid_fraction, public=public
+            name,
+            opened,
+            text_field=text_field,
+            valid_fraction=valid_fraction,
+            split=split,
+            revision=revision,
+            public=public,
         )
     expect_source(source)
-    found = documents(source, format=format, text_field=text_field)
+    found = Found()
     try:
         return LocalCorpus.read(
-            found, opened, valid_fraction=valid_fraction, min_tokens=seq_len + 1
+            documents(source, format=format, text_field=text_field, found=found),
+            opened,
+            valid_fraction=valid_fraction,
+            min_tokens=seq_len + 1,
+            found=found,
         )
     except DataError as error:
-        raise DataError(f"data source {source!r}: {error}") from error
+        skipped = f"; {found}" if str(found) else ""
+        raise DataError(f"data source {source!r}: {error}{skipped}") from error
     except OSError as error:
         raise DataError(f"data source {source!r} cannot be read: {error}") from error

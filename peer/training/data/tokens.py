@@ -1,5 +1,6 @@
 """Tokenizers: bytes, or a `tokenizers` JSON file."""
 
+import hashlib
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,15 +79,20 @@ class _ByteDecoder:
 class JsonTokenizer:
     """A `tokenizers` JSON file (needs the `data` extra)."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file.
+    def __init__(self, path: Path, sha256: str | None = None) -> None:
+        """Read the file; check its digest, in hex, before parsing it.
 
         Raises:
-            DataError: the extra is not installed, or the file is missing or not a tokenizer.
+            DataError: the extra is not installed, or the file is missing, another or not a
+                tokenizer.
         """
         module = extra("tokenizers", f"the tokenizer {str(path)!r}")
         try:
-            self._tokenizer = module.Tokenizer.from_file(str(path))
+            raw = path.read_bytes()
+            expect_digest(path, raw, sha256)
+            self._tokenizer = module.Tokenizer.from_buffer(raw)
+        except DataError:
+            raise
         except Exception as error:
             raise DataError(
                 f"expected 'bytes' or a tokenizers JSON file, got {str(path)!r} ({error})"
@@ -115,13 +121,28 @@ class _JsonDecoder:
         return self._stream.step(self._tokenizer, token) or ""
 
 
-def open_tokenizer(name: str) -> Tokenizer:
+def expect_digest(path: Path, raw: bytes, sha256: str | None) -> None:
+    """Check the bytes of a tokenizer's file against the run's digest, if the run states one.
+
+    Raises:
+        DataError: it is another file.
+    """
+    found = hashlib.sha256(raw).hexdigest()
+    if sha256 is not None and found != sha256:
+        raise DataError(
+            f"the tokenizer {str(path)!r} is not the run's: expected the SHA-256 {sha256[:12]}, "
+            f"got {found[:12]}; take the organiser's file, or omit --tokenizer if the run sends it"
+        )
+
+
+def open_tokenizer(name: str, *, sha256: str | None = None) -> Tokenizer:
     """Return the tokenizer of a run.
 
     Args:
         name: `"bytes"`, or the path of a `tokenizers` JSON file.
+        sha256: digest of that file, in hex; None accepts any.
 
     Raises:
-        DataError: the extra is not installed, or the file is missing or not a tokenizer.
+        DataError: the extra is not installed, or the file is missing, another or not a tokenizer.
     """
-    return ByteTokenizer() if name == BYTES else JsonTokenizer(Path(name).expanduser())
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(Path(name).expanduser(), sha256)

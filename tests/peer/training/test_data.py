@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.errors import DataError, ExtraMissing
 from atoll.peer.training.data import corpus as corpus_module
+from atoll.peer.training.data import documents
 from atoll.peer.training.data import load as data
+from atoll.peer.training.data.remarks import expect_text, remarks
 
 WORDS = ["the sea", "a low island", "closed ring", "of coral", "round a lagoon"]
 
@@ -240,6 +243,98 @@ def test_formats_may_be_mixed_in_a_folder(folder):
     write_jsonl(folder / "more.jsonl")
     write_parquet(folder / "most.parquet")
     assert len(list(data.documents(str(folder)))) == 60 + 40 + 40
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+def test_compressed_text_is_the_same_text(tmp_path, suffix):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "packed").mkdir()
+    write_jsonl(tmp_path / "plain" / "a.jsonl")
+    (tmp_path / "plain" / "b.txt").write_text(text(1))
+    for file in (tmp_path / "plain").iterdir():
+        with documents.COMPRESSED[suffix](tmp_path / "packed" / (file.name + suffix), "wb") as out:
+            out.write(file.read_bytes())
+    plain, packed = (opened(tmp_path / name) for name in ("plain", "packed"))
+    assert packed.summary == plain.summary
+    assert np.array_equal(packed.valid_N, plain.valid_N)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_damaged_compressed_file_is_named(tmp_path, name, suffix):
+    with documents.COMPRESSED[suffix](tmp_path / f"{name}{suffix}", "wb") as out:
+        out.write(b'{"text": "x"}\n' * 9000)
+    file = tmp_path / f"{name}{suffix}"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(DataError, match=f"{name}{suffix}: cannot be decompressed"):
+        opened(tmp_path)
+
+
+# --- what was found
+
+
+def test_what_was_found_is_counted(folder):
+    (folder / "picture.png").write_bytes(b"\x89PNG\0\0binary")
+    corpus = opened(folder)
+    found = corpus.summary
+    assert found.files == 60
+    assert found.num_bytes == sum(len(text(number)) for number in range(60))
+    assert found.train_tokens + found.valid_tokens == found.num_bytes + 60  # one end each
+    assert found.not_read == "1 binary file not read (picture.png)"
+
+
+def test_the_digest_of_a_text_covers_names_and_contents_alone(folder):
+    before = opened(folder).summary.sha256
+    assert documents.text_digest(str(folder)) == before
+    moved = folder.rename(folder.with_name("elsewhere"))
+    assert opened(moved).summary.sha256 == before
+    (moved / "part0" / "0.txt").rename(moved / "part0" / "new.txt")
+    renamed = opened(moved).summary.sha256
+    (moved / "part0" / "new.txt").write_text("other")
+    assert len({before, renamed, opened(moved).summary.sha256}) == 3
+
+
+def test_files_that_are_not_read_are_named_when_there_is_too_little(tmp_path):
+    for name in "dcba":
+        (tmp_path / f"{name}.zst").write_bytes(b"(\xb5/\xfd\0\0")
+    with pytest.raises(DataError, match=r"4 binary files not read \(a.zst, b.zst, c.zst, ...\)"):
+        opened(tmp_path)
+
+
+def spec_of(**sections):
+    data_section = {"seq_len": 16, "source": "text"} | sections.pop("data", {})
+    return RunSpec.from_dict({"data": data_section, **sections})
+
+
+def test_the_amount_of_text_is_said(folder):
+    corpus = opened(folder)
+    ((level, line),) = remarks(spec_of(run={"rounds": 2}), corpus, steps_left=5)
+    assert level == "info"
+    assert re.fullmatch(r"data: 60 files, [\d.]+ kB, [\d.]+k tokens, SHA-256 [0-9a-f]{64}", line)
+
+
+def test_another_text_than_the_organisers_is_a_warning(folder):
+    corpus = opened(folder)
+    spec = spec_of(data={"sha256": "ab" * 32})
+    _, (level, line) = remarks(spec, corpus, steps_left=5)
+    assert level == "warning" and "not the organiser's (SHA-256 abababababab)" in line
+    expect_text(spec, corpus)
+    strict = spec_of(data={"sha256": "ab" * 32, "same_text": True})
+    with pytest.raises(DataError, match=r"expected the SHA-256 abababababab, got .* \(60 files"):
+        expect_text(strict, corpus)
+    same = spec_of(data={"sha256": corpus.summary.sha256, "same_text": True})
+    expect_text(same, corpus)
+    assert len(list(remarks(same, corpus, steps_left=5))) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps_left", "told"),
+    [(None, "times in 100 rounds"), (100_000, "times in the rounds left"), (1, None)],
+)
+def test_a_text_that_is_too_short_for_the_run_is_a_warning(folder, steps_left, told):
+    found = list(remarks(spec_of(), opened(folder), steps_left=steps_left))[1:]
+    assert [level for level, _ in found] == ["warning"] * (told is not None)
+    assert told is None or told in found[0][1]
 
 
 # --- tokenizers

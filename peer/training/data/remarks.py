@@ -1,0 +1,91 @@
+"""Remarks on the text that a peer found: how much it is, whether it is the run's, and enough.
+
+A text is too little if each of its tokens would be drawn more than `MAX_PASSES` times: up to four
+passes are about as good as new text, further ones soon worth nothing (arXiv:2305.16264).
+"""
+
+from collections.abc import Iterator
+
+from atoll.coordinator.report.text import size
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.errors import DataError
+from atoll.peer.training.data.corpus import Corpus, TextSummary
+from atoll.peer.training.data.hub import HUB
+
+MAX_PASSES = 4
+ENDLESS_ROUNDS = 100  # a run without an end is judged by so many
+
+Remark = tuple[Level, str]
+
+
+def expect_text(spec: RunSpec, corpus: Corpus) -> None:
+    """Check the text of a run in which all peers have the same.
+
+    Raises:
+        DataError: it is another one.
+    """
+    found, sha256 = corpus.summary, spec.data.sha256
+    if not spec.data.same_text or found is None or sha256 is None or found.sha256 == sha256:
+        return
+    raise DataError(
+        f"the text is not the run's, and the run asks for the same text on every peer: expected "
+        f"the SHA-256 {sha256[:12]}, got {found.sha256[:12]} ({_amount(found)}); name the "
+        "organiser's text with --data"
+    )
+
+
+def remarks(spec: RunSpec, corpus: Corpus, *, steps_left: int | None) -> Iterator[Remark]:
+    """Yield what the owner of a peer should know of its text.
+
+    Args:
+        spec: the spec of the run, with this machine's files.
+        corpus: the text.
+        steps_left: inner steps until the end of the run; None if it has none.
+    """
+    found, data = corpus.summary, spec.data
+    if found is None:
+        at = f", revision {data.revision[:12]}" if data.revision else ""
+        yield (
+            "info",
+            f"data: {data.source.removeprefix(HUB)}, split {data.split}{at}, streamed from the "
+            "Hugging Face hub",
+        )
+        return
+    left_out = f"; {found.not_read}" if found.not_read else ""
+    yield "info", f"data: {_amount(found)}, SHA-256 {found.sha256}{left_out}"
+    if data.sha256 is not None and data.sha256 != found.sha256:
+        yield (
+            "warning",
+            f"this machine's text is not the organiser's (SHA-256 {data.sha256[:12]}); its "
+            "validation loss is that of another text, and the run's is a mean over both",
+        )
+    yield from _scarcity(spec, found, steps_left)
+
+
+def _scarcity(spec: RunSpec, found: TextSummary, steps_left: int | None) -> Iterator[Remark]:
+    rounds = "the rounds left"
+    if steps_left is None:
+        steps_left = ENDLESS_ROUNDS * spec.outer.inner_steps
+        rounds = f"{ENDLESS_ROUNDS} rounds"
+    passes = steps_left * spec.step_tokens / found.train_tokens
+    if passes > MAX_PASSES:
+        yield (
+            "warning",
+            f"the text is too short for this run: this peer alone reads each of its "
+            f"{_count(found.train_tokens)} training tokens about {passes:.0f} times in {rounds}, "
+            f"and more than {MAX_PASSES} times teach little; add text with --data",
+        )
+
+
+def _amount(found: TextSummary) -> str:
+    files = "1 file" if found.files == 1 else f"{found.files:,} files"
+    tokens = found.train_tokens + found.valid_tokens
+    return f"{files}, {size(found.num_bytes)}, {_count(tokens)} tokens"
+
+
+def _count(tokens: int) -> str:
+    for unit, suffix in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if tokens >= unit:
+            return f"{tokens / unit:.1f}{suffix}"
+    return str(tokens)

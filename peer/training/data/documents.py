@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from atoll.peer.errors import DataError
 from atoll.peer.extras import extra
@@ -34,7 +34,7 @@ TESTS = frozenset({"test", "tests", "idle_test"})  # more than half of the text 
 GENERATED = frozenset({"encodings", "pydoc_data"})  # tables of numbers and one 757 kB string
 SKIPPED_FOLDERS = NOT_SOURCE | TESTS | GENERATED
 FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
-COMPRESSED: dict[str, Callable[[Path], object]] = {
+COMPRESSED: dict[str, Callable[[Path, Any], object]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -207,9 +207,10 @@ def _is_binary(file: Path, format: str) -> bool:
 
 
 def _open(file: Path) -> IO[bytes]:
-    return cast(
-        "IO[bytes]", COMPRESSED.get(file.suffix.lower(), lambda path: path.open("rb"))(file)
+    opened = (
+        COMPRESSED[file.suffix.lower()](file, "rb") if _is_compressed(file) else open(file, "rb")
     )
+    return cast("IO[bytes]", opened)
 
 
 def _read(text: IO[bytes], size: int, file: Path) -> bytes:

@@ -42,7 +42,7 @@ LONGEST = 10  # times the shortest window; a rate that falls to a tenth would ca
 
 MIN_KEEPERS = 4  # with which one may lie: 3f + 1
 
-MAX_TOKENIZER_BYTES = 32 << 20  # of the JSON; that of Llama 3, 128,000 tokens, has 9 MB
+MAX_TOKENIZER_BYTES = 32 << 20  # of the JSON; one of 128,000 tokens has 9.5 MB
 
 EXAMPLE_SHA256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 

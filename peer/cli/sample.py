@@ -51,7 +51,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="Tokenizer file on this machine. A path that the checkpoint names is never read.",
+        help="Tokenizer file on this machine, such as tokenizer.json in a peer's state directory. "
+        "A path that the checkpoint names is never read.",
     )
     add_allow_model(parser)
     parser.add_argument("--json", action="store_true", help="Print one line of JSON when done.")

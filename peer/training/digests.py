@@ -18,6 +18,7 @@ from typing import Any
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.tokenizer_file import pack
 from atoll.peer.errors import DataError, ModelError, SetupError
+from atoll.peer.extras import extra
 from atoll.peer.training import models
 from atoll.peer.training.data.documents import text_digest, text_size
 from atoll.peer.training.data.hub import HUB, newest_revision
@@ -115,6 +116,7 @@ def _of_tokenizer(spec: RunSpec, say: Say) -> dict[str, Any]:
             )
         return {}
     raw = read_tokenizer(spec)
+    extra("tokenizers", f"the tokenizer {spec.data.tokenizer!r}")  # before a process without it
     try:
         try_tokenizer(raw)
     except TrialFailed as error:

@@ -4,6 +4,7 @@ A text is too little if each of its tokens would be drawn more than `MAX_PASSES`
 passes are about as good as new text, further ones soon worth nothing (arXiv:2305.16264).
 """
 
+import platform
 from collections.abc import Iterator
 
 from atoll.coordinator.report.text import size
@@ -11,7 +12,9 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.errors import DataError
 from atoll.peer.training.data.corpus import Corpus, TextSummary
+from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
+from atoll.peer.training.data.tokens import BYTES
 
 MAX_PASSES = 4
 ENDLESS_ROUNDS = 100  # a run without an end is judged by so many
@@ -44,6 +47,7 @@ def remarks(spec: RunSpec, corpus: Corpus, *, steps_left: int | None) -> Iterato
         steps_left: inner steps until the end of the run; None if it has none.
     """
     found, data = corpus.summary, spec.data
+    yield from _unstated(spec)
     if found is None:
         at = f", revision {data.revision[:12]}" if data.revision else ""
         yield (
@@ -55,12 +59,30 @@ def remarks(spec: RunSpec, corpus: Corpus, *, steps_left: int | None) -> Iterato
     left_out = f"; {found.not_read}" if found.not_read else ""
     yield "info", f"data: {_amount(found)}, SHA-256 {found.sha256}{left_out}"
     if data.sha256 is not None and data.sha256 != found.sha256:
+        is_library = data.source == STDLIB  # of another Python, as is usual
+        whose = f"the library of Python {platform.python_version()}" if is_library else "this text"
         yield (
-            "warning",
-            f"this machine's text is not the organiser's (SHA-256 {data.sha256[:12]}); its "
+            "info" if is_library else "warning",
+            f"{whose} is not the organiser's text (SHA-256 {data.sha256[:12]}); this peer's "
             "validation loss is that of another text, and the run's is a mean over both",
         )
     yield from _scarcity(spec, found, steps_left)
+
+
+def _unstated(spec: RunSpec) -> Iterator[Remark]:
+    """Name what nobody compares: specs of earlier versions state no digests."""
+    if spec.data.tokenizer != BYTES and spec.data.tokenizer_sha256 is None:
+        yield (
+            "warning",
+            "the run states no SHA-256 of its tokenizer, so nothing shows whether "
+            f"{spec.data.tokenizer!r} is the organiser's; compare the files yourself",
+        )
+    if spec.model.custom is not None and spec.model.source_sha256 is None:
+        yield (
+            "warning",
+            f"the run states no SHA-256 of the source of {spec.model.custom}, so nothing shows "
+            "whether this machine has the organiser's; compare the files yourself",
+        )
 
 
 def _scarcity(spec: RunSpec, found: TextSummary, steps_left: int | None) -> Iterator[Remark]:

@@ -317,7 +317,7 @@ def test_another_text_than_the_organisers_is_a_warning(folder):
     corpus = opened(folder)
     spec = spec_of(data={"sha256": "ab" * 32})
     _, (level, line) = remarks(spec, corpus, steps_left=5)
-    assert level == "warning" and "not the organiser's (SHA-256 abababababab)" in line
+    assert level == "warning" and "this text is not the organiser's text" in line
     expect_text(spec, corpus)
     strict = spec_of(data={"sha256": "ab" * 32, "same_text": True})
     with pytest.raises(DataError, match=r"expected the SHA-256 abababababab, got .* \(60 files"):
@@ -325,6 +325,19 @@ def test_another_text_than_the_organisers_is_a_warning(folder):
     same = spec_of(data={"sha256": corpus.summary.sha256, "same_text": True})
     expect_text(same, corpus)
     assert len(list(remarks(same, corpus, steps_left=5))) == 1
+
+
+def test_the_library_of_another_python_is_no_warning(folder):
+    spec = spec_of(data={"sha256": "ab" * 32, "source": "stdlib"})
+    _, (level, line) = remarks(spec, opened(folder), steps_left=5)
+    assert level == "info" and "the library of Python 3." in line
+
+
+def test_a_run_that_states_no_digests_is_a_warning(folder):
+    spec = spec_of(data={"tokenizer": "t.json"}, model={"custom": "mine:build"})
+    levels, lines = zip(*remarks(spec, opened(folder), steps_left=5), strict=True)
+    assert levels == ("warning", "warning", "info")
+    assert "whether 't.json' is the organiser's" in lines[0] and "mine:build" in lines[1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.peer.errors import DataError, ModelError
+from atoll.peer.errors import DataError, ExtraMissing, ModelError
 from atoll.peer.training import digests
 from atoll.peer.training.data.documents import text_digest
 from atoll.peer.training.data.tokenizer_trial import TrialFailed
@@ -28,6 +28,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(digests, "try_tokenizer", lambda raw: None)
+    monkeypatch.setitem(sys.modules, "tokenizers", types.ModuleType("tokenizers"))
     return tmp_path
 
 
@@ -105,6 +106,12 @@ def test_a_file_that_is_no_tokenizer_is_refused_at_the_start(here, monkeypatch):
 
     monkeypatch.setattr(digests, "try_tokenizer", fail)
     with pytest.raises(DataError, match=r"got 't.json' \(expected value at line 1\)"):
+        with_digests(spec_of(), None)
+
+
+def test_a_missing_extra_is_said_with_its_cure(here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ExtraMissing, match=r'install it with: pip install "atoll\[data\]"'):
         with_digests(spec_of(), None)
 
 

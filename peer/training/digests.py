@@ -123,7 +123,17 @@ def _of_tokenizer(spec: RunSpec, say: Say) -> dict[str, Any]:
         raise DataError(
             f"expected 'bytes' or a tokenizers JSON file, got {spec.data.tokenizer!r} ({error})"
         ) from None
+    if spec.data.tokenizer_bytes not in (None, len(raw)):
+        raise DataError(
+            f"data.tokenizer_bytes is {spec.data.tokenizer_bytes}, but the tokenizer "
+            f"{spec.data.tokenizer!r} has {len(raw)} bytes; omit data.tokenizer_bytes"
+        )
     if pack(raw) is None:
+        if spec.data.tokenizer_bytes is not None:
+            raise DataError(
+                f"the tokenizer {spec.data.tokenizer!r} is too large to travel with the run; omit "
+                "data.tokenizer_bytes"
+            )
         say(
             "the tokenizer has more than 4 MiB compressed and does not travel with the run: each "
             "peer names its own copy with --tokenizer PATH"

@@ -87,6 +87,22 @@ class TextDigest:
         return self._hash.hexdigest()
 
 
+def expect_no_arrow(path: Path) -> None:
+    """Refuse a folder that the package `datasets` wrote with `save_to_disk`.
+
+    Its texts are in Arrow files, which are not read; the rest would pass for a small text.
+
+    Raises:
+        DataError: it is such a folder.
+    """
+    has = [(path / name).is_file() for name in ("state.json", "dataset_info.json")]
+    if all(has) or (path / "dataset_dict.json").is_file():
+        raise DataError(
+            f"the folder {str(path)!r} was written by save_to_disk, and its Arrow files are not "
+            "read; write the data set with to_parquet or to_json, and name that file"
+        )
+
+
 def text_digest(source: str, *, format: str = "auto", text_field: str = "text") -> str:
     """Return the digest of a local text, in hex.
 
@@ -148,6 +164,7 @@ def documents(
         return
     expect_source(source)
     path = Path(source).expanduser()
+    expect_no_arrow(path)
     for file in [path] if path.is_file() else _visible_files(path):
         name = file.name if path.is_file() else file.relative_to(path).as_posix()
         if _is_binary(file, format):

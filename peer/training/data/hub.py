@@ -22,7 +22,11 @@ from atoll.peer.training.data.corpus import (
     even_windows,
     stream_key,
 )
-from atoll.peer.training.data.documents import goes_to_validation, text_of
+from atoll.peer.training.data.documents import (
+    expect_no_arrow,
+    goes_to_validation,
+    text_of,
+)
 from atoll.peer.training.data.tokens import Tokenizer, Tokens
 
 HUB = "hf:"
@@ -69,6 +73,8 @@ class HubCorpus(Corpus):
         path, _, config = name.partition("@")
         module.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # old versions ask, or run a script
         is_folder = Path(path).exists()  # which the owner named
+        if is_folder:
+            expect_no_arrow(Path(path))
         fixed = {} if is_folder or revision is None else {"revision": revision}
         try:
             builder = module.load_dataset_builder(

@@ -2,6 +2,7 @@ import gc
 import json
 import re
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -299,6 +300,17 @@ def test_files_that_are_not_read_are_named_when_there_is_too_little(tmp_path):
         (tmp_path / f"{name}.zst").write_bytes(b"(\xb5/\xfd\0\0")
     with pytest.raises(DataError, match=r"4 binary files not read \(a.zst, b.zst, c.zst, ...\)"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("state.json", "dataset_info.json"), ("dataset_dict.json",)])
+@pytest.mark.parametrize("kind", ["auto", "hf"])
+def test_a_folder_of_arrow_files_is_named(tmp_path, monkeypatch, names, kind):
+    monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
+    sys.modules["datasets"].config = types.SimpleNamespace()
+    for name in names:
+        (tmp_path / name).write_text('{"some": "description"}' * 90)
+    with pytest.raises(DataError, match=r"was written by save_to_disk, .* to_parquet or to_json"):
+        opened(tmp_path, format=kind)
 
 
 def spec_of(**sections):

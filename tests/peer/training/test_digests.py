@@ -7,6 +7,8 @@ import types
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.cli import coordinator as command
+from atoll.peer.cli import main as cli
 from atoll.peer.errors import DataError, ExtraMissing, ModelError
 from atoll.peer.training import digests
 from atoll.peer.training.data.documents import text_digest
@@ -16,6 +18,7 @@ from atoll.peer.training.trainer import open_corpus
 
 MODEL = "def build(**anything): raise RuntimeError('not called')\n"
 TOKENIZER = b'{"some": "tokenizer"}'
+TOKENIZER_SHA256 = hashlib.sha256(TOKENIZER).hexdigest()
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
@@ -92,6 +95,7 @@ def test_a_file_that_changed_under_a_named_digest_is_refused(here):
         ({"revision": "main"}, "are for Hugging Face data sets"),
         ({"split": "test"}, "are for Hugging Face data sets"),
         ({"source": "nowhere", "same_text": True}, "needs the SHA-256 of the text"),
+        ({"tokenizer_sha256": TOKENIZER_SHA256, "tokenizer_bytes": 7}, "has 21 bytes; omit"),
         ({"tokenizer": "nowhere.json"}, "'nowhere.json' cannot be read"),
     ],
 )
@@ -150,3 +154,23 @@ def test_a_hub_that_does_not_answer_is_said(here, monkeypatch):
     spec, said = spec_of({}, source="hf:some/name", tokenizer="bytes"), []
     assert with_digests(spec, None, said.append) == spec
     assert "'some/name': offline; peers read its newest revision: set data.revision" in said[0]
+
+
+def test_the_command_fills_them_in_and_keeps_them(here, monkeypatch):
+    (here / "RUN.toml").write_text('[data]\nsource = "text.txt"\nseq_len = 8\n')
+    state = here / "state"
+    served = []
+
+    async def serve(spec, *anything, **options):
+        served.append(spec)
+        return 0
+
+    monkeypatch.setattr(command, "_serve", serve)
+    monkeypatch.setattr(command, "first_state", lambda spec, state_dir: None)
+    for text in ("other words " * 30, "other words again " * 30):
+        assert cli.main(["coordinator", "RUN.toml", "--state-dir", str(state)]) == 0
+        state.mkdir(exist_ok=True)
+        (state / "spec.json").write_bytes(served[-1].canonical())
+        (here / "text.txt").write_text(text)
+    assert served[0].data.sha256 is not None
+    assert served[1] == served[0]

@@ -215,11 +215,11 @@ class Consent:
         if is_keeper:
             return
         spec = self._own_spec(membership.spec)
+        if spec.model.custom is not None and not self.allowed.any_source:
+            expect_source(spec.model.custom, spec.model.source_sha256)  # before minutes of recovery
         if self._is_sent(spec):
             await self._keep_tokenizer(spec, fetch_tokenizer)
             self._expect_params(spec, membership.layout)
-        if spec.model.custom is not None and not self.allowed.any_source:
-            expect_source(spec.model.custom, spec.model.source_sha256)  # before minutes of recovery
 
     def _own_spec(self, spec: RunSpec) -> RunSpec:
         return with_own_files(

@@ -538,9 +538,14 @@ class LibP2PTransport:
     ) -> tuple[socket.socket, ssl.SSLContext]:
         assert self._relaying is not None
         errors: list[str] = []
-        for relay in self._relays_of(peer):
+        # Those that we have a connection to first: to dial one that is dead takes seconds.
+        live, relays = await self._live(), self._relays_of(peer)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        for index, relay in enumerate(sorted(relays, key=lambda relay: relay not in live)):
+            left_s = deadline_s - asyncio.get_running_loop().time()
+            share_s = left_s / (len(relays) - index)
             try:
-                return await self._relaying.open(relay, peer, timeout_s=timeout_s)
+                return await self._relaying.open(relay, peer, timeout_s=share_s)
             except (PeerUnreachable, DeadlineExceeded, Refused) as error:
                 errors.append(f"through {relay}: {error}")
         raise PeerUnreachable(f"{peer} cannot be reached {'; '.join(errors)}", peer=peer)

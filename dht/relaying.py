@@ -236,6 +236,16 @@ class Relaying:
             Refused: by the relay or by the peer.
         """
         assert self._daemon is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._open(relay, peer, timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer in {timeout_s:.1f} s", peer=relay) from error
+
+    async def _open(
+        self, relay: str, peer: str, timeout_s: float
+    ) -> tuple[socket.socket, ssl.SSLContext]:
+        assert self._daemon is not None
         connection = await self._daemon.open(relay, self.protocol, timeout_s=timeout_s)
         try:
             ask = (peer.encode(), self._secrets.hello, self._admission())

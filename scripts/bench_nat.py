@@ -46,7 +46,9 @@ ROUNDS_AROUND = 18  # of a run in which a relay is killed, after a third of them
 CASE_S = 240.0
 BODY_BYTES = 100_000  # sent in 50 ms by a host whose bodies move
 RELAY_MBIT = 100.0  # coordinator.relay_mbit, its default
-PHASES = ("reduce", "vote")  # of a round, that the wire carries
+# Of a round, that the wire carries. Codes leave before the group closes, so `send` overlaps a
+# wait for others: the sum is at most what the round took.
+PHASES = ("send", "reduce", "vote")
 MODEL = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1088}  # 10 million parameters
 PARAMS = 10_000_000
 
@@ -247,6 +249,9 @@ def measure(topology: Topology) -> Row:
                     sent, before = list(lab.sent), status["position"]
                 time.sleep(1.0)
             spent = [now - then for now, then in zip(lab.sent, sent, strict=True)]
+            if os.environ.get("NAT_DEBUG"):
+                for row in status["history"]:
+                    print(row["position"], row["members"], row["seconds"], file=sys.stderr)
             return row_of(topology, status, case.holes(), spent, began_s, joined_s)
 
 
@@ -281,6 +286,10 @@ def kill_a_relay() -> Killed:
             struck_at = time.time()
             wait_until(lambda: case.status().get("state") == "finished", CASE_S, case.words)
             history = sorted(case.status()["history"], key=lambda row: row["position"])
+            if os.environ.get("NAT_DEBUG"):
+                print("struck", relay, time.strftime("%T", time.gmtime(struck_at)), [(p["name"], p["relays"], p["reach"]) for p in peers.values()], file=sys.stderr)
+                for row in history: print(time.strftime("%T", time.gmtime(row["at"])), row["position"], row["members"], row["seconds"], row["reasons"], file=sys.stderr)
+                for log in sorted(case.folder.glob("*.log")): print(log.name, log.read_text()[-6000:], file=sys.stderr)
     gaps = [(b["at"] - a["at"], b) for a, b in pairwise(history)]
     before_s = statistics.median(gap for gap, row in gaps if row["at"] < struck_at)
     struck_s, _ = next((gap, row) for gap, row in gaps if row["at"] >= struck_at)
@@ -295,9 +304,9 @@ def kill_a_relay() -> Killed:
 
 
 def is_training(status: dict[str, Any]) -> bool:
-    """Return whether all peers are here and none of them joins any more."""
-    peers = status.get("peers", [])
-    return len(peers) == PEERS and all(peer["state"] == "training" for peer in peers)
+    """Return whether all peers are here and the first epoch is open."""
+    states = {peer["state"] for peer in status.get("peers", [])}
+    return len(status.get("peers", [])) == PEERS and not states & {"joining", "ready"}
 
 
 def row_of(

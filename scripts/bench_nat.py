@@ -17,13 +17,14 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +39,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "nat.json"
 PAGE = ROOT / "docs" / "benchmarks" / "nat.md"
 RELAY_KILLED = "relay-killed"
+SOAK_MBIT = 20.0
+SOAK_KINDS: tuple[Behind, ...] = ("port-restricted", "restricted", "symmetric", "double")
+STRIKE_EVERY_S = 120.0
 MARKS = ("<!-- rows of nat.json -->", "<!-- end of rows -->")
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 PEERS = 4
@@ -147,21 +151,42 @@ class Case:
         """The file that holds the invite."""
         return self.folder / "invite"
 
-    def start_coordinator(self, rounds: int, *, inner_steps: int = 2) -> None:
-        """Start the run, and wait for its invite."""
+    def large(self, rounds: int) -> RunSpec:
+        """Return a run of 10M parameters whose windows are short."""
+        return self.placed(
+            RunSpec.from_dict(
+                {
+                    "run": {"name": "nat", "rounds": rounds},
+                    "model": {"overrides": MODEL},
+                    "data": {"seq_len": 16},
+                    "inner": {"batch_size": 1, "warmup_steps": 2},
+                    "outer": {"inner_steps": 2},
+                }
+            )
+        )
+
+    def advised(self) -> RunSpec:
+        """Return the run that `atoll init` advises for these links."""
+        path = self.folder / "advised.toml"
+        words = [*ATOLL, "init", str(path), "--peers", str(PEERS), "--mbit", f"{SOAK_MBIT:g}"]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        return self.placed(RunSpec.load(path))
+
+    def placed(self, spec: RunSpec) -> RunSpec:
+        """Return a spec with the lab's address, this bench's text, and a start with all peers."""
         text = self.folder / "text.txt"
         text.write_text("Peers behind routers train, and nobody opens a port. " * 20_000)
-        spec = RunSpec.from_dict(
-            {
-                "run": {"name": "nat", "rounds": rounds},
-                "model": {"overrides": MODEL},
-                "data": {"source": str(text), "seq_len": 16},
-                "inner": {"batch_size": 1, "warmup_steps": 2},
-                "outer": {"inner_steps": inner_steps},
-                "round": {"min_peers": PEERS},
-                "coordinator": {"advertise": self.lab.ip(0), "relay_mbit": RELAY_MBIT},
+        there = {"advertise": self.lab.ip(0), "relay_mbit": RELAY_MBIT}
+        return spec.model_copy(
+            update={
+                "data": spec.data.model_copy(update={"source": str(text)}),
+                "round": spec.round.model_copy(update={"min_peers": PEERS}),
+                "coordinator": spec.coordinator.model_copy(update=there),
             }
         )
+
+    def start_coordinator(self, spec: RunSpec) -> None:
+        """Start the run, and wait for its invite."""
         path = self.folder / "RUN.toml"
         path.write_text(template(spec))
         state = ("--state-dir", self.folder / "state", "--invite-file", self.invite)
@@ -233,7 +258,7 @@ def measure(topology: Topology) -> Row:
     links = [link, *(Link(behind=behind) for behind in topology.behind)]
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder)) as case:
-            case.start_coordinator(ROUNDS)
+            case.start_coordinator(case.large(ROUNDS))
             began_s = time.time()
             for host in range(1, PEERS + 1):
                 case.start_peer(host)
@@ -249,10 +274,79 @@ def measure(topology: Topology) -> Row:
                     sent, before = list(lab.sent), status["position"]
                 time.sleep(1.0)
             spent = [now - then for now, then in zip(lab.sent, sent, strict=True)]
-            if os.environ.get("NAT_DEBUG"):
-                for row in status["history"]:
-                    print(row["position"], row["members"], row["seconds"], file=sys.stderr)
             return row_of(topology, status, case.holes(), spent, began_s, joined_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soak:
+    """A long run of peers that are all behind routers."""
+
+    method: str
+    minutes: float
+    rounds: int
+    kills: int
+    moves: int
+    """changes of a router's public address"""
+    longest_s: float
+    """between two rounds"""
+    utilisation: float
+    """fraction of the time that peers computed: the mean of all looks at all peers"""
+    counted: float
+    """fraction of the contributions that rounds included"""
+    chains: int
+    """different chains at the newest position that all peers reported"""
+    behind: tuple[Behind, ...] = SOAK_KINDS
+
+
+def soak(minutes: float, seed: int = 1) -> Soak:
+    """Run four peers behind routers at 20 Mbit/s and 0.5% loss; strike one now and then.
+
+    Method, windows and codec are those that `atoll init` chooses for this link.
+    """
+    link = Link(up=SOAK_MBIT, down=SOAK_MBIT, loss=0.005)
+    links = [Link(), *(replace(link, behind=behind) for behind in SOAK_KINDS)]
+    rng, used, kills, moves = random.Random(seed), [], 0, 0
+    with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
+        with Case(lab=lab, folder=Path(folder)) as case:
+            spec = case.advised()
+            case.start_coordinator(spec)
+            for host in range(1, PEERS + 1):
+                case.start_peer(host)
+            wait_until(lambda: case.status().get("position", 0) > 0, CASE_S, case.words)
+            end_s = time.monotonic() + 60 * minutes
+            strike_s = time.monotonic() + STRIKE_EVERY_S
+            while time.monotonic() < end_s - STRIKE_EVERY_S / 2:
+                used += [peer["utilisation"] for peer in case.status().get("peers", [])]
+                if time.monotonic() >= strike_s:
+                    strike_s += STRIKE_EVERY_S
+                    host = rng.randint(1, PEERS)
+                    if rng.random() < 0.5:
+                        kills += 1
+                        case.children[f"peer-{host}"].kill()
+                        case.children[f"peer-{host}"].wait()
+                        time.sleep(5.0)
+                        case.start_peer(host)
+                    else:
+                        moves += 1
+                        lab.readdress(host)
+                time.sleep(10.0)
+            status = case.status()
+    history = sorted(status["history"], key=lambda row: row["position"])
+    gaps = [after["at"] - before["at"] for before, after in pairwise(history)]
+    chains: dict[int, set[str]] = {}
+    for peer in status["peers"]:
+        chains.setdefault(peer["position"], set()).add(peer["chain"])
+    return Soak(
+        method=f"{spec.outer.method}, {spec.outer.inner_steps} steps",
+        minutes=minutes,
+        rounds=status["position"],
+        kills=kills,
+        moves=moves,
+        longest_s=max(gaps),
+        utilisation=statistics.mean(used),
+        counted=sum(row["members"] for row in history) / (PEERS * len(history)),
+        chains=max(map(len, chains.values())),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +367,7 @@ def kill_a_relay() -> Killed:
     links = [Link(), *(Link(behind=behind) for behind in ("", "", "symmetric", "symmetric"))]
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder)) as case:
-            case.start_coordinator(ROUNDS_AROUND)
+            case.start_coordinator(case.large(ROUNDS_AROUND))
             for host in range(1, PEERS + 1):
                 case.start_peer(host)
             position = lambda: case.status().get("position", 0)  # noqa: E731
@@ -286,10 +380,6 @@ def kill_a_relay() -> Killed:
             struck_at = time.time()
             wait_until(lambda: case.status().get("state") == "finished", CASE_S, case.words)
             history = sorted(case.status()["history"], key=lambda row: row["position"])
-            if os.environ.get("NAT_DEBUG"):
-                print("struck", relay, time.strftime("%T", time.gmtime(struck_at)), [(p["name"], p["relays"], p["reach"]) for p in peers.values()], file=sys.stderr)
-                for row in history: print(time.strftime("%T", time.gmtime(row["at"])), row["position"], row["members"], row["seconds"], row["reasons"], file=sys.stderr)
-                for log in sorted(case.folder.glob("*.log")): print(log.name, log.read_text()[-6000:], file=sys.stderr)
     gaps = [(b["at"] - a["at"], b) for a, b in pairwise(history)]
     before_s = statistics.median(gap for gap, row in gaps if row["at"] < struck_at)
     struck_s, _ = next((gap, row) for gap, row in gaps if row["at"] >= struck_at)
@@ -358,7 +448,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def report(rows: Sequence[Row], killed: Killed | None) -> dict[str, Any]:
+def report(rows: Sequence[Row], killed: Killed | None, long_run: Soak | None) -> dict[str, Any]:
     """Return what --json prints."""
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
@@ -370,12 +460,17 @@ def report(rows: Sequence[Row], killed: Killed | None) -> dict[str, Any]:
         "relay_mbit": RELAY_MBIT,
         "rows": [asdict(row) for row in rows],
         "relay_killed": asdict(killed) if killed is not None else None,
+        "soak": asdict(long_run) if long_run is not None else None,
     }
 
 
 def save(found: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Write the report, and the table between the marks of the page."""
-    SAVED.write_text(json.dumps(found, indent=1) + "\n")
+    """Write the report over what was saved, and the table between the marks of the page."""
+    known = json.loads(SAVED.read_text()) if SAVED.exists() else {}
+    merged = {name: value or known.get(name) for name, value in found.items()}
+    SAVED.write_text(json.dumps(merged, indent=1) + "\n")
+    if not rows:
+        return
     before, rest = PAGE.read_text().split(MARKS[0])
     _, after = rest.split(MARKS[1])
     head = f"{found['date']}, commit {found['commit']}, {found['machine']}."
@@ -389,6 +484,7 @@ def arguments(cases: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", default="", help=f"comma-separated (default all), of: {', '.join(cases)}")
+    add("--soak", type=float, default=0, metavar="MIN", help="only the long run, of MIN minutes")
     add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
     add("--json", action="store_true", help="print the rows as JSON on the last line")
     options = parser.parse_args()
@@ -405,6 +501,10 @@ def main() -> int:
     if why := lab_is_possible():
         print(f"bench nat: {why}", file=sys.stderr)
         return 1
+    long_run = soak(options.soak) if options.soak else None
+    if long_run is not None:
+        options.only = []
+        print(json.dumps(asdict(long_run), indent=1))
     killed = kill_a_relay() if RELAY_KILLED in options.only else None
     if killed is not None:
         print(
@@ -418,7 +518,7 @@ def main() -> int:
         rows.append(measure(known[name]))
         print(f"{name}: {json.dumps(asdict(rows[-1]))}", file=sys.stderr, flush=True)
     print(table(rows))
-    found = report(rows, killed)
+    found = report(rows, killed, long_run)
     if options.save:
         save(found, rows)
     if options.json:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.rpc.messages import ALIVE_S, HEARTBEAT_S, MAX_HEARTBEAT_S
-from atoll.coordinator.run.status import MAX_PEERS_SHOWN, PeerStatus
+from atoll.coordinator.run.status import MAX_PEERS_SHOWN, PeerState, PeerStatus
 
 FORGET_S = 3600.0  # gone peers stay in view this long
 REPORTS_PER_S = 200  # from all peers together; one takes about 0.3 ms
@@ -48,12 +48,14 @@ class KnownPeer:
         return not self.left and now_s - self.seen_s <= self.alive_s
 
     def shown(self, now_s: float) -> PeerStatus:
-        """Return the status for display: with its age, and gone if it is."""
+        """Return the status for display: with its age, and left or gone if it is."""
         age_s = max(0.0, now_s - self.seen_s)
         if self.is_alive(now_s):
             return dataclasses.replace(self.status, last_seen_s=age_s)
+        # A goodbye, which outlives a restart of the coordinator; an evicted peer gave none.
+        state: PeerState = "left" if self.status.state == "leaving" else "gone"
         return dataclasses.replace(
-            self.status, last_seen_s=age_s, state="gone", phase="", tokens_per_s=0.0
+            self.status, last_seen_s=age_s, state=state, phase="", tokens_per_s=0.0
         )
 
 
@@ -143,6 +145,8 @@ class Presence:
 
     def report(self, status: PeerStatus, now_s: float, *, leaving: bool) -> None:
         """Take a peer's report."""
+        if leaving:
+            status = dataclasses.replace(status, state="leaving")
         told_s = self.interval_s(now_s)
         before = self.peers.update(status, now_s, left=leaving, told_s=told_s)
         known = status.peer_id in self._seen

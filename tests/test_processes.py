@@ -394,7 +394,7 @@ def test_a_peer_that_is_stopped_leaves_the_roster_and_resumes(run):
     assert peer.said("left the run", kind="stopped")
     left = run.status()
     shown = next(p for p in left.peers if p.name == "cas")
-    assert shown.state == "gone"
+    assert shown.state == "left"
     assert any((e.source, e.text) == (shown.peer_id, "left") for e in left.events)
     assert run.paths("cas").trainer.exists()
 

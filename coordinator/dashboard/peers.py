@@ -16,7 +16,13 @@ from atoll.coordinator.dashboard.marks import (
     stacked,
 )
 from atoll.coordinator.report import text
-from atoll.coordinator.report.view import is_gone, label, shown_state, utilisation_of
+from atoll.coordinator.report.view import (
+    counted_rounds,
+    is_gone,
+    label,
+    shown_state,
+    utilisation_of,
+)
 from atoll.coordinator.run.status import PeerStatus
 
 _STATE_STYLES: Final = {
@@ -26,6 +32,7 @@ _STATE_STYLES: Final = {
     "syncing": "$primary",
     "recovering": "$warn",
     "leaving": "$dim",
+    "left": "$dim",
     "gone": "$bad",
 }
 STALE_S: Final = 10.0  # several heartbeats missed; the coordinator now counts the peer as gone
@@ -162,6 +169,7 @@ def details(peer: PeerStatus | None, width: int) -> Content:
         ("id", text.short_id(peer.peer_id)),
         ("on", text.clean(peer.device, num_max=32)),
         ("valid", text.loss_text(peer.valid_loss)),
+        ("counted", counted_rounds(peer)),
         ("sent", text.size(peer.wire_bytes_sent)),
         ("received", text.size(peer.wire_bytes_received)),
         ("reached", reach_text(peer)),

@@ -16,6 +16,7 @@ from atoll.coordinator.report import text
 from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
 from atoll.coordinator.report.view import (
     IMPORTANT,
+    counted_rounds,
     event_text,
     gap_text,
     label,
@@ -231,7 +232,19 @@ def _peer_table(status: RunStatus) -> list[str]:
     if not status.peers:
         return []
     rows = [
-        ("peer", "state", "round", "tok/s", "loss", "sent", "received", "util", "reach", "seen")
+        (
+            "peer",
+            "state",
+            "round",
+            "counted",
+            "tok/s",
+            "loss",
+            "sent",
+            "received",
+            "util",
+            "reach",
+            "seen",
+        )
     ]
     for peer in sorted_peers(status):
         rows.append(
@@ -239,6 +252,7 @@ def _peer_table(status: RunStatus) -> list[str]:
                 label(peer),
                 shown_state(peer),
                 str(peer.position),
+                counted_rounds(peer),
                 text.count(peer.tokens_per_s),
                 text.loss_text(peer.loss),
                 text.size(peer.wire_bytes_sent),

@@ -75,7 +75,7 @@ def token_rates(history: Sequence[RoundSummary]) -> list[float]:
 
 def is_gone(peer: PeerStatus) -> bool:
     """Return True if the peer is known but not online; it is shown dimmed."""
-    return peer.state == "gone"
+    return peer.state in ("left", "gone")
 
 
 def sorted_peers(status: RunStatus) -> list[PeerStatus]:
@@ -118,6 +118,11 @@ def utilisation(status: RunStatus) -> str:
 def utilisation_of(peer: PeerStatus) -> float | None:
     """Return a peer's utilisation, or None if it is gone or has not trained yet."""
     return None if is_gone(peer) or not peer.tokens_total else peer.utilisation
+
+
+def counted_rounds(peer: PeerStatus) -> str:
+    """Format in how many rounds a peer's work counted; a dash if it has seen none."""
+    return f"{peer.rounds_counted}/{peer.rounds_seen}" if peer.rounds_seen else ABSENT
 
 
 def missing(row: RoundSummary) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.outcome import Outcome
 
 MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is below 2 kB
 MAX_RUN_BYTES = 16 * 1024 * 1024  # 4,096 peers and 512 rounds are about 6 MB
@@ -32,7 +33,9 @@ MAX_GAPS = 64  # newest gaps in a RunStatus
 
 RunState = Literal["waiting", "training", "stalled", "finished"]
 PeerReach = Literal["", "direct", "hole", "relayed"]
-PeerState = Literal["joining", "ready", "training", "syncing", "recovering", "leaving", "gone"]
+PeerState = Literal[
+    "joining", "ready", "training", "syncing", "recovering", "leaving", "left", "gone"
+]
 
 Name = Annotated[str, Field(max_length=128)]
 Text = Annotated[str, Field(max_length=1000)]
@@ -195,6 +198,14 @@ class PeerStatus(StatusRecord):
     """PeerIDs of its relays, the first choice first."""
     relayed_bytes: Count = 0
     """Sent and received through relays."""
+    rounds_seen: Count = 0
+    """Rounds that were decided since this process began to train."""
+    rounds_counted: Count = 0
+    """Those of them that took its work, at least in part."""
+    tokens_counted: Count = 0
+    """Tokens of the work that they took."""
+    outcome: Outcome | None = None
+    """What became of its work in the last of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

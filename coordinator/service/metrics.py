@@ -73,7 +73,7 @@ class Metrics:
         for name, gauge in self._run.items():
             value = getattr(status, name)
             gauge.set(float("nan") if value is None else value)
-        self._alive.set(sum(peer.state != "gone" for peer in status.peers))
+        self._alive.set(sum(peer.state not in ("left", "gone") for peer in status.peers))
         for name, gauge in self._peer.items():
             gauge.clear()  # forgets the peers that are no longer listed
             for peer in status.peers:

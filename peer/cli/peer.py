@@ -268,7 +268,29 @@ def _as_json(event: "PeerEvent") -> None:
         "kind": event.kind,
         "position": event.position,
         "level": event.level,
+        "time": round(time.time(), 3),
     }
     if event.left is not None:
         fields["left"] = event.left
+    if event.account is not None:
+        fields |= _account_fields(event)
     print(json.dumps(fields | {"text": event.text}), flush=True)
+
+
+def _account_fields(event: "PeerEvent") -> dict[str, object]:
+    """Return what became of a round's work; the numbers are null if they are not known."""
+    account = event.account
+    assert account is not None
+    return {
+        "round": account.position,
+        "counted": account.is_counted,
+        "reason": account.outcome,
+        "loss": account.loss,
+        "tokens": account.tokens,
+        "tokens_per_s": event.tokens_per_s,
+        "utilisation": event.utilisation,
+        "rounds_seen": account.rounds_seen,
+        "rounds_counted": account.rounds_counted,
+        "tokens_counted": account.tokens_counted,
+        "wire_bytes_sent": account.wire_bytes_sent,
+    }

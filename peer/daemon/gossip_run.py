@@ -208,13 +208,8 @@ class GossipRun:
 
     def _on_settled(self, settled: GossipSettled) -> None:
         self._settled.put(settled)
-        self.reporter.keep(
-            settled.trace,
-            epoch=0,
-            position=settled.trace.position,
-            included=settled.included,
-            loss=settled.loss,
-            tokens=settled.tokens if settled.included else 0,
+        self.reporter.trace_meeting(
+            settled.trace, met=settled.included, loss=settled.loss, tokens=settled.tokens
         )
 
     def _rounds_view(self) -> RoundsView:

@@ -282,7 +282,8 @@ class LogRun:
     def _on_settled(self, settled: Settled) -> None:
         if not self._env.is_keeper:  # nobody would take it
             self._decisions.put(settled)
-        self.reporter.trace(settled)
+        # What a recovery brings is of rounds that this peer was not in.
+        self.reporter.trace(settled, is_recovered=self._catching_up.is_running)
 
     def _on_recovered(self) -> None:
         self.reporter.recoveries += 1
@@ -422,10 +423,12 @@ class CatchingUp:
         self._on_recovered = on_recovered
         self._on_leap = on_leap
         self._patience = Patience()
+        self.is_running = False
 
     async def run(self) -> None:
         """Recover once; if that fails, report it and leave it to the next time."""
         before = self._ctx.replica.leaps
+        self.is_running = True
         try:
             recovered = await self._recovery.run()
         except (RecoveryError, CoordinatorError, LogError) as error:
@@ -435,6 +438,8 @@ class CatchingUp:
             if recovered is not None:
                 self._on_recovered()
                 self._ctx.on_event("info", _account(recovered))
+        finally:
+            self.is_running = False
         # Also after a failure: a recovery that leapt and then found no donor has left the old
         # position behind, and the trainer would continue from parameters that nobody else has.
         if self._ctx.replica.leaps != before:

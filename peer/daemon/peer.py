@@ -40,7 +40,7 @@ from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
-from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox
+from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox, Reporter
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import OnEvent
 
@@ -136,6 +136,7 @@ class RunKind(Protocol):
 
     progress: TrainerProgress
     heartbeats: Heartbeats
+    reporter: Reporter
 
     @property
     def epoch(self) -> int:

@@ -29,6 +29,7 @@ from atoll.peer.daemon.network import open_peer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.reducer import RunReducer, TrainerView
+from atoll.peer.daemon.tally import Account
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.permission import Allowed, with_own_files
@@ -100,6 +101,10 @@ class PeerEvent:
     level: Level = "info"
     left: int | None = None
     """Entries or leaves still to come, in a phase that fetches them."""
+    account: Account | None = None
+    """What became of a trainer's work, in a `round`."""
+    tokens_per_s: float | None = None
+    utilisation: float | None = None
 
 
 OnPeerEvent = Callable[[PeerEvent], None]
@@ -263,6 +268,7 @@ class Narrator:
         assert self._peer is not None
         position, spec = self._peer.position, self._peer.spec
         self._told_round, self._trainer = position, trainer
+        self._peer.run.reporter.tally.watch(self.on_account)
         me = f"{name or 'this peer'} ({short(self._peer.peer_id)})"
         device, peers = trainer.statistics().device, spec.round.min_peers
         if position:
@@ -292,18 +298,26 @@ class Narrator:
         self.emit("event", text, level)
 
     def on_phase(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
-        """Pass on a phase; the first one after a round was decided also reports the round."""
+        """Pass on a phase."""
         self._on_event(PeerEvent(kind="phase", position=position, text=phase, left=left))
-        if self._peer is None or self._trainer is None:
-            return
-        if phase is RoundPhase.TRAIN and position > self._told_round:
-            self._told_round = position
-            stats, rounds = self._trainer.statistics(), self._peer.spec.run.rounds
-            self.emit(
-                "round",
-                f"round {position}{f'/{rounds}' if rounds else ''}  loss {stats.loss:.3f}  "
-                f"{stats.tokens_per_s:,.0f} tok/s  util {stats.utilisation:.1%}",
+
+    def on_account(self, account: Account) -> None:
+        """Report a round that was decided, and what became of this peer's work."""
+        assert self._peer is not None
+        assert self._trainer is not None
+        stats, rounds = self._trainer.statistics(), self._peer.spec.run.rounds
+        self._on_event(
+            PeerEvent(
+                kind="round",
+                position=account.position,
+                text=f"round {account.position}{f'/{rounds}' if rounds else ''}  "
+                f"loss {stats.loss:.3f}  {stats.tokens_per_s:,.0f} tok/s  "
+                f"util {stats.utilisation:.1%}  {account.verdict}",
+                account=account,
+                tokens_per_s=_finite(stats.tokens_per_s),
+                utilisation=_finite(stats.utilisation),
             )
+        )
 
     def emit(self, kind: str, text: str, level: Level = "info") -> None:
         """Pass on an event at the peer's position."""

@@ -103,6 +103,11 @@ class TrainerProgress:
         """Mean loss of the last window."""
 
     @property
+    def num_fragments(self) -> int:
+        """Fragments of the run's method."""
+        return self._num_fragments
+
+    @property
     def timetable(self) -> Timetable:
         """Steps and windows of the run by position."""
         return self.spec.timetable(self._num_fragments)

@@ -30,6 +30,7 @@ from atoll.coordinator.rpc.client_errors import (
 )
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import AT_REST, RoundPhase
+from atoll.coordinator.run.outcome import Outcome
 from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
 from atoll.dht.addresses import peer_of
 from atoll.dht.roster import RecordError
@@ -38,6 +39,7 @@ from atoll.optim.log.entry import Elector
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.reducer import TrainerProgress
+from atoll.peer.daemon.tally import Tally, outcome_of
 from atoll.peer.rounds.context import RoundTrace
 from atoll.peer.rounds.engine import Settled
 
@@ -263,25 +265,58 @@ class Reporter:
         self._grpc_wire = WireCounter([os.getpid()])
         self._wire_before = (0, 0)
         self._digest: tuple[int, bytes] = (0, b"")
+        self.tally = Tally(progress.num_fragments)
         self.recoveries = 0
         self.leaving = False
 
-    def trace(self, settled: Settled) -> None:
-        """Keep this peer's account of a round by log."""
-        if settled.trace is None:
-            return
+    def trace(self, settled: Settled, *, is_recovered: bool = False) -> None:
+        """Keep this peer's account of a round by log; of one from a recovery, if it had work."""
         entry = settled.applied.entry
         mine = next((m for m in entry.members if m.elector == self._env.me), None)
-        self.keep(
+        loss, tokens = (mine.loss, mine.tokens) if mine else (None, 0)
+        is_offered = settled.settles is not None
+        outcome = outcome_of(entry, self._env.me, settled.included, is_offered=is_offered)
+        if is_offered or not is_recovered:
+            self._count(entry.position, outcome, loss=loss, tokens=tokens)
+        if settled.trace is None:
+            return
+        self._keep(
             settled.trace,
             epoch=entry.epoch,
             position=entry.position,
             included=settled.included is not None and all(settled.included),
-            loss=mine.loss if mine else None,
-            tokens=mine.tokens if mine else 0,
+            loss=loss,
+            tokens=tokens,
         )
 
-    def keep(
+    def trace_meeting(
+        self, trace: RoundTrace, *, met: bool, loss: float | None, tokens: int
+    ) -> None:
+        """Keep this peer's account of a round by gossip, in which it met its partner or not."""
+        outcome = Outcome.COUNTED if met else Outcome.NO_PARTNER
+        self._count(trace.position, outcome, loss=loss, tokens=tokens)
+        self._keep(
+            trace,
+            epoch=0,
+            position=trace.position,
+            included=met,
+            loss=loss,
+            tokens=tokens if met else 0,
+        )
+
+    def _count(self, position: int, outcome: Outcome, *, loss: float | None, tokens: int) -> None:
+        """Count a round, once the trainer has begun: a keeper, or one that joins, has no work."""
+        if self._env.is_keeper or not self._progress.started:
+            return
+        self.tally.add(
+            position + 1,
+            outcome,
+            loss=loss,
+            tokens=tokens,
+            wire_bytes_sent=self.wire_bytes()[0],
+        )
+
+    def _keep(
         self,
         trace: RoundTrace,
         *,
@@ -358,6 +393,10 @@ class Reporter:
             reach=self._env.neighbours.reachability.kind,
             relays=list(map(peer_of, self._env.node.relays)),
             relayed_bytes=self._env.node.transport.statistics().relayed_bytes,
+            rounds_seen=self.tally.rounds_seen,
+            rounds_counted=self.tally.rounds_counted,
+            tokens_counted=self.tally.tokens_counted,
+            outcome=self.tally.last.outcome if self.tally.last else None,
         )
 
     def _state(self) -> PeerState:

@@ -173,3 +173,10 @@ def test_a_peer_of_another_epoch_is_not_asked() -> None:
     peers = KnownPeers()
     peers.update(peer("a", position=4, epoch=1), 0.0)
     assert not PublisherChoice().asked("a", peers.alive(0.0), epoch=0, position=2, now_s=0.0)
+
+
+def test_a_peer_that_said_goodbye_has_left_and_is_not_gone() -> None:
+    peers = KnownPeers()
+    peers.update(peer("a", state="leaving"), 0.0, left=True)
+    peers.update(peer("b"), 0.0, left=True)  # evicted
+    assert {m.status.peer_id: m.shown(1.0).state for m in peers.all()} == {"a": "left", "b": "gone"}

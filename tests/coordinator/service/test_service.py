@@ -229,7 +229,7 @@ def test_heartbeats_become_status_and_rounds(kit: Any, tmp_path: Path) -> None:
             assert summary.seconds == {"send": 2.0, "wait": 1.0} and summary.wire_bytes == 12
             assert status.tokens_per_s == 50.0
             assert [p.state for p in sorted(status.peers, key=lambda p: p.state)] == [
-                "gone",
+                "left",
                 "ready",
                 "training",
             ]

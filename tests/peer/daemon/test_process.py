@@ -36,7 +36,7 @@ def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, 
     status = organiser.status()
     assert (status.state, status.position) == ("finished", 3)
     (peer,) = status.peers
-    assert (peer.position, peer.chain, peer.state) == (3, status.chain, "gone")
+    assert (peer.position, peer.chain, peer.state) == (3, status.chain, "left")
     assert peer.state_position == 3
     state = organiser.up.coordinator.replica.state
     assert peer.state_digest == state.root().hex()
@@ -107,7 +107,7 @@ def test_a_stopped_peer_leaves_and_resumes_where_it_was(crew, kit, start, tmp_pa
     daemon.stop.set()
     assert daemon.join() is False
     peer = next(p for p in organiser.status().peers if p.name == "peer")
-    assert peer.state == "gone"
+    assert peer.state == "left"
     assert (tmp_path / "peer" / "trainer.safetensors").exists()
 
     again = start(organiser.invite)

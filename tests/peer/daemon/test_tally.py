@@ -1,0 +1,49 @@
+"""Whether a round took a peer's work, or why not."""
+
+import types
+
+import pytest
+
+from atoll.coordinator.run.outcome import WORDS, Outcome
+from atoll.peer.daemon.tally import Tally, outcome_of
+
+ME = object()
+
+
+def entry(weight=1.0, kind="update"):
+    member = types.SimpleNamespace(elector=ME, weight=weight)
+    return types.SimpleNamespace(kind=kind, members=(member,))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "given", "included", "offered"),
+    [
+        (Outcome.COUNTED, entry(), [True, True], True),
+        (Outcome.PART, entry(), [True, False], True),
+        (Outcome.NOT_RECEIVED, entry(), [False, False], True),
+        (Outcome.NOT_IN_GROUP, entry(), None, True),
+        (Outcome.FIRST_WINDOW, entry(weight=0.0), [True, True], True),
+        (Outcome.GIVEN_UP, entry(kind="null"), None, True),
+        (Outcome.NOT_READY, entry(), None, False),
+    ],
+)
+def test_the_reason_why_work_counts_or_does_not(outcome, given, included, offered):
+    assert outcome_of(given, ME, included, is_offered=offered) is outcome
+
+
+def test_the_running_share_counts_work_that_rounds_took():
+    tally, accounts = Tally(num_fragments=2), []
+    tally.watch(accounts.append)
+    for position, outcome in enumerate([Outcome.COUNTED, Outcome.NOT_READY, Outcome.PART]):
+        tally.add(position + 1, outcome, loss=2.0, tokens=1000, wire_bytes_sent=48_000_000)
+    last = accounts[-1]
+    assert (last.rounds_seen, last.rounds_counted, last.tokens_counted) == (3, 2, 1000)
+    assert last.share == "counted in 2 of 3 rounds, 1.00k tokens, 48.0 MB sent"
+    assert last.verdict.startswith("counted in part")
+    missed = accounts[1]
+    assert (missed.is_counted, missed.tokens, missed.loss) == (False, 0, None)
+    assert missed.verdict.startswith("not counted: its window had not ended yet")
+
+
+def test_each_outcome_has_words():
+    assert set(WORDS) == set(Outcome)

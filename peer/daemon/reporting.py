@@ -29,8 +29,8 @@ from atoll.coordinator.rpc.client_errors import (
     NotWelcome,
 )
 from atoll.coordinator.run.levels import Level
-from atoll.coordinator.run.phases import AT_REST, RoundPhase
 from atoll.coordinator.run.outcome import Outcome
+from atoll.coordinator.run.phases import AT_REST, RoundPhase
 from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
 from atoll.dht.addresses import peer_of
 from atoll.dht.roster import RecordError

@@ -52,7 +52,7 @@ def environment(me, *, rates=None, rounds=0, **changes):
         "node": types.SimpleNamespace(
             transport=transport, bootstrap=(), relays=(), roster=MemoryBoard().roster("ann")
         ),
-        "neighbours": None,
+        "neighbours": types.SimpleNamespace(reachability=types.SimpleNamespace(kind="direct")),
         "outbox": Outbox(),
         "tasks": None,
         "report": lambda level, text, key=None: None,

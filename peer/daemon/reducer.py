@@ -39,6 +39,7 @@ from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.errors import DataError
 from atoll.peer.rounds.consensus.member import OfferedWindow
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
@@ -262,25 +263,38 @@ class RunReducer(Reducer):
         return self.progress.is_over(self.position)
 
     def build_model(
-        self, *, allow_model: str | None = None, tokenizer: str | None = None
+        self,
+        *,
+        allow_model: str | None = None,
+        any_source: bool = False,
+        tokenizer: str | None = None,
     ) -> nn.Module:
         """Build the run's model from its spec, on the CPU; joining replaces its weights.
 
         Args:
             allow_model: the custom model, as `module:function`, if the spec names one. It is code
                 on this machine, and runs only if it is named here too.
+            any_source: accept a custom model of another source than the run's.
             tokenizer: this machine's copy of the tokenizer, if the spec names a file.
 
         Raises:
-            ModelError: the model is not allowed, or cannot be built.
-            DataError: the tokenizer is not named here, or cannot be opened.
+            ModelError: the model is not allowed, is of another source, or cannot be built.
+            DataError: the tokenizer is not named here, is another, or cannot be opened.
         """
+        from atoll.peer.training.data.tokens import BYTES
         from atoll.peer.training.permission import Allowed, with_own_files
         from atoll.peer.training.trainer import build_model, open_tokenizer
 
+        named = self.spec.data.tokenizer
+        if named != BYTES and tokenizer is None:
+            raise DataError(
+                f"the run's tokenizer is the file {named!r} of the organiser's machine; give the "
+                "path of a copy: build_model(tokenizer=PATH)"
+            )
         allowed = Allowed(
             models=frozenset({allow_model} if allow_model else ()),
             files=frozenset({tokenizer} if tokenizer else ()),
+            any_source=any_source,
         )
         spec = with_own_files(self.spec, data=None, tokenizer=tokenizer)
         vocab_size = open_tokenizer(spec, allowed).vocab_size

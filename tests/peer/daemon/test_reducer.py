@@ -64,10 +64,23 @@ def test_code_and_files_that_a_spec_names_need_the_caller(bench):
     with pytest.raises(ModelError, match="cannot import 'absent_module'"):
         bench(spec=custom).reducer.build_model(allow_model="absent_module:build")
     tokens = RunSpec.from_dict({"data": {"tokenizer": "/absent/tokenizer.json"}})
-    with pytest.raises(DataError, match="--tokenizer"):
+    with pytest.raises(DataError, match=r"build_model\(tokenizer=PATH\)"):
         bench(spec=tokens).reducer.build_model()
     with pytest.raises(SetupError, match=r"mine\.json"):  # allowed: the one that is here is opened
         bench(spec=tokens).reducer.build_model(tokenizer="mine.json")
+
+
+def test_a_model_of_another_source_is_built_only_if_the_caller_says(bench, tmp_path, monkeypatch):
+    (tmp_path / "own_source.py").write_text(
+        "from torch import nn\nfrom atoll.peer.training.models import model\n"
+        "@model(tokens=False)\ndef build(): return nn.Linear(2, 1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "own_source:build"
+    spec = RunSpec.from_dict({"model": {"custom": name, "source_sha256": "0" * 64}})
+    with pytest.raises(ModelError, match="not the run's: expected the SHA-256 000000000000"):
+        bench(spec=spec).reducer.build_model(allow_model=name)
+    assert bench(spec=spec).reducer.build_model(allow_model=name, any_source=True).in_features == 2
 
 
 def test_a_contribution_is_offered_with_its_weight(bench):

@@ -13,10 +13,10 @@ import logging
 import random
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from atoll.dht.addresses import CIRCUIT, relay_of
 from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
@@ -57,6 +57,8 @@ from atoll.dht.wirecount import WireTotals
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 READ_WINDOW_BYTES = 2 << 20  # unread bytes after which reading from p2pd stops
 GREETING_S = 10.0  # for the OPEN of a peer that showed an admission before
 STRANGER_GREETING_S = 2.0  # for the OPEN of others; it travels with the stream
@@ -70,6 +72,8 @@ MAX_STREAMS_PER_PEER = 256  # bounds the memory that one peer can claim
 SPARE_FILES = 2  # one in so many descriptors may be a stream that others opened
 DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
 TLS_S = 10.0  # to begin and to end it on a relayed stream
+PING = "ping"
+PING_S = 3.0  # for the answer of a peer that has let an exchange expire
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
 
 
@@ -91,7 +95,9 @@ class LibP2PStream(StreamEnd):
         self.admission = b""
         self.num_received = self.num_sent = 0
         self.bytes_received = self.bytes_sent = 0
-        self.is_relayed = False
+        self.relay = ""
+        """PeerID of the peer that carries it; empty if nobody does"""
+        self.heard_s = 0.0
         self.on_gone: Callable[[LibP2PStream], None] = lambda stream: None
         self._admit = admit
         self._unread_bytes = 0
@@ -187,6 +193,7 @@ class LibP2PStream(StreamEnd):
 
     def on_frame(self, mark: Mark, payload: bytes) -> None:
         """Take a whole frame."""
+        self.heard_s = asyncio.get_running_loop().time()
         self.num_received += 1
         self.bytes_received += len(payload) + HEADER_BYTES
         if mark == Mark.DATA:
@@ -238,8 +245,12 @@ class LibP2PStream(StreamEnd):
         self._wake()
 
 
+async def _pong(remote: str, body: bytes) -> bytes:
+    return b""
+
+
 def _relayed(stream: LibP2PStream) -> int:
-    return stream.bytes_sent + stream.bytes_received if stream.is_relayed else 0
+    return stream.bytes_sent + stream.bytes_received if stream.relay else 0
 
 
 def _connection_of(stream: LibP2PStream) -> Connection:
@@ -277,6 +288,7 @@ class LibP2PTransport:
         """
         self.admission = admission
         self.handlers = Handlers(check, log_failure)
+        self.handlers.serve(PING, _pong)
         self.restarts = 0
         self._daemon = daemon
         self._protocol = protocol_name(run_id)
@@ -293,6 +305,7 @@ class LibP2PTransport:
         self._relaying = relaying
         self._dialing: dict[str, asyncio.Lock] = {}
         self._strangers = Strangers()
+        self._doubted: set[str] = set()
         self._calls_made = 0
         self._messages = [0, 0]
         self._bytes = [0, 0]
@@ -302,7 +315,7 @@ class LibP2PTransport:
         """Start serving, the first time and after `rebind`."""
         accepts: dict[str, Accept] = {self._protocol: self._accept}
         if self._relaying is not None:
-            self._relaying.bind(self._daemon, self._strangers, self._accept_relayed)
+            self._relaying.bind(self._daemon, self._strangers, self._accept_relayed, self.doubt)
             accepts[self._relaying.protocol] = self._relaying.accept
         await self._daemon.listen(accepts)
 
@@ -360,13 +373,46 @@ class LibP2PTransport:
         checked_method(method)
         checked_size("a call", len(body), MAX_CALL_BYTES)
         work = self._call(peer, method, body, timeout_s)
-        return await within(work, timeout_s, f"call of {method}", peer)
+        return await self._within(work, timeout_s, f"call of {method}", peer)
 
     async def open(self, peer: str, method: str, *, timeout_s: float) -> LibP2PStream:
         """Open a stream to the peer's handler of `method`."""
         checked_method(method)
         work = self._open(peer, method, is_call=False, timeout_s=timeout_s)
-        return await within(work, timeout_s, f"open of {method}", peer)
+        return await self._within(work, timeout_s, f"open of {method}", peer)
+
+    async def _within(
+        self, work: Coroutine[None, None, T], timeout_s: float, what: str, peer: str
+    ) -> T:
+        try:
+            return await within(work, timeout_s, what, peer)
+        except DeadlineExceeded:
+            self.doubt(peer)
+            raise
+
+    def doubt(self, peer: str) -> None:
+        """Ask a connected peer for a sign of life; close its connections if none comes.
+
+        A router that has a new address, or a laptop in another network, leaves connections that
+        libp2p believes in for up to a minute. While it does, it dials nobody anew.
+        """
+        if peer in self._connected and peer not in self._doubted and not self._is_closed:
+            self._doubted.add(peer)
+            self._tasks.spawn(self._expect_life(peer))
+
+    async def _expect_life(self, peer: str) -> None:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            with suppress(TransportError):
+                await within(self._call(peer, PING, b"", PING_S), PING_S, "ping", peer)
+                return
+            carried = (s for s in self._streams if (s.relay or s.remote) == peer)
+            if not any(stream.heard_s >= began_s for stream in carried):
+                logger.info("%s is silent; its connections are closed", peer)
+                await self._daemon.disconnect(peer)
+                self._connected.discard(peer)
+        finally:
+            self._doubted.discard(peer)
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None:
         """Remember a peer's addresses for the first `call` or `open`."""
@@ -512,12 +558,12 @@ class LibP2PTransport:
     ) -> LibP2PStream:
         if peer not in self._connected and peer in self._known:
             await self._connect(peer, timeout_s)
+        stream = LibP2PStream(peer, method, is_call=is_call, admit=None)
         tls: ssl.SSLContext | None = None
         if peer in self._behind and peer not in self._connected:
-            connection, tls = await self._through_relay(peer, timeout_s)
+            stream.relay, connection, tls = await self._through_relay(peer, timeout_s)
         else:
             connection = await self._directly(peer, timeout_s)
-        stream = LibP2PStream(peer, method, is_call=is_call, admit=None)
         try:
             await self._attach(stream, connection, tls)
         except OSError as error:
@@ -535,7 +581,7 @@ class LibP2PTransport:
 
     async def _through_relay(
         self, peer: str, timeout_s: float
-    ) -> tuple[socket.socket, ssl.SSLContext]:
+    ) -> tuple[str, socket.socket, ssl.SSLContext]:
         assert self._relaying is not None
         errors: list[str] = []
         # Those that we have a connection to first: to dial one that is dead takes seconds.
@@ -545,8 +591,11 @@ class LibP2PTransport:
             left_s = deadline_s - asyncio.get_running_loop().time()
             share_s = left_s / (len(relays) - index)
             try:
-                return await self._relaying.open(relay, peer, timeout_s=share_s)
-            except (PeerUnreachable, DeadlineExceeded, Refused) as error:
+                return relay, *await self._relaying.open(relay, peer, timeout_s=share_s)
+            except DeadlineExceeded as error:
+                self.doubt(relay)
+                errors.append(f"through {relay}: {error}")
+            except (PeerUnreachable, Refused) as error:
                 errors.append(f"through {relay}: {error}")
         raise PeerUnreachable(f"{peer} cannot be reached {'; '.join(errors)}", peer=peer)
 
@@ -573,7 +622,6 @@ class LibP2PTransport:
         except BaseException:
             connection.close()
             raise
-        stream.is_relayed = tls is not None
         stream.on_gone = self._forget
         self._streams.add(stream)
 
@@ -662,7 +710,7 @@ class LibP2PTransport:
             connection.close()
 
     async def _accept_relayed(
-        self, remote: str, connection: socket.socket, tls: ssl.SSLContext
+        self, relay: str, remote: str, connection: socket.socket, tls: ssl.SSLContext
     ) -> None:
         """Take over a stream that a relay brought; return once its TLS stands."""
         why = self._why_full(remote)
@@ -671,6 +719,7 @@ class LibP2PTransport:
             connection.close()
             return
         stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
+        stream.relay = relay
         await self._attach(stream, connection, tls, is_accepted=True)
         self._tasks.spawn(self._serve(stream))
 

@@ -240,6 +240,12 @@ class P2pd:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=dial)
         await self._ask(request, timeout_s=timeout_s)
 
+    async def disconnect(self, peer: str, *, timeout_s: float = 5.0) -> None:
+        """Close all connections to a peer."""
+        parting = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=parting)
+        await self._ask(request, timeout_s=timeout_s)
+
     async def open(self, peer: str, protocol: str, *, timeout_s: float) -> socket.socket:
         """Open a stream to the peer's handler of `protocol`, as a non-blocking socket."""
         opening = p2pd_pb2.StreamOpenRequest(

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 VERSION = 2  # since 2, frames name where the relay sees the ends
 MAX_FRAME_BYTES = 12 << 10  # two admissions of 4 KiB, a certificate of 300 bytes, a PeerID
 MAX_HELLO_BYTES = 2 << 10
-JOIN_S = 10.0  # for each frame before the two are joined
+JOIN_S = 5.0  # for each frame before the two are joined
 LINGER_S = 60.0  # for the second direction to end after the first, as for a call's stream
 PIECE_BYTES = 64 << 10  # copied at once; what p2pd puts into a message
 MAX_PER_PEER = 256  # relayed streams of one peer, as many as it may open to another
@@ -81,8 +81,9 @@ class Kind(IntEnum):
     REFUSED = 4
 
 
-Joined = Callable[[str, socket.socket, ssl.SSLContext], Awaitable[None]]
-"""Takes over a stream that somebody opened to us, once its TLS stands: PeerID, socket, TLS."""
+Joined = Callable[[str, str, socket.socket, ssl.SSLContext], Awaitable[None]]
+"""Takes over a stream that somebody opened to us, once its TLS stands: PeerIDs of the relay and of
+the other end, socket, TLS."""
 
 
 def protocol_name(run_id: str) -> str:
@@ -215,10 +216,20 @@ class Relaying:
         self._daemon: P2pd | None = None
         self._strangers = Strangers()
         self._joined: Joined | None = None
+        self._doubt: Callable[[str], None] = lambda peer: None
 
-    def bind(self, daemon: P2pd, strangers: Strangers, joined: Joined) -> None:
-        """Use this daemon from now on, and pass streams that others open to us to `joined`."""
-        self._daemon, self._strangers, self._joined = daemon, strangers, joined
+    def bind(
+        self, daemon: P2pd, strangers: Strangers, joined: Joined, doubt: Callable[[str], None]
+    ) -> None:
+        """Use this daemon from now on.
+
+        Args:
+            daemon: carries the streams.
+            strangers: bounds those without an admission, together with the transport's.
+            joined: takes over streams that others open to us.
+            doubt: called with the PeerID of a peer that does not answer.
+        """
+        self._daemon, self._strangers, self._joined, self._doubt = daemon, strangers, joined, doubt
 
     async def close(self) -> None:
         """End all relayed streams."""
@@ -319,7 +330,7 @@ class Relaying:
         if self._joined is not None:
             ours = socket.socket(fileno=connection.detach())  # it has another owner now
             ours.setblocking(False)
-            await self._joined(peer, ours, context)
+            await self._joined(relay, peer, ours, context)
 
     async def _carry(
         self, source: str, near: socket.socket, target: bytes, hello: bytes, admission: bytes
@@ -336,7 +347,11 @@ class Relaying:
         try:
             far = await self._bring(source, target.decode("ascii"), hello, admission)
             try:
-                (answer,) = await _answer(far, target.decode())
+                try:
+                    (answer,) = await _answer(far, target.decode())
+                except DeadlineExceeded:
+                    self._doubt(target.decode())
+                    raise
                 await _send(near, Kind.JOINED, answer, await self._address_of(target.decode()))
                 self._joining.pop(near)
                 await self._copy(source, near, target.decode(), far)

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
 import ssl
 import time
 
 import pytest
 
-from atoll.dht import p2pd, relaying, strangers
+from atoll.dht import libp2p, p2pd, relaying, strangers
 from atoll.dht.addresses import relay_of, through
 from atoll.dht.identity import Identity
 from atoll.dht.libp2p import LibP2PTransport
@@ -16,7 +17,7 @@ from atoll.dht.p2pd import P2pd, P2pdOptions
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.relaying import Kind, Rate, Relaying, Secrets
 from atoll.dht.strangers import MAX_SILENT, MAX_SILENT_PER_PEER
-from atoll.dht.transport import MAX_CALL_BYTES, PeerUnreachable, Refused
+from atoll.dht.transport import MAX_CALL_BYTES, DeadlineExceeded, PeerUnreachable, Refused
 from support.nodes import RUN, TICKET, check, echo, echo_stream
 
 
@@ -258,6 +259,65 @@ def test_a_sender_of_many_streams_has_one_share():
 
         await asyncio.gather(*(use("a", 5) for _ in range(4)), use("b", 5))
         assert done[:11].count("b") == 5  # the first turn of each is over at once
+
+    run(main)
+
+
+def test_a_connection_without_a_sign_of_life_is_closed(monkeypatch):
+    """As after a router got another address: p2pd believes in it for a minute and does not dial."""
+    monkeypatch.setattr(libp2p, "PING_S", 0.3)
+
+    async def main():
+        async with ends(1) as (a, b):
+            await b.transport.call(a.peer_id, "echo", b"", timeout_s=10)
+            a.daemon.process.send_signal(signal.SIGSTOP)
+            try:
+                with pytest.raises(DeadlineExceeded):
+                    await b.transport.call(a.peer_id, "new", b"", timeout_s=0.3)
+                while await b.transport.is_connected(a.peer_id):
+                    await asyncio.sleep(0.02)
+            finally:
+                a.daemon.process.send_signal(signal.SIGCONT)
+            await b.transport.connect(a.peer_id, a.daemon.addresses, timeout_s=20)
+            await b.transport.call(a.peer_id, "echo", b"", timeout_s=10)
+
+    run(main)
+
+
+def test_a_slow_answer_closes_no_connection(monkeypatch):
+    async def main():
+        async with ends(1) as (a, b):
+
+            async def never(remote, body):
+                await asyncio.sleep(60)
+
+            a.transport.serve("never", never)
+            with pytest.raises(DeadlineExceeded):
+                await b.transport.call(a.peer_id, "never", b"", timeout_s=0.3)
+            assert b.transport._doubted
+            while b.transport._doubted:
+                await asyncio.sleep(0.02)
+            assert await b.transport.is_connected(a.peer_id)
+
+    run(main)
+
+
+def test_a_relay_doubts_a_peer_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(libp2p, "PING_S", 0.3)
+    monkeypatch.setattr(relaying, "JOIN_S", 0.3)
+
+    async def main():
+        async with ends() as (relay, a, b):
+            await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
+            b.daemon.process.send_signal(signal.SIGSTOP)
+            try:
+                with pytest.raises((PeerUnreachable, DeadlineExceeded)):
+                    await a.transport.call(b.peer_id, "new", b"", timeout_s=2)
+                while await relay.transport.is_connected(b.peer_id):
+                    await asyncio.sleep(0.02)
+            finally:
+                b.daemon.process.send_signal(signal.SIGCONT)
+            assert await a.transport.is_connected(relay.peer_id)  # it has answered
 
     run(main)
 

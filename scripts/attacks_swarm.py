@@ -27,7 +27,6 @@ from support import attackers, greedy
 from support.liar_runs import PATIENCE_S, WINDOW_S
 from support.liars import Liar
 from support.swarm import (
-    SMALL,
     Swarm,
     SwarmPeer,
     claim,
@@ -54,6 +53,8 @@ class Scene:
     """how long newcomers took, the first of them before the attack"""
     began_at: int = 0
     """position"""
+    told: list[int] = field(default_factory=list)
+    """how many events each peer had reported when the attack began"""
 
     @property
     def liar(self) -> SwarmPeer:
@@ -90,6 +91,14 @@ def met(scene: Scene) -> str:
     return counted(scene.seen)
 
 
+def warnings(scene: Scene) -> str:
+    """Return how often the honest peers warned."""
+    honest = zip(scene.peers[:-1], scene.told, strict=False)
+    events = [event for peer, told in honest for event in peer.events[told:]]
+    count = sum(not event.startswith("info") for event in events)
+    return f"{count} warnings of honest peers"
+
+
 def electors(scene: Scene) -> str:
     """Return how many vote in the end."""
     known = {peer.ctx.me for peer in scene.peers}
@@ -104,11 +113,25 @@ def newcomers(scene: Scene) -> str:
     return f"{len(during_s)} newcomers had the log after {longest}, {before_s:.1f} s before"
 
 
+def decided(scene: Scene) -> list[Entry]:
+    """Return the entries since the attack began."""
+    replica = scene.peers[0].replica
+    rows = replica.store.headers(scene.began_at, replica.position - scene.began_at)
+    return [Entry.decode(row.entry) for row in rows]
+
+
+def parts(scene: Scene) -> str:
+    """Return how many parts were the attacker's, and how many another owner reduced again."""
+    cut = [(entry.members[part.owner], part) for entry in decided(scene) for part in entry.parts]
+    its = sum(owner.peer_id == scene.liar.identity.peer_id for owner, _ in cut)
+    again = sum(part.generation > 0 for _, part in cut)
+    return f"{its} of {len(cut)} parts are its own, {again} were repaired; {electors(scene)}"
+
+
 def share(scene: Scene) -> str:
     """Return the attacker's largest part of an update, by weight, clip factor and norm."""
-    replica, most = scene.peers[0].replica, 0.0
-    for row in replica.store.headers(scene.began_at, replica.position - scene.began_at):
-        entry = Entry.decode(row.entry)
+    most = 0.0
+    for entry in decided(scene):
         pull = {m.peer_id: m.weight * m.clip * m.norm for m in entry.members}
         mine = pull.get(scene.liar.identity.peer_id, 0.0)
         most = max(most, mine / sum(pull.values()) if pull else 0.0)
@@ -122,7 +145,7 @@ class Attack:
     what: str
     begin: Begin
     stranger: bool = False
-    saw: Saw = met
+    saw: Saw = warnings
 
 
 def _p2(scene: Scene) -> None:
@@ -185,7 +208,7 @@ ATTACKS: dict[str, Attack] = {
     "p1": Attack(
         what="an owner reports that nobody else sent anything",
         begin=lambda scene: attackers.deny_others(scene.patch, scene.liar.ctx.me),
-        saw=electors,
+        saw=parts,
     ),
     "p2": Attack(what="a leader drops all other electors", begin=_p2, saw=electors),
     "p3": Attack(
@@ -223,21 +246,25 @@ ATTACKS: dict[str, Attack] = {
     "p9-part": Attack(
         what="an owner reports a part that decodes to nothing",
         begin=lambda scene: attackers.spoil_parts(scene.patch, scene.liar.ctx.me),
+        saw=parts,
     ),
     "p10": Attack(what="a donor sends a header every 5 s", begin=_p10("headers"), saw=newcomers),
     "p11": Attack(
         what="a member sends entries that take seconds to parse",
         begin=lambda scene: greedy.send_costly(scene.liar.transport, scene.peers[:-1], scene.seen),
+        saw=met,
     ),
     "p12": Attack(
         what="a member leaves parts up front that no round asks for",
         begin=lambda scene: greedy.hoard(scene.liar, scene.peers[:-1], scene.seen),
+        saw=met,
     ),
-    "p13": Attack(what="a stranger reports for the last term", begin=_p13, stranger=True),
+    "p13": Attack(what="a stranger reports for the last term", begin=_p13, stranger=True, saw=met),
     "p13-lone": Attack(
         what="a stranger calls the leaders of later terms",
         begin=lambda scene: greedy.call_alone(scene.swarm, scene.peers, seen=scene.seen),
         stranger=True,
+        saw=met,
     ),
     "p14": Attack(what="a member reads bulk data slowly in all slots", begin=_p14, saw=newcomers),
     "random": Attack(what="an elector lies at random (seed 2)", begin=lambda scene: None),
@@ -308,7 +335,7 @@ def measure(name: str) -> Row:
             await swarm.until(lambda: watch.least() >= 2)
             before = await watch.phase()
             cpu_s, peak, began_s = watch.cpu_s, peak_mb(), swarm.now()
-            scene.began_at = watch.least()
+            scene.began_at, scene.told = watch.least(), [len(peer.events) for peer in peers]
             work = attack.begin(scene)
             tasks = liar.begin() if liar is not None else []
             if work is not None:
@@ -332,4 +359,4 @@ def measure(name: str) -> Row:
         )
 
     with tempfile.TemporaryDirectory() as folder:
-        return run_swarm(Path(folder), scenario, codec="int8", layout=SMALL)
+        return run_swarm(Path(folder), scenario, codec="int8")

@@ -303,6 +303,7 @@ async def call_alone(swarm, peers, ahead=40, every_s=2.0, seen=None):
         try:
             stream = await stranger.open(leader.identity.peer_id, "round", timeout_s=2)
             await stream.send(ready_of(liar, leader, term=term), timeout_s=2)
+            seen["call taken"] += 1
             while await stream.recv(timeout_s=30.0) is not None:
                 pass
         except Refused as error:

@@ -38,7 +38,7 @@ SAVED = ROOT / "docs" / "benchmarks" / "attacks.json"
 PAGE = ROOT / "docs" / "benchmarks" / "attacks.md"
 EXAMPLES = """\
 examples:
-  ./scripts/bench attacks                       all attacks in memory (half an hour)
+  ./scripts/bench attacks                       all attacks in memory (5 minutes)
   ./scripts/bench attacks --only p1,p3,o1
   ./scripts/bench attacks --real                with real processes (20 minutes)
   ./scripts/bench attacks --only p3,d1 --real
@@ -170,20 +170,21 @@ def save(found: dict[str, Section]) -> None:
 
 def arguments() -> argparse.Namespace:
     """Return the options."""
+    in_memory = [*attacks_swarm.ATTACKS, *attacks_doors.DOORS]
+    names = f"in memory: {', '.join(in_memory)}\nreal: {', '.join(attacks_real.ATTACKS)}"
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=EXAMPLES,
+        epilog=f"attacks {names}\n\n{EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--only", default="", metavar="NAMES", help="attacks, separated by commas (default all)")
-    add("--real", action="store_true", help=f"real processes: {', '.join(attacks_real.ATTACKS)}")
+    add("--real", action="store_true", help="real processes instead of peers in memory")
     add("--seeds", type=int, default=0, help="number of random liars to run instead (default 0)")
     add("--first-seed", type=int, default=0, help="first seed of them (default 0)")
     add("--save", action="store_true", help=f"also write the rows to {SAVED.name} and {PAGE.name}")
     add("--json", action="store_true", help="the rows as JSON on the last line")
     options = parser.parse_args()
-    in_memory = [*attacks_swarm.ATTACKS, *attacks_doors.DOORS]
     known = list(attacks_real.ATTACKS) if options.real else in_memory
     options.only = options.only.split(",") if options.only else known
     if unknown := [name for name in options.only if name not in known]:

@@ -428,6 +428,10 @@ class Coordinator:
             return "finished"
         if self.replica.opened is None:
             return "waiting"
+        if sum(peer.role == "trainer" for peer in alive) < min(2, self.spec.round.min_peers) and (
+            alive and self._logged
+        ):
+            return "waiting"  # a trainer alone offers nothing (docs/protocol.md, part 2)
         stalled = self._epochs.is_stalled(now_s, self._round_s(now_s))
         return "stalled" if stalled or not alive else "training"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.rpc.messages import ALIVE_S, HEARTBEAT_S, MAX_HEARTBEAT_S
-from atoll.coordinator.run.status import MAX_PEERS_SHOWN, PeerState, PeerStatus
+from atoll.coordinator.run.status import CANNOT_REACH, MAX_PEERS_SHOWN, PeerState, PeerStatus
 
 FORGET_S = 3600.0  # gone peers stay in view this long
 REPORTS_PER_S = 200  # from all peers together; one takes about 0.3 ms
@@ -20,6 +20,7 @@ MISSED = 3  # heartbeats in a row: two may be lost with a restarted link
 LONG_AGO_S = 60.0  # a peer known from the history counts as gone until it reports
 SAVE_EVERY_S = 5.0  # a restart shows statuses at most this old
 MANY = 512  # peers: looking through so many with each of 200 reports a second takes a core
+PAIRS_NAMED = 4  # in one look: a peer that reaches nobody would fill the log
 LOOK_AGAIN_S = 0.5  # the list of so many is at most this old
 
 
@@ -118,6 +119,7 @@ class Presence:
         self._events = events
         self._seen: set[str] = set()
         """PeerIDs whose coming is logged, but not yet their going."""
+        self._apart: frozenset[tuple[str, str]] = frozenset()
         self._saved_s = now_s
         self._alive: list[KnownPeer] = []
         self._looked_s = now_s
@@ -161,6 +163,28 @@ class Presence:
         elif before and not known:
             self._events.add("info", status.peer_id, "is back")
 
+    def apart(self, now_s: float) -> list[tuple[str, str]]:
+        """Return the pairs of peers online of which one reports that it cannot reach the other."""
+        alive = {m.status.peer_id: m.status.unreached for m in self.alive(now_s)}
+        pairs = {
+            (min(peer, other), max(peer, other))
+            for peer, unreached in alive.items()
+            for other in unreached
+            if other in alive and other != peer
+        }
+        return sorted(pairs)
+
+    def report_apart(self, now_s: float) -> None:
+        """Log each pair that stays apart once; again if it comes back."""
+        pairs = self.apart(now_s)
+        new = [pair for pair in pairs if pair not in self._apart]
+        for one, other in new[:PAIRS_NAMED]:
+            self._events.report_once("warning", f"{one} and {other} {CANNOT_REACH}")
+        if len(new) > PAIRS_NAMED:
+            more = f"{len(new) - PAIRS_NAMED} more pairs of peers"
+            self._events.report_once("warning", f"{more} {CANNOT_REACH}")
+        self._apart = frozenset(pairs)
+
     def put_out(self, peer_id: str) -> None:
         """Count a peer as gone that the organiser evicted."""
         known = self.peers.get(peer_id)
@@ -178,6 +202,7 @@ class Presence:
             silent_s = known.alive_s if known is not None else ALIVE_S
             self._events.add("warning", peer_id, f"no report for {silent_s:g} s; counts as gone")
         self._seen &= alive
+        self.report_apart(now_s)
         self.peers.forget(now_s)
 
     async def save_when_due(self, now_s: float) -> None:

@@ -16,6 +16,7 @@ from atoll.coordinator.report import text
 from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
 from atoll.coordinator.report.view import (
     IMPORTANT,
+    apart,
     counted_rounds,
     event_text,
     gap_text,
@@ -30,10 +31,17 @@ from atoll.coordinator.report.view import (
     waits_for,
     without,
 )
-from atoll.coordinator.run.status import Event, RoundSummary, RunStatus, seconds_between
+from atoll.coordinator.run.status import (
+    CANNOT_REACH,
+    Event,
+    RoundSummary,
+    RunStatus,
+    seconds_between,
+)
 
 # A round is known before its members' reports on it, which come with the next heartbeats.
 TRACES_WITHIN_S = 3.0
+MAX_PAIRS = 8  # of peers that cannot reach each other, named in a status
 
 
 def lines(previous: RunStatus | None, current: RunStatus) -> list[str]:
@@ -220,6 +228,11 @@ def render_status(status: RunStatus) -> str:
         ("parameters", text.count(status.params)),
         ("peers", f"{num_present(status)} of {len(status.peers)} online"),
     ]
+    pairs = apart(status)
+    for one, other in pairs[:MAX_PAIRS]:
+        facts.append(("unreachable", f"{label(one)} and {label(other)} {CANNOT_REACH}"))
+    if len(pairs) > MAX_PAIRS:
+        facts.append(("unreachable", f"{len(pairs) - MAX_PAIRS} more pairs"))
     if status.gaps:
         rounds = ", ".join(map(gap_text, status.gaps))
         facts.append(("missing", f"updates of rounds {rounds}: no peer has kept them"))

@@ -125,6 +125,18 @@ def counted_rounds(peer: PeerStatus) -> str:
     return f"{peer.rounds_counted}/{peer.rounds_seen}" if peer.rounds_seen else ABSENT
 
 
+def apart(status: RunStatus) -> list[tuple[PeerStatus, PeerStatus]]:
+    """Return the pairs of peers online of which one reports that it cannot reach the other."""
+    here = {peer.peer_id: peer for peer in sorted_peers(status) if not is_gone(peer)}
+    pairs = {
+        (min(peer.peer_id, other), max(peer.peer_id, other))
+        for peer in here.values()
+        for other in peer.unreached
+        if other in here and other != peer.peer_id
+    }
+    return [(here[one], here[other]) for one, other in sorted(pairs)]
+
+
 def missing(row: RoundSummary) -> list[str]:
     """Return the PeerIDs that a round continued without, wholly or from some cell on."""
     return list(dict.fromkeys([*row.left_out, *row.reasons]))

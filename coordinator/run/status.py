@@ -29,7 +29,14 @@ MAX_RUN_BYTES = 16 * 1024 * 1024  # 4,096 peers and 512 rounds are about 6 MB
 HISTORY = 512  # rounds in a RunStatus; the coordinator's database keeps them all
 EVENTS = 256  # newest events in a RunStatus
 MAX_PEERS_SHOWN = 4096  # in a RunStatus
+MAX_UNREACHED = 16  # peers that one names as out of its reach
 MAX_GAPS = 64  # newest gaps in a RunStatus
+
+CANNOT_REACH = (
+    "cannot reach each other, so work of one may not count with the other; open or forward a TCP "
+    "port at one of them, and name it there with --listen and --announce"
+)
+"""The fact and the remedy, after the names of two peers."""
 
 RunState = Literal["waiting", "training", "stalled", "finished"]
 PeerReach = Literal["", "direct", "hole", "relayed"]
@@ -180,7 +187,7 @@ class PeerStatus(StatusRecord):
     """Fraction of the capacity in use."""
     downlink_use: Fraction = 0.0
     utilisation: Fraction = 0.0
-    """Fraction of the time spent training."""
+    """Fraction of the time spent training, over its last windows and of its `--share`."""
     last_seen_s: Amount = 0.0
     """Seconds since the coordinator last heard from it."""
     phases: Seconds = field(default_factory=dict)
@@ -198,6 +205,8 @@ class PeerStatus(StatusRecord):
     """PeerIDs of its relays, the first choice first."""
     relayed_bytes: Count = 0
     """Sent and received through relays."""
+    unreached: Annotated[list[Name], Field(max_length=MAX_UNREACHED)] = field(default_factory=list)
+    """PeerIDs of trainers in the run that it cannot reach, nor through a relay."""
     rounds_seen: Count = 0
     """Rounds that were decided since this process began to train."""
     rounds_counted: Count = 0

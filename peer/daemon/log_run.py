@@ -171,6 +171,7 @@ class LogRun:
             self.progress,
             self._decisions,
             patience_s=PATIENCE_STALLS * settings.stall_s + 4 * settings.grace_s,
+            company=self._env.company,
         )
 
     async def run(self) -> None:
@@ -292,6 +293,7 @@ class LogRun:
         """Drop open work that belongs to the position before; at the start there is none."""
         if self._serves and not self._env.is_keeper:
             self.rounds.withdraw()
+            self._env.company.withdraw()
             why = f"recovered to position {self.replica.position}"
             self._decisions.put(Reset(state=self.replica.state, why=why))
 

@@ -33,6 +33,7 @@ from atoll.optim.log.replica import Compute
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
+from atoll.peer.daemon.company import LOOK_EVERY_S, Company, answer_hello, asking
 from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, StateDirectory
@@ -64,6 +65,7 @@ class Environment:
     enrolment: Enrolment
     node: Node
     neighbours: Neighbours
+    company: Company
     outbox: Outbox
     tasks: KeptTasks
     report: OnEvent
@@ -228,6 +230,7 @@ class Peer:
             env.tasks.keep(peer.run.heartbeats.keep)
             env.tasks.keep(peer._keep_record)
             env.tasks.keep(peer._keep_connected)
+            env.tasks.keep(peer._keep_company)
             yield peer
             await peer._leave()
 
@@ -266,6 +269,16 @@ class Peer:
         while True:
             await self._env.neighbours.connect(self.run.roster_peers)
             await asyncio.sleep(CONNECT_EVERY_S)
+
+    async def _keep_company(self) -> None:
+        while True:
+            if not self.run.progress.is_over(self.position):
+                await self._env.company.look(self._other_trainers())
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _other_trainers(self) -> list[str]:
+        me, seen = self._env.me.peer_id, self._env.neighbours.roster.seen
+        return [r.peer_id for r in seen if r.role == "trainer" and r.peer_id != me]
 
     async def _leave(self) -> None:
         """Leave the rounds and the coordinator; closing the node leaves roster and DHT."""
@@ -332,6 +345,7 @@ async def _environment(
         relay_mbit_s=options.relay_mbit_s if is_direct(reach, bootstrap) else 0.0,
     )
     stack.push_async_callback(node.close)
+    node.transport.serve("hello", answer_hello)
     stack.push_async_callback(tasks.close, GOODBYE_S)
     reachability = Reachability(node, reach, bootstrap)
     if not options.announce:
@@ -356,6 +370,11 @@ async def _environment(
             role="keeper" if is_keeper else "trainer",
             keep_addresses=enrolment.keep_addresses,
         ),
+        company=Company(
+            ask=asking(node.transport),
+            needs_others=not is_keeper and needs_others(enrolment.membership.spec),
+            show=announcer.show,
+        ),
         outbox=outbox,
         tasks=tasks,
         report=announcer.report,
@@ -364,6 +383,11 @@ async def _environment(
         ballots=ballots,
     )
     return env, joined
+
+
+def needs_others(spec: RunSpec) -> bool:
+    """Return whether a trainer without others waits; by gossip nobody spends another's rounds."""
+    return spec.round.min_peers > 1 and spec.method().reduction != "pairs"
 
 
 def _compute_in(threads: ThreadPoolExecutor) -> Callable[..., Any]:

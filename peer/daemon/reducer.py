@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,7 @@ from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
 
 if TYPE_CHECKING:
+    from atoll.peer.daemon.company import Company
     from atoll.peer.daemon.peer import Peer
 
 STOP_POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
@@ -397,8 +399,12 @@ class NetworkReducer(RunReducer):
         decisions: Decisions,
         *,
         patience_s: float,
+        company: Company | None = None,
     ) -> None:
-        """Wait at most `patience_s` for one decision; past that the trainer continues."""
+        """Wait at most `patience_s` for one decision; past that the trainer continues.
+
+        A trainer that waits for `company` offers nothing, and does not continue.
+        """
         replay = ctx.replay
         super().__init__(
             thread,
@@ -411,6 +417,7 @@ class NetworkReducer(RunReducer):
         self._rounds = rounds
         self._decisions = decisions
         self._patience_s = patience_s
+        self._company = company
         self._replica = ctx.replica
         self._replay = replay
         self._residuals = [replay.residual(f) for f in range(len(replay.fragments))]
@@ -465,11 +472,11 @@ class NetworkReducer(RunReducer):
         fragment, rule = contribution.fragment, self._replay.method.weights
         weight = work_weight(contribution.tokens, contribution.steps, rule)
         number = self.progress.count(contribution)
-        if fragment in self._joining:
+        if fragment in self._joining and not self._reaches_nobody:
             # docs/protocol.md: the first window of each fragment of a joiner weighs nothing.
             self._ctx.on_event("info", "joined: the first window counts with weight 0")
             weight = 0.0
-            self._joining.discard(fragment)
+        self._joining.discard(fragment)
         encoding = self._encoder.submit(self._encode, contribution, weight, number)
         self._offers[fragment] = Offered(
             number=number,
@@ -497,7 +504,20 @@ class NetworkReducer(RunReducer):
         if encoding.cancelled() or encoding.exception() is not None:
             return  # `wait` raises it
         with suppress(RuntimeError):  # the loop has ended
-            self._thread.post(self._offer_unless_over, encoding.result())
+            self._thread.post(self._offer_with_others, encoding.result())
+
+    def _offer_with_others(self, window: OfferedWindow) -> None:
+        """Offer, in the loop, once this peer is not alone (docs/protocol.md, part 2, "Alone")."""
+        if self._company is None:
+            self._offer_unless_over(window)
+        else:
+            offer = partial(self._offer_unless_over, window)
+            self._company.with_others(window.fragment, offer)
+            self.progress.arrived(window.number)  # on offer or waiting, but no longer on its way
+
+    @property
+    def _reaches_nobody(self) -> bool:
+        return self._company is not None and self._company.reaches_nobody
 
     def _offer_unless_over(self, window: OfferedWindow) -> None:
         """Offer, in the loop, unless the run ends before the fragment's next turn."""
@@ -530,6 +550,9 @@ class NetworkReducer(RunReducer):
                 return  # the fragment whose turn it is has nothing on offer here
             if offered.encoding.done():
                 offered.encoding.result()
+            if self._company is not None and self._company.is_alone:
+                offered = replace(offered, deadline_s=time.monotonic() + self._patience_s)
+                self._offers[self._replay.fragment_at(self.position)] = offered
             left_s = offered.deadline_s - time.monotonic()
             if left_s <= 0:
                 return

@@ -393,6 +393,7 @@ class Reporter:
             reach=self._env.neighbours.reachability.kind,
             relays=list(map(peer_of, self._env.node.relays)),
             relayed_bytes=self._env.node.transport.statistics().relayed_bytes,
+            unreached=list(self._env.company.unreached),
             rounds_seen=self.tally.rounds_seen,
             rounds_counted=self.tally.rounds_counted,
             tokens_counted=self.tally.tokens_counted,
@@ -409,6 +410,8 @@ class Reporter:
             return "ready" if self._progress.started or self._env.is_keeper else "joining"
         if not self._standing.electorate:
             return "recovering"
+        if self._env.company.is_alone:
+            return "ready"  # it waits for another trainer
         return "training" if self._rounds().phase in AT_REST else "syncing"
 
     async def _state_digest(self) -> tuple[int, bytes]:

@@ -1,8 +1,10 @@
 """A trainer's public statistics, its saved counters and its measured pace."""
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
+RECENT_WINDOWS = 16  # a wait of an hour is out of view after so many rounds
 LOSS_DECAY = 0.95  # averages about the last 20 steps
 WARM_STEPS = 2  # not measured: they fill caches, load kernels and compile
 # A step or window longer than this many times the usual one is cut to it: the process or its
@@ -49,6 +51,10 @@ class TrainerStatistics:
     """Seconds spent training."""
     wait_s: float = 0.0
     """Seconds spent waiting for rounds."""
+    recent_compute_s: float = 0.0
+    """`compute_s` of the last `RECENT_WINDOWS` windows, without the first one of this process."""
+    recent_wait_s: float = 0.0
+    """`wait_s` of the same windows: without waiting for the run to begin."""
     windows: int = 0
     """Completed windows."""
     skipped_steps: int = 0
@@ -64,9 +70,33 @@ class TrainerStatistics:
 
     @property
     def utilisation(self) -> float:
-        """Fraction of the time spent training; 1.0 before the first wait."""
-        total_s = self.compute_s + self.wait_s
-        return self.compute_s / total_s if total_s else 1.0
+        """Fraction of the time spent training in the last windows; 1.0 before the second one.
+
+        Pauses that the owner asks for (`--share`) count as training: it is of the peer's share.
+        """
+        total_s = self.recent_compute_s + self.recent_wait_s
+        return self.recent_compute_s / total_s if total_s else 1.0
+
+
+@dataclass(kw_only=True)
+class RecentTimes:
+    """Seconds of computing and waiting at the ends of the last windows."""
+
+    _ends: deque[tuple[int, float, float]] = field(
+        default_factory=lambda: deque(maxlen=RECENT_WINDOWS)
+    )
+
+    def mark(self, windows: int, compute_s: float, wait_s: float) -> None:
+        """Note the sums after a step, once it has waited; the first window waits for the run."""
+        if windows and (not self._ends or windows > self._ends[-1][0]):
+            self._ends.append((windows, compute_s, wait_s))
+
+    def since(self, compute_s: float, wait_s: float) -> tuple[float, float]:
+        """Return the seconds computed and waited since the oldest end that is kept."""
+        if not self._ends:
+            return 0.0, 0.0
+        _, before_s, waited_s = self._ends[0]
+        return max(0.0, compute_s - before_s), max(0.0, wait_s - waited_s)
 
 
 @dataclass(kw_only=True)

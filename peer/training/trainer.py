@@ -47,6 +47,7 @@ from atoll.peer.training.permission import Allowed
 from atoll.peer.training.statistics import (
     LONGER,
     WARM_STEPS,
+    RecentTimes,
     StepPace,
     TrainerCounters,
     TrainerStatistics,
@@ -148,6 +149,7 @@ class Trainer:
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
         self._steps_s: deque[float] = deque(maxlen=SHARE_STEPS)
         self._pace = StepPace()
+        self._times = RecentTimes()
         self._stopping = threading.Event()
         self._evaluator: Evaluator | None = None
         self._saved_at_s = self.options.clock()
@@ -433,7 +435,8 @@ class Trainer:
             # A step of minutes means a suspended process; others would expect this peer to be late.
             usual_s = self._statistics.step_s or step_s
             step_s = 0.9 * usual_s + 0.1 * min(step_s, LONGER * usual_s)
-        left = self.worker.steps_left
+        left, method = self.worker.steps_left, self.worker.statistics()
+        self._times.mark(method.windows, method.compute_s, method.wait_s)
         self._publish(
             phase="training",
             tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
@@ -447,6 +450,7 @@ class Trainer:
         """Replace the record at once, so that readers in other threads see it whole."""
         method = self.worker.statistics()
         changes.setdefault("phase", self._statistics.phase)
+        compute_s, wait_s = self._times.since(method.compute_s, method.wait_s)
         self._statistics = replace(
             self._statistics,
             position=self._progress.position,
@@ -458,6 +462,8 @@ class Trainer:
             loss=self._progress.loss,
             compute_s=method.compute_s,
             wait_s=method.wait_s,
+            recent_compute_s=compute_s,
+            recent_wait_s=wait_s,
             windows=method.windows,
             skipped_steps=self._progress.skipped,
             dropped_windows=self._progress.dropped + method.discarded,

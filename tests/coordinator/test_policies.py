@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 from atoll.coordinator.policies import (
     PublisherChoice,
     ReportLimit,
@@ -7,7 +9,7 @@ from atoll.coordinator.policies import (
     electable,
     window_s,
 )
-from atoll.coordinator.presence import MAX_PEERS, KnownPeers
+from atoll.coordinator.presence import MAX_PEERS, KnownPeers, Presence
 from atoll.coordinator.run.status import PeerStatus
 from atoll.optim.log.entry import Elector
 
@@ -180,3 +182,18 @@ def test_a_peer_that_said_goodbye_has_left_and_is_not_gone() -> None:
     peers.update(peer("a", state="leaving"), 0.0, left=True)
     peers.update(peer("b"), 0.0, left=True)  # evicted
     assert {m.status.peer_id: m.shown(1.0).state for m in peers.all()} == {"a": "left", "b": "gone"}
+
+
+def test_a_pair_that_stays_apart_is_logged_once() -> None:
+    logged: list[str] = []
+    history = SimpleNamespace(peers=lambda: [])
+    events = SimpleNamespace(report_once=lambda level, text: logged.append(text))
+    presence = Presence(history, events, 0.0)  # type: ignore[arg-type]
+    presence.peers.update(peer("a", unreached=["b", "elsewhere"]), 0.0)
+    presence.look(1.0)
+    assert logged == []
+    presence.peers.update(peer("b", unreached=["a"]), 1.0)
+    presence.look(2.0)
+    presence.look(3.0)
+    (text,) = logged
+    assert text.startswith("a and b cannot reach each other")

@@ -91,7 +91,9 @@ def of_fragment(fragment, value=1.0):
 class Bench:
     """A reducer, its loop, and what it told both sides."""
 
-    def __init__(self, folder, *, position=0, patience_s=30.0, spec=SPEC, layout=LAYOUT):
+    def __init__(
+        self, folder, *, position=0, patience_s=30.0, spec=SPEC, layout=LAYOUT, company=None
+    ):
         self.layout = layout
         self.store = LogStore(folder, run_id=bytes(32), genesis_chain=bytes(32))
         self.replica = types.SimpleNamespace(
@@ -117,6 +119,7 @@ class Bench:
             TrainerProgress(spec, replay.method, len(replay.fragments)),
             self.decisions,
             patience_s=patience_s,
+            company=company,
         )
 
     def deliver(self, settled):

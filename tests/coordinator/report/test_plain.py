@@ -274,3 +274,14 @@ def test_the_status_says_how_each_peer_is_reached(sample):
         line.split() for line in told.splitlines() if " direct " in line or " relayed " in line
     ]
     assert {words[0] for words in reached} == {first.name, second.name}
+
+
+def test_a_status_names_a_pair_that_cannot_reach_each_other(sample):
+    status = sample(3)
+    one, other, *rest = status.peers
+    here = [replace(one, unreached=[other.peer_id]), replace(other, unreached=[one.peer_id]), *rest]
+    shown = render_status(replace(status, peers=here))
+    (line,) = [x for x in shown.splitlines() if "each other" in x]
+    assert one.name in line and other.name in line and "--announce" in line
+    left = [here[0], replace(here[1], state="left"), *rest]
+    assert "each other" not in render_status(replace(status, peers=left))

@@ -523,3 +523,38 @@ def test_windows_that_entries_went_on_without_are_offered_together(bench, missed
     assert [w.steps for w in each.offers] == [2, 4, 6, 2]
     assert each.offers[2].offer.norm == pytest.approx(3 * NORM)
     assert worker.statistics().resets == 0
+
+
+def company(**changes):
+    """The others, as far as a peer that waits for them reaches any."""
+    waiting = []
+    parts = {"is_alone": False, "reaches_nobody": False, "waiting": waiting}
+    alone = types.SimpleNamespace(**(parts | changes))
+    alone.with_others = lambda fragment, offer: waiting.append(offer) if alone.is_alone else offer()
+    return alone
+
+
+def test_a_trainer_alone_offers_nothing_and_does_not_go_on(bench):
+    others = company(is_alone=True, reaches_nobody=True)
+    each = bench(company=others, patience_s=0.01)
+    each.start()
+    each.reducer.submit(contribution())
+    each.let_loop_catch_up()
+    assert (each.offers, len(others.waiting)) == ([], 1)
+    waiting = threading.Thread(target=each.reducer.wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()  # although its patience is over
+    others.is_alone = False
+    each.thread.ask(others.waiting[0])
+    assert each.offers
+    each.reducer.stopping.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("reaches_nobody", [True, False])
+def test_a_joiner_that_reaches_nobody_counts_at_once(bench, reaches_nobody):
+    each = bench(position=3, company=company(reaches_nobody=reaches_nobody))
+    each.start()
+    assert (each.submit().offer.weight > 0) is reaches_nobody

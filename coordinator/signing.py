@@ -36,7 +36,7 @@ class EpochSigner:
         """Read the highest number; `sign` signs with the run's key."""
         self._path = path
         self._sign = sign
-        self.highest: int | None = _read(path)
+        self.highest: int | None = read_signed(path)
         """The highest epoch that was signed, -1 before the first; None if that is not known."""
 
     def note(self, epoch: int) -> None:
@@ -62,7 +62,8 @@ class EpochSigner:
         return self._sign(payload)
 
 
-def _read(path: Path) -> int | None:
+def read_signed(path: Path) -> int | None:
+    """Return the highest epoch that was signed, -1 before the first; None if not known."""
     with contextlib.suppress(OSError, ValueError):  # damaged is the same as missing: ask the peers
         return max(NONE_SIGNED, int(path.read_text(encoding="ascii")))
     return None

@@ -58,7 +58,8 @@ def round_seconds(history: Sequence[RoundSummary]) -> float | None:
 def eta_seconds(status: RunStatus) -> float | None:
     """Estimate how long the remaining rounds take at the recent pace."""
     pace = round_seconds(status.history)
-    if pace is None or status.rounds_total <= 0 or status.state == "finished":
+    is_moving = status.state not in ("finished", "stalled")
+    if pace is None or status.rounds_total <= 0 or not is_moving:
         return None
     return pace * max(0, status.rounds_total - status.position)
 
@@ -101,7 +102,9 @@ def shown_state(peer: PeerStatus) -> str:
 
 def waits_for(status: RunStatus) -> str:
     """Return who is online of those without whom the run does not start."""
-    here = f"{num_online(status, 'trainer')} of {status.min_peers}"
+    online = num_online(status, "trainer")
+    at_least = "at least " if online > status.min_peers else ""
+    here = f"{online} of {at_least}{status.min_peers}"
     if not status.min_keepers:
         return here
     keepers = num_online(status, "keeper")

@@ -23,6 +23,7 @@ Exceptions:
     StartError
       WrongDirectory    the directory is of another run, not a coordinator's, or damaged
       InUse             the directory or the port is in use
+      NoSuchHost        the address to advertise cannot be resolved
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ from atoll.coordinator.heads import AskHeads
 from atoll.coordinator.history import History
 from atoll.coordinator.invites import BASE_FILE, InviteDesk
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
-from atoll.coordinator.run.addresses import split_address
+from atoll.coordinator.run.addresses import is_public, split_address
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key, write_private
@@ -57,7 +59,7 @@ from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.tokenizer_file import TokenizerFileError, pack, unpack
 from atoll.coordinator.service.metrics import Metrics
 from atoll.coordinator.service.service import Service
-from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner
+from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner, read_signed
 from atoll.dht import verify
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain
@@ -84,6 +86,10 @@ class WrongDirectory(StartError):  # noqa: N818
 
 class InUse(StartError):  # noqa: N818
     """Another process uses the directory or port."""
+
+
+class NoSuchHost(StartError):  # noqa: N818
+    """The address to advertise cannot be resolved."""
 
 
 class FirstNode(Protocol):
@@ -143,6 +149,8 @@ class Running:
     address: str
     """Address of the gRPC server, 'host:port'."""
     state_dir: Path
+    is_public: bool
+    """Whether one of the invite's addresses can be reached from the whole internet."""
 
 
 async def serve(
@@ -186,6 +194,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     """Run a coordinator inside the block."""
     async with contextlib.AsyncExitStack() as stack:
+        advertised = await _resolved(spec.coordinator.advertise)  # before anything is written
         stack.enter_context(_locked(state_dir))
         keys = RunKeys.load_or_create(state_dir / KEYS_FILE)
         identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
@@ -227,7 +236,32 @@ async def running(
             coordinator=coordinator,
             address=address,
             state_dir=state_dir,
+            is_public=any(map(is_public, [*advertised, *_hosts(invite)])),
         )
+
+
+def _hosts(invite: Invite) -> list[str]:
+    return [split_address(address)[0] for address in invite.addresses]
+
+
+async def _resolved(advertise: str | None) -> list[str]:
+    """Return the IP addresses of the host to advertise, none if there is none.
+
+    Raises:
+        NoSuchHost: it has none.
+    """
+    if advertise is None:
+        return []
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(advertise, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a host name"
+        raise NoSuchHost(
+            f"cannot resolve {advertise!r}, the address to advertise: {reason}; pass --advertise "
+            "with a host name that peers can resolve, or with an IP address, and without a port"
+        ) from None
+    return [str(each[4][0]) for each in found]
 
 
 def _fetching(coordinator: Coordinator, node: FirstNode) -> CatchUp | KeptModels:
@@ -333,14 +367,41 @@ def _expect_spec(spec: RunSpec, path: Path) -> None:
         except SpecError as error:
             raise WrongDirectory(f"{path}: {_DAMAGED} ({error})") from None
         differences = stored.differences(spec)
-        if differences:
+        if differences and not _is_unused(path.parent):
             raise WrongDirectory(
                 f"{path.parent}: holds the state of another run, which differs in "
-                f"{'; '.join(differences[:5])}. Choose another directory for the new run"
+                f"{'; '.join(differences[:5])}. To keep both runs, pass --state-dir DIR or give "
+                "the new one another run.name; to give up the old one, remove "
+                f"{path.parent}, which holds its log and keys"
             )
+        if differences:
+            _forget_start(path.parent)
     partial = path.with_name(".spec.json")
     partial.write_bytes(spec.canonical())
     partial.replace(path)
+
+
+def _is_unused(state_dir: Path) -> bool:
+    """Return whether the run has not begun: it has a log, and its key has signed no epoch.
+
+    A directory that has lost its log is not unused, because peers may still have the log.
+    """
+    has_log = (state_dir / WHOLE / LOG_FILE).exists()
+    has_genesis = (state_dir / "genesis.root").exists()
+    return has_log == has_genesis and read_signed(state_dir / SIGNED_FILE) == NONE_SIGNED
+
+
+def _forget_start(state_dir: Path) -> None:
+    """Remove what a start wrote for a run that never began; its keys and ports stay."""
+    log.warning(
+        "no peer has begun the run in %s: it takes the edited configuration; an invite that was "
+        "copied earlier is void",
+        state_dir,
+    )
+    (state_dir / "genesis.root").unlink(missing_ok=True)  # first: the rest follows from it
+    shutil.rmtree(state_dir / WHOLE, ignore_errors=True)
+    for leftover in state_dir.glob("history.db*"):
+        leftover.unlink()
 
 
 def _genesis_root(genesis: Callable[[], OuterState], path: Path) -> tuple[OuterState | None, bytes]:
@@ -416,7 +477,7 @@ def _bind(server: Any, host: str, port: int, keys: RunKeys) -> int:  # noqa: ANN
     if not bound:
         raise InUse(
             f"cannot listen on {_join_address(host, port)}: the port is in use, or the address is "
-            "not this machine's; set coordinator.listen to another"
+            "not this machine's; pass another with --listen HOST:PORT, or set coordinator.listen"
         )
     return bound
 

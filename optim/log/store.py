@@ -149,7 +149,8 @@ def _readable(path: Path) -> Iterator[None]:
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             raise  # the log is well, the disk is not
         raise StoreCorrupt(
-            f"{path}: {error}; move the directory away: the log can be fetched again from peers"
+            f"{path}: {error}; move the directory {path.parent} away, and nothing beside it: "
+            "the log can be fetched again from peers"
         ) from None
 
 

@@ -9,8 +9,10 @@ A command module has two functions and imports heavy packages inside the second 
 """
 
 import argparse
+import difflib
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -51,7 +53,17 @@ def new_parser(
         epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(refuse_unknown=lambda words: _refuse_unknown(parser, words))
     return parser
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Exit with 2, and name the option that was probably meant."""
+    known = [name for action in parser._actions for name in action.option_strings]
+    given = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
+    close = difflib.get_close_matches(given, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    parser.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
 def add_allow_model(parser: argparse.ArgumentParser) -> None:

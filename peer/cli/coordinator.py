@@ -233,6 +233,10 @@ def announce(up: Running, *, as_json: bool) -> None:
     spec, status = up.coordinator.spec, up.coordinator.status()
     say(f"run {spec.run.name} ({status.run_id[:12]}), {status.params:,} parameters")
     say(f"listening on {up.address}; state in {up.state_dir}")
+    say(f"back up {up.state_dir / 'keys.json'}: nobody can continue the run without it")
+    say(f"the invite contains {' and '.join(up.invite.addresses)}")
+    if not up.is_public:
+        say(not_public(spec))
     join = " ".join(["atoll peer INVITE", *options_for(spec)])
     say("`atoll invite` limits an invite to some peers or to watching; `atoll evict` puts one out")
     if spec.round.electors == "keepers":
@@ -249,6 +253,21 @@ def announce(up: Running, *, as_json: bool) -> None:
         )
     else:
         print(up.invite, flush=True)
+
+
+def not_public(spec: RunSpec) -> str:
+    """Return the warning about an invite without a public address."""
+    from atoll.coordinator.run.addresses import split_address
+
+    ports = [
+        split_address(each)[1] for each in (spec.coordinator.listen, spec.coordinator.dht_listen)
+    ]
+    numbers = " and ".join(str(port) for port in ports if port)
+    forward = f", and forward TCP ports {numbers} to this machine" if numbers else ""
+    return (
+        "warning: none of these addresses is public, so that only peers on this network can join; "
+        f"for others, pass --advertise with the router's public address{forward}"
+    )
 
 
 def _expect_own_file(path: Path) -> None:

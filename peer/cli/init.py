@@ -42,6 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PATH",
         help="File to write (default: RUN.toml).",
     )
+    parser.add_argument("--name", help="Name of the run (default: my-run).")
     parser.add_argument("--peers", type=int, metavar="P", help="Number of peers.")
     parser.add_argument(
         "--mbit", type=float, metavar="RATE", help="Per-peer bandwidth in Mbit/s, each way."
@@ -90,6 +91,8 @@ def _chosen(args: argparse.Namespace) -> Chosen:
     from atoll.coordinator.run.spec import RunSpec
 
     fields: dict[str, Any] = {"model": {"preset": args.model}}
+    if args.name is not None:
+        fields["run"] = {"name": args.name}
     if args.peers is None and args.mbit is None:
         return Chosen(spec=RunSpec.from_dict(fields), why=(), numbers={})
     if args.peers == 1:

@@ -31,6 +31,7 @@ import atexit
 import errno
 import gc
 import importlib
+import io
 import logging
 import os
 import sqlite3
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if argv is None:  # as a program
         _guard_terminal()
+        _write_any_text()
     # Before torch reads it: new vectors in huge pages take half the time to fill (Linux).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs failures that we report ourselves
@@ -77,7 +79,9 @@ def _main(arguments: Sequence[str]) -> int:
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     module = _load(chosen) if chosen in SUMMARIES else None
     parser = _parser(module, chosen)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        getattr(args, "refuse_unknown", lambda _: parser.parse_args(arguments))(unknown)
     if module is None:
         parser.print_help(sys.stderr)
         return BAD_INPUT
@@ -139,6 +143,13 @@ def _printable(error: BaseException) -> str:
     if isinstance(error, (SpecError, ChildFailed, ChildRefused)):
         return clean_lines(message(error), num_max=MESSAGE_MAX)
     return clean(message(error), num_max=MESSAGE_MAX)
+
+
+def _write_any_text() -> None:
+    """Print characters that the terminal's encoding lacks as question marks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _guard_terminal() -> None:

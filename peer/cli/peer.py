@@ -84,7 +84,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--announce",
-        type=_multiaddr,
+        type=_dialed,
         action="append",
         metavar="MULTIADDR",
         help="Address for others to dial, if it differs from --listen; repeatable.",
@@ -201,6 +201,15 @@ def _multiaddr(text: str) -> str:
             f"expected a multiaddr such as /ip4/0.0.0.0/tcp/4001, got {text!r}"
         ) from None
     return text
+
+
+def _dialed(text: str) -> str:
+    address = _multiaddr(text)
+    if not re.search(r"/tcp/[1-9]\d*(/|$)", address):
+        raise argparse.ArgumentTypeError(
+            f"expected an address with a port such as /ip4/203.0.113.7/tcp/4001, got {text!r}"
+        )
+    return address
 
 
 def _expect_device(name: str) -> None:

@@ -30,7 +30,10 @@ from atoll.peer.daemon.neighbours import ADDRESSES_KEPT, free_port
 from atoll.peer.gossip.snapshots import ModelFetcher
 from atoll.peer.recovery.ledger import LedgerHeads, LedgerRecovery
 
-REMEDY = "set coordinator.dht_listen to another address, or to port 0 for any that is free"
+REMEDY = (
+    "pass another address with --dht-listen HOST:PORT, or set coordinator.dht_listen; port 0 takes "
+    "any that is free"
+)
 LOOK_S = 10.0  # between two looks into the roster
 RENEWALS = 3  # in the life of an admission, so that two may be late
 

@@ -125,7 +125,8 @@ def generate(
     """
     model.to(device.device).eval()
     start = tokenizer.end_token or 0
-    tokens = [int(token) for token in tokenizer.encode(prompt.encode())] or [start]
+    given = prompt.encode("utf-8", "surrogateescape")  # as argv has bytes that are not UTF-8
+    tokens = [int(token) for token in tokenizer.encode(given)] or [start]
     generator = torch.Generator().manual_seed(options.seed)
     decoder = tokenizer.decoder()
     for _ in range(options.max_tokens):

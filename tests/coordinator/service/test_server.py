@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import sqlite3
 import stat
@@ -27,6 +28,7 @@ from atoll.coordinator.run.status import RoundReport
 from atoll.coordinator.service.server import (
     InUse,
     NodeRequest,
+    NoSuchHost,
     Running,
     WrongDirectory,
     running,
@@ -131,24 +133,79 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def test_the_directory_of_another_run_is_left_alone(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
-        async with kit.net(tmp_path / "run"):
-            pass
+        async with kit.net(tmp_path / "run", kit.Swarm()) as net:
+            await net.started()  # with an epoch, the run has begun
 
     kit.run(main())
     before = snapshot(tmp_path)
     other = RunSpec.from_dict({**kit.SPEC.model_dump(), "inner": {"lr": 0.1}})
-    refused(kit, other, tmp_path / "run", WrongDirectory, r"inner.lr: 0.0015 != 0.1")
+    told = r"inner.lr: 0.0015 != 0.1.*--state-dir DIR.*run\.name.*remove"
+    refused(kit, other, tmp_path / "run", WrongDirectory, told)
     assert snapshot(tmp_path) == before
+
+
+def test_a_run_that_nobody_began_takes_an_edited_spec(kit: Any, tmp_path: Path) -> None:
+    other = RunSpec.from_dict({**kit.SPEC.model_dump(), "inner": {"lr": 0.1}})
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            busy = with_coordinator(other, listen=net.up.address)
+            with pytest.raises(InUse, match="--listen HOST:PORT"):
+                async with running(busy, kit.genesis, tmp_path / "failed"):
+                    pass
+            before = net.run_id
+        for name in ("run", "failed"):
+            keys = (tmp_path / name / "keys.json").read_bytes()
+            spec = other if name == "run" else kit.SPEC
+            async with kit.net(tmp_path / name, kit.Swarm(), spec=spec) as net:
+                assert net.run_id != before
+                await net.started()
+            assert (tmp_path / name / "keys.json").read_bytes() == keys
+
+    kit.run(main())
+
+
+def test_a_run_that_lost_its_log_keeps_its_spec(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run"):
+            pass
+
+    kit.run(main())
+    shutil.rmtree(tmp_path / "run" / "log")
+    other = RunSpec.from_dict({**kit.SPEC.model_dump(), "inner": {"lr": 0.1}})
+    refused(kit, other, tmp_path / "run", WrongDirectory, "holds the state of another run")
+
+
+def test_an_advertised_name_without_an_address_is_refused(kit: Any, tmp_path: Path) -> None:
+    for name in ("no such host", "203.0.113.7:7700", "x" * 300):
+        spec = with_coordinator(kit.SPEC, advertise=name)
+        refused(kit, spec, tmp_path / "run", NoSuchHost, "cannot resolve .* pass --advertise")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("advertise", "is_public"),
+    [("203.0.113.7", False), ("10.1.2.3", False), ("localhost", False), ("1.1.1.1", True)],
+)
+def test_an_invite_without_a_public_address_is_known(
+    kit: Any, tmp_path: Path, advertise: str, is_public: bool
+) -> None:
+    async def main() -> None:
+        spec = with_coordinator(kit.SPEC, advertise=advertise)
+        async with kit.net(tmp_path / "run", spec=spec) as net:
+            assert net.up.is_public is is_public
+
+    kit.run(main())
 
 
 def test_the_coordinator_may_move(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             before = net.run_id
-        moved = with_coordinator(kit.SPEC, advertise="example.org")
+        moved = with_coordinator(kit.SPEC, advertise="localhost")
         async with kit.net(tmp_path / "run", spec=moved) as net:
             assert net.run_id == before
-            assert net.up.invite.addresses[0].startswith("example.org:")
+            assert net.up.invite.addresses[0].startswith("localhost:")
 
     kit.run(main())
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import io
 import json
 import logging
 import signal
@@ -100,6 +101,30 @@ def test_init_writes_a_run_that_loads(atoll, tmp_path):
     assert result.code == 0
     assert "atoll coordinator mine.toml" in result.out
     assert RunSpec.load(tmp_path / "mine.toml") == RunSpec()
+
+
+def test_init_names_the_run(atoll, tmp_path):
+    assert atoll("init", "--name", "fish", "--model", "nano").code == 0
+    assert RunSpec.load(tmp_path / "RUN.toml").run.name == "fish"
+
+
+def test_a_misspelt_option_is_told_its_right_name(atoll):
+    assert "did you mean --state-dir?" in refused(atoll("coordinator", "R", "--statedir", "x"))
+    told = refused(atoll("status", "INVITE", "--zzzz"))
+    assert "unrecognized arguments: --zzzz" in told and "did you mean" not in told
+
+
+def test_an_address_to_announce_needs_a_port(atoll):
+    for address in ("/ip4/203.0.113.7", "/ip4/203.0.113.7/tcp/0"):
+        assert "with a port" in refused(atoll("peer", "INVITE", "--announce", address))
+
+
+def test_text_beyond_the_encoding_of_the_terminal_is_printed(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stream)
+    cli._write_any_text()
+    print("3 … ☃", file=stream, flush=True)
+    assert stream.buffer.getvalue() == b"3 ? ?\n"
 
 
 def test_init_overwrites_nothing(atoll, tmp_path):
@@ -306,6 +331,7 @@ def test_a_state_directory_of_another_run_is_refused(atoll, spec_file, taken_por
     state = tmp_path / "state"
     # The first run gets as far as its port, which leaves a state directory of its own.
     refused(atoll("coordinator", spec_file(), "--state-dir", state, "--listen", taken_port))
+    (state / "epoch.signed").write_text("0\n")  # as if peers had begun it
     before = contents(state)
     assert before
     other = spec_file(outer={"inner_steps": 7})

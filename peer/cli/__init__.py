@@ -32,6 +32,7 @@ SUMMARIES = {
     "invite": "issue, list or revoke invites of a run",
     "evict": "put a peer out of a run",
     "peer": "join a run and train until stopped",
+    "doctor": "check this machine, and its way to a run",
     "dashboard": "watch a run in the terminal",
     "status": "print the state of a run once",
     "rounds": "list committed rounds",

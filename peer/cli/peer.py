@@ -130,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
         stop_with_stdin()
     logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
     invite = read_invite(args.invite)  # before torch is imported, which takes seconds
+    _say_starting(f"run {invite.run_id.hex()[:12]} of {invite.addresses[0]}", as_json=args.json)
     from atoll.peer.daemon.options import LinkRates, PeerOptions
     from atoll.peer.daemon.process import RunOptions, run_peer
     from atoll.peer.paths import peer_state_dir
@@ -159,6 +160,17 @@ def run(args: argparse.Namespace) -> int:
         return run_peer(options, on_event=_as_json)
     is_here = sys.stdin.isatty() and sys.stderr.isatty() and not args.stop_with_stdin
     return run_peer(options, on_event=_as_text, ask=_ask if is_here else None)
+
+
+def _say_starting(what: str, *, as_json: bool) -> None:
+    """Print a first line at once: what is imported next takes seconds."""
+    now_s, line = time.time(), f"starting a peer for {what}; loading takes some seconds"
+    if as_json:
+        fields = {"kind": "event", "position": 0, "level": "info", "time": round(now_s, 3)}
+        print(json.dumps(fields | {"text": line}), flush=True)
+    else:
+        clock = time.strftime("%H:%M:%S", time.localtime(now_s))
+        print(f"{clock}  {line}", file=sys.stderr, flush=True)
 
 
 def _name(text: str) -> str:

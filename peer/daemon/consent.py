@@ -49,6 +49,10 @@ from atoll.peer.training.trainer import expect_params, open_tokenizer
 # parameters, two moments, residual and local values (4 bytes each).
 DISK_BYTES = 3 * 8 + 5 * 4
 KEEPER_DISK_BYTES = 3 * 8  # the three snapshots alone
+# Measured with the smallest model: Python, torch and gRPC. Per parameter: the trainer's five values
+# and the gradient, parameters and momentum of the run, a decoded update.
+MEMORY_BYTES = 600 * 10**6
+MEMORY_PER_PARAM = 4 * 9
 ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
 
 Ask = Callable[[], Awaitable[bool]]
@@ -102,6 +106,9 @@ def request_of(
         f"parameters: {layout.numel:,}",
         f"data: {_data(own, is_own=data is not None)}",
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own.data.tokenizer)}",
+        f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
+        f"memory: about {size(MEMORY_BYTES + MEMORY_PER_PARAM * layout.numel)}, and that of the "
+        "model's activations",
         f"disk: about {size(disk)}",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",

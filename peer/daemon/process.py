@@ -18,7 +18,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
 
-from atoll.coordinator.report.text import CleanFormatter
+from atoll.coordinator.report.text import CleanFormatter, count
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
@@ -271,6 +271,7 @@ class Narrator:
         self._peer.run.reporter.tally.watch(self.on_account)
         me = f"{name or 'this peer'} ({short(self._peer.peer_id)})"
         device, peers = trainer.statistics().device, spec.round.min_peers
+        self.tell("info", joined_run(spec, trainer.statistics().params, position))
         if position:
             self.emit("ready", f"{me} trains on {device} after round {position}")
         else:
@@ -323,6 +324,16 @@ class Narrator:
         """Pass on an event at the peer's position."""
         position = self._peer.position if self._peer is not None else 0
         self._on_event(PeerEvent(kind=kind, position=position, text=text, level=level))
+
+
+def joined_run(spec: RunSpec, params: int, position: int) -> str:
+    """Return what a peer takes part in, and how much of it is left, as one line."""
+    left, model = spec.run.rounds - position, spec.model.custom or spec.model.preset
+    rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
+    return (
+        f"run {spec.run.name}: {model} with {count(params)} parameters, {spec.outer.method} of "
+        f"{spec.outer.inner_steps} steps, data {spec.data.source}, {rounds}"
+    )
 
 
 def wait_until_stored(peer: Peer, timeout_s: float, stopping: threading.Event) -> bool:

@@ -76,6 +76,8 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
         "parameters: 10,720,128",
         "data: the source code of Python's standard library, on this machine",
         "tokenizer: bytes, built in",
+        "method: diloco, 30 steps a round",
+        "memory: about 986 MB, and that of the model's activations",
         "disk: about 984 MB",
         "traffic: about 21.8 MB each way per round of 30 steps; 31.4 GB a day at one round a "
         "minute",

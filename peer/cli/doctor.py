@@ -1,0 +1,88 @@
+"""`atoll doctor`: check this machine, and its way to a run."""
+
+import argparse
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.peer.cli import Subparsers, new_parser, print_json
+from atoll.peer.cli.watching import read_invite
+
+if TYPE_CHECKING:
+    from atoll.peer.daemon.health import Finding
+
+LISTEN = "/ip4/0.0.0.0/tcp/0"
+_TCP = re.compile(r"/ip[46]/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll doctor`."""
+    parser = new_parser(
+        subparsers,
+        "doctor",
+        description="Check whether this machine can train: Python, torch, device, disk, memory,\n"
+        "ports. With an invite also the way to the run: the coordinator's ports, the\n"
+        "clock, whether others can dial this machine, routers, peers that cannot reach\n"
+        "each other, and the rate of a small transfer. One line for each finding (ok,\n"
+        "note, problem) with its remedy. Exits with 1 if there is a problem.",
+        examples="atoll doctor\natoll doctor INVITE\natoll doctor INVITE --json",
+    )
+    parser.add_argument(
+        "invite",
+        metavar="INVITE",
+        nargs="?",
+        help="Invite string, or a file that contains it (default: check this machine alone).",
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="State directory of the peer (default: ~/.local/state/atoll/peers/RUN_ID).",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="MULTIADDR",
+        default=LISTEN,
+        help=f"Address that the peer would listen on (default: {LISTEN}).",
+    )
+    parser.add_argument("--json", action="store_true", help="Print findings as lines of JSON.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; return 1 if there is a problem."""
+    place = _TCP.fullmatch(args.listen)
+    if place is None:
+        print(
+            f"atoll doctor: expected a multiaddr such as {LISTEN} for --listen, got "
+            f"{args.listen!r}",
+            file=sys.stderr,
+        )
+        return 2
+    invite = read_invite(args.invite) if args.invite is not None else None
+    from atoll.peer.daemon import health
+    from atoll.peer.paths import peer_state_dir, state_home
+
+    findings: list[health.Finding] = []
+
+    def report(finding: "Finding") -> None:
+        findings.append(finding)
+        if args.json:
+            print_json(finding.fields())
+        else:
+            print(finding.line, flush=True)
+
+    folder = args.state_dir
+    if folder is None:
+        folder = peer_state_dir(invite.run_id.hex()) if invite is not None else state_home()
+    report(health.python_finding(sys.version_info))
+    report(health.free_disk(folder))
+    report(health.memory_finding(health.available_memory()))
+    report(health.bind_finding(place["host"], int(place["port"])))
+    report(health.torch_finding())
+    if invite is not None:
+        from atoll.peer.daemon.run_checks import check_run
+
+        asyncio.run(check_run(invite, folder, (args.listen,), report))
+    return health.exit_code(findings)

@@ -147,7 +147,7 @@ def test_a_yes_is_asked_for_once_and_kept_for_its_owner_alone(tmp_path):
 def test_a_yes_in_advance_is_shown_and_kept_without_a_question(tmp_path):
     owner = Owner(tmp_path, ask=None)
     owner.admit(membership_of(), yes=True)
-    assert len(owner.shown) == 8
+    assert len(owner.shown) == 10
     owner.admit(membership_of())
 
 

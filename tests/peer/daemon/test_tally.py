@@ -1,10 +1,14 @@
 """Whether a round took a peer's work, or why not."""
 
+import json
 import types
 
 import pytest
 
 from atoll.coordinator.run.outcome import WORDS, Outcome
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.cli.peer import _as_json
+from atoll.peer.daemon.process import PeerEvent, joined_run
 from atoll.peer.daemon.tally import Tally, outcome_of
 
 ME = object()
@@ -47,3 +51,22 @@ def test_the_running_share_counts_work_that_rounds_took():
 
 def test_each_outcome_has_words():
     assert set(WORDS) == set(Outcome)
+
+
+def test_what_a_peer_joins_is_one_line():
+    spec = RunSpec.from_dict({"run": {"name": "big", "rounds": 200}})
+    line = joined_run(spec, 934_848, 150)
+    assert line.startswith("run big: nano with 935k parameters, diloco of 30 steps")
+    assert line.endswith("50 of 200 rounds left")
+
+
+def test_a_round_is_fields_and_not_only_a_sentence(capsys):
+    tally, accounts = Tally(), []
+    tally.watch(accounts.append)
+    tally.add(12, Outcome.NOT_IN_GROUP, loss=2.0, tokens=1000, wire_bytes_sent=7)
+    event = PeerEvent(kind="round", position=12, text="x", account=accounts[0], tokens_per_s=5.0)
+    _as_json(event)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["round"], told["counted"], told["reason"]) == (12, False, "not_in_group")
+    assert (told["tokens"], told["loss"], told["rounds_seen"]) == (0, None, 1)
+    assert told["time"] > 0

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.state_dir
     if folder is None:
         folder = peer_state_dir(invite.run_id.hex()) if invite is not None else state_home()
-    report(health.python_finding(sys.version_info))
+    report(health.python_finding(sys.version_info[:3]))
     report(health.free_disk(folder))
     report(health.memory_finding(health.available_memory()))
     report(health.bind_finding(place["host"], int(place["port"])))

@@ -1,0 +1,65 @@
+"""The pages quote messages that exist; units and Dockerfiles use options that exist."""
+
+import ast
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from atoll.peer.cli import main as cli
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "docs" / "deploy"
+PAGES = ["join.md", "organise.md", "troubleshooting.md"]
+
+
+def texts_of_the_source():
+    for folder in ("coordinator", "dht", "optim", "peer"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_each_quoted_message_is_in_the_source():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 10
+    source = "\0".join(texts_of_the_source())
+    pieces = [piece.strip() for message in messages for piece in message.split("…")]
+    assert [piece for piece in pieces if piece not in source] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_the_pages_lead_somewhere(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def understood(words):
+    """Fail unless the command line accepts the words."""
+    program, command, *_ = words
+    assert Path(program).name == "atoll"
+    cli._parser(cli._load(command), command).parse_args(words[1:])
+
+
+@pytest.mark.parametrize("name", ["atoll-peer", "atoll-coordinator"])
+def test_a_unit_starts_a_command_that_exists(name):
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str
+    unit.read_string((DEPLOY / f"{name}.service").read_text(encoding="utf-8"))
+    assert set(unit.sections()) == {"Unit", "Service", "Install"}
+    words = shlex.split(unit["Service"]["ExecStart"])
+    understood(words)
+    assert words[words.index("--state-dir") + 1] == f"%S/{unit['Service']['StateDirectory']}"
+
+
+@pytest.mark.parametrize("name", ["peer", "coordinator"])
+def test_a_dockerfile_starts_a_command_that_exists(name):
+    text = (DEPLOY / f"{name}.Dockerfile").read_text(encoding="utf-8")
+    lines = dict(line.split(" ", 1) for line in text.splitlines() if re.match(r"[A-Z]+ ", line))
+    understood(json.loads(lines["ENTRYPOINT"]) + json.loads(lines["CMD"]))

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from atoll.peer.lab.plan import Setting
 
 
+NAME_WIDTH = 25  # so that a row fits into 80 columns; longer names get a line of their own
+LEGEND = """
+MB: sent per window. lost: time per window without computing. MB RAM: without
+activations, the log and libraries (these take about 500 MB). to ddp: loss above
+data parallel at equal steps; same time: loss above data parallel that never
+waits, at equal time, by which the advice chooses.
+"""
+
+
 def add_parser(subparsers: Subparsers) -> None:
     """Add the arguments of `atoll plan`."""
     parser = new_parser(
@@ -101,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         print(_grown(spec.run.rounds, windows))
     for line in table([mine, *shown]):
         print(line)
-    print()
+    print(LEGEND)
     for line in advice.ALONE if setting.peers == 1 else advice.reasons(chosen, known):
         print(line)
     return 0
@@ -142,8 +151,9 @@ def how_timed(args: argparse.Namespace) -> str:
 def _heading(args: argparse.Namespace, spec: "RunSpec", setting: "Setting", model: Any) -> str:  # noqa: ANN401 - a module
     how = how_timed(args)
     name = spec.model.custom or spec.model.preset
+    plural = "" if setting.peers == 1 else "s"
     return (
-        f"{name}, {_params(model) / 1e6:.3g}M parameters; {setting.peers} peers, "
+        f"{name}, {_params(model) / 1e6:.3g}M parameters; {setting.peers} peer{plural}, "
         f"{setting.mbit_s:g} Mbit/s, {1000 * setting.rtt_s:g} ms; "
         f"a step takes {1000 * setting.step_s:.0f} ms ({how})\n"
     )
@@ -165,28 +175,36 @@ def _params(model: Any) -> int:  # noqa: ANN401 - a module
 
 def table(options: "list[RunOption]") -> list[str]:
     """Return a heading and one line per option; the first option is the run's own."""
-    width = 1 + max(len(option.method) for option in options)
-    head = (
-        f"{'':{width}}{'H':>5}{'MB a window':>13}{'round, s':>10}{'lost, s':>9}{'computing':>11}"
-        f"{'memory':>10}{'loss vs ddp':>13}"
+    head = f"{'':{NAME_WIDTH}}{'':4}{'':7}{'lost':>6}{'com-':>6}{'':7}{'loss':>7}{'same':>7}"
+    units = (
+        f"{'':{NAME_WIDTH}}{'H':>4}{'MB':>7}{'s':>6}{'puting':>7}{'MB RAM':>7}{'to ddp':>7}"
+        f"{'time':>6}"
     )
     own, *others = options
     rest = [option for option in others if _name(option) != _name(own)]
-    return [head, f"{_line(own, width)}  this run", *(_line(option, width) for option in rest)]
+    return [head, units, f"{_line(own)}  this run", *map(_line, rest)]
 
 
 def _name(option: "RunOption") -> tuple[str, int]:
     return option.method, option.prediction.inner_steps
 
 
-def _line(option: "RunOption", width: int) -> str:
+def _line(option: "RunOption") -> str:
+    from atoll.peer.lab.advice import expected
+
     cost = option.prediction
-    gap = "" if option.gap is None else f"{100 * option.gap:+.1f}%"
-    note = "" if option.runs else "  simulated only"
+    gap, at_equal_time = "", ""
+    if option.gap is not None:
+        gap = f"{100 * option.gap:+.1f}%"
+        at_equal_time = f"{100 * (expected(option) - 1):+.1f}%"
+    name = option.method
+    if len(name) >= NAME_WIDTH:
+        name += "\n" + NAME_WIDTH * " "
+    note = "" if option.runs else " simulated"
     return (
-        f"{option.method:{width}}{cost.inner_steps:5}{cost.sent_bytes / 1e6:13.2f}"
-        f"{cost.round_s:10.2f}{cost.lost_s:9.2f}{100 * cost.utilisation:10.1f}%"
-        f"{cost.memory_bytes / 1e6:7.0f} MB{gap:>13}{note}"
+        f"{name:{NAME_WIDTH}}{cost.inner_steps:4}{cost.sent_bytes / 1e6:7.2f}"
+        f"{cost.lost_s:6.2f}{100 * cost.utilisation:6.0f}%{cost.memory_bytes / 1e6:7.0f}"
+        f"{gap:>7}{at_equal_time:>7}{note}"
     )
 
 

@@ -228,6 +228,7 @@ def test_plan_as_a_table(run_toml, capsys):
     assert [line.split(maxsplit=1)[0] for line in told if line].count("diloco(codec=int4)") == 1
     assert told[-2].startswith("Take ")
     assert told[-1].startswith("Expected loss at equal time: H=")
+    assert [line for line in told[1:-2] if len(line) > 80] == []
 
 
 @pytest.mark.parametrize("method", ["diloco", "diloco(count=2)"])

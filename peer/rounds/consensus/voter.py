@@ -452,14 +452,28 @@ class Voter:
             if held.body(part.digest) is not None:
                 continue
             try:
-                held.put(entry.position, part.digest, await self._fetch(entry, part, source))
+                fetched = await self._fetch(entry, part, source)
             except PeerUnreachable:
                 if not comes:
                     raise
+                continue
+            # Not before it is decoded: what this peer holds, it proposes when it leads.
+            decoded = await self._decode(entry, part, fetched)
+            held.put(entry.position, part.digest, fetched, decoded)
         if len(body) != part.wire_bytes:
             # The owner's lie, not the leader's, which may propose before it has the bytes.
             raise PeerUnreachable(f"nobody has {part.wire_bytes} bytes of this digest")
         return body
+
+    async def _decode(self, entry: Entry, part: Part, body: bytes) -> Update:
+        """Decode a part. A body that does not decode is its owner's lie, not the leader's."""
+        cells, where = self._ctx.replay.cells_at(entry.position), (part.start_cell, part.stop_cell)
+        if part.stop_cell > len(cells):
+            raise UpdateError(f"expected parts of {len(cells)} cells, got {part.stop_cell}")
+        try:
+            return await self._ctx.compute(cells.decode_part, body, len(entry.members), *where)
+        except UpdateError as error:
+            raise PeerUnreachable(f"nobody has a part that decodes: {error}") from error
 
     async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:
         """Fetch from `source`, else from any peer that votes on the entry or took part in it."""

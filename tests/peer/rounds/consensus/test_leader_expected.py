@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from atoll.dht.testing.memory import run_virtual
-from support.swarm import Swarm
+from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
+from support.swarm import SETTINGS, Swarm, run_swarm
 
 POSITIONS = 4
 
@@ -46,6 +47,24 @@ def test_a_peer_of_which_the_leader_knows_too_little_is_waited_for(tmp_path, lag
             await swarm.stop()
 
     run_virtual(main())
+
+
+def test_nobody_waits_for_a_peer_whose_report_would_be_refused(tmp_path):
+    """It is barred for minutes, answers all the same, and cost each round a grace."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(4, window_s=1.0)
+        await swarm.until(lambda: all(p.replica.position >= 2 for p in peers))
+        barred, others = peers[0].identity.peer_id, peers[1:]
+        for peer in others:
+            for _ in range(MAX_FAULTS):
+                peer.ctx.fault(barred, Fault.BAD_CELL)
+        at, began_s = others[0].replica.position, swarm.now()
+        await swarm.until(lambda: all(p.replica.position >= at + 8 for p in others))
+        lost_terms = 2 * SETTINGS.grace_s  # of the barred peer, which nobody asks
+        assert swarm.now() - began_s < 8 * (1.0 + SETTINGS.grace_s / 2) + lost_terms
+
+    run_swarm(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("late_s", [11.0, 15.0, 19.0])

@@ -61,7 +61,7 @@ def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> N
             assert coordinator.head().epoch == 0
             await pass_time(5, [0])
             assert (coordinator.head().epoch, coordinator.head().position) == (1, 1)
-            assert coordinator.status().state == "stalled"
+            assert coordinator.status().state == "waiting"  # for a second trainer
             (elector,) = coordinator.replica.electorate
             assert elector.peer_id == net.swarm.identities[0].peer_id
             await pass_time(100, [])
@@ -124,7 +124,7 @@ def test_electors_that_leave_without_a_quorum_bring_a_new_epoch(
             assert (head.epoch, head.position) == (int(retired), 1)
             if retired:
                 assert coordinator.replica.electorate == swarm.electors()[2:]
-                assert coordinator.status().state == "training"
+                assert coordinator.status().state == "waiting"  # for a second trainer
                 texts = [event.text for event in coordinator.status().events]
                 assert "epoch 1 opened at position 1 with 1 peer: electors left" in texts
                 await coordinator.tick()
@@ -227,16 +227,19 @@ def test_long_windows_are_no_stall(kit: Any, tmp_path: Path) -> None:
         async with kit.net(tmp_path / "run") as net:
             coordinator, clock = net.up.coordinator, Clock()
             coordinator._steady = clock
-            one, *_ = await net.started()
+            one, two, *_ = await net.started()
             inner, spec = coordinator.spec.inner, coordinator.spec
             tokens = inner.batch_size * inner.grad_accumulation * spec.data.seq_len
             speed = tokens * spec.outer.inner_steps / 100.0  # a window takes 100 s
-            status = net.swarm.status(0, state="training", tokens_per_s=speed)
+            statuses = [
+                net.swarm.status(index, state="training", tokens_per_s=speed) for index in (0, 1)
+            ]
             began_s = clock.now_s
             for after_s, epoch in ((295.0, 0), (310.0, 1)):
                 while clock.now_s < began_s + after_s:
                     clock.now_s += 5.0
-                    await one.heartbeat(status)
+                    for client, status in zip((one, two), statuses, strict=True):
+                        await client.heartbeat(status)
                     await coordinator.tick()
                 assert coordinator.head().epoch == epoch
                 assert coordinator.status().state == ("stalled" if epoch else "training")

@@ -159,7 +159,8 @@ def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise
     first = peer(organiser.invite)
     assert (first.code, first.out) == (0, "")
     assert organiser.status().state == "finished"
-    assert re.match(r"[\d:]{8}  the run asks this machine for the following:\n", first.err)
+    assert re.match(r"[\d:]{8}  starting a peer for run [0-9a-f]{12} of ", first.err)
+    assert re.search(r"^[\d:]{8}  the run asks this machine for the following:$", first.err, re.M)
     assert re.search(
         r"^[\d:]{8}  this peer \(\w{6}\) trains on cpu; the run starts with 1 ", first.err, re.M
     )

@@ -143,17 +143,13 @@ def first_state(spec: RunSpec, state_dir: Path) -> Callable[[], OuterState]:
     Raises:
         SetupError: the model or the tokenizer is not usable.
     """
-    from atoll.optim.state.layout import Layout
+    from atoll.peer.training import trainer
     from atoll.peer.training.permission import Allowed
-    from atoll.peer.training.trainer import build_model, open_tokenizer
 
     own = Allowed.everything_in(spec)  # the organiser's own file names it
 
     def make() -> OuterState:
-        vocab_size = open_tokenizer(spec, own).vocab_size
-        model = build_model(spec, vocab_size, own, own_loop=True)
-        layout = Layout.of(model)
-        return spec.method().genesis(layout, layout.flatten(model))
+        return trainer.first_state(spec, own, own_loop=True)
 
     made = [] if (state_dir / "genesis.root").exists() else [make()]
     return lambda: made.pop() if made else make()

@@ -45,6 +45,7 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
 from atoll.peer.daemon.reducer import Decisions, NetworkReducer, Reset, TrainerProgress
 from atoll.peer.daemon.reporting import Heartbeats, Reporter, RoundsView
+from atoll.peer.errors import SetupError
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import CoordinatorSource, RosterSources
 from atoll.peer.rounds.context import Context, RoundSettings
@@ -276,7 +277,17 @@ class LogRun:
         await self.replica.install(state)
 
     async def _genesis(self) -> OuterState:
-        return await self._env.fetch_state(self._replay.memory_numel, 0)
+        """Build the first state if torch draws the coordinator's numbers here; else fetch it.
+
+        Else every peer that begins a run would fetch eight bytes a parameter over one link.
+        """
+        env = self._env
+        if env.make_first is not None:
+            with suppress(SetupError):  # the trainer reports it, if it is one there too
+                state = await env.compute(env.make_first, env.spec)
+                if await env.compute(state.root) == env.enrolment.membership.genesis_root:
+                    return state
+        return await env.fetch_state(self._replay.memory_numel, 0)
 
     # in the loop
 

@@ -33,7 +33,7 @@ from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
 from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.peer import Admit, Peer, StartRun
+from atoll.peer.daemon.peer import Admit, MakeFirst, Peer, StartRun
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
 
@@ -180,6 +180,7 @@ def open_peer(
     on_phase: OnPhase = lambda phase, position, left=None: None,
     stopping: threading.Event | None = None,
     admit: Admit | None = None,
+    make_first: MakeFirst | None = None,
     timeout_s: float = math.inf,
 ) -> LoopThread[Peer]:
     """Join and recover; return the peer in its thread once it holds a verified state.
@@ -190,6 +191,7 @@ def open_peer(
         on_phase: takes the part of a round that this peer is in, and its position.
         stopping: ends the wait, from another thread or a signal handler.
         admit: returns if the owner wants this run; by default calling this is the owner's yes.
+        make_first: builds the run's first state, which is fetched otherwise.
         timeout_s: seconds for which to try.
 
     Raises:
@@ -200,7 +202,12 @@ def open_peer(
         TimeoutError: joining took longer.
     """
     peer = Peer.open(
-        options, _kind_of, admit=admit or _admit_all, on_event=on_event, on_phase=on_phase
+        options,
+        _kind_of,
+        admit=admit or _admit_all,
+        make_first=make_first,
+        on_event=on_event,
+        on_phase=on_phase,
     )
     return LoopThread(peer, stopping, timeout_s=timeout_s)
 

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -73,6 +73,8 @@ class Environment:
     compute: Compute
     ballots: KeptBallots | None = None
     """of a keeper; None for a trainer"""
+    make_first: MakeFirst | None = None
+    """builds the run's first state; None if only the coordinator has it"""
 
     @property
     def run_id(self) -> bytes:
@@ -183,6 +185,8 @@ class RunKind(Protocol):
         ...
 
 
+MakeFirst = Callable[[RunSpec], OuterState]
+"""Builds a run's first state from its spec; takes seconds. Raises SetupError."""
 StartRun = Callable[[Environment, Joined | None], Awaitable[RunKind]]
 """Returns a `RunKind` that holds a state."""
 
@@ -206,6 +210,7 @@ class Peer:
         start_run: Callable[[RunSpec], StartRun],
         *,
         admit: Admit,
+        make_first: MakeFirst | None = None,
         on_event: Callable[[Level, str], None],
         on_phase: OnPhase,
     ) -> AsyncIterator[Peer]:
@@ -215,6 +220,7 @@ class Peer:
             options: what the peer's owner decides.
             start_run: what starts the kind of run that a spec asks for.
             admit: returns if the owner wants this run; raises before anything of it is used.
+            make_first: builds the run's first state; without, it is fetched.
             on_event: takes what a person may want to read; called in the loop and the trainer.
             on_phase: takes the part of a round that this peer is in, and its position; in the loop.
 
@@ -225,6 +231,8 @@ class Peer:
         """
         async with AsyncExitStack() as stack:
             env, joined = await _environment(stack, options, admit, on_event, on_phase)
+            if not env.is_keeper:
+                env = replace(env, make_first=make_first)
             peer = cls(env, await start_run(env.spec)(env, joined))
             env.tasks.keep(peer.run.run)
             env.tasks.keep(peer.run.heartbeats.keep)

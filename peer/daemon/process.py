@@ -33,7 +33,7 @@ from atoll.peer.daemon.tally import Account
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.permission import Allowed, with_own_files
-from atoll.peer.training.trainer import Trainer, TrainerOptions
+from atoll.peer.training.trainer import Trainer, TrainerOptions, first_state
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
@@ -179,6 +179,9 @@ def join_and_train(
                     ask=ask,
                     show=lambda line: narrator.tell("info", line),
                 ).admit,
+                make_first=lambda spec: first_state(
+                    options.spec_with_own_files(spec), options.allowed
+                ),
             )
         except KeyboardInterrupt:
             return False

@@ -37,6 +37,7 @@ from atoll.optim import schedules
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.outer_state import OuterState
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
@@ -600,6 +601,20 @@ def build_model(
         source_sha256=None if allowed.any_source else spec.model.source_sha256,
         own_loop=own_loop,
     )
+
+
+def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> OuterState:
+    """Build the state with which a run begins; takes seconds for large models.
+
+    Args: as `build_model`.
+
+    Raises:
+        SetupError: the model or the tokenizer is not usable.
+    """
+    vocab_size = open_tokenizer(spec, allowed).vocab_size
+    model = build_model(spec, vocab_size, allowed, own_loop=own_loop)
+    layout = Layout.of(model)
+    return spec.method().genesis(layout, layout.flatten(model))
 
 
 def expect_params(spec: RunSpec, vocab_size: int, claimed: int) -> None:

@@ -65,15 +65,21 @@ class End:
         await self.daemon.close()
 
 
-RUNNER = asyncio.Runner()  # one loop, so that most tests share a relay and three peers
 SHARED: list[End] = []
+RUNNERS: list[asyncio.Runner] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def closed_after_all():
+    """One loop, so that most tests share a relay and three peers.
+
+    A worker may run these tests in several batches, with other modules between them.
+    """
+    RUNNERS.append(asyncio.Runner())
     yield
-    RUNNER.run(close(SHARED))
-    RUNNER.close()
+    RUNNERS[0].run(close(SHARED))
+    SHARED.clear()
+    RUNNERS.pop().close()
 
 
 async def close(some):
@@ -116,7 +122,7 @@ def run(main, timeout_s=60):
         async with asyncio.timeout(timeout_s):
             await main()
 
-    RUNNER.run(bounded())
+    RUNNERS[0].run(bounded())
 
 
 def test_an_address_names_its_relay():

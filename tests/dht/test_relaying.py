@@ -17,17 +17,26 @@ from atoll.dht.p2pd import P2pd, P2pdOptions
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.relaying import Kind, Rate, Relaying, Secrets
 from atoll.dht.strangers import MAX_SILENT, MAX_SILENT_PER_PEER
-from atoll.dht.transport import MAX_CALL_BYTES, DeadlineExceeded, PeerUnreachable, Refused
+from atoll.dht.transport import (
+    MAX_CALL_BYTES,
+    DeadlineExceeded,
+    PeerUnreachable,
+    Refused,
+    RelayedStreamLost,
+)
 from support.nodes import RUN, TICKET, check, echo, echo_stream
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Let no p2pd find the others by itself: on loopback everybody can be dialed."""
-    full = p2pd.command
+    """Let no p2pd find the others by itself: on loopback everybody can be dialed.
+
+    Nor end after 60 s without a DHT, which the tests that share it may take together.
+    """
+    full, without = p2pd.command, {"-dhtServer=1", "-idleTimeout=60s"}
 
     def without_routing(control, key, options):
-        return [a for a in full(control, key, options) if a != "-dhtServer=1"]
+        return [a for a in full(control, key, options) if a not in without]
 
     monkeypatch.setattr(p2pd, "command", without_routing)
 
@@ -208,7 +217,7 @@ def test_a_stream_breaks_with_its_relay():
                 await stream.send(b"x", timeout_s=10)
                 assert await stream.recv(timeout_s=10) == b"x"
                 relay.daemon.process.kill()
-                with pytest.raises(PeerUnreachable):
+                with pytest.raises(RelayedStreamLost):
                     await stream.recv(timeout_s=10)
 
     run(main)

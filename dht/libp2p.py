@@ -39,6 +39,7 @@ from atoll.dht.transport import (
     Mark,
     PeerUnreachable,
     Refused,
+    RelayedStreamLost,
     StreamEnd,
     StreamHandler,
     TransportError,
@@ -234,7 +235,8 @@ class LibP2PStream(StreamEnd):
         self._is_lost = True
         reason = (error.strerror or error) if isinstance(error, OSError) else error
         why = f": {reason}" if reason else ""
-        lost = PeerUnreachable(f"the stream to {self.remote} broke{why}", peer=self.remote)
+        kind = RelayedStreamLost if self.relay else PeerUnreachable
+        lost = kind(f"the stream to {self.remote} broke{why}", peer=self.remote)
         self.opened.cancel()
         self.on_lost(lost)
         self._peer_closed = True

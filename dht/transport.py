@@ -28,6 +28,7 @@ Errors::
 
     TransportError                an exchange with `peer` failed
     ├── PeerUnreachable           no connection, or it ended without an end mark (the peer died)
+    │   └── RelayedStreamLost     such an end through a relay: perhaps only the relay died
     ├── DeadlineExceeded          nothing finished within `timeout_s` (also a TimeoutError)
     └── Refused                   the peer refused: `code` for programs, `message` for people
     FrameError (ValueError)       the bytes are not of this protocol
@@ -69,6 +70,10 @@ class TransportError(Exception):
 
 class PeerUnreachable(TransportError):  # noqa: N818 - a state of the peer
     """No connection could be made, or it broke before the peer said that it had finished."""
+
+
+class RelayedStreamLost(PeerUnreachable):
+    """A stream through a relay broke: its peer may live, and be reached through another."""
 
 
 class DeadlineExceeded(TransportError, TimeoutError):  # noqa: N818

@@ -34,7 +34,7 @@ from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end, race
-from atoll.dht.transport import Refused, Stream, TransportError
+from atoll.dht.transport import Refused, RelayedStreamLost, Stream, TransportError
 from atoll.optim.log.entry import Elector, MalformedRecord
 from atoll.optim.reduction.contribution import Offer
 from atoll.peer.rounds.allreduce.exchange import Exchange, begin_upfront, exchange_of
@@ -120,6 +120,8 @@ class Failed:
     """what the leader gave as the reason of its refusal"""
     key: Hashable = None
     """what is alike in such failures"""
+    is_relay_lost: bool = False
+    """whether the stream broke at a relay; the leader may live"""
 
 
 # Actions
@@ -202,6 +204,8 @@ class MemberRound:
         self._has_group = False
         """whether the contribution was in a group, of this session or an earlier one"""
         self._failure: Failed | None = None
+        self._has_rejoined = False
+        """whether a relay to this term's leader was lost before"""
         self._late_since: int | None = None
         """the position at which an early failure waits for the next entry"""
         self._turn_at = 0.0
@@ -345,6 +349,11 @@ class MemberRound:
             key = "leader refused", position, name, failure.key
             self._try_next()
             return [SendReport(level="warning", text=text, key=key)]
+        if failure.is_relay_lost and not self._has_rejoined:
+            # Before this elector promises the next leader not to vote for this one's entry.
+            self._has_rejoined = True
+            self._seek()
+            return [Leave()]
         text = f"round {position + 1}, term {self._term}: {failure.why}"
         report = SendReport(level="warning", text=text, key=("term failed", position, failure.key))
         self._try_next()
@@ -360,7 +369,7 @@ class MemberRound:
     def _try_next(self) -> None:
         """The next leader's turn; after the last one's, a stall later."""
         self._seek()
-        self._term += 1
+        self._term, self._has_rejoined = self._term + 1, False
         if self._term % self._electors == 0:
             self.state = MemberState.PAUSED
 
@@ -602,7 +611,8 @@ class Flight:
                 why=str(error), code=error.code, reason=error.message, key=failure_key(error)
             )
         except (AttemptFailed, TransportError) as error:
-            failed = Failed(why=str(error), key=failure_key(error))
+            lost = isinstance(error, RelayedStreamLost)
+            failed = Failed(why=str(error), key=failure_key(error), is_relay_lost=lost)
         else:
             return
         self._member.receive(failed)

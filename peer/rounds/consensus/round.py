@@ -988,7 +988,8 @@ class Round:
 
     def _take_report(self, event: Reported) -> None:
         if self.group is not None:
-            self.left_out.setdefault(event.peer, "came after the group was closed")
+            if event.peer not in {member.peer_id for member in self.group.members}:
+                self.left_out.setdefault(event.peer, "came after the group was closed")
             raise Refused(
                 RefusalCode.CLOSED,
                 f"the group of round {self.place.position + 1} is closed; "

@@ -284,7 +284,7 @@ class LogRun:
         env = self._env
         if env.make_first is not None:
             with suppress(SetupError):  # the trainer reports it, if it is one there too
-                state = await env.compute(env.make_first, env.spec)
+                state: OuterState = await env.compute(env.make_first, env.spec)
                 if await env.compute(state.root) == env.enrolment.membership.genesis_root:
                     return state
         return await env.fetch_state(self._replay.memory_numel, 0)

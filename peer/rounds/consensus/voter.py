@@ -471,9 +471,12 @@ class Voter:
         if part.stop_cell > len(cells):
             raise UpdateError(f"expected parts of {len(cells)} cells, got {part.stop_cell}")
         try:
-            return await self._ctx.compute(cells.decode_part, body, len(entry.members), *where)
+            update: Update = await self._ctx.compute(
+                cells.decode_part, body, len(entry.members), *where
+            )
         except UpdateError as error:
             raise PeerUnreachable(f"nobody has a part that decodes: {error}") from error
+        return update
 
     async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:
         """Fetch from `source`, else from any peer that votes on the entry or took part in it."""

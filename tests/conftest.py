@@ -1,5 +1,6 @@
 """What all tests share: one thread for arithmetic, and state that stays in the test's folder."""
 
+import gc
 import os
 import signal
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish(session):
+    # Thousands of tests and torch's modules stay to the end: no collection need pass over them.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,15 @@
 """A run of processes as people start them: a coordinator that keeps, a keeper, and two trainers."""
 
 import asyncio
+import contextlib
+import io
 import json
 from pathlib import Path
 
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec, template
+from atoll.peer.cli.main import main
 from atoll.peer.lab.children import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -42,9 +45,15 @@ def write_spec(folder: Path) -> Path:
     return path
 
 
+def printed(*command: object) -> dict:
+    """Run a command in this process; return the JSON that it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*map(str, command)]) == 0
+    return json.loads(out.getvalue())
+
+
 async def hold(folder: Path) -> dict:
     """Run it to its end; return the last status."""
-    lines: list[bytes] = []
     state, invite = folder / "state", folder / "invite"
     children: list[Child] = []
 
@@ -60,11 +69,8 @@ async def hold(folder: Path) -> dict:
             *("--keep", "--stop-with-stdin"),
         )
         await until(invite.exists, coordinator)
-        invited = await start(
-            "invite", "invite", state, "--role", "keeper", "--json", on_line=lines.append
-        )
-        await until(lambda: lines and not invited.running)
-        (folder / "for-keepers").write_text(json.loads(lines.pop())["invite"])
+        invited = await asyncio.to_thread(printed, "invite", state, "--role", "keeper", "--json")
+        (folder / "for-keepers").write_text(invited["invite"])
         data = ("--data", folder / "text.txt")
         peers = [
             await start("right", "peer", folder / "for-keepers", *PEER, "--state-dir", "right"),
@@ -73,9 +79,7 @@ async def hold(folder: Path) -> dict:
         ]
         await until(lambda: not any(peer.running for peer in peers), coordinator)
         assert [peer.exit_code for peer in peers] == [0, 0, 0]
-        asked = await start("status", "status", invite, "--json", on_line=lines.append)
-        await until(lambda: lines and not asked.running)
-        return json.loads(lines[0])
+        return await asyncio.to_thread(printed, "status", invite, "--json")
     finally:
         for child in reversed(children):
             await child.stop()

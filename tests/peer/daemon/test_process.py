@@ -18,7 +18,7 @@ def crew(organise, kit, start):
     """An endless run with two peers and a third, `peer`: two are a quorum without it."""
     organiser = organise(kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 3}))
     for name in ("one", "two", "peer"):
-        daemon = start(organiser.invite, name)
+        daemon = start(organiser.invite, name, share=0.2)
     kit.until(lambda: members(organiser) == 3, "a round of three")
     return organiser, daemon
 
@@ -137,7 +137,7 @@ def test_a_damaged_trainer_file_costs_the_inner_optimizer_only(crew, kit, start,
 
 def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, start):
     """The state that the peer saved is older than the run's last round."""
-    organiser = organise(kit.tiny_spec(run={"rounds": 30}, round={"min_peers": 3}))
+    organiser = organise(kit.tiny_spec(run={"rounds": 16}, round={"min_peers": 3}))
     others = [start(organiser.invite, name) for name in ("one", "two")]
     daemon = start(organiser.invite)
     kit.until(lambda: members(organiser) == 3, "a round of three")
@@ -145,7 +145,7 @@ def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, star
     daemon.join()
     assert [other.join() for other in others] == [True, True]
     assert start(organiser.invite).join() is True
-    assert organiser.status().position == 30
+    assert organiser.status().position == 16
 
 
 def test_a_peer_without_its_data_is_told_so(organise, kit, start, tmp_path):

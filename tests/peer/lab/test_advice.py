@@ -11,7 +11,7 @@ from torch import nn
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.optim import methods
 from atoll.peer.cli import main as cli
-from atoll.peer.lab import advice, measured
+from atoll.peer.lab import advice, measured, step_time
 from atoll.peer.lab.advice import RunOption, gap_of, pick, rows, runs_over_network
 from atoll.peer.lab.plan import Prediction, Setting, bare_model
 
@@ -218,6 +218,12 @@ def run_toml(tmp_path):
     return str(path)
 
 
+@pytest.fixture
+def short_probe(monkeypatch):
+    """Time a step in a twentieth of the time."""
+    monkeypatch.setitem(step_time.measured.__kwdefaults__, "seconds", 0.1)
+
+
 def test_plan_as_a_table(run_toml, capsys):
     assert run("plan", run_toml, "--peers", "8", "--mbit", "100", "--step-ms", "60") == 0
     told = capsys.readouterr().out.splitlines()
@@ -262,6 +268,7 @@ def test_plan_as_json(run_toml, capsys):
     assert told["step_measured"] is False
 
 
+@pytest.mark.usefixtures("short_probe")
 def test_plan_times_a_step(run_toml, capsys):
     assert run("plan", run_toml, "--peers", "2", "--mbit", "50", "--device", "cpu", "--json") == 0
     told = json.loads(capsys.readouterr().out)
@@ -310,6 +317,7 @@ def picked_for_30m() -> RunOption:
     return pick(advice.options(bare_model(spec), setting, step_tokens=spec.step_tokens))
 
 
+@pytest.mark.usefixtures("short_probe")
 def test_init_times_a_step_and_tells_programs_why(tmp_path, capsys):
     path = tmp_path / "RUN.toml"
     words = ("--peers", "4", "--mbit", "100", "--device", "cpu", "--json")
@@ -322,6 +330,7 @@ def test_init_times_a_step_and_tells_programs_why(tmp_path, capsys):
     assert spec.outer.inner_steps == told["chosen"]["prediction"]["inner_steps"]
 
 
+@pytest.mark.usefixtures("short_probe")
 @pytest.mark.parametrize(("load", "busy"), [(0.1, False), (1000.0, True)])
 def test_a_step_that_was_timed_on_a_busy_machine_says_so(run_toml, capsys, monkeypatch, load, busy):
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))

@@ -74,11 +74,11 @@ def test_a_slow_peer_makes_no_update_alone(tmp_path, pace_s):
     async def scenario(swarm):
         paces_s = [pace_s, pace_s, pace_s, 2.7 * pace_s]
         peers = await swarm.begin([swarm.add(window_s=each_s, tau=2) for each_s in paces_s])
-        await swarm.until(lambda: passed(peers, 30), timeout_s=2000.0)
+        await swarm.until(lambda: passed(peers, 20), timeout_s=2000.0)
         slow = peers[-1].ctx.me
         members = [[m.elector for m in e.complete_members()] for e in entries(peers[0])]
         assert all(len(elected) >= 3 for elected in members)
-        assert sum(slow in elected for elected in members) >= 8
+        assert sum(slow in elected for elected in members) >= 5
         await expect_equal_end(swarm, peers)
 
     run(tmp_path, scenario, fragments=2)
@@ -111,7 +111,7 @@ def strike_at(folder, message):
     return run_strike_in_flight(folder, lambda swarm: Strike(swarm, kind, message, end))
 
 
-@pytest.mark.parametrize("message", range(3, 150, 23))
+@pytest.mark.parametrize("message", [3, 29, 60, 91, 147])  # one of each kind
 def test_a_fault_at_a_message_while_several_are_in_flight(tmp_path, message):
     strike_at(tmp_path, message)
 

@@ -44,12 +44,13 @@ def test_no_order_of_events_breaks_a_rule_in_the_larger_worlds(options):
 
 
 def test_a_term_goes_through_all_its_states():
-    one = RoundModel(early=True, mishaps=2, ticks=1, reported=True)
-    one.explore()
-    assert one.states == FIRST_TERM
+    early = RoundModel(early=True, mishaps=1, ticks=1, reported=True)
+    late = RoundModel(mishaps=2, reported=True)
     two = RoundModel(terms=2, reported=True)
-    two.explore()
-    assert one.states | two.states == ALL_STATES
+    for model in (early, late, two):
+        model.explore()
+    assert early.states | late.states == FIRST_TERM
+    assert early.states | two.states == ALL_STATES
 
 
 @pytest.mark.parametrize(

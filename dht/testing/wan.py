@@ -7,7 +7,7 @@ receiver's downlink. A host may be behind routers (`atoll.dht.testing.nat`): it 
 address then, and the others see that of its outermost router.
 
 The public addresses look public (11.77.0.N), since libp2p ignores relays with private ones; no
-packet leaves this machine. Needs root and /dev/net/tun, but no kernel module for traffic control
+packet leaves this machine. Hosts without a router have an IPv6 address too. Needs root and /dev/net/tun, but no kernel module for traffic control
 or NAT. `scripts/wan_lab.py` runs a command on every host.
 """
 
@@ -107,11 +107,16 @@ class WanLab:
         self._moves = 0
         self._public = [f"11.77.{i // 250}.{i % 250 + 1}" for i in range(len(links))]
         self._hosts = {socket.inet_aton(ip): i for i, ip in enumerate(self._public)}
+        self._hosts |= {_packed6(self.ip6(i)): i for i, each in enumerate(links) if not each.behind}
         self._routers = [_routers(link.behind, i, self.ip(i)) for i, link in enumerate(links)]
 
     def ip(self, i: int) -> str:
         """Return the address at which others see host i."""
         return self._public[i]
+
+    def ip6(self, i: int) -> str:
+        """Return the IPv6 address of host i, which has none if it is behind a router."""
+        return f"2a77::{i + 1:x}"
 
     def own_ip(self, i: int) -> str:
         """Return the address that host i itself has."""
@@ -167,7 +172,7 @@ class WanLab:
             router.restart(new if router is routers[-1] else None)
         if not routers:
             device = self._device(i)
-            sh("ip", "-n", self.ns(i), "addr", "flush", "dev", device)
+            sh("ip", "-n", self.ns(i), "-4", "addr", "flush", "dev", device)
             self._address(i)
 
     def _make_host(self, i: int) -> None:
@@ -181,6 +186,10 @@ class WanLab:
         sh(*inside, "link", "set", "lo", "up")
         sh(*inside, "link", "set", device, "mtu", str(self.mtu), "up")
         self._address(i)
+        if not self.links[i].behind:
+            with suppress(subprocess.CalledProcessError):  # this machine may have IPv6 disabled
+                sh(*inside, "addr", "add", f"{self.ip6(i)}/64", "dev", device, "nodad")
+                sh(*inside, "-6", "route", "replace", "default", "dev", device)
         sh(*inside, "link", "set", device, "txqueuelen", "1000")
         if self.congestion:
             setting = f"net.ipv4.tcp_congestion_control={self.congestion}"
@@ -218,10 +227,13 @@ class WanLab:
                 packet = os.read(fd, MAX_PACKET_BYTES)
             except BlockingIOError:
                 return
-            translated = self._routers[source].outward(packet) if packet[0] >> 4 == 4 else None
-            if translated is None:
+            if packet[0] >> 4 == 6:
+                translated, address = packet, packet[24:40]
+            elif passed := self._routers[source].outward(packet):
+                translated, address = passed, passed[16:20]
+            else:
                 continue
-            to = self._hosts.get(translated[16:20])
+            to = self._hosts.get(address)
             if to is not None and self.up_[source] and self.up_[to]:
                 self._send(source, to, translated)
 
@@ -261,7 +273,7 @@ class WanLab:
         heapq.heappush(self._queue, (self._down_free[to], order, to, True, packet))
 
     def _deliver(self, to: int, packet: bytes) -> None:
-        translated = self._routers[to].inward(packet)
+        translated = packet if packet[0] >> 4 == 6 else self._routers[to].inward(packet)
         if translated is None:
             self.refused += 1
             return
@@ -271,6 +283,10 @@ class WanLab:
             self.dropped += 1
         else:
             self.received[to] += len(packet)
+
+
+def _packed6(address: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6, address)
 
 
 def _routers(behind: Behind, i: int, public: str) -> Routers:

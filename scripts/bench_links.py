@@ -2,7 +2,7 @@
 """Measure p2pd over TCP and QUIC, IPv4 and IPv6, through the lab's links.
 
     ./scripts/bench links                 all rows (about five minutes), needs root
-    ./scripts/bench links --loss 0.005    only links that lose packets
+    ./scripts/bench links --loss 0.005 --only "TCP, IPv4" --congestion bbr
     ./scripts/bench links --save          also write docs/benchmarks/links.md and .json
     ./scripts/bench links --json          the rows as JSON on the last line
 
@@ -206,6 +206,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--loss", type=float, help="fraction of packets (default: 0 and 0.005)")
     add("--congestion", default="cubic", help="TCP's congestion control (default %(default)s)")
+    add("--only", choices=TRANSPORTS, help="the only transport to measure (default: all)")
     add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
     add("--json", action="store_true", help="print the rows as JSON on the last line")
     add("--receive", default="", help=argparse.SUPPRESS)
@@ -228,7 +229,7 @@ def main() -> int:
     for loss in (0.0, 0.005) if options.loss is None else (options.loss,):
         with WanLab([Link(loss=loss)] * 2, mtu=MTU, congestion=options.congestion) as lab:
             for streams in (1, 8):
-                for transport in TRANSPORTS:
+                for transport in (options.only,) if options.only else TRANSPORTS:
                     rows.append(measure(lab, transport, loss, streams))
                     print(f"bench links: {rows[-1]}", file=sys.stderr, flush=True)
     print(table(rows))

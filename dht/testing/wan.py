@@ -7,8 +7,9 @@ receiver's downlink. A host may be behind routers (`atoll.dht.testing.nat`): it 
 address then, and the others see that of its outermost router.
 
 The public addresses look public (11.77.0.N), since libp2p ignores relays with private ones; no
-packet leaves this machine. Hosts without a router have an IPv6 address too. Needs root and /dev/net/tun, but no kernel module for traffic control
-or NAT. `scripts/wan_lab.py` runs a command on every host.
+packet leaves this machine. A host without a router has an IPv6 address too. Needs root and
+/dev/net/tun, but no kernel module for traffic control or NAT. `scripts/wan_lab.py` runs a command
+on every host.
 """
 
 from __future__ import annotations

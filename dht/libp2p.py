@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from atoll.dht.addresses import CIRCUIT, relay_of
+from atoll.dht.addresses import CIRCUIT, by_family, relay_of
 from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
 from atoll.dht.relaying import Relaying
 from atoll.dht.strangers import Strangers
@@ -538,12 +538,18 @@ class LibP2PTransport:
     async def _dial(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline_s, pause_s = loop.time() + timeout_s, DIAL_RETRY_S
+        turns = by_family(addresses)
         while peer not in await self._live():
+            now, turns = (turns[0], turns[1:]) if turns else (addresses, [])
             try:
-                left_s = max(0.1, deadline_s - loop.time())
-                await self._daemon.dial(peer, addresses, timeout_s=left_s)
+                left_s = max(0.1, deadline_s - loop.time()) / (1 + len(turns))
+                await self._daemon.dial(peer, now, timeout_s=left_s)
                 self._connected.add(peer)
-            except P2pdError as error:
+            except (P2pdError, TimeoutError) as error:
+                if turns:
+                    continue
+                if isinstance(error, TimeoutError):
+                    raise
                 pause_s *= 1 + self._rng.random()  # by chance, so that two peers fall out of step
                 if loop.time() + pause_s > deadline_s:
                     raise PeerUnreachable(

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from atoll.dht import clock
-from atoll.dht.addresses import is_public, peer_of, through
+from atoll.dht.addresses import announced, peer_of, through
 from atoll.dht.bindings import DHTID, P2P, DHTNode, PeerID
 from atoll.dht.identity import Identity
 from atoll.dht.kademlia import WAIT_S as DHT_WAIT_S
@@ -259,8 +259,7 @@ class Node:
         if self.relays:
             return [through(relay, self.peer_id) for relay in self.relays]
         seen = [f"{address}/p2p/{self.peer_id}" for address in self.seen]
-        found = list(dict.fromkeys([*seen, *self.daemon.addresses]))
-        return list(filter(is_public, found)) or found
+        return announced(list(dict.fromkeys([*seen, *self.daemon.addresses])))
 
     def wire_totals(self) -> WireTotals | None:
         """Return the bytes on p2pd's sockets so far, or None if the kernel reports none."""

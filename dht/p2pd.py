@@ -198,11 +198,17 @@ class P2pd:
         (self._folder / "key").unlink()  # p2pd has read it; no second copy of the key stays on disk
 
     async def _identify(self) -> None:
-        reply = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), timeout_s=10)
+        found = await self._look(timeout_s=10)
+        self.options = replace(self.options, listen=_with_ports(self.options.listen, found))
+
+    async def _look(self, timeout_s: float) -> list[str]:
+        """Ask p2pd who it is and where; return its addresses without the PeerID."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
+        reply = await self._ask(request, timeout_s=timeout_s)
         self.peer_id = str(PeerID(reply.identify.id))
         found = [str(Multiaddr(raw)) for raw in reply.identify.addrs]
         self.addresses = [f"{address}/p2p/{self.peer_id}" for address in found]
-        self.options = replace(self.options, listen=_with_ports(self.options.listen, found))
+        return found
 
     async def _read_output(self) -> None:
         assert self.process.stdout is not None
@@ -217,8 +223,8 @@ class P2pd:
     # Requests
 
     async def ping(self, *, timeout_s: float) -> None:
-        """Return if the daemon answers, else raise."""
-        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), timeout_s=timeout_s)
+        """Return if the daemon answers, else raise. Addresses that have changed are taken over."""
+        await self._look(timeout_s)
 
     async def connected(self, *, timeout_s: float = 5.0) -> set[str]:
         """Return the PeerIDs with which there is a connection."""
@@ -430,9 +436,10 @@ def parse_address(address: str) -> Multiaddr:
 
 
 def _with_ports(listen: tuple[str, ...], found: Sequence[str]) -> tuple[str, ...]:
-    ports = [address.rsplit("/tcp/", 1)[1] for address in found if "/tcp/" in address]
     fixed = []
     for address in listen:
+        alike = [a for a in found if a.startswith(address[:5])]  # of IPv4, or of IPv6
+        ports = [a.rsplit("/tcp/", 1)[1] for a in alike if "/tcp/" in a]
         stem, _, port = address.rpartition("/tcp/")
         same = [a for a in found if a.startswith(f"{stem}/tcp/")]
         new = same[0].rsplit("/tcp/", 1)[1] if same else (ports[0] if ports else port)

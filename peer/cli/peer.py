@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, add_allow_model, add_stop_with_stdin, new_parser
 from atoll.peer.cli.watching import read_invite
-from atoll.peer.daemon.options import RELAY_MBIT_S
+from atoll.peer.daemon.options import LISTEN, RELAY_MBIT_S
 from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=_multiaddr,
         action="append",
         metavar="MULTIADDR",
-        help="Address to listen on; repeatable (default: /ip4/0.0.0.0/tcp/0).",
+        help=f"Address to listen on; repeatable (default: {' and '.join(LISTEN)}).",
     )
     parser.add_argument(
         "--announce",
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
             invite=invite,
             state_dir=args.state_dir or peer_state_dir(invite.run_id.hex()),
             name=args.name or "",
-            listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
+            listen=tuple(args.listen or LISTEN),
             announce=tuple(args.announce or ()),
             rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
             relay_mbit_s=args.relay_mbit,

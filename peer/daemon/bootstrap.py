@@ -26,7 +26,7 @@ from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
 from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
-from atoll.peer.daemon.neighbours import ADDRESSES_KEPT, free_port
+from atoll.peer.daemon.neighbours import ADDRESSES_KEPT, PortInUse, free_port
 from atoll.peer.gossip.snapshots import ModelFetcher
 from atoll.peer.recovery.ledger import LedgerHeads, LedgerRecovery
 
@@ -65,7 +65,7 @@ class BootstrapNode:
         node = await Node.start(
             request.identity_path,
             run_id=request.run_id.hex(),
-            listen_maddrs=[multiaddr(host, port)],
+            listen_maddrs=[multiaddr(each, port) for each in both_families(host, port)],
             announce_maddrs=announce,
             admission=request.admit(peer_id),
             check=request.check,
@@ -162,6 +162,20 @@ def multiaddr(host: str, port: int) -> str:
     except ValueError:
         kind = "dns"
     return f"/{kind}/{host}/tcp/{port}"
+
+
+def both_families(host: str, port: int) -> list[str]:
+    """Return the hosts to listen on: "all of IPv4" brings all of IPv6, if that is free, and back.
+
+    gRPC takes [::] for both, and libp2p does not.
+    """
+    other = {"0.0.0.0": "::", "::": "0.0.0.0"}.get(host)
+    if other is None:
+        return [host]
+    with contextlib.suppress(PortInUse):
+        free_port(other, port, remedy=REMEDY)
+        return [host, other]
+    return [host]
 
 
 def choose_port(host: str, wanted: int, remembered: Path) -> int:

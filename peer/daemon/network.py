@@ -32,7 +32,7 @@ from atoll.peer.daemon.gossip_run import GossipRun
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
-from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.options import LISTEN, PeerOptions
 from atoll.peer.daemon.peer import Admit, MakeFirst, Peer, StartRun
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
@@ -54,7 +54,7 @@ def connect(
     name: str = "",
     device: str = "",
     timeout_s: float | None = None,
-    listen: str | Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+    listen: str | Sequence[str] = LISTEN,
     announce: str | Sequence[str] = (),
 ) -> RunReducer:
     """Join a run from a training loop of your own.
@@ -70,7 +70,7 @@ def connect(
         device: shown on the dashboard, such as "cuda:0"; the model may be anywhere.
         timeout_s: seconds for which to try to join; None to try until it succeeds, as after a
             reboot at which this machine is up before the coordinator.
-        listen: multiaddrs to listen on.
+        listen: multiaddrs to listen on; by default all of IPv4, and of IPv6 where there is any.
         announce: multiaddrs for others to dial, if they differ, as behind a forwarded port.
 
     Returns:

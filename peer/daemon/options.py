@@ -11,6 +11,7 @@ from pathlib import Path
 from atoll.coordinator.run.invite import Invite
 
 MAX_NAME_CHARS = 64  # dashboards have narrow columns
+LISTEN = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")  # the second only where there is IPv6
 RELAY_MBIT_S = 25.0  # enough for the control streams of hundreds; bodies go through owners
 
 
@@ -30,7 +31,7 @@ class PeerOptions:
     state_dir: Path
     name: str = ""
     """Name on the dashboard."""
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    listen: tuple[str, ...] = LISTEN
     announce: tuple[str, ...] = ()
     """Addresses for others to dial, if they differ from `listen`."""
     rates: LinkRates = field(default_factory=LinkRates)

@@ -24,6 +24,7 @@ from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.addresses import usable
 from atoll.dht.identity import Identity, short
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
@@ -314,7 +315,8 @@ async def _environment(
     paths = PeerPaths(root=options.state_dir)
     directory = stack.enter_context(closing(StateDirectory(paths, invite.run_id)))
     identity = Identity.load_or_create(paths.identity)
-    expect_free(options.listen, remedy="name another with --listen, or port 0 for any")
+    listen = usable(options.listen)
+    expect_free(listen, remedy="name another with --listen, or port 0 for any")
     client = CoordinatorClient(invite, identity, version=version("atoll"))
     outbox = Outbox()
     announcer = Announcer(on_event, outbox, client.now_s)
@@ -333,9 +335,9 @@ async def _environment(
     incarnation = ballots.incarnation if ballots is not None else new_incarnation()
     me = Elector(peer_id=identity.peer_id, incarnation=incarnation)
     # What the owner announces is the owner's word: nobody is asked.
-    reach, listen = Reach(), options.listen
+    reach = Reach()
     if not options.announce:
-        reach, listen = await probe(client, options.listen, paths.reach)
+        reach, listen = await probe(client, listen, paths.reach)
     bootstrap = enrolment.own_bootstrap
     node = await Node.start(
         paths.identity,

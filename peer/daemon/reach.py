@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Container, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,7 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.rpc.messages import PROBE_NONCE_BYTES
 from atoll.coordinator.run.status import PeerReach
-from atoll.dht.addresses import is_public, peer_of
+from atoll.dht.addresses import ANY_IPV6, is_ipv6, is_public, peer_of
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 
@@ -53,6 +53,9 @@ async def probe(
 ) -> tuple[Reach, tuple[str, ...]]:
     """Ask the coordinator to dial the first of these addresses back.
 
+    "All of IPv6" gets the same port, and is listened on too: the coordinator dials the address that
+    it sees, and that may be one of IPv6.
+
     Returns:
         What came of it, or what is kept of an earlier time if the coordinator cannot be asked; and
         the addresses to listen on, with the port that was tried.
@@ -62,32 +65,44 @@ async def probe(
         found = _TCP.fullmatch(address)
         if found is None or ipaddress.ip_address(found["host"]).is_loopback:
             continue
+        others = [each for each in listen[index + 1 :] if each == f"{ANY_IPV6}0"]
+        hosts = (found["host"], *("::" for _ in others))
         try:
-            reach = await _dialed_back(client, found["host"], int(found["port"]) or before.port)
+            reach = await _dialed_back(client, hosts, int(found["port"]) or before.port)
         except (CoordinatorError, OSError):
             return before, tuple(listen)
         with suppress(OSError):  # a full disk: the next start asks again
             _remember(kept, reach)
         fixed = f"/ip{found['version']}/{found['host']}/tcp/{reach.port}"
-        return reach, (*listen[:index], fixed, *listen[index + 1 :])
+        rest = [f"{ANY_IPV6}{reach.port}" if e in others else e for e in listen[index + 1 :]]
+        return reach, (*listen[:index], fixed, *rest)
     return Reach(), tuple(listen)
 
 
-async def _dialed_back(client: CoordinatorClient, host: str, port: int) -> Reach:
+async def _dialed_back(client: CoordinatorClient, hosts: Sequence[str], port: int) -> Reach:
     nonce = os.urandom(PROBE_NONCE_BYTES)
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(nonce)
         writer.close()
 
-    try:
-        server = await asyncio.start_server(answer, host, port, backlog=MAX_ASKING)
-    except OSError:
-        if not port:
-            raise
-        server = await asyncio.start_server(answer, host, 0, backlog=MAX_ASKING)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
+    async with AsyncExitStack() as servers:
+
+        async def listen(host: str, port: int) -> int:
+            server = await asyncio.start_server(answer, host, port, backlog=MAX_ASKING)
+            await servers.enter_async_context(server)
+            bound: int = server.sockets[0].getsockname()[1]
+            return bound
+
+        try:
+            port = await listen(hosts[0], port)
+        except OSError:
+            if not port:
+                raise
+            port = await listen(hosts[0], 0)
+        with suppress(OSError):  # another program may have the same port of IPv6
+            for host in hosts[1:]:
+                await listen(host, port)
         address, is_reached = await client.probe(port, nonce)
     return Reach(address=address, port=port, is_dialed=is_reached)
 
@@ -105,6 +120,9 @@ def is_direct(reach: Reach, coordinator: Sequence[str]) -> bool:
     if not reach.is_dialed:
         return False
     is_local_run = not any(map(is_public, coordinator))
+    # Peers that have only IPv4 cannot dial what was reached by IPv6.
+    if ":" in reach.address and not all(map(is_ipv6, filter(is_public, coordinator))):
+        return False
     return is_local_run or not reach.address or is_public(reach.address)
 
 

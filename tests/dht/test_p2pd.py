@@ -55,6 +55,8 @@ def test_loopback_nodes_ask_nothing_of_the_router(tmp_path):
 def test_ports_that_were_found_are_kept_over_a_restart():
     found = ["/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.1/tcp/4001"]
     assert p2pd._with_ports(("/ip4/0.0.0.0/tcp/0",), found) == ("/ip4/0.0.0.0/tcp/4001",)
+    both = [*found, "/ip6/::1/tcp/4002"]
+    assert p2pd._with_ports(("/ip6/::/tcp/0",), both) == ("/ip6/::/tcp/4002",)
     assert p2pd._with_ports(("/ip4/127.0.0.1/tcp/0",), found) == ("/ip4/127.0.0.1/tcp/4001",)
     assert p2pd._with_ports(("/ip4/127.0.0.1/tcp/7",), found) == ("/ip4/127.0.0.1/tcp/7",)
 

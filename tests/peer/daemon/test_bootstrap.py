@@ -7,7 +7,8 @@ from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 from atoll.peer.daemon import bootstrap
-from atoll.peer.daemon.bootstrap import BootstrapNode, recall, remember
+from atoll.peer.daemon.bootstrap import BootstrapNode, both_families, recall, remember
+from atoll.peer.daemon.neighbours import PortInUse
 
 RUN_ID = bytes(range(32))
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -46,6 +47,22 @@ async def until(condition, timeout_s=60.0):
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.1)
+
+
+def test_all_of_ipv4_brings_all_of_ipv6_unless_that_is_taken(monkeypatch):
+    taken = set()
+
+    def free_port(host, port, *, remedy):
+        if host in taken:
+            raise PortInUse(host)
+        return port
+
+    monkeypatch.setattr(bootstrap, "free_port", free_port)
+    assert both_families("0.0.0.0", 7701) == ["0.0.0.0", "::"]
+    assert both_families("::", 7701) == ["::", "0.0.0.0"]
+    assert both_families("192.168.1.4", 7701) == ["192.168.1.4"]
+    taken.add("::")
+    assert both_families("0.0.0.0", 7701) == ["0.0.0.0"]
 
 
 def test_started_again_it_finds_the_peers_that_go_on_without_it(tmp_path, monkeypatch):

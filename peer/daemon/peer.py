@@ -38,6 +38,7 @@ from atoll.peer.daemon.company import LOOK_EVERY_S, Company, answer_hello, askin
 from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, StateDirectory
+from atoll.peer.daemon.moves import Moves
 from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
@@ -67,6 +68,7 @@ class Environment:
     node: Node
     neighbours: Neighbours
     company: Company
+    moves: Moves
     outbox: Outbox
     tasks: KeptTasks
     report: OnEvent
@@ -240,6 +242,7 @@ class Peer:
             env.tasks.keep(peer._keep_record)
             env.tasks.keep(peer._keep_connected)
             env.tasks.keep(peer._keep_company)
+            env.tasks.keep(env.moves.keep)
             yield peer
             await peer._leave()
 
@@ -384,6 +387,9 @@ async def _environment(
             ask=asking(node.transport),
             needs_others=not is_keeper and needs_others(enrolment.membership.spec),
             show=announcer.show,
+        ),
+        moves=Moves(
+            client, node, reachability, is_asked=not options.announce, report=announcer.show
         ),
         outbox=outbox,
         tasks=tasks,

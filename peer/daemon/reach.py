@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -77,6 +77,31 @@ async def probe(
         rest = [f"{ANY_IPV6}{reach.port}" if e in others else e for e in listen[index + 1 :]]
         return reach, (*listen[:index], fixed, *rest)
     return Reach(), tuple(listen)
+
+
+async def probe_again(client: CoordinatorClient, listen: Sequence[str]) -> Reach:
+    """Ask the coordinator anew, about a free port, since p2pd has the one that others dial.
+
+    Routers have flows for that one and would let the coordinator in. A free port has none: it shows
+    whether the network is open, but not whether a router forwards the port that p2pd has.
+
+    Args:
+        client: of the coordinator.
+        listen: addresses at which p2pd listens, with their ports.
+
+    Returns:
+        A `Reach` with p2pd's port; that of "never asked" if no address can be asked about.
+
+    Raises:
+        CoordinatorError, OSError: the coordinator cannot be asked.
+    """
+    found = [m for m in map(_TCP.fullmatch, listen) if m is not None]
+    asked = [m for m in found if not ipaddress.ip_address(m["host"]).is_loopback]
+    if not asked:
+        return Reach()
+    others = [m["host"] for m in asked[1:] if m["host"] == "::"]
+    reach = await _dialed_back(client, (asked[0]["host"], *others), 0)
+    return replace(reach, port=int(asked[0]["port"]))
 
 
 async def _dialed_back(client: CoordinatorClient, hosts: Sequence[str], port: int) -> Reach:
@@ -142,15 +167,27 @@ class Reachability:
             bootstrap: addresses of the run's first nodes; the coordinator's come first.
         """
         self._node = node
-        self._reach = reach
+        self._bootstrap = tuple(bootstrap)
         relay = peer_of(bootstrap[0]) if bootstrap else ""
         known = [address for address in bootstrap if peer_of(address) == relay]
         self._coordinator = tuple(sorted(known, key=is_public, reverse=True))[:1]
-        self.is_direct = is_direct(reach, bootstrap)
-        if not self.is_direct:
-            node.relays = self._coordinator
-        elif reach.address and is_public(reach.address):
-            node.seen = (reach.multiaddr,)
+        self.take(reach)
+
+    @property
+    def reach(self) -> Reach:
+        """What the last dial-back found."""
+        return self._reach
+
+    def take(self, reach: Reach) -> None:
+        """Announce what another dial-back found, as after this machine has changed networks."""
+        self._reach = reach
+        self.is_direct = is_direct(reach, self._bootstrap)
+        is_seen = self.is_direct and reach.address != "" and is_public(reach.address)
+        self._node.seen = (reach.multiaddr,) if is_seen else ()
+        if self.is_direct:
+            self._node.relays = ()
+        elif not self._node.relays:
+            self._node.relays = self._coordinator
 
     def __str__(self) -> str:
         """Return it as a sentence for the owner."""

@@ -46,6 +46,8 @@ _PING_EVERY_MS, _PONG_WITHIN_MS = 20_000, 10_000
 CHANNEL_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # gRPC would obey https_proxy even for a coordinator on this machine or in its network, and a
+    # proxy carries nothing to the run's second port: see `proxies`.
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5000),

@@ -19,10 +19,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from atoll.coordinator.rpc import proxies
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable, WrongCertificate
 from atoll.coordinator.rpc.messages import CHANNEL_OPTIONS
 from atoll.coordinator.run.addresses import split_address
 from atoll.coordinator.run.keys import TLS_NAME
+
+REMEDY = "ask the organiser whether it runs and is reachable there, or for the current invite"
 
 
 async def pinned_channel(address: str, sha256: bytes, *, timeout_s: float) -> grpc.aio.Channel:
@@ -46,9 +49,9 @@ async def pinned_certificate(address: str, sha256: bytes, *, timeout_s: float) -
     except ssl.SSLError:
         raise WrongCertificate(f"{address}: the server does not speak TLS") from None
     except (OSError, TimeoutError) as error:
+        remedy = proxies.remedy(split_address(address)[0]) or REMEDY
         raise CoordinatorUnreachable(
-            f"{address}: the coordinator cannot be reached ({_what(error, timeout_s)}); ask the "
-            "organiser whether it runs and is reachable there, or for the current invite"
+            f"{address}: the coordinator cannot be reached ({_what(error, timeout_s)}); {remedy}"
         ) from None
     if not hmac.compare_digest(found, sha256):
         raise WrongCertificate(

@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from atoll.coordinator.report.text import size
+from atoll.coordinator.rpc import proxies
 
 MIN_PYTHON = (3, 11)
 LOW_DISK_BYTES = 2 * 10**9  # log and snapshots of a small run; `atoll peer` states what a run needs
@@ -231,9 +232,11 @@ async def port_finding(check: str, places: Sequence[tuple[str, int]]) -> Finding
     named = [f"{host}:{port}" for host, port in places]
     if any(replies):
         return ok(check, f"answers at {named[replies.index(True)]}")
+    by_proxy = next(filter(None, (proxies.remedy(host) for host, _ in places)), "")
     return problem(
         check,
         f"no answer at {', '.join(named) or 'any address'}",
-        "ask the organiser whether it runs and that port is open; see that this machine's firewall "
-        "lets connections out",
+        by_proxy
+        or "ask the organiser whether it runs and that port is open; see that this machine's "
+        "firewall lets connections out",
     )

@@ -336,7 +336,11 @@ class Relaying:
         self, source: str, near: socket.socket, target: bytes, hello: bytes, admission: bytes
     ) -> None:
         if self._rate is None or self._daemon is None:
-            raise Refused(RefusalCode.NO_RELAY, "this peer relays nothing")
+            raise Refused(
+                RefusalCode.NO_RELAY,
+                "this node relays nothing; ask for a rate above 0 there (coordinator.relay_mbit, "
+                "or a peer's --relay-mbit), or forward a TCP port at one of the two ends",
+            )
         self._check(source, admission)
         self._strangers.admit(source, near)
         if self._pairs[source] >= MAX_PER_PEER or self._pairs.total() >= open_files() // (
@@ -366,7 +370,9 @@ class Relaying:
     ) -> socket.socket:
         assert self._daemon is not None
         if target not in await self._daemon.connected():
-            raise Refused(RefusalCode.NO_RELAY, f"{target} has no connection to this relay")
+            raise Refused(
+                RefusalCode.NO_RELAY, f"{target} has no connection to this relay; another is tried"
+            )
         far = await self._daemon.open(target, self.protocol, timeout_s=JOIN_S)
         try:
             rest = (await self._address_of(source), admission, self._admission())

@@ -24,7 +24,7 @@ from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
-from atoll.dht.addresses import usable
+from atoll.dht.addresses import is_public, usable
 from atoll.dht.identity import Identity, short
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
@@ -49,6 +49,10 @@ from atoll.peer.rounds.context import OnEvent
 
 RECORD_EVERY_S = 5.0  # three misses fit in the 20 s that a record lives
 CONNECT_EVERY_S = 2.0  # also the age of the roster that rounds read (`WatchedRoster`)
+PRIVATE_ANNOUNCED = (
+    "--announce names private addresses alone, and the run is public: peers elsewhere cannot dial "
+    "this one; announce a public address, or leave --announce out to be reached through relays"
+)
 GOODBYE_S = 5.0  # for each step of leaving; what does not answer by then is left behind
 
 
@@ -363,6 +367,8 @@ async def _environment(
     reachability = Reachability(node, reach, bootstrap)
     if not options.announce:
         announcer.show("info", str(reachability))
+    elif any(map(is_public, bootstrap)) and not any(map(is_public, options.announce)):
+        announcer.show("warning", PRIVATE_ANNOUNCED)
     node.punching.on_hole = lambda peer: announcer.report(
         "info", f"{short(peer)} and this peer reach each other through a hole in their routers"
     )

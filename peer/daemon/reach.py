@@ -181,7 +181,7 @@ class Reachability:
     def take(self, reach: Reach) -> None:
         """Announce what another dial-back found, as after this machine has changed networks."""
         self._reach = reach
-        self.is_direct = is_direct(reach, self._bootstrap)
+        self.is_direct = is_direct(reach, self._bootstrap) and not self._is_hidden()
         is_seen = self.is_direct and reach.address != "" and is_public(reach.address)
         self._node.seen = (reach.multiaddr,) if is_seen else ()
         if self.is_direct:
@@ -189,8 +189,21 @@ class Reachability:
         elif not self._node.relays:
             self._node.relays = self._coordinator
 
+    def _is_hidden(self) -> bool:
+        """Return whether nobody was asked, and our own addresses mean nothing to this run."""
+        if self._reach.address or self._node.daemon.options.announce:
+            return False
+        return any(map(is_public, self._bootstrap)) and not any(
+            map(is_public, self._node.addresses)
+        )
+
     def __str__(self) -> str:
         """Return it as a sentence for the owner."""
+        if self._is_hidden():
+            return (
+                "the coordinator cannot be asked yet whether others can dial this peer: they reach "
+                "it through relays"
+            )
         if self.is_direct:
             where = f" at {self._reach.multiaddr}" if self._node.seen else ""
             return f"others can dial this peer{where}"

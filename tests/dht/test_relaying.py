@@ -193,7 +193,7 @@ def test_a_direct_connection_is_preferred():
 def test_a_relay_that_relays_nothing_says_so():
     async def main():
         async with ends(relay_mbit_s=0.0) as (_, a, b):
-            with pytest.raises(PeerUnreachable, match="relays nothing"):
+            with pytest.raises(PeerUnreachable, match="relays nothing; ask for a rate above 0"):
                 await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
 
     run(main)

@@ -107,6 +107,27 @@ def test_who_is_dialed_directly(reach, coordinator, direct):
     assert is_direct(reach, coordinator) is direct
 
 
+@pytest.mark.parametrize(
+    ("own", "announce", "bootstrap", "relays"),
+    [
+        ("/ip4/192.168.1.5/tcp/1", (), COORDINATOR, (COORDINATOR,)),
+        ("/ip6/fd00::5/tcp/1", (), COORDINATOR, (COORDINATOR,)),
+        ("/ip4/203.0.114.9/tcp/1", (), COORDINATOR, ()),
+        ("/ip4/192.168.1.5/tcp/1", ("/ip4/192.168.1.5/tcp/1",), COORDINATOR, ()),
+        ("/ip4/192.168.1.5/tcp/1", (), LOCAL, ()),
+    ],
+    ids=["private", "private IPv6", "public", "the owner's word", "local run"],
+)
+def test_private_addresses_stay_in_a_run_without_public_ones(own, announce, bootstrap, relays):
+    options = SimpleNamespace(announce=announce)
+    node = SimpleNamespace(
+        seen=(), relays=(), peer_id="P", addresses=[own], daemon=SimpleNamespace(options=options)
+    )
+    reachability = Reachability(node, Reach(), [bootstrap])
+    assert node.relays == relays
+    assert ("cannot be asked yet" in str(reachability)) is bool(relays)
+
+
 def test_a_peer_announces_how_it_is_reached():
     node = SimpleNamespace(seen=(), relays=(), peer_id="P")
     open_ = Reach(address="203.0.114.9", port=4001)

@@ -82,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
     report(health.bind_finding(place["host"], int(place["port"])))
     report(health.torch_finding())
     if invite is not None:
+        from atoll.dht.addresses import usable
+        from atoll.peer.daemon.options import LISTEN as DEFAULT
         from atoll.peer.daemon.run_checks import check_run
 
-        asyncio.run(check_run(invite, folder, (args.listen,), report))
+        listen = usable(DEFAULT) if args.listen == LISTEN else (args.listen,)
+        asyncio.run(check_run(invite, folder, listen, report))
     return health.exit_code(findings)

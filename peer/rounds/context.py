@@ -28,11 +28,12 @@ from atoll.peer.rounds.messages import (
     Known,
     PlannedPart,
     Reports,
+    Seals,
+    is_large,
     planned_parts,
     reports_root,
 )
 from atoll.peer.rounds.pacing import Link
-from atoll.peer.rounds.policies import is_large
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
@@ -157,6 +158,14 @@ class TakesGroup(Protocol):
 
     def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
         """Begin with a group; raises MalformedRecord if it is not the leader's."""
+        ...
+
+    async def begun(self) -> object:
+        """Return once a group has begun."""
+        ...
+
+    def take_seals(self, seals: Seals) -> None:
+        """Keep its reports' signatures; raises MalformedRecord if they are not the leader's."""
         ...
 
 

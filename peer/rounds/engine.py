@@ -38,7 +38,7 @@ from atoll.optim.state.updates import Update
 from atoll.peer.rounds.allreduce.eager import EagerCodes, EagerSlot, furthest_upfront, not_upfront
 from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront
 from atoll.peer.rounds.conduct import guarded_call, guarded_stream
-from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed
+from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed, take_seals
 from atoll.peer.rounds.consensus.leader import Leading, OnLed
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWindow, Pending
 from atoll.peer.rounds.consensus.round import Ballots, Place
@@ -167,6 +167,7 @@ class Rounds:
         transport.serve("evidence", guarded_call(self._serve_evidence, fault, door))
         transport.serve("commit", guarded_call(self._serve_commit, fault, door))
         transport.serve("group", guarded_call(self._serve_group, fault, door))
+        transport.serve("seals", guarded_call(self._serve_seals, fault, door))
         transport.serve_stream("round", guarded_stream(self.leading.serve, fault, door))
         transport.serve_stream("reduce", guarded_stream(self._serve_reduce, fault, door))
         self.archive.serve()
@@ -547,6 +548,10 @@ class Rounds:
     async def _serve_group(self, remote: str, body: bytes) -> bytes:
         self._ctx.expect_unbarred(remote)
         return await take_passed(self._ctx, body)
+
+    async def _serve_seals(self, remote: str, body: bytes) -> bytes:
+        self._ctx.expect_unbarred(remote)
+        return await take_seals(self._ctx, body)
 
     async def _pass_on_known(self, record: bytes, tell: Sequence[str]) -> None:
         """Forward an entry that is here already, as long as it is the newest."""

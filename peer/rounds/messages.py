@@ -9,6 +9,7 @@ Calls (one message, one reply)::
     evidence Evidence  -> b""        two signatures that contradict each other (`evidence.py`)
     commit   Announced -> b""        an entry with its certificate, and whom to pass it on to
     group    Closed    -> b""        a closed group, and whom to pass it on to
+    seals    Seals     -> b""        its reports' signatures, for acceptors, that pass them on
 
 Streams (duplex; an empty message is a sign of life)::
 
@@ -27,7 +28,8 @@ cells the kind ``CELL`` and whole frames, each with its length before it
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, FailFast, Field, FiniteFloat
@@ -52,6 +54,11 @@ from atoll.optim.log.locks import Justification, Lock
 from atoll.optim.state.outer_step import to_fp32
 
 PROTOCOL = 8  # peers of another protocol refuse each other's reports
+# Members above which relays add up their rows' codes (`rows`), nothing goes up front, and only
+# acceptors get the reports' signatures: an owner would hold the codes of all before it knows what
+# they weigh, and signatures are half of a group's bytes. With fewer members the bytes of sums cost
+# more than connections do.
+RELAYED_ABOVE = 64
 PIECE_BYTES = 256 * 1024  # the message size at which libp2p streams are fastest (measured)
 MAX_SNAPSHOTS = 64  # that a peer names; it keeps a few, and each named one is looked up
 MAX_GROUP_BYTES = 2 << 20  # 4,096 members of some 290 bytes, their reports and parts
@@ -59,6 +66,11 @@ SMALL_BYTES = 4096  # of a record without lists: twice what its signatures may t
 PACED_BYTES = 64 * 1024  # of cells in a round: 5 ms at 100 Mbit/s, so that receivers take turns
 
 Weight = Annotated[FiniteFloat, Field(ge=0)]
+
+
+def is_large(members: int) -> bool:
+    """Return whether a group is too large for eager sends, and may reduce in rows."""
+    return members > RELAYED_ABOVE
 
 
 def _with_fp32_weight(member: Member) -> Member:
@@ -153,7 +165,8 @@ class Sworn(Record):
     counts: bool
     """whether the reported weight is above 0; then it follows from tokens and steps"""
     uplink_mbit_s: Weight
-    signature: Signature
+    signature: Annotated[bytes, Field(max_length=1024)]
+    """empty in a large group on its way to its members"""
 
 
 Reports = Annotated[tuple[Sworn, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
@@ -192,7 +205,45 @@ class Group(Record):
     @property
     def digest(self) -> bytes:
         """The group's name."""
-        return sha256(self.encode())
+        return sha256(self.sent().encode())
+
+    def sent(self) -> Group:
+        """Return the group as its members get it: a large one without its reports' signatures.
+
+        These do not compress, and only the acceptors check them all (`Seals`).
+        """
+        if not is_large(len(self.members)):
+            return self
+        return self.model_copy(update={"reports": _signed(self.reports, repeat(b""))})
+
+
+def _signed(reports: Reports, signatures: Iterable[bytes]) -> Reports:
+    return tuple(
+        one.model_copy(update={"signature": signature})
+        for one, signature in zip(reports, signatures, strict=False)
+    )
+
+
+class Seals(Record):
+    """The signatures of a large group's reports, on their way to its acceptors."""
+
+    max_bytes: ClassVar[int] = 1 << 19  # 4,096 members have 270 KB of signatures
+
+    epoch: Count
+    position: Count
+    term: Count
+    group: Digest
+    signatures: Annotated[tuple[Signature, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
+    signature: Signature
+    """of the leader, over the group and the reports with these signatures"""
+    tell: Annotated[tuple[Count, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
+    """members that the receiver passes them on to"""
+
+    def sealed(self, group: Group) -> Reports:
+        """Return the group's reports, signed. Raises MalformedRecord: these are of another one."""
+        if self.group != group.digest or len(self.signatures) != len(group.members):
+            raise MalformedRecord("seals: expected those of the group that began here")
+        return _signed(group.reports, self.signatures)
 
 
 class Closed(Record):

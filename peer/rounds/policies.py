@@ -24,7 +24,7 @@ from atoll.optim.reduction.contribution import (
     clip_factors,
     work_weight,
 )
-from atoll.peer.rounds.messages import PartPlan, Report, Sworn, report_payload
+from atoll.peer.rounds.messages import PartPlan, Report, Sworn, is_large, report_payload
 
 # A group without a quorum of electors closes after so many graces all the same: its work is
 # reduced, and may still be voted for by electors that trained nothing.
@@ -53,10 +53,6 @@ CUT_EVERY = 4  # updates of a fragment; the second one is cut by what the first 
 # windows; a link on which it takes longer is too slow for its run.
 MAX_AHEAD = 3
 
-# Members above which relays add up their rows' codes (`rows`), and nothing goes up front: an
-# owner would hold the codes of all before it knows what they weigh. With fewer the bytes of sums
-# cost more than connections do.
-RELAYED_ABOVE = 64
 # A row has four times as many members as there are rows. A member knows its row, and the relays of
 # all rows twice: fewer connections need rows of sqrt(2 P), fewer bytes of sums longer ones.
 ROW_SHAPE = 4
@@ -211,11 +207,6 @@ def report_of(member: Member, said: Sworn, place: tuple[int, int], rule: WeightR
         norm=member.norm,
         uplink_mbit_s=said.uplink_mbit_s,
     )
-
-
-def is_large(members: int) -> bool:
-    """Return whether a group is too large for eager sends, and may reduce in rows."""
-    return members > RELAYED_ABOVE
 
 
 def num_rows(members: int) -> int:

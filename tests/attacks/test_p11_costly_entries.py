@@ -170,7 +170,7 @@ def test_a_group_that_nobody_waits_for_is_not_inflated(tmp_path, work):
     attacked(tmp_path, attack)
 
 
-@pytest.mark.parametrize("method", ["prepare", "propose", "commit", "group"])
+@pytest.mark.parametrize("method", ["prepare", "propose", "commit", "group", "seals"])
 def test_a_barred_peer_is_refused_before_its_call_is_read(tmp_path, method):
     async def attack(swarm, peers, victim):
         stranger = swarm.network.transport("stranger")

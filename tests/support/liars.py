@@ -55,7 +55,7 @@ from atoll.peer.rounds.messages import (
 )
 from support.swarm import SwarmPeer, ready_of
 
-CALLS = ("head", "prepare", "propose", "lock", "voted", "evidence", "commit", "group")
+CALLS = ("head", "prepare", "propose", "lock", "voted", "evidence", "commit", "group", "seals")
 STREAMS = ("round", "reduce", "part", "headers", "body", "leaves")
 KINDS = (READY, GROUP, SEATED, REPAIR, GONE, PART_DONE, CELL, REDUCE, UPFRONT, ALIVE)
 FAR = (1 << 61) - 1

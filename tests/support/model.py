@@ -18,7 +18,7 @@ only stores and restores what their objects hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from atoll.coordinator import policies
@@ -97,8 +97,17 @@ class Model:
     """Electors 0..n-1, some attempts, so many restarts or returns to a position; do they leave?"""
 
     def __init__(
-        self, electors: int, attempts: Sequence[int], mishaps: int, *, leaving: bool = False
+        self,
+        electors: int,
+        attempts: Sequence[int],
+        mishaps: int,
+        *,
+        leaving: bool = False,
+        passing: Collection[int] = (),
     ) -> None:
+        """`passing`: attempts that pass over what no quorum accepted, whenever they may."""
+        self.passing = passing
+        self.passed_over = 0
         self.electorate = tuple(elector(i, 0) for i in range(electors))
         self.attempts, self.mishaps, self.leaving = attempts, mishaps, leaving
         term = machine.term_of(max(attempts)) + 1
@@ -253,15 +262,38 @@ class Model:
                     proposer.promise(voter, as_accepted(told))
                 return (
                     self._lead_on(process, proposer)
-                    if proposer.free
+                    if proposer.free and not self._waits(proposer)
                     else (with_lead(process, proposer), None)
                 )
         return None
+
+    def _waits(self, proposer: Proposer) -> bool:
+        """Whether a leader that passes entries over waits for more promises than a quorum's."""
+        adopted = proposer.adopted()
+        may_be = adopted is not None and proposer.may_be_decided(adopted)
+        all_promised = len(proposer.promises) == len(self.electorate)
+        return proposer.attempt in self.passing and may_be and not all_promised
+
+    def _pass_over(self, proposer: Proposer) -> None:
+        adopted = proposer.adopted()
+        if adopted is None or proposer.attempt not in self.passing:
+            return
+        if not proposer.may_be_decided(adopted):
+            proposer.pass_over()
+            self.passed_over += 1
 
     def _lead_on(self, process: Process, proposer: Proposer) -> Change:
         """Choose and propose as soon as that is allowed; each process has a value of its own."""
         sent = Message("prepare", proposer.attempt)
         if proposer.free:
+            adopted = proposer.adopted()
+            if (
+                adopted
+                and proposer.attempt in self.passing
+                and not proposer.may_be_decided(adopted)
+            ):
+                proposer.pass_over()
+                self.passed_over += 1
             own = proposer.attempt + 64 * process.incarnation
             chosen = as_value(proposer.choose(as_entry(own)))
             sent = Message("propose", proposer.attempt, chosen)

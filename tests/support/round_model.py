@@ -106,6 +106,7 @@ class World(NamedTuple):
     now: int = 0
     turn: bool = True
     mishaps: int = 0
+    polls: int = 0
 
 
 class Cells:
@@ -128,8 +129,13 @@ class RoundModel:
         ticks: int = 0,
         early: bool = False,
         reported: bool = False,
+        polls: int | None = None,
     ) -> None:
-        """`early`: the turn comes later; `reported`: all have reported when the first looks."""
+        """`early`: the turn comes later; `reported`: all have reported when the first looks.
+
+        `polls` of the leaders, or all of them, may end without some of their answers.
+        """
+        self.polls = polls
         self.electorate = tuple(elector(index, 0) for index in range(processes))
         self.num_parts, self.mishaps, self.ticks = parts, mishaps, ticks
         self.early, self.reported = early, reported
@@ -266,8 +272,9 @@ class RoundModel:
 
     def _polls(self, world: World, leader: int) -> Iterator[World]:
         attempt = self._round(world, leader).question
-        if attempt is not None:
-            yield self._feed(world, leader, Polled(attempt=attempt))
+        if attempt is not None and world.polls != self.polls:
+            after = world._replace(polls=world.polls + 1)
+            yield self._feed(after, leader, Polled(attempt=attempt))
 
     def _answers(self, world: World) -> Iterator[World]:
         for ask in world.asks:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Self, TypeVar
 
@@ -36,13 +36,17 @@ from atoll.peer.rounds.messages import (
     GroupHead,
     Ready,
     Repair,
+    Reports,
+    Seals,
     deflated,
     head_of,
     inflated,
+    is_large,
+    report_payload,
+    reports_root,
 )
 from atoll.peer.rounds.policies import (
     check_reports,
-    is_large,
     positions_ahead,
     round_deadline_s,
     slowest_mbit_s,
@@ -173,7 +177,7 @@ class Delivery:
         self._passing: set[str] = set()
         self._lost = False
         self._changed = asyncio.Event()
-        self._group = deflated(group.encode())
+        self._group = deflated(group.sent().encode())
         self._signature = ctx.sign(group_payload(ctx.replica.run_id, group.digest))
         self._mbit_s = max(0.1, statistics.median(uplinks_mbit_s.values()))
 
@@ -227,6 +231,42 @@ class Delivery:
         return PATIENCE_STALLS * self._ctx.settings.stall_s + hops * transfer_s
 
 
+async def seal(ctx: Context, group: Group, acceptors: Collection[str]) -> None:
+    """Bring the signatures of a large group's reports to the acceptors among its members.
+
+    They arrive while the group reduces. An acceptor that votes without them asks for them.
+    """
+    index = {member.peer_id: i for i, member in enumerate(group.members)}
+    payload = seals_payload(ctx.replica.run_id, group.digest, group.reports)
+    seals = Seals(
+        epoch=group.epoch,
+        position=group.position,
+        term=group.term,
+        group=group.digest,
+        signatures=tuple(report.signature for report in group.reports),
+        signature=ctx.sign(payload),
+        tell=(),
+    )
+    tree = Tree(ctx, "seals")
+    others = [peer for peer in acceptors if peer in index and peer != ctx.me.peer_id]
+    try:
+        await tree.tell(others, _addressing(seals, index))
+    finally:
+        await tree.close()
+
+
+def seals_payload(run_id: bytes, group: bytes, reports: Reports) -> bytes:
+    """Return what the leader of a large group signs."""
+    return b"atoll seals 1" + run_id + group + reports_root(reports)
+
+
+def _addressing(record: Closed | Seals, index: Mapping[str, int]) -> Body:
+    def body(tell: Sequence[str]) -> bytes:
+        return record.model_copy(update={"tell": tuple(index[p] for p in tell)}).encode()
+
+    return body
+
+
 class Seat:
     """A member's place in a term: begins with the group, whoever brings it first."""
 
@@ -238,8 +278,8 @@ class Seat:
         self._ready = ready
         self._leader = leader
         self._begin = begin
-        self._tree = Tree(ctx, "group")
-        self._told: set[int] = set()
+        self._groups, self._seals = Tree(ctx, "group"), Tree(ctx, "seals")
+        self._told: dict[Tree, set[int]] = {self._groups: set(), self._seals: set()}
         self._orders: list[Repair | Gone] = []
         self._begun = asyncio.Event()
         self.exchange: Exchange | None = None
@@ -255,7 +295,8 @@ class Seat:
         """Take none any more."""
         if self._ctx.seats.get(self._key) is self:
             del self._ctx.seats[self._key]
-        await self._tree.close()
+        for tree in self._told:
+            await tree.close()
 
     @property
     def _key(self) -> tuple[int, int, int]:
@@ -281,8 +322,9 @@ class Seat:
         """
         self.expect_leaders(group.digest, closed.signature)
         if self.exchange is None:
-            check_group(self._ctx, group, self._key)
-            self._ctx.parts.keep_reports(group.reports)
+            check_group(self._ctx, group, self._ready)
+            if not is_large(len(group.members)):
+                self._ctx.parts.keep_reports(group.reports)
             self.was_passed = passed
             self.exchange = self._begin(group)
             self._begun.set()
@@ -290,7 +332,7 @@ class Seat:
                 self.order(order)
         if group.digest != self.exchange.digest:
             raise MalformedRecord("group: expected the one that began, got another")
-        self._pass_on(closed, group)
+        self._pass_on(self._groups, closed, group)
 
     def order(self, order: Repair | Gone) -> None:
         """Do what the leader says; before the group is here, then."""
@@ -301,21 +343,33 @@ class Seat:
         else:
             self.exchange.gone(order.member)
 
-    def _pass_on(self, closed: Closed, group: Group) -> None:
-        new = {i for i in closed.tell if i < len(group.members)} - self._told
+    def _pass_on(self, tree: Tree, record: Closed | Seals, group: Group) -> None:
+        told = self._told[tree]
+        new = {i for i in record.tell if i < len(group.members)} - told
         if not new:
             return
-        self._told |= new
-        index = {group.members[i].peer_id: i for i in closed.tell if i in new}
+        told |= new
+        index = {group.members[i].peer_id: i for i in record.tell if i in new}
+        tree.spawn(tree.tell(list(index), _addressing(record, index)))
 
-        def body(tell: Sequence[str]) -> bytes:
-            return closed.model_copy(update={"tell": tuple(index[p] for p in tell)}).encode()
+    def take_seals(self, seals: Seals) -> None:
+        """Keep the signatures of the group's reports for the vote, and pass them on.
 
-        self._tree.spawn(self._tree.tell(list(index), body))
+        Raises:
+            MalformedRecord: they are not the leader's, or of another group.
+        """
+        assert self.exchange is not None
+        reports = seals.sealed(self.exchange.group)
+        payload = seals_payload(self._ctx.replica.run_id, seals.group, reports)
+        if not self._ctx.verify(self._leader, payload, seals.signature):
+            raise MalformedRecord("seals: expected the leader's signature")
+        self._ctx.parts.keep_reports(reports)
+        self._pass_on(self._seals, seals, self.exchange.group)
 
 
-def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None:
-    """Raises MalformedRecord unless a group is the one that was asked for, and whole."""
+def check_group(ctx: Context, group: Group, ready: Ready) -> None:
+    """Raises MalformedRecord unless a group is the one that this peer reported to, and whole."""
+    asked = (ready.epoch, ready.position, ready.term)
     got = (group.epoch, group.position, group.term)
     if got != asked:
         raise MalformedRecord(f"group: expected (epoch, position, term) {asked}, got {got}")
@@ -329,10 +383,10 @@ def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None
             f"group: expected a stall of {ctx.settings.stall_s:g} s and a deadline of at most "
             f"{most_s:.0f} s, got {group.stall_s:g} and {group.deadline_s:.0f}"
         )
-    mine_only = is_large(len(group.members))  # voters verify all signatures, off their loops
+    mine = report_payload(ctx.replica.run_id, ready.report)
 
-    def verify(peer: str, data: bytes, signature: bytes) -> bool:
-        return (mine_only and peer != ctx.me.peer_id) or ctx.verify(peer, data, signature)
+    def is_mine(peer: str, data: bytes, signature: bytes) -> bool:
+        return peer != ctx.me.peer_id or data == mine  # acceptors verify the signatures of all
 
     check_reports(
         group.members,
@@ -341,7 +395,7 @@ def check_group(ctx: Context, group: Group, asked: tuple[int, int, int]) -> None
         run_id=ctx.replica.run_id,
         rule=ctx.replay.method.weights,
         clip_at=ctx.replay.method.clip_at,
-        verify=verify,
+        verify=is_mine if is_large(len(group.members)) else ctx.verify,
     )
     covered = 0
     for plan in group.parts:
@@ -389,6 +443,28 @@ async def take_passed(ctx: Context, body: bytes) -> bytes:
     try:
         seat.expect_leaders(sha256(record), closed.signature)  # only its groups are worth parsing
         seat.take(closed, Group.decode(record), passed=True)
+    except MalformedRecord as error:
+        raise Refused(RefusalCode.OTHER_GROUP, str(error)) from error
+    return b""
+
+
+async def take_seals(ctx: Context, body: bytes) -> bytes:
+    """Answer the call `seals`: signatures for the vote on the group's entry.
+
+    Raises:
+        MalformedRecord: they are none.
+        Refused: they are of no group that began here, or not its leader's.
+    """
+    seals = Seals.decode(body)
+    seat = ctx.seats.get((seals.epoch, seals.position, seals.term))
+    if seat is None:
+        raise Refused(RefusalCode.NO_SEAT, f"no report to term {seals.term} is open here")
+    try:
+        async with asyncio.timeout(ctx.settings.stall_s):  # they may overtake the group
+            await seat.begun()
+        seat.take_seals(seals)
+    except TimeoutError:
+        raise Refused(RefusalCode.NO_SEAT, "no group has come here") from None
     except MalformedRecord as error:
         raise Refused(RefusalCode.OTHER_GROUP, str(error)) from error
     return b""

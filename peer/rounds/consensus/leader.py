@@ -50,7 +50,7 @@ from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.reduction.contribution import work_weight
 from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus.dissemination import Delivery, Dissemination
+from atoll.peer.rounds.consensus.dissemination import Delivery, Dissemination, seal
 from atoll.peer.rounds.consensus.round import (
     Accepted,
     Action,
@@ -129,6 +129,7 @@ from atoll.peer.rounds.messages import (
     Sworn,
     deflated,
     inflated,
+    is_large,
     report_payload,
     reports_root,
     tagged,
@@ -743,6 +744,10 @@ class Leadership:
         )
         await self._delivery.begin()
         self._tasks.spawn(self._delivery.run())
+        if is_large(len(action.group.members)):
+            self.ctx.parts.keep_reports(action.group.reports)
+            acceptors = [elector.peer_id for elector in self._electorate()]
+            self._tasks.spawn(seal(self.ctx, action.group, acceptors))
 
     async def _repair(self, action: RepairPart) -> None:
         text = (

@@ -227,6 +227,11 @@ class Booth:
             self.acceptor.promised = first_term * TERM
         return moved
 
+    def has_accepted(self, entry: bytes) -> bool:
+        """Return whether this process has voted for an entry here."""
+        accepted = self.acceptor.accepted
+        return self.here == self.furthest and accepted is not None and accepted.entry == entry
+
     @property
     def promised(self) -> int:
         """The attempt below which nothing is accepted here."""
@@ -345,6 +350,7 @@ class Proposer:
         self._trust: Trust = trust
         self._signed: dict[int, SignedPromise] = {}
         self.promises: dict[int, Accepted | None] = {}
+        self._passed_over: bytes | None = None
         self.chosen: bytes | None = None
 
     @property
@@ -371,7 +377,31 @@ class Proposer:
 
     def adopted(self) -> bytes | None:
         """The entry that it has to propose, if any."""
-        return value_to_propose(list(self.promises.values()))
+        accepted = value_to_propose(list(self.promises.values()))
+        return None if accepted == self._passed_over else accepted
+
+    def may_be_decided(self, entry: bytes) -> bool:
+        """Return whether a quorum may have accepted the entry of the highest attempt.
+
+        Had one, all of it that promised here would name this entry: nothing else was proposed
+        since. The others may have accepted it.
+        """
+        named = [i for i, promise in self.promises.items() if promise and promise.entry == entry]
+        silent = set(range(self._electors)) - set(self.promises)
+        return is_quorum([*named, *silent], self._electors, self._trust)
+
+    def pass_over(self) -> None:
+        """Leave the choice free although promises name an entry, which no quorum accepted.
+
+        Then no entry is decided at a lower attempt: the entry of the highest one would be it.
+
+        Raises:
+            RuntimeError: the entry may be decided.
+        """
+        accepted = self.adopted()
+        if accepted is None or self.may_be_decided(accepted):
+            raise RuntimeError("expected an entry that no quorum has accepted")
+        self._passed_over = accepted
 
     def choose(self, own: bytes) -> bytes:
         """The entry to propose: the one accepted before, else `own`; the first choice stands.
@@ -917,6 +947,8 @@ class Round:
         self._failure = ""
         self._absent = False
         self._proposed: Entry | None = None
+        self._refused: bytes | None = None
+        """an entry that this leader adopted, and that got no votes"""
         self._is_own = False
         """whether the proposed entry is an update of this leader's group"""
         self._signatures: dict[int, bytes] = {}
@@ -1070,6 +1102,12 @@ class Round:
         if not proposer.free:
             return self._expect_more(proposer.promises, f"promised attempt {proposer.attempt}")
         adopted = proposer.adopted()
+        if adopted is not None and adopted == self._refused:
+            if proposer.may_be_decided(adopted):
+                why = "an entry that may be decided gets no votes"
+                return self._fail(why) if self._polled else []
+            proposer.pass_over()
+            adopted = None
         if adopted is not None:
             return [StopPoll(), *self._propose(Entry.decode(adopted), is_own=False)]
         if self.group is None:
@@ -1165,12 +1203,24 @@ class Round:
     # votes
 
     def _try_again(self) -> list[Action]:
-        """Begin the term's next attempt, for an entry instead of one that nobody could vote for."""
+        """Begin the term's next attempt, for an entry instead of one that got no votes."""
         attempt = self._voting().attempt + 1
         if term_of(attempt) != self.term:
-            return self._fail(f"{TERM} proposals lost a part")
+            return self._fail(f"{TERM} proposals got no votes")
         self._proposer = self._leads.begin(self.place, attempt, self._electorate or ())
         return self._ask_promises()
+
+    def _pass_over(self) -> list[Action]:
+        """Ask for promises anew if an entry that was accepted before gets no votes any more.
+
+        An elector that it drops may have come back, or a liar alone may have accepted it. The
+        promises of all, or of most, show that no quorum did; the choice is free then.
+        """
+        adopted = self._voting().adopted()
+        if adopted is None or adopted == self._refused or self._leads.trust == "byzantine":
+            return []
+        self._refused = adopted
+        return self._try_again()
 
     def _propose_own(self, view: LeaderView) -> list[Action]:
         """Propose the group's update; NULL if it cannot be reduced."""
@@ -1228,7 +1278,7 @@ class Round:
             is_lock = self._leads.trust == "byzantine"
             return (self._lock if is_lock else self._decide)(self._proposed, votes)
         if self._polled:
-            return self._expect_more(self._signatures, "voted")
+            return self._pass_over() or self._expect_more(self._signatures, "voted")
         if not self._is_own:
             return []
         _, parts = self._closed()

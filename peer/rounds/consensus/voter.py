@@ -145,15 +145,6 @@ class Tally:
         self._compare_proposals(voted)
         self._count()
 
-    def has_vote(self, entry: Entry, *, but_of: str) -> bool:
-        """Return whether an elector other than the entry's proposer and this peer voted for it."""
-        return any(
-            vote.entry == entry.digest
-            and self._electorate[index].peer_id not in (but_of, self._ctx.me.peer_id)
-            and self._is_valid(index, entry)
-            for index, vote in list(self._votes.items())
-        )
-
     def _compare_proposals(self, other: Voted) -> None:
         """Compare the proposal that another elector voted for with the one that came here."""
         if self._last is not None:
@@ -401,9 +392,9 @@ class Voter:
         if self._trust == "byzantine":
             electorate = self._ctx.replica.electorate
             check_justified(entry, ask.attempt, reason, electorate, self._ctx.verify)
-        if not self._tally.has_vote(entry, but_of=remote):
-            # An elector that voted for it has asked. It may have come back since: were the entry
-            # refused now, leaders that have to adopt it would propose it in vain.
+        if reason.lock is None and not self._booth.has_accepted(record):
+            # They may have come back since this peer, or the quorum of a lock, voted for it. Were
+            # it refused now, the leaders that have to adopt it would propose it in vain.
             await self._expect_silent(dropped, place)
         reports = self._reports_of(entry, ask.reports)
         await self._check_reports(entry, reports)

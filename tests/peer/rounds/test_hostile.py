@@ -23,7 +23,7 @@ from atoll.peer.rounds.messages import (
 from support.streams import send
 from support.swarm import ready_of, run_swarm
 
-CALLS = ("prepare", "propose", "commit", "group")
+CALLS = ("prepare", "propose", "commit", "group", "seals")
 STREAMS = ("round", "reduce", "part", "headers", "body", "leaves")
 GARBAGE = (b"", b"\x00", b"R", b"H\xc1", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff", b"x" * 100_000)
 

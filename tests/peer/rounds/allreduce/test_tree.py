@@ -8,7 +8,7 @@ import torch
 from atoll.optim.reduction.robust import rule_of
 from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import CELL, Layout
-from atoll.peer.rounds import policies
+from atoll.peer.rounds import messages, policies
 from atoll.peer.rounds.allreduce import exchange
 from atoll.peer.rounds.allreduce.rows import RelayedPart, RowReduction
 from atoll.peer.rounds.consensus.round import leader_of
@@ -26,7 +26,7 @@ LONGER_THAN_A_ROUND = 500
 def small_rows(monkeypatch):
     """Nine peers are in three rows."""
     monkeypatch.setattr(cuts, "CELL", CELL_VALUES)
-    monkeypatch.setattr(policies, "RELAYED_ABOVE", 2)
+    monkeypatch.setattr(messages, "RELAYED_ABOVE", 2)
     monkeypatch.setattr(policies, "ROW_SHAPE", 1)
 
 
@@ -206,7 +206,7 @@ def test_a_group_that_grows_over_the_bound_and_back_counts_everyone(tmp_path, mo
     seen = heads(monkeypatch)
 
     async def scenario(swarm):
-        monkeypatch.setattr(policies, "RELAYED_ABOVE", 3)
+        monkeypatch.setattr(messages, "RELAYED_ABOVE", 3)
         peers = await swarm.start(3)
         await swarm.until(lambda: reached(peers, 2))
         joiner = swarm.add()

@@ -41,6 +41,22 @@ def test_no_order_of_events_decides_a_position_twice(electors, attempts, mishaps
     assert len(Model(electors, attempts, mishaps).explore()) > least
 
 
+@pytest.mark.parametrize(
+    ("electors", "attempts", "mishaps", "passing", "least"),
+    [
+        (3, terms(3), 0, [TERM, 2 * TERM], 3_000),
+        (3, terms(3), 0, [2 * TERM], 3_000),
+        (3, AGAIN, 0, [1, TERM], 3_000),
+        (3, terms(2), 2, [TERM], 3_000),
+        (4, terms(2), 1, [TERM], 10_000),
+    ],
+)
+def test_what_no_quorum_accepted_may_be_passed_over(electors, attempts, mishaps, passing, least):
+    model = Model(electors, attempts, mishaps, passing=passing)
+    assert len(model.explore()) > least
+    assert model.passed_over
+
+
 @pytest.mark.slow
 def test_no_order_of_events_decides_a_position_twice_in_the_larger_worlds():
     assert len(Model(3, terms(3), 1).explore()) > 50_000
@@ -235,3 +251,30 @@ def test_what_a_process_says_further_on_does_not_hold_here(monkeypatch):
     monkeypatch.setattr(policies, "can_decide", can_decide)
     with pytest.raises(Voided):
         Model(2, terms(1), 0, leaving=True).explore()
+
+
+def test_an_entry_that_silent_electors_may_have_accepted_is_found_passed_over(monkeypatch):
+    def named(proposer, entry):
+        return is_quorum(
+            [i for i, a in proposer.promises.items() if a and a.entry == entry],
+            len(proposer.promises),
+        )
+
+    monkeypatch.setattr(machine.Proposer, "may_be_decided", named)
+    with pytest.raises(DecidedTwice):
+        Model(3, terms(2), 0, passing=[TERM]).explore()
+
+
+def test_electors_that_accepted_an_entry_later_on_are_found_missed(monkeypatch):
+    """Those that accepted it at an attempt before the highest one count too."""
+    monkeypatch.setattr(machine.Proposer, "may_be_decided", at_the_highest_attempt)
+    with pytest.raises(DecidedTwice):
+        Model(3, terms(3), 0, passing=[2 * TERM]).explore()
+
+
+def at_the_highest_attempt(proposer, entry):
+    accepted = {i: a for i, a in proposer.promises.items() if a}
+    highest = max(a.attempt for a in accepted.values())
+    named = [i for i, a in accepted.items() if a.attempt == highest]
+    silent = set(range(proposer._electors)) - set(proposer.promises)
+    return is_quorum([*named, *silent], proposer._electors)

@@ -45,7 +45,7 @@ from atoll.optim.log.entry import Entry, choose_electors  # noqa: E402
 from atoll.optim.reduction.cells import LENGTH  # noqa: E402
 from atoll.optim.state import layout as cuts  # noqa: E402
 from atoll.optim.state.layout import Layout  # noqa: E402
-from atoll.peer.rounds import messages  # noqa: E402
+from atoll.peer.rounds import messages as wire  # noqa: E402
 from support.swarm import Swarm, SwarmPeer, signed_epoch  # noqa: E402
 
 SAVED = ROOT / "docs" / "benchmarks" / "scale.json"
@@ -186,7 +186,7 @@ async def warm_round(swarm: Swarm, peers: Sequence[SwarmPeer], cells: int) -> Ro
         peers=len(peers),
         cells=cells,
         values=cuts.CELL,
-        reduction="rows" if len(decided.members) > messages.RELAYED_ABOVE else "flat",
+        reduction="rows" if len(decided.members) > wire.RELAYED_ABOVE else "flat",
         members=len(decided.members),
         electors=len(decided.electorate),
         leader_messages=messages[leader],
@@ -247,7 +247,7 @@ def measure(num_peers: int, cells: int, reduction: str) -> Row:
     """Measure one group in this process; with a `reduction`, bodies are counted as well."""
     cuts.CELL = BODY_VALUES if reduction else CELL_VALUES  # type: ignore[misc]
     if reduction:
-        messages.RELAYED_ABOVE = 2 if reduction == "rows" else num_peers
+        wire.RELAYED_ABOVE = 2 if reduction == "rows" else num_peers
     torch.set_num_threads(1)
     rng, base_mb = random.Random(1), memory_mb()
 

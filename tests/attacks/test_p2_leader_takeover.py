@@ -1,10 +1,13 @@
 """P2: a leader makes itself the only elector, by a group of its own or by leaving others out."""
 
+import asyncio
+
 import pytest
 
 from atoll.optim.log.entry import Entry
 from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus.round import SendProposal, term_of
+from atoll.peer.rounds.consensus.voter import Voter
 from support.attackers import close_alone, drop
 from support.swarm import reached, run_swarm
 
@@ -26,6 +29,39 @@ def test_a_leader_that_drops_electors_that_answer_gets_no_votes(tmp_path, monkey
         await swarm.until(lambda: reached(honest, at + 12))
         for entry in log_of(honest[0])[at + 1 :]:
             assert {p.ctx.me for p in honest} <= set(entry.electorate)
+        assert swarm.same_bits(honest)
+
+    run_swarm(tmp_path, scenario, codec="int8")
+
+
+@pytest.mark.parametrize("count", [4, 9], ids=["few", "more than send votes to all"])
+def test_nor_does_it_bind_other_leaders_by_its_own_vote(tmp_path, monkeypatch, count):
+    """Its promises name the entry that it alone accepted; the others pass that over."""
+    ask, prepare = Voter._expect_silent, Voter._prepare
+
+    async def scenario(swarm):
+        peers = await swarm.start(count)
+        await swarm.until(lambda: reached(peers, 2))
+        *honest, liar = peers
+        drop(monkeypatch, liar.ctx.me, 1)
+
+        async def expect_silent(voter, dropped, place):
+            if voter._ctx.me != liar.ctx.me:
+                await ask(voter, dropped, place)
+
+        async def promise(voter, remote, question):
+            """The liar's promise comes before the others'."""
+            if voter._ctx.me != liar.ctx.me:
+                await asyncio.sleep(0.2)
+            return await prepare(voter, remote, question)
+
+        monkeypatch.setattr(Voter, "_expect_silent", expect_silent)
+        monkeypatch.setattr(Voter, "_prepare", promise)
+        at, began_s = max(p.replica.position for p in peers), swarm.now()
+        await swarm.until(lambda: reached(honest, at + 12))
+        for entry in log_of(honest[0])[at + 1 :]:
+            assert {p.ctx.me for p in honest} <= set(entry.electorate)
+        assert swarm.now() - began_s < 120.0  # 60 s of windows, and what three lost terms cost
         assert swarm.same_bits(honest)
 
     run_swarm(tmp_path, scenario, codec="int8")

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from atoll.dht import clock
+from atoll.dht import clock, measuring
 from atoll.dht.addresses import announced, peer_of, through
 from atoll.dht.bindings import DHTID, P2P, DHTNode, PeerID
 from atoll.dht.identity import Identity
@@ -240,6 +240,7 @@ class Node:
                 wire=wire,
             )
             node.bootstrap, node.on_restart = tuple(bootstrap), on_restart
+            measuring.serve(transport, lambda peer: node.daemon.remote_addresses(peer))
             undo.pop_all()
             return node
 

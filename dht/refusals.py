@@ -18,6 +18,7 @@ class RefusalCode(StrEnum):
     BAD_MESSAGE = "bad-message"
     INTERNAL = "internal"
     NO_RELAY = "no-relay"
+    BUSY = "busy"
     UNKNOWN = "unknown"
     """A code that this version does not list; also the fallback of `read`."""
 

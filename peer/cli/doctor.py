@@ -24,9 +24,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "doctor",
         description="Check whether this machine can train: Python, torch, device, disk, memory,\n"
         "ports. With an invite also the way to the run: the coordinator's ports, the\n"
-        "clock, whether others can dial this machine, routers, peers that cannot reach\n"
-        "each other, and the rate of a small transfer. One line for each finding (ok,\n"
-        "note, problem) with its remedy. Exits with 1 if there is a problem.",
+        "clock, whether others can dial this machine, the kind of its router, peers that\n"
+        "cannot reach each other, and the rates to the coordinator and two peers, for\n"
+        "which it moves at most 7 MB each. One line for each finding (ok, note, problem)\n"
+        "with its remedy. Exits with 1 if there is a problem.",
         examples="atoll doctor\natoll doctor INVITE\natoll doctor INVITE --json",
     )
     parser.add_argument(

@@ -12,6 +12,7 @@ import asyncio
 import errno
 import os
 import platform
+import re
 import shutil
 import socket
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from atoll.coordinator.report.text import size
 from atoll.coordinator.rpc import proxies
+from atoll.dht.addresses import is_public
 
 MIN_PYTHON = (3, 11)
 LOW_DISK_BYTES = 2 * 10**9  # log and snapshots of a small run; `atoll peer` states what a run needs
@@ -31,6 +33,10 @@ LOW_MEMORY_BYTES = 10**9  # a peer of the smallest model takes about 600 MB
 MAX_CLOCK_OFF_S = 3.0  # hivemind refuses a node that is further off; the peer corrects its own
 DIAL_S = 5.0
 SLOW_MBIT_S = 1.0
+NOTHING_MBIT_S = 0.2  # 64 KiB do not pass in the seconds of a measurement
+LONG_ROUND_S = 30.0  # hidden behind windows of a minute, with half of it to spare
+
+_ENDPOINT = re.compile(r"/ip[46]/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 
 
 class Health(StrEnum):
@@ -127,20 +133,38 @@ def reach_finding(address: str, port: int, *, is_dialed: bool) -> Finding:
     )
 
 
-def nat_finding(own: Sequence[str], seen: str) -> Finding:
-    """Tell from the own addresses and the one that the coordinator sees whether a router is there.
+def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> Finding:
+    """Judge the kind of router from where others see this machine come from.
 
-    Whether it keeps a port for all destinations cannot be told with one observer.
+    Args:
+        own: addresses of this machine.
+        seen: the address that the coordinator's dial-back went to; empty if it is not known.
+        observed: multiaddrs from which nodes on different hosts see the connections of one port.
     """
-    if not seen:
-        return note("router", "not known: the coordinator saw no address", "try again later")
-    if seen in own:
-        return ok("router", f"none: the coordinator sees this machine's own address, {seen}")
+    found = [(m["host"], m["port"]) for m in map(_ENDPOINT.match, observed) if m is not None]
+    public = [place for place in found if is_public(place[0])] or found
+    hosts = {host for host, _ in public} or ({seen} if seen else set())
+    if not hosts:
+        return note("router", "not known: nobody saw an address of this machine", "try again later")
+    if hosts <= set(own):
+        return ok("router", f"none: others see this machine's own address, {', '.join(hosts)}")
+    fact = (
+        f"one translates addresses: others see {', '.join(sorted(hosts))}, this machine has "
+        f"{', '.join(own) or 'none'}"
+    )
+    if len(public) < 2:
+        return note(
+            "router",
+            f"{fact}; its kind is not known, as fewer than two nodes of the run see this machine",
+            "nothing to do unless 'reached' says so; check again when more public peers are here",
+        )
+    if len(set(public)) == 1:
+        return ok("router", f"{fact}, at one port for all (endpoint-independent): holes work")
     return note(
         "router",
-        f"one translates addresses: the coordinator sees {seen}, this machine has "
-        f"{', '.join(own) or 'none'}",
-        "nothing to do unless 'reached' says so",
+        f"{fact}, at another port for each (endpoint-dependent, 'symmetric'): no hole works",
+        "peers behind routers reach this machine through a relay, others directly; forward a TCP "
+        "port and name it with --listen and --announce, or use another network",
     )
 
 
@@ -151,6 +175,41 @@ def rate_finding(what: str, num_bytes: int, seconds: float) -> Finding:
     if rate < SLOW_MBIT_S:
         return note("rate", fact, "rounds of this run may outlast their windows on this link")
     return ok("rate", fact)
+
+
+def link_finding(
+    what: str, up_mbit_s: float | None, down_mbit_s: float | None, round_bytes: int
+) -> Finding:
+    """Judge the measured rates of a link by what a round of the run sends and receives.
+
+    Args:
+        what: the other end.
+        up_mbit_s: rate to it; None if less than a first, small piece passed in time.
+        down_mbit_s: rate from it, likewise.
+        round_bytes: most bytes of a round, each way.
+    """
+    up, down = up_mbit_s or NOTHING_MBIT_S, down_mbit_s or NOTHING_MBIT_S
+    slowest = min(up, down)
+    round_s = 8e-6 * round_bytes / slowest
+    fact = (
+        f"up {_rate(up_mbit_s)} Mbit/s, down {_rate(down_mbit_s)} Mbit/s, {what}; a round of this "
+        f"run takes {'at most ' if round_s < 1 else ''}{max(1, round(round_s))} s at "
+        f"{_rate(slowest)} Mbit/s"
+    )
+    if round_s <= LONG_ROUND_S and slowest >= SLOW_MBIT_S:
+        return ok("rate", fact)
+    return note(
+        "rate",
+        fact,
+        f"{'uploads' if up <= down else 'downloads'} limit it: stop others on this link, or use a "
+        "cable; the organiser can choose fewer bytes or longer windows (`atoll plan`)",
+    )
+
+
+def _rate(mbit_s: float | None) -> str:
+    if mbit_s is None or mbit_s <= NOTHING_MBIT_S:
+        return f"under {NOTHING_MBIT_S:g}"
+    return f"{mbit_s:.2g}" if mbit_s < 10 else f"{mbit_s:.0f}"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

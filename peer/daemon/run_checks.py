@@ -7,21 +7,30 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from atoll.coordinator.report.text import clean
-from atoll.coordinator.report.view import apart, is_gone, label
-from atoll.coordinator.rpc.client import CoordinatorClient
+from atoll.coordinator.report.view import apart, is_gone, label, names
+from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.addresses import split_address
+from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import CANNOT_REACH, RunStatus
-from atoll.dht.identity import Identity
+from atoll.dht.addresses import peer_of, relay_of
+from atoll.dht.identity import Identity, short
+from atoll.dht.measuring import Measured, measure
+from atoll.dht.node import Node
+from atoll.dht.roster import RosterError
+from atoll.dht.transport import TransportError
+from atoll.peer.daemon.consent import round_bytes
 from atoll.peer.daemon.health import (
     Finding,
     Health,
     clock_finding,
+    link_finding,
     nat_finding,
     note,
     ok,
@@ -36,7 +45,10 @@ from atoll.peer.daemon.reach import probe
 from atoll.peer.paths import PeerPaths
 
 STEP_S = 20.0  # for one step, such as joining or a transfer
+CHECK_S = 120.0  # all steps that need the coordinator
 MAX_LEAVES = 4  # of the first state; a small, bounded transfer
+PEERS = 2  # measured, beside the coordinator
+CONNECT_S = 7.0  # libp2p does not dial again for 5 s after a failure
 MAX_PAIRS = 4  # named; more pairs say the same
 _DHT = re.compile(r"/(?:ip[46]|dns[46]?)/(?P<host>[^/]+)/tcp/(?P<port>\d+)/p2p/(?P<peer>[^/]+)")
 
@@ -72,7 +84,7 @@ async def check_run(invite: Invite, state_dir: Path, listen: Sequence[str], repo
             invite, Identity.load_or_create(paths.identity), version=version("atoll")
         )
         try:
-            async with asyncio.timeout(3 * STEP_S):
+            async with asyncio.timeout(CHECK_S):
                 await _ask(client, paths, listen, report)
         except CoordinatorError as error:
             report(problem("run", clean(str(error)), "ask the organiser for a current invite"))
@@ -93,18 +105,111 @@ async def _ask(
     report(run_finding(status))
     report(clock_finding(joined.clock_offset_s))
     async with asyncio.timeout(STEP_S):
-        reach, _ = await probe(client, listen, paths.reach)
+        reach, listen = await probe(client, listen, paths.reach)
     if reach.port:
         report(reach_finding(reach.address, reach.port, is_dialed=reach.is_dialed))
-        report(nat_finding(own_addresses(), reach.address))
     for finding in pair_findings(status):
         report(finding)
+    links = await measured_links(client, joined, paths, listen, status)
+    seen = [link.measured.seen_at for link in links if link.measured is not None]
+    report(nat_finding(own_addresses(), reach.address, list(filter(None, seen))))
+    traffic = round_bytes(joined.spec, joined.layout)
+    for link in links:
+        report(link.finding(traffic))
+    if not any(link.measured for link in links):
+        await _time_transfer(client, report)
+
+
+async def _time_transfer(client: CoordinatorClient, report: Report) -> None:
+    """Time a small transfer over the coordinator's own port, if its node cannot be measured."""
     began_s, received = time.monotonic(), 0
     with suppress(TimeoutError):
         async with asyncio.timeout(STEP_S):
             async for _, leaf in client.fetch_leaves(0, 0, MAX_LEAVES):
                 received += len(leaf)
     report(rate_finding("the coordinator", received, time.monotonic() - began_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A node of the run, and what was measured to it; else why nothing was."""
+
+    what: str
+    measured: Measured | None = None
+    error: str = ""
+
+    def finding(self, traffic: int) -> Finding:
+        """Judge the link by the bytes of a round."""
+        if self.measured is None:
+            return note(
+                "rate",
+                f"not measured, {self.what}: {self.error}",
+                "nothing to do if other lines of 'rate' have numbers; else try again later",
+            )
+        up, down = self.measured.up_mbit_s, self.measured.down_mbit_s
+        return link_finding(self.what, up, down, traffic)
+
+
+async def measured_links(
+    client: CoordinatorClient,
+    joined: Joined,
+    paths: PeerPaths,
+    listen: Sequence[str],
+    status: RunStatus,
+) -> list[Link]:
+    """Measure the coordinator's node and two peers, one after the other, from the peer's own port.
+
+    Nothing is published: no peer learns of this node but by its calls.
+    """
+    invite, bootstrap = client.invite, joined.bootstrap
+    try:
+        node = await Node.start(
+            paths.identity,
+            run_id=invite.run_id.hex(),
+            listen_maddrs=listen,
+            bootstrap=bootstrap,
+            admission=joined.admission,
+            check=AdmissionCheck(
+                invite.run_key, invite.run_id, clock=client.now_s, is_evicted=client.is_evicted
+            ),
+            clock_offset_s=client.clock_offset_s,
+        )
+    except (TransportError, TimeoutError, OSError) as error:
+        return [Link(what="this machine", error=f"p2pd does not start: {clean(str(error))}")]
+    try:
+        called = {peer_of(address): "the coordinator" for address in bootstrap[:1]}
+        called = names(status) | called
+        return [
+            await _link(node, peer, addresses, called.get(peer, short(peer)))
+            for peer, addresses in await _to_measure(node, bootstrap)
+        ]
+    finally:
+        await node.close()
+
+
+async def _link(node: Node, peer: str, addresses: Sequence[str], name: str) -> Link:
+    what = f"{name} through a relay" if any(map(relay_of, addresses)) else name
+    try:
+        async with asyncio.timeout(STEP_S):
+            await node.transport.connect(peer, addresses, timeout_s=CONNECT_S)
+            return Link(what=what, measured=await measure(node.transport, peer))
+    except (TransportError, TimeoutError, OSError, ValueError) as error:
+        return Link(what=what, error=clean(str(error)) or "no answer in time")
+
+
+async def _to_measure(node: Node, bootstrap: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+    """Return the coordinator's node and `PEERS` trainers, those first that everybody can dial."""
+    found: list[tuple[str, Sequence[str]]] = []
+    if bootstrap:
+        first = peer_of(bootstrap[0])
+        found.append((first, [each for each in bootstrap if peer_of(each) == first]))
+    with suppress(RosterError, TransportError, TimeoutError, OSError):
+        async with asyncio.timeout(STEP_S):
+            records = await node.roster.peers()
+            others = [r for r in records.values() if r.peer_id != node.peer_id]
+            others.sort(key=lambda r: (r.role != "trainer", not r.is_dialed, r.peer_id))
+            found += [(r.peer_id, r.addresses) for r in others[:PEERS]]
+    return found
 
 
 def coordinator_dht(bootstrap: Sequence[str]) -> list[tuple[str, int]]:

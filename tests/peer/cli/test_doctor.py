@@ -16,6 +16,7 @@ from support.environment import NOBODY
 from support.organiser import Organiser, tiny_spec
 
 GIB = 1 << 30
+MINE, ROUTER = "192.168.1.5", "203.0.113.7"
 
 
 @pytest.fixture
@@ -41,6 +42,13 @@ def no_torch(monkeypatch):
         (health.reach_finding("203.0.113.7", 4001, is_dialed=False), Health.NOTE),
         (health.nat_finding(["192.168.1.5"], "203.0.113.7"), Health.NOTE),
         (health.nat_finding(["203.0.113.7"], "203.0.113.7"), Health.OK),
+        (health.nat_finding([MINE], "", []), Health.NOTE),
+        (health.nat_finding([MINE], ROUTER, [f"/ip4/{ROUTER}/tcp/4"]), Health.NOTE),
+        (health.nat_finding([MINE], ROUTER, [f"/ip4/{ROUTER}/tcp/4"] * 2), Health.OK),
+        (health.nat_finding([ROUTER], "", [f"/ip4/{ROUTER}/tcp/4"] * 2), Health.OK),
+        (health.link_finding("c", 50.0, 9.0, 10**7), Health.OK),
+        (health.link_finding("c", 50.0, 0.5, 10**3), Health.NOTE),
+        (health.link_finding("c", None, 50.0, 10**3), Health.NOTE),
         (health.rate_finding("it", 1_000_000, 1.0), Health.OK),
         (health.rate_finding("it", 1_000, 1.0), Health.NOTE),
         (health.free_disk(Path("/proc/nowhere")), Health.PROBLEM),
@@ -52,6 +60,24 @@ def test_what_is_found_is_judged_and_has_a_remedy(finding, expected):
     assert finding.health is expected
     assert bool(finding.remedy) is (expected is not Health.OK)
     assert finding.line.startswith(f"{expected} ".ljust(9))
+
+
+def test_a_slow_uplink_is_named_with_what_a_round_takes_on_it():
+    finding = health.link_finding("box-2", 3.0, 40.0, 15_000_000)
+    assert finding.fact == (
+        "up 3 Mbit/s, down 40 Mbit/s, box-2; a round of this run takes 40 s at 3 Mbit/s"
+    )
+    assert finding.remedy.startswith("uploads limit it")
+
+
+def test_another_port_for_each_observer_is_a_symmetric_router():
+    public = "8.8.4.4"
+    seen = [f"/ip4/{public}/tcp/4", f"/ip4/{public}/tcp/5", "/ip4/10.0.0.9/tcp/4"]
+    finding = health.nat_finding([MINE], public, seen)
+    assert finding.health is Health.NOTE
+    assert "endpoint-dependent" in finding.fact
+    kept = health.nat_finding([MINE], public, [seen[0], seen[0], seen[2]])
+    assert "endpoint-independent" in kept.fact  # what a neighbour on the own network sees is left
 
 
 def test_the_exit_code_is_1_only_with_a_problem():
@@ -107,7 +133,8 @@ def test_the_way_to_a_run_is_measured_by_its_coordinator(tmp_path, capsys):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {x["check"]: SimpleNamespace(**x) for x in lines}
     assert all(found[check].health == "ok" for check in ("coordinator", "clock", "run", "reached"))
-    assert "rate" in found
+    # The coordinator's node measured it, and no other peer is there.
+    assert "the coordinator; a round of this run takes at most 1 s" in found["rate"].fact
 
 
 def test_an_address_that_is_none_is_refused(capsys):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
 import platform
 import re
@@ -142,12 +143,14 @@ def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> 
         observed: multiaddrs from which nodes on different hosts see the connections of one port.
     """
     found = [(m["host"], m["port"]) for m in map(_ENDPOINT.match, observed) if m is not None]
+    found = [place for place in found if _is_ip(place[0])]
     public = [place for place in found if is_public(place[0])] or found
-    hosts = {host for host, _ in public} or ({seen} if seen else set())
+    hosts = {host for host, _ in public} or ({seen} if _is_ip(seen) else set())
     if not hosts:
         return note("router", "not known: nobody saw an address of this machine", "try again later")
-    if hosts <= set(own):
-        return ok("router", f"none: others see this machine's own address, {', '.join(hosts)}")
+    here = sorted(host for host in hosts if host in own or ipaddress.ip_address(host).is_loopback)
+    if here:
+        return ok("router", f"none: others see this machine's own address, {', '.join(here)}")
     fact = (
         f"one translates addresses: others see {', '.join(sorted(hosts))}, this machine has "
         f"{', '.join(own) or 'none'}"
@@ -166,6 +169,12 @@ def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> 
         "peers behind routers reach this machine through a relay, others directly; forward a TCP "
         "port and name it with --listen and --announce, or use another network",
     )
+
+
+def _is_ip(host: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def rate_finding(what: str, num_bytes: int, seconds: float) -> Finding:

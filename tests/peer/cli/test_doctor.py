@@ -46,6 +46,8 @@ def no_torch(monkeypatch):
         (health.nat_finding([MINE], ROUTER, [f"/ip4/{ROUTER}/tcp/4"]), Health.NOTE),
         (health.nat_finding([MINE], ROUTER, [f"/ip4/{ROUTER}/tcp/4"] * 2), Health.OK),
         (health.nat_finding([ROUTER], "", [f"/ip4/{ROUTER}/tcp/4"] * 2), Health.OK),
+        (health.nat_finding([MINE], "", ["/ip4/127.0.0.1/tcp/4", f"/ip4/{MINE}/tcp/5"]), Health.OK),
+        (health.nat_finding([MINE], "", ["/ip4/no.address/tcp/4"]), Health.NOTE),
         (health.link_finding("c", 50.0, 9.0, 10**7), Health.OK),
         (health.link_finding("c", 50.0, 0.5, 10**3), Health.NOTE),
         (health.link_finding("c", None, 50.0, 10**3), Health.NOTE),

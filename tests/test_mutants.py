@@ -1,4 +1,4 @@
-"""scripts/mutants.py on a tree of one module; and the product's own list is not stale."""
+"""scripts/mutants.py on a tree of one module; and the product's own list is up to date."""
 
 import importlib.util
 import json
@@ -114,9 +114,27 @@ def test_a_stale_mutant_is_named_in_the_list(tree, capsys):
 
 
 def test_the_products_own_list_is_sound():
-    """Texts that occur no more are reported by the script: code may change without the list."""
     found = mutants.read_list(ROOT / "tests" / "mutants.toml")
     assert len(found) >= 150
     assert len({mutant.name for mutant in found}) == len(found)
     for mutant in found:
         assert mutant.find != mutant.replace and mutant.tests, mutant.name
+
+
+def test_no_mutant_of_the_products_list_is_stale(capsys):
+    """Change an entry of tests/mutants.toml with its line; delete it with its rule."""
+    status = mutants.main(["--list"])
+    stale = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stale: ")]
+    assert (status, stale) == (0, [])
+
+
+def test_the_tests_of_the_products_list_exist():
+    """A test that cannot be found would stop the script before its first mutant."""
+    found = mutants.read_list(ROOT / "tests" / "mutants.toml")
+    texts = {}
+    for test in {test for mutant in found for test in mutant.tests}:
+        path, *names = test.split("::")
+        if path not in texts:
+            texts[path] = (ROOT / path).read_text("utf-8") if (ROOT / path).is_file() else ""
+        missing = [name for name in names if f" {name.partition('[')[0]}(" not in texts[path]]
+        assert texts[path] and not missing, test

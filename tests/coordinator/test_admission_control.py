@@ -16,7 +16,7 @@ from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, issue, revoke
 from atoll.coordinator.policies import REPORT_BURST
 from atoll.coordinator.presence import MAX_PEERS
-from atoll.coordinator.rpc.messages import PROTOCOL, join_payload
+from atoll.coordinator.rpc.messages import NONCE_TTL_S, PROTOCOL, join_payload
 from atoll.coordinator.run.admission import Admission
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
@@ -120,6 +120,22 @@ def test_a_session_ends_with_its_admission(admission: AdmissionControl, clock: C
     clock.now_s += 2
     with pytest.raises(Refusal) as refusal:
         admission.authenticate(identity.peer_id, welcome.session)
+    assert refusal.value.status is RefusalStatus.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("seconds", [NONCE_TTL_S + 1, -NONCE_TTL_S - 1])
+def test_a_nonce_admits_for_a_while_only(
+    tmp_path: Path, clock: Clock, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a proof that was overheard once would admit for ever, as the peer that gave it."""
+    keys, identity = RunKeys.generate(), Identity.ephemeral()
+    admission = control(tmp_path, clock, keys)
+    nonce = admission.challenge(identity.peer_id)
+    monkeypatch.setattr(admission, "challenge", lambda peer_id: nonce)
+    join(admission, keys.token, identity)
+    clock.now_s += seconds
+    with pytest.raises(Refusal, match="fresh nonce") as refusal:
+        join(admission, keys.token, identity)
     assert refusal.value.status is RefusalStatus.UNAUTHENTICATED
 
 

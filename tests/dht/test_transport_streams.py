@@ -13,6 +13,7 @@ from atoll.dht.transport import (
     MAX_CALL_BYTES,
     MAX_CODE_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_METHOD_CHARS,
     MAX_OPEN_BYTES,
     SCRATCH_BYTES,
     Connection,
@@ -249,6 +250,16 @@ def test_a_frame_one_byte_longer_than_allowed_is_refused(limit):
     push(reader, bytes([Mark.DATA]) + limit.to_bytes(4))
     with pytest.raises(FrameError, match="at most"):
         push(FrameReader(sink), bytes([Mark.DATA]) + (limit + 1).to_bytes(4))
+
+
+@pytest.mark.parametrize(
+    "method", ["m" * (MAX_METHOD_CHARS + 1), "\x1b[2J", "a\nb"], ids=["long", "escape", "newline"]
+)
+def test_a_method_name_that_is_long_or_not_printable_is_refused(method):
+    longest = encode_open(is_call=True, method="m" * MAX_METHOD_CHARS, admission=b"")
+    assert decode_open(longest) == (True, "m" * MAX_METHOD_CHARS, b"")
+    with pytest.raises(FrameError, match="method name"):
+        decode_open(encode_open(is_call=True, method=method, admission=b""))
 
 
 def test_an_admission_longer_than_allowed_is_refused():

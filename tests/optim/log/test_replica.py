@@ -231,6 +231,23 @@ def test_a_peer_that_ends_before_it_goes_back_has_no_electorate(
         each.store.close()
 
 
+def test_a_log_of_another_chain_cannot_go_back(tmp_path: Path, swarm: kit.Swarm) -> None:
+    """It would vote on a state that the epoch does not continue."""
+    peer = open_replica(tmp_path / "peer", KEYS, is_ledger=False)
+    peer.open_epoch(swarm.electors(), KEYS.sign)
+    other = open_replica(tmp_path / "other", KEYS)
+    other.adopt(peer.epoch_record)
+    take(other, swarm, kind="null", members=(), parts=())
+    for _ in range(3):
+        take(peer, swarm)
+    other.open_epoch(swarm.electors(), KEYS.sign)
+    assert not peer.adopt(other.epoch_record)
+    assert not peer.rewind()
+    assert peer.position == 3 and peer.electorate == ()
+    for each in (peer, other):
+        each.store.close()
+
+
 def test_a_log_that_begins_after_the_base_cannot_go_back(tmp_path: Path) -> None:
     log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
     log.grow(2)

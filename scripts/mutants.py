@@ -16,11 +16,14 @@ mutant is noticed if a test fails or exceeds the limit; it survives if all pass.
 one, all chosen tests run once on the unchanged copy: they must pass, or every mutant would count
 as noticed.
 
-Exit status: 0 if at least 95% are noticed and none is stale, 1 otherwise, 2 if nothing could be
-measured, 130 after Ctrl-C. A mutant is stale if its `find` does not occur exactly once.
+Exit status: 0 if at least 95% are noticed and none is stale or broken, 1 otherwise, 2 if nothing
+could be measured, 130 after Ctrl-C. A mutant is stale if its `find` does not occur exactly once.
+It is broken if the changed file is no Python: any test would fail then. `--list` exits with 1 if
+a mutant is stale.
 """
 
 import argparse
+import ast
 import contextlib
 import json
 import os
@@ -136,6 +139,10 @@ class Runner:
         changed = mutant.applied(text)
         if changed is None:
             return STALE, f"expected its text once, got {text.count(mutant.find)}"
+        try:
+            ast.parse(changed)
+        except SyntaxError as error:  # every test would notice it, whatever it checks
+            return BROKEN, f"expected Python after the change, got: {error}"
         path.write_text(changed, "utf-8")
         try:
             status, output = self.test(folder, mutant.tests)

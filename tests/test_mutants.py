@@ -88,6 +88,14 @@ def test_a_text_that_does_not_occur_exactly_once_is_stale(tree, capsys, find):
     assert json.loads(lines[-1])["mutants"]["optim/module.py: nothing"] == "stale"
 
 
+def test_a_change_that_is_no_python_is_broken(tree, capsys):
+    """Its file cannot be imported, so any test would seem to notice it."""
+    write_list(tree, SMALLEST, ('raise ValueError("no values")', "", "no refusal"))
+    status, lines = run(tree, capsys)
+    assert status == 1
+    assert json.loads(lines[-1])["mutants"]["optim/module.py: no refusal"] == "broken"
+
+
 def test_tests_that_exceed_the_limit_notice_the_mutant(tree, capsys):
     write_list(tree, ENDLESS)
     status, lines = run(tree, capsys, "--limit", "5")

@@ -172,11 +172,15 @@ def with_traces(summary: RoundSummary, traces: Mapping[str, RoundReport]) -> Rou
     """Return the summary with the reports of its epoch: mean phase times, bytes and reasons."""
     reports = {peer: t for peer, t in traces.items() if t.epoch == summary.epoch}
     ours = list(reports.values())
+    absent = [peer for peer, t in reports.items() if not t.included and peer in t.reasons]
     most = sorted(((p, t.wire_bytes_sent) for p, t in reports.items()), key=lambda s: (-s[1], s[0]))
     # Sums of what peers claim may overflow; a summary holds finite values of 63 bits.
     return replace(
         summary,
         rejected=min(math.hypot(*(t.rejected for t in ours)), sys.float_info.max),
+        left_out=list(dict.fromkeys([*summary.left_out, *absent]))[
+            : max(len(summary.left_out), NAMED_PEERS)
+        ],
         reasons=_reasons(ours),
         seconds=_mean_phases([t.seconds for t in ours if t.included] or [t.seconds for t in ours]),
         wire_bytes=min(sum(t.wire_bytes_sent for t in ours), 2**63 - 1),

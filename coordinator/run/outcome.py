@@ -11,7 +11,14 @@ class Outcome(StrEnum):
     COUNTED = "counted"
     PART = "part"
     NOT_READY = "not_ready"
+    LATE = "late"
+    """the leader had closed the group when this peer reported"""
+    LEADER_LOST = "leader_lost"
+    """the last leader that this peer reported to was not reached, or fell silent"""
+    LEFT_OUT = "left_out"
+    """the peer was in a group, and its leader continued without it"""
     NOT_IN_GROUP = "not_in_group"
+    """decided by others; nothing here shows why"""
     NOT_RECEIVED = "not_received"
     FIRST_WINDOW = "first_window"
     GIVEN_UP = "given_up"
@@ -26,8 +33,15 @@ WORDS = {
     Outcome.PART: "counted in part: the rest did not reach its owners and stays in the next "
     "contribution",
     Outcome.NOT_READY: "not counted: its window had not ended yet",
-    Outcome.NOT_IN_GROUP: "not counted: the round closed its group without this peer; the work "
-    "stays in the next contribution",
+    Outcome.LATE: "not counted: this peer reported after the group had closed; the work stays in "
+    "the next contribution; if it repeats, ask the organiser for a longer round.grace_s or for "
+    'outer.windows = "deadline"',
+    Outcome.LEADER_LOST: "not counted: the round's leader was not reached, or fell silent; the "
+    "work stays in the next contribution; if it repeats, run `atoll doctor INVITE`",
+    Outcome.LEFT_OUT: "not counted: the leader left this peer out, as slow or silent; the work "
+    "stays in the next contribution; if it repeats, check the link with `atoll doctor INVITE`",
+    Outcome.NOT_IN_GROUP: "not counted: the others decided the round without this peer; the work "
+    "stays in the next contribution; if it repeats, run `atoll doctor INVITE`",
     Outcome.NOT_RECEIVED: "not counted: none of it reached the other peers; the work stays in the "
     "next contribution",
     Outcome.FIRST_WINDOW: "not counted: the first window after joining has weight 0",
@@ -36,3 +50,10 @@ WORDS = {
     Outcome.NO_PARTNER: "not counted: no partner was reached; the work stays here",
 }
 """For people; programs read the values."""
+
+ABSENCES = {
+    Outcome.LATE: "reported after the group had closed",
+    Outcome.LEADER_LOST: "did not reach the leader",
+    Outcome.LEFT_OUT: "left out as slow or silent",
+}
+"""What a peer gives as the reason of its own absence, in its report of a round."""

@@ -29,7 +29,7 @@ from atoll.coordinator.rpc.client_errors import (
     NotWelcome,
 )
 from atoll.coordinator.run.levels import Level
-from atoll.coordinator.run.outcome import Outcome
+from atoll.coordinator.run.outcome import ABSENCES, Outcome
 from atoll.coordinator.run.phases import AT_REST, RoundPhase
 from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
 from atoll.dht.addresses import peer_of
@@ -275,11 +275,19 @@ class Reporter:
         mine = next((m for m in entry.members if m.elector == self._env.me), None)
         loss, tokens = (mine.loss, mine.tokens) if mine else (None, 0)
         is_offered = settled.settles is not None
-        outcome = outcome_of(entry, self._env.me, settled.included, is_offered=is_offered)
+        outcome = outcome_of(
+            entry,
+            self._env.me,
+            settled.included,
+            is_offered=is_offered,
+            missed=settled.missed,
+        )
         if is_offered or not is_recovered:
             self._count(entry.position, outcome, loss=loss, tokens=tokens)
         if settled.trace is None:
             return
+        if outcome in ABSENCES:
+            settled.trace.left_out.setdefault(self._env.me.peer_id, ABSENCES[outcome])
         self._keep(
             settled.trace,
             epoch=entry.epoch,

@@ -100,7 +100,12 @@ class Tally:
 
 
 def outcome_of(
-    entry: Entry, me: Elector, included: Sequence[bool] | None, *, is_offered: bool
+    entry: Entry,
+    me: Elector,
+    included: Sequence[bool] | None,
+    *,
+    is_offered: bool,
+    missed: Outcome = Outcome.NOT_IN_GROUP,
 ) -> Outcome:
     """Return what an entry of the log made of a peer's work.
 
@@ -109,13 +114,14 @@ def outcome_of(
         me: the peer.
         included: for each cell, whether the entry holds the peer's; None if it is no member.
         is_offered: whether the peer had work on offer when the entry was decided.
+        missed: why the peer is no member, as far as it knows.
     """
     if not is_offered:
         return Outcome.NOT_READY
     if entry.kind == "null":
         return Outcome.GIVEN_UP
     if included is None:
-        return Outcome.NOT_IN_GROUP
+        return missed
     if not any(included):
         return Outcome.NOT_RECEIVED
     if not any(m.weight > 0 for m in entry.members if m.elector == me):

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from atoll.coordinator.run.outcome import Outcome
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import RecordError
@@ -92,6 +93,8 @@ class Settled:
     """the number of the contribution that was on offer when it was decided"""
     credits: list[tuple[slice, Update]] = field(default_factory=list)
     trace: RoundTrace | None = None
+    missed: Outcome = Outcome.NOT_IN_GROUP
+    """why this peer is no member, if it is none"""
 
 
 class Rounds:
@@ -327,6 +330,7 @@ class Rounds:
         number = pending.window.number if pending is not None else None
         settled = Settled(applied=applied, included=included, settles=number)
         if pending is not None:
+            settled.missed = pending.missed
             self._stats.included += included is not None
             self._stats.left_out += included is None
             self._tell_left_out(entry, included)

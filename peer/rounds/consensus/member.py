@@ -30,6 +30,7 @@ from functools import partial
 from typing import Protocol
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.outcome import Outcome
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
@@ -71,6 +72,9 @@ CLOSED_STALLS = 20
 
 WAITS_FOR_DECISION = frozenset({RefusalCode.CLOSED, RefusalCode.BARRED})
 """Refusals after which the round goes on without this peer."""
+
+MISSED = {RefusalCode.CLOSED: Outcome.LATE, RefusalCode.BARRED: Outcome.LEFT_OUT}
+"""What such a refusal makes of this peer's work."""
 
 
 class MemberState(Enum):
@@ -479,6 +483,17 @@ class Pending:
     turn_at: float | None = None
     """when its position was the next to be decided; None before that"""
     exchange: Exchange | None = None
+    failed: Failed | None = None
+    """how the last session with a leader ended; None while there is a group, or before"""
+
+    @property
+    def missed(self) -> Outcome:
+        """Why a group that was decided would be without this contribution."""
+        if self.failed is None:
+            return Outcome.NOT_IN_GROUP if self.exchange is None else Outcome.LEFT_OUT
+        if self.failed.code is None:
+            return Outcome.LEADER_LOST
+        return MISSED.get(self.failed.code, Outcome.NOT_IN_GROUP)
 
 
 class Host(Protocol):
@@ -615,6 +630,7 @@ class Flight:
             failed = Failed(why=str(error), key=failure_key(error), is_relay_lost=lost)
         else:
             return
+        self.pending.failed = failed
         self._member.receive(failed)
         self._changed.set()
 
@@ -645,7 +661,7 @@ class Flight:
             await asyncio.sleep(self._ctx.alive_s)
 
     def _joined(self, term: int, exchange: Exchange) -> None:
-        self.pending.exchange = exchange
+        self.pending.exchange, self.pending.failed = exchange, None
         leadership = self._host.leading.at(self.place, term)
         if leadership is not None:
             leadership.exchange = exchange

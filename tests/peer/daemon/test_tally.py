@@ -7,9 +7,11 @@ import pytest
 
 from atoll.coordinator.run.outcome import WORDS, Outcome
 from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.refusals import RefusalCode
 from atoll.peer.cli.peer import _as_json
 from atoll.peer.daemon.process import PeerEvent, joined_run
 from atoll.peer.daemon.tally import Tally, outcome_of
+from atoll.peer.rounds.consensus.member import Failed, Pending
 
 ME = object()
 
@@ -33,6 +35,33 @@ def entry(weight=1.0, kind="update"):
 )
 def test_the_reason_why_work_counts_or_does_not(outcome, given, included, offered):
     assert outcome_of(given, ME, included, is_offered=offered) is outcome
+
+
+@pytest.mark.parametrize("missed", [Outcome.LATE, Outcome.LEADER_LOST, Outcome.LEFT_OUT])
+def test_the_culprit_of_an_absence_is_named(missed):
+    assert outcome_of(entry(), ME, None, is_offered=True, missed=missed) is missed
+    assert outcome_of(entry(), ME, [True], is_offered=True, missed=missed) is Outcome.COUNTED
+    assert "if it repeats" in WORDS[missed]
+
+
+def failed(code=None):
+    return Failed(why="x", code=code)
+
+
+@pytest.mark.parametrize(
+    ("last", "exchange", "expected"),
+    [
+        (None, None, Outcome.NOT_IN_GROUP),
+        (None, "a group", Outcome.LEFT_OUT),
+        (failed(), "a group", Outcome.LEADER_LOST),
+        (failed(RefusalCode.CLOSED), None, Outcome.LATE),
+        (failed(RefusalCode.BARRED), None, Outcome.LEFT_OUT),
+        (failed(RefusalCode.NOT_THE_LEADER), None, Outcome.NOT_IN_GROUP),
+    ],
+)
+def test_the_last_session_with_a_leader_shows_the_culprit(last, exchange, expected):
+    pending = Pending(window=None, since=0.0, exchange=exchange, failed=last)
+    assert pending.missed is expected
 
 
 def test_the_running_share_counts_work_that_rounds_took():

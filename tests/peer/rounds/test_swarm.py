@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from atoll.coordinator.run.outcome import Outcome
 from atoll.dht.identity import verify
 from atoll.dht.roster import RosterError
 from atoll.optim.log.entry import ChainMismatch, Entry, Epoch, verify_claims
@@ -147,6 +148,8 @@ def test_a_contribution_counts_once_however_often_its_peer_was_left_out(tmp_path
             e.position for e in entries(peers[1]) if slow.ctx.me in {m.elector for m in e.members}
         ]
         assert len(counted) == len(set(counted)) == len(included)
+        missed = {s.missed for s in slow.settled if s.settles is not None and s.included is None}
+        assert missed == {Outcome.LATE}
 
     run(tmp_path, scenario)
 

@@ -6,6 +6,7 @@ import pytest
 
 from atoll.coordinator.report.text import ABSENT
 from atoll.coordinator.rounds import with_traces
+from atoll.coordinator.run.outcome import ABSENCES, Outcome
 from atoll.coordinator.run.status import NAMED_PEERS, RoundReport, RoundSummary, StatusError
 from atoll.peer.cli.rounds import table, trace
 from atoll.peer.daemon.reporting import MAX_REASON, reasons
@@ -40,6 +41,16 @@ def test_a_summary_has_the_reasons_and_the_bytes_of_its_traces():
     assert "send        3.000 s" in lines
     absent = "without …aaaaaa: not in the group; …bbbbbb in part: bad-cell: NaN"
     assert table([summary])[1].endswith(absent)
+
+
+def test_a_peer_gives_the_reason_of_its_own_absence():
+    why = ABSENCES[Outcome.LATE]
+    late = told(reasons={"12D3KooWcccccc": why})
+    summary = with_traces(ROUND, {"12D3KooWcccccc": replace(late, included=False)})
+    assert summary.left_out == ["12D3KooWaaaaaa", "12D3KooWcccccc"]
+    assert f"…cccccc: {why}" in table([summary])[1]
+    again = with_traces(summary, {"12D3KooWcccccc": replace(late, included=False)})
+    assert again.left_out == summary.left_out
 
 
 def test_a_round_names_so_many_peers_and_no_more():

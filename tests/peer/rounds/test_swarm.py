@@ -148,8 +148,6 @@ def test_a_contribution_counts_once_however_often_its_peer_was_left_out(tmp_path
             e.position for e in entries(peers[1]) if slow.ctx.me in {m.elector for m in e.members}
         ]
         assert len(counted) == len(set(counted)) == len(included)
-        missed = {s.missed for s in slow.settled if s.settles is not None and s.included is None}
-        assert missed == {Outcome.LATE}
 
     run(tmp_path, scenario)
 
@@ -311,6 +309,23 @@ def test_a_part_that_was_reduced_again_does_not_claim_the_dead(tmp_path):
             if part.generation > 0:
                 assert not any(mask[part.start_cell : part.stop_cell])
         assert dead not in entry.electorate
+
+    run(tmp_path, scenario)
+
+
+def test_a_peer_that_was_cut_off_knows_that_it_lost_the_leader(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: all(p.replica.position >= 1 for p in peers))
+        alone, others = peers[0], peers[1:]
+        ids = [p.identity.peer_id for p in peers]
+        swarm.network.partition(ids[:1], ids[1:])
+        here = others[0].replica.position
+        await swarm.until(lambda: all(p.replica.position >= here + 3 for p in others))
+        swarm.network.heal()
+        await swarm.until(lambda: alone.replica.position >= here + 3)
+        missed = [s.missed for s in alone.settled if s.settles and s.included is None]
+        assert missed[0] is Outcome.LEADER_LOST
 
     run(tmp_path, scenario)
 

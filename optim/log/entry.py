@@ -35,7 +35,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 import msgpack
 from pydantic import (
@@ -124,15 +124,7 @@ class Record(BaseModel):
                 f"{name}: expected at most {cls.max_bytes} bytes, got {len(data)}"
             )
         try:
-            fields = msgpack.unpackb(
-                data,
-                raw=False,
-                use_list=False,
-                strict_map_key=True,
-                max_map_len=MAX_FIELDS,
-                max_array_len=MAX_ITEMS,
-            )
-            record = cls.model_validate(fields)
+            record = cls.model_validate(_unpacked(data))
         except (ValidationError, ValueError, TypeError, RecursionError) as error:
             raise MalformedRecord(f"{name}: not a valid record: {_first_line(error)}") from None
         except Exception as error:  # msgpack has exceptions of its own outside ValueError
@@ -140,6 +132,17 @@ class Record(BaseModel):
         if record.encode() != data:  # else one record could have two digests
             raise MalformedRecord(f"{name}: the bytes are not the record's canonical encoding")
         return record
+
+
+def _unpacked(data: bytes) -> Any:  # noqa: ANN401 - msgpack
+    return msgpack.unpackb(
+        data,
+        raw=False,
+        use_list=False,
+        strict_map_key=True,
+        max_map_len=MAX_FIELDS,
+        max_array_len=MAX_ITEMS,
+    )
 
 
 R = TypeVar("R", bound=Record)
@@ -281,6 +284,26 @@ class Entry(Record):
     electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
     newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MAX_ELECTORS)] = ()
     state_root: StateRoot | None = None
+
+    def without_members(self) -> bytes:
+        """Return the encoded entry but for its members, for a receiver that knows them."""
+        return cast(bytes, msgpack.packb(self.model_dump() | {"members": ()}, use_bin_type=True))
+
+    @staticmethod
+    def with_members(data: bytes, members: Sequence[Member]) -> bytes:
+        """Return the bytes of an entry from those without its members; they are checked elsewhere.
+
+        Raises:
+            MalformedRecord: `data` is no such record.
+        """
+        try:
+            fields = _unpacked(data)
+            if fields["members"] != ():
+                raise ValueError("expected no members")
+            fields["members"] = [member.model_dump() for member in members]
+            return cast(bytes, msgpack.packb(fields, use_bin_type=True))
+        except Exception as error:  # as in `Record.decode`
+            raise MalformedRecord(f"entry without members: {_first_line(error)}") from None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

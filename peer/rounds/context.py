@@ -146,7 +146,7 @@ class PeerContext:
             raise Refused(RefusalCode.BARRED, str(self.conduct.barred(peer, self.now())))
 
 
-MAX_REPORTS = 8  # groups whose reports are kept: of four positions in flight, two terms each
+MAX_GROUPS = 8  # that are kept, and their reports: of four positions in flight, two terms each
 
 
 class TakesGroup(Protocol):
@@ -201,7 +201,9 @@ class Holdings:
         self._parts: dict[int, dict[bytes, HeldPart]] = {}
         self.arriving: dict[int, Arriving] = {}
         """by position: the reduction that may still bring its parts"""
-        self._reports: OrderedDict[bytes, Reports] = OrderedDict()
+        self._reports: OrderedDict[bytes, tuple[int, Reports]] = OrderedDict()
+        """positions and reports, by digest"""
+        self._groups: OrderedDict[bytes, Group] = OrderedDict()
 
     def put(self, position: int, digest: bytes, body: bytes, decoded: Update | None = None) -> None:
         """Keep a part until the position after its own is decided."""
@@ -209,15 +211,25 @@ class Holdings:
         if decoded is not None or digest not in at:
             at[digest] = HeldPart(body=body, decoded=decoded)
 
-    def keep_reports(self, reports: Reports) -> None:
+    def keep_reports(self, position: int, reports: Reports) -> None:
         """Keep the reports of a group that began here, by the digest that its entry names."""
-        self._reports[reports_root(reports)] = reports
-        if len(self._reports) > MAX_REPORTS:
+        self._reports[reports_root(reports)] = position, reports
+        if len(self._reports) > MAX_GROUPS:
             self._reports.popitem(last=False)
+
+    def keep_group(self, group: Group) -> None:
+        """Keep a group that began here, whose members its entry need not repeat."""
+        self._groups[group.digest] = group
+        if len(self._groups) > MAX_GROUPS:
+            self._groups.popitem(last=False)
+
+    def group(self, digest: bytes) -> Group | None:
+        """Return a group that began here."""
+        return self._groups.get(digest)
 
     def reports(self, root: bytes) -> Reports | None:
         """Return the reports of a group that began here."""
-        return self._reports.get(root) if root else ()
+        return self._reports.get(root, (0, None))[1] if root else ()
 
     def body(self, digest: bytes) -> bytes | None:
         """Return the bytes of a part of any position."""
@@ -237,16 +249,22 @@ class Holdings:
         return held.decoded if held is not None else None
 
     def decided_up_to(self, position: int) -> None:
-        """Keep the parts from `position` on, and the bytes of the entry before it."""
+        """Keep parts and groups from `position` on, and the bytes of the entry before it."""
         for decided in [p for p in self._parts if p < position - 1]:
             del self._parts[decided]
         last = self._parts.get(position - 1, {})
         for digest, held in last.items():
             last[digest] = HeldPart(body=held.body, decoded=None)
+        for root in [r for r, (at, _) in self._reports.items() if at < position]:
+            del self._reports[root]
+        for name in [n for n, group in self._groups.items() if group.position < position]:
+            del self._groups[name]
 
     def clear(self) -> None:
-        """Drop all parts: their epoch is over."""
+        """Drop all: their epoch is over."""
         self._parts.clear()
+        self._reports.clear()
+        self._groups.clear()
 
 
 @dataclass(kw_only=True)

@@ -7,11 +7,14 @@ only then inflates and parses the rest.
 
 from __future__ import annotations
 
-from atoll.optim.log.entry import Entry, NamedEntry
+from collections.abc import Sequence
+
+from atoll.optim.log.entry import Entry, Member, NamedEntry
 from atoll.optim.log.replica import Compute
 from atoll.peer.rounds.messages import inflated, is_longer
 
 LOOP_BYTES = 64 * 1024  # some 350 members, which take 2 ms to parse: a thread costs as much
+LOOP_MEMBERS = 350
 
 
 async def named(compute: Compute, data: bytes) -> tuple[bytes, NamedEntry]:
@@ -24,6 +27,22 @@ async def named(compute: Compute, data: bytes) -> tuple[bytes, NamedEntry]:
         found: tuple[bytes, NamedEntry] = await compute(_named, data)
         return found
     return _named(data)
+
+
+async def completed(compute: Compute, data: bytes, members: Sequence[Member]) -> bytes:
+    """Inflate an entry that came without its members, and put them in.
+
+    Raises:
+        MalformedRecord: it is too long, or no such entry.
+    """
+
+    def work() -> bytes:
+        return Entry.with_members(inflated(data, Entry.max_bytes), members)
+
+    if len(members) > LOOP_MEMBERS or is_longer(data, LOOP_BYTES):
+        record: bytes = await compute(work)
+        return record
+    return work()
 
 
 async def parsed(compute: Compute, record: bytes) -> Entry:

@@ -398,8 +398,10 @@ class Propose(Record):
     """deflated"""
     signature: Signature
     """of the leader, so that two proposals at one attempt prove its lie to everyone"""
+    group: Annotated[bytes, Field(max_length=32)] = b""
+    """the digest of the group whose members the entry has; then it comes without them"""
     reports: Reports = ()
-    """of the entry's members"""
+    """of the entry's members; empty with a group, whose reports the acceptor has"""
 
 
 class JustifiedPropose(Propose):

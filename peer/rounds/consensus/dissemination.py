@@ -323,8 +323,9 @@ class Seat:
         self.expect_leaders(group.digest, closed.signature)
         if self.exchange is None:
             check_group(self._ctx, group, self._ready)
+            self._ctx.parts.keep_group(group)
             if not is_large(len(group.members)):
-                self._ctx.parts.keep_reports(group.reports)
+                self._ctx.parts.keep_reports(group.position, group.reports)
             self.was_passed = passed
             self.exchange = self._begin(group)
             self._begun.set()
@@ -363,7 +364,7 @@ class Seat:
         payload = seals_payload(self._ctx.replica.run_id, seals.group, reports)
         if not self._ctx.verify(self._leader, payload, seals.signature):
             raise MalformedRecord("seals: expected the leader's signature")
-        self._ctx.parts.keep_reports(reports)
+        self._ctx.parts.keep_reports(seals.position, reports)
         self._pass_on(self._seals, seals, self.exchange.group)
 
 

@@ -181,9 +181,16 @@ class Polls:
         self._poll: asyncio.Task[None] | None = None
         self._reports: dict[bytes, Reports] = {b"": ()}
         """signed reports of the entries that may be proposed, by the digest in them"""
+        self._group: Group | None = None
+        """the leader's own"""
+
+    def know_group(self, group: Group) -> None:
+        """Keep the group whose entry may be proposed."""
+        self._group = group
+        self.know(group.reports)
 
     def know(self, reports: Reports) -> None:
-        """Keep the reports of a group whose entry may be proposed."""
+        """Keep the reports of an entry that may be proposed."""
         self._reports[reports_root(reports)] = reports
 
     def ask(self, question: Question, electorate: Sequence[Elector]) -> None:
@@ -230,11 +237,14 @@ class Polls:
         self._take(Polled(attempt=question.attempt))
 
     def _proposals(self, question: SendProposal) -> Proposals:
-        """Encode a proposal for electors that have its reports with their group, and for others."""
-        whole = self._proposal(question)
+        """Encode a proposal for electors that have its members with their group, and for others."""
+        whole, entry = self._proposal(question), question.entry
+        known: dict[str, object] = {"reports": ()}
+        if self._group is not None and entry.members == self._group.members:
+            known |= {"entry": deflated(entry.without_members()), "group": self._group.digest}
         return Proposals(
-            members=frozenset(member.peer_id for member in question.entry.members),
-            brief=whole.model_copy(update={"reports": ()}).encode(),
+            members=frozenset(member.peer_id for member in entry.members),
+            brief=whole.model_copy(update=known).encode(),
             whole=whole.encode(),
         )
 
@@ -391,7 +401,7 @@ class Proposals:
     members: frozenset[str]
     """PeerIDs of the entry's members"""
     brief: bytes
-    """without reports: for members, which have them with their group"""
+    """without members and reports: for members, which have them with their group"""
     whole: bytes
 
 
@@ -738,14 +748,15 @@ class Leadership:
                 raise AttemptFailed(action.why)
 
     async def _deliver(self, action: CloseGroup) -> None:
-        self._polls.know(action.group.reports)
+        self._polls.know_group(action.group)
+        self.ctx.parts.keep_group(action.group)
         self._delivery = Delivery(
             self.ctx, action.group, uplinks_mbit_s=action.uplinks_mbit_s, send=self._send_group
         )
         await self._delivery.begin()
         self._tasks.spawn(self._delivery.run())
         if is_large(len(action.group.members)):
-            self.ctx.parts.keep_reports(action.group.reports)
+            self.ctx.parts.keep_reports(action.group.position, action.group.reports)
             acceptors = [elector.peer_id for elector in self._electorate()]
             self._tasks.spawn(seal(self.ctx, action.group, acceptors))
 

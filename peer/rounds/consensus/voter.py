@@ -59,7 +59,7 @@ from atoll.peer.rounds.consensus.round import (
     term_of,
 )
 from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
-from atoll.peer.rounds.entries import named, parsed
+from atoll.peer.rounds.entries import completed, named, parsed
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
     AskCommit,
@@ -381,7 +381,7 @@ class Voter:
         return Ballot(signature=self._ctx.sign(commit_payload(entry, locked.attempt)))
 
     async def _propose(self, remote: str, ask: Propose, reason: Justification) -> Ballot:
-        record, _ = await named(self._ctx.compute, ask.entry)
+        record = await self._record_of(ask)
         entry = await parsed(self._ctx.compute, record)
         place = Place(entry.epoch, entry.position)
         await self._come_to(place)
@@ -414,6 +414,21 @@ class Voter:
         )
         self._tally.vote(entry, voted, remote)
         return Ballot(signature=signature)
+
+    async def _record_of(self, ask: Propose) -> bytes:
+        """Return the proposed entry's bytes, with the members of the group that it refers to.
+
+        Raises:
+            MalformedRecord: it is no entry, or too long.
+            Refused: the group did not begin here.
+        """
+        if not ask.group:
+            record, _ = await named(self._ctx.compute, ask.entry)
+            return record
+        group = self._ctx.parts.group(ask.group)
+        if group is None:
+            raise Refused(RefusalCode.NO_REPORTS, "the group of this entry did not begin here")
+        return await completed(self._ctx.compute, ask.entry, group.members)
 
     async def take_vote(self, remote: str, voted: Voted) -> None:
         """Take the vote of another elector.

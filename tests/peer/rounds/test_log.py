@@ -97,6 +97,25 @@ def test_an_entry_survives_its_encoding_and_has_one_digest():
     assert again.chain != first.previous_chain
 
 
+def test_an_entry_travels_without_its_members_where_they_are_known():
+    whole = entry()
+    bare = whole.without_members()
+    assert len(bare) < len(whole.encode()) - 4 * 100
+    assert Entry.with_members(bare, members()) == whole.encode()
+    with pytest.raises(MalformedRecord):
+        Entry.decode(bare)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", msgpack.packb([]), msgpack.packb({"members": 1}), entry().encode()],
+    ids=["empty", "garbage", "a list", "no list of members", "with its members"],
+)
+def test_what_is_no_entry_without_members_is_malformed(data):
+    with pytest.raises(MalformedRecord):
+        Entry.with_members(data, members())
+
+
 def test_the_encoding_is_pinned():
     # A change of this digest is a change of the format: raise VERSION.
     fixed = entry(

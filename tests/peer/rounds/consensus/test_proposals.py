@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgpack
 import pytest
 
 from atoll.dht.testing.memory import run_virtual
@@ -11,7 +12,7 @@ from atoll.optim.log.evidence import EvidenceBook
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import TERM, leader_of
 from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Tally, Voter
-from atoll.peer.rounds.messages import Voted
+from atoll.peer.rounds.messages import Voted, inflated
 from support.strikes import expect_no_work_lost, expect_sums, passed
 from support.swarm import run_swarm
 
@@ -44,12 +45,16 @@ def test_a_leader_without_the_state_whose_root_is_due_leads_all_the_same(tmp_pat
     run_swarm(tmp_path, scenario)
 
 
-def test_reports_come_with_a_proposal_to_those_that_lack_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lacking", ["keep_reports", "keep_group"])
+def test_a_proposal_is_whole_for_those_that_lack_its_group(tmp_path, monkeypatch, lacking):
     asked = []
     vote = Voter._propose
 
     async def propose(voter, remote, ask, reason):
-        asked.append((voter._ctx.me.peer_id, bool(ask.reports)))
+        entry = msgpack.unpackb(inflated(ask.entry, Entry.max_bytes))
+        is_whole = bool(ask.reports), bool(entry["members"]), not ask.group
+        assert len(set(is_whole)) == 1
+        asked.append((voter._ctx.me.peer_id, is_whole[0]))
         return await vote(voter, remote, ask, reason)
 
     monkeypatch.setattr(Voter, "_propose", propose)
@@ -57,13 +62,13 @@ def test_reports_come_with_a_proposal_to_those_that_lack_them(tmp_path, monkeypa
     async def scenario(swarm):
         peers = await swarm.start(3, window_s=1.0)
         await swarm.until(lambda: passed(peers, 2))
-        whole, without, at = peers[0], peers[1], peers[0].replica.position
+        other, without, at = peers[0], peers[1], peers[0].replica.position
         asked.clear()
-        without.ctx.parts.keep_reports = lambda reports: None
+        setattr(without.ctx.parts, lacking, lambda *_: None)
         await swarm.until(lambda: passed(peers, at + 4))
-        assert {brief for peer, brief in asked if peer == whole.identity.peer_id} == {False}
-        lacking = [brief for peer, brief in asked if peer == without.identity.peer_id]
-        assert lacking[:4] == [False, True] * 2
+        assert {brief for peer, brief in asked if peer == other.identity.peer_id} == {False}
+        whole = [brief for peer, brief in asked if peer == without.identity.peer_id]
+        assert whole[:4] == [False, True] * 2
         assert all(Certificate.decode(row.certificate).attempt == 0 for row in rows(peers[0]))
         assert swarm.same_bits(peers)
 

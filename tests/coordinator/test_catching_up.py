@@ -147,6 +147,25 @@ def test_a_ledger_that_diverged_stores_what_nobody_publishes(long_log: Log) -> N
     assert away.store.gaps() == [(3, 6)]
 
 
+def test_a_snapshot_before_its_own_state_is_not_fetched(long_log: Log) -> None:
+    asked: list[int] = []
+
+    class Donor(LogSource):
+        async def leaf_digests(self, position: int) -> list[bytes]:
+            asked.append(position)
+            return await super().leaf_digests(position)
+
+    donor = Donor(long_log, name="donor", first_body=9, snapshots=(2,))
+
+    async def main() -> None:
+        replica = LiveReplica(long_log.away, compute=asyncio.to_thread)
+        with pytest.raises(RecoveryError):
+            await recovering(donor)(replica, lambda position: None)
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+    assert asked == [] and long_log.away.state.position == 3
+
+
 def test_a_change_is_completed_when_its_caller_is_cancelled(long_log: Log) -> None:
     """A thread cannot be stopped: its lock given back, the next change would run beside it."""
     hold, begun = threading.Event(), threading.Event()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
+from atoll.dht import verify
 from atoll.optim.log.electorate import at_base
 from atoll.optim.log.entry import (
     CertificateInvalid,
@@ -19,6 +20,7 @@ from atoll.optim.log.entry import (
     MalformedRecord,
     SignedEpoch,
     epoch_payload,
+    verify_claims,
 )
 from atoll.optim.log.replica import NotNext, Replica
 from support import kit
@@ -263,6 +265,23 @@ def test_a_log_that_begins_after_the_base_cannot_go_back(tmp_path: Path) -> None
     assert not peer.rewind() and peer.electorate == ()
     for each in (log.whole, early, peer):
         each.store.close()
+
+
+def test_entries_before_a_base_must_end_there_in_its_chain(tmp_path: Path) -> None:
+    """No certificate of theirs counts any more, so only that chain proves them."""
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    log.grow(2)
+    records, opened = log.records(), log.whole.open_epoch(log.swarm.electors(), KEYS.sign)
+    log.whole.store.close()
+    forged = log.entries[1][0].entry.model_copy(update={"lr": 0.25}).encode()
+
+    def verified(*records: tuple[bytes, bytes]) -> int:
+        return len(verify_claims(records, run_id=RUN, here=None, opened=opened, verify=verify))
+
+    assert verified(*records) == 2
+    for wrong in (records[:1], [records[0], (forged, records[1][1])]):
+        with pytest.raises(ChainMismatch, match="up to the base 2"):
+            verified(*wrong)
 
 
 # Recovery: a ledger keeps what it had

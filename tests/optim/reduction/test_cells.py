@@ -210,6 +210,13 @@ def test_a_term_of_another_length_is_refused(length):
         decoded(cells, 2, TERM.pack(1.0, 1.0, length) + frame[TERM.size :])
 
 
+def test_a_term_longer_than_any_member_sends_is_refused_undecoded():
+    cells, _ = a_gathered_frame()
+    length = cells.max_sent_bytes(2) + 1
+    with pytest.raises(CodecError, match=f"at most {length - 1} bytes of a member, got {length}"):
+        decoded(cells, 2, TERM.pack(1.0, 1.0, length) + bytes(length))
+
+
 def test_a_sum_that_overflows_is_refused():
     cells = gathering("topk(k=16)", tiled(MIXED), by_senders=True)
     huge = torch.full((MIXED.numel,), 3e38)

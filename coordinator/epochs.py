@@ -140,10 +140,18 @@ class Epochs:
         # and no peer is beyond it. An epoch that opens there voids nothing, so it need not wait.
         elif not self._can_decide((head.epoch, head.position)):
             await self.open(alive, now_s, because=": electors left")
-        elif self._progress.is_stalled(now_s, round_s):
+        elif self._progress.is_stalled(now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
             await self._let_keepers_in(alive, now_s)
+
+    def _is_lone(self, alive: Sequence[KnownPeer]) -> bool:
+        """Return whether a single trainer is online in a run that asks for more.
+
+        It waits (docs/protocol.md, part 2, "Alone"), and no epoch helps it. The clock of a stall
+        continues: with the next trainer, an epoch opens without another wait.
+        """
+        return self._min_peers > 1 and len(electable(alive, epoch=self._replica.head.epoch)) == 1
 
     def _can_decide(self, at: tuple[int, int]) -> bool:
         return can_decide(self._replica.electorate, self._retired, at, self._replica.trust)

@@ -17,6 +17,7 @@ import queue
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.reduction.contribution import work_weight
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateError
+from atoll.peer.daemon.company import Company
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
 from atoll.peer.daemon.reducer import (
@@ -140,6 +142,7 @@ class GossipRun:
             self._settled,
             is_borrowed=self._is_borrowed,
             patience_s=PATIENCE_STALLS * settings.stall_s + 4 * settings.grace_s,
+            company=self._env.company,
         )
 
     async def run(self) -> None:
@@ -316,6 +319,7 @@ class GossipReducer(RunReducer):
         *,
         is_borrowed: bool,
         patience_s: float,
+        company: Company | None = None,
     ) -> None:
         """Take what became of each window from `settled`.
 
@@ -328,6 +332,7 @@ class GossipReducer(RunReducer):
             is_borrowed: whether the state is another peer's. Its first window then has weight 0,
                 and a saved state of this peer's own is older than it.
             patience_s: the longest wait for one meeting, besides a window.
+            company: the other trainers; without it, this peer is never alone.
         """
         super().__init__(
             thread,
@@ -341,6 +346,7 @@ class GossipReducer(RunReducer):
         self._settled = settled
         self._is_borrowed = self._joining = is_borrowed
         self._patience_s = patience_s
+        self._company = company
         self._on_offer: int | None = None
         self._deadline_s = 0.0
 
@@ -383,10 +389,14 @@ class GossipReducer(RunReducer):
         self._on_offer = number
         # Besides the meeting itself, as a partner may be up to a window behind.
         self._deadline_s = time.monotonic() + self._patience_s + self.progress.window_s
-        self._thread.post(self._offer, window)
+        self._thread.post(self._offer_with_others, window)
 
-    def _offer(self, window: GossipWindow) -> None:
-        self._gossip.offer(window)
+    def _offer_with_others(self, window: GossipWindow) -> None:
+        """Offer, in the loop, once this peer is not alone, as in a run with a log."""
+        if self._company is None:
+            self._gossip.offer(window)
+        else:
+            self._company.with_others(0, partial(self._gossip.offer, window))
         self.progress.arrived(window.number)
 
     def wait(self) -> None:
@@ -401,6 +411,8 @@ class GossipReducer(RunReducer):
 
     def _await_meeting(self) -> None:
         while self._on_offer is not None and not self.stopping.is_set() and not self.finished:
+            if self._company is not None and self._company.is_alone:
+                self._deadline_s = time.monotonic() + self._patience_s + self.progress.window_s
             left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
                 return

@@ -391,7 +391,7 @@ async def _environment(
         ),
         company=Company(
             ask=asking(node.transport),
-            needs_others=not is_keeper and needs_others(enrolment.membership.spec),
+            needs_others=not is_keeper and enrolment.membership.spec.round.min_peers > 1,
             show=announcer.show,
         ),
         moves=Moves(
@@ -405,11 +405,6 @@ async def _environment(
         ballots=ballots,
     )
     return env, joined
-
-
-def needs_others(spec: RunSpec) -> bool:
-    """Return whether a trainer without others waits; by gossip nobody spends another's rounds."""
-    return spec.round.min_peers > 1 and spec.method().reduction != "pairs"
 
 
 def _compute_in(threads: ThreadPoolExecutor) -> Callable[..., Any]:

@@ -29,6 +29,9 @@ from atoll.peer.rounds.messages import PartPlan, Report, Sworn, is_large, report
 # A group without a quorum of electors closes after so many graces all the same: its work is
 # reduced, and may still be voted for by electors that trained nothing.
 ALONE_GRACES = 3
+# A group of one waits for trainers that are at most so many times slower. Each round that it waits for
+# one of five times its window is worth less to the run than the five rounds it would spend alone.
+LONE_WINDOWS = 4
 POLL_STALLS = 10  # of a question before there is a group, which has a deadline of its own
 MARGIN_STALLS = 4  # for messages under way and loops that are busy, beyond what a leader may take
 MOST_BELOW_MEDIAN = 4  # as much as weights may be above theirs: honest links differ by less
@@ -95,13 +98,16 @@ def close_decision(view: Rendezvous, now: float) -> Close:
 
     The grace runs from the moment at which a quorum of electors is ready, and covers only peers
     that expect to be ready within it: a straggler loses nothing (its progress stays in its drift),
-    so nobody waits for one that says it will be late.
+    so nobody waits for one that says it will be late. A group of one waits longer: alone, it would
+    spend a round of the run on work of its own.
     """
     if not view.ready:
         return Close.WAIT
     missing = [at for peer, at in view.expected.items() if peer not in view.ready]
     if not missing:
         return Close.CLOSE
+    if len(view.ready) == 1 and now < _lone_until(view, min(missing)):
+        return Close.WAIT
     if view.quorum_ready_at is None:
         return Close.WAIT if now < _alone_until(view) else Close.CLOSE
     limit = view.quorum_ready_at + view.grace_s
@@ -122,6 +128,21 @@ def _alone_until(view: Rendezvous) -> float:
     limit = alone + max(view.last_s, view.first_ready_at - view.opened_at)
     promised = [view.expected.get(peer, math.inf) for peer in set(view.awaited) - set(view.ready)]
     return limit if any(at <= limit for at in promised) else alone
+
+
+def _lone_until(view: Rendezvous, first_at: float) -> float:
+    """Until when a group of one waits for the first other trainer, which is in its window.
+
+    No longer than for a quorum, as members give their leader no more time (`group_patience_s`). If
+    that was too short, the next position waits longer, as this one took longer. It does not wait
+    for a trainer that is too slow for that in any case.
+    """
+    start = max(view.first_ready_at, view.opened_at)
+    own_s = view.first_ready_at - view.opened_at
+    longest_s = max(0.0, LONE_WINDOWS * own_s)
+    if first_at > start + view.alone_s + longest_s:
+        return start
+    return start + view.alone_s + min(max(view.last_s, own_s), longest_s)
 
 
 def admit(reports: Sequence[tuple[str, Report]], *, clip_at: float) -> list[Member]:

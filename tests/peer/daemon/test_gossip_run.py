@@ -1,6 +1,7 @@
 """The trainer's seam to meetings: what is counted, what stays, and what a restart takes up."""
 
 import queue
+import threading
 import types
 from contextlib import nullcontext
 
@@ -45,7 +46,7 @@ def seam():
     """Makes reducers on a running loop."""
     thread = LoopThread(nullcontext())
 
-    def make(position=0, *, is_borrowed=False, rounds=0, patience_s=10.0):
+    def make(position=0, *, is_borrowed=False, rounds=0, patience_s=10.0, company=None):
         events = []
         ctx = GossipContext(
             me=Elector(peer_id="me", incarnation="1"),
@@ -71,6 +72,7 @@ def seam():
             settled,
             is_borrowed=is_borrowed,
             patience_s=patience_s,
+            company=company,
         )
         params_N = reducer.start(LAYOUT, torch.zeros(50), commits.append)
         assert torch.equal(params_N, meetings.state.params_N)
@@ -186,3 +188,23 @@ def test_a_saved_state_of_nan_is_refused(seam):
     saved = seam().reducer.state_dict() | {"params_N": torch.full((50,), torch.nan), "position": 4}
     with pytest.raises(ValueError, match="finite"):
         seam().reducer.load_state_dict(saved)
+
+
+def test_a_peer_alone_offers_nothing_until_another_is_reached(seam):
+    waiting = []
+    company = types.SimpleNamespace(
+        is_alone=True, with_others=lambda fragment, offer: waiting.append(offer)
+    )
+    made = seam(company=company, patience_s=0.01)
+    settling(made)
+    made.reducer.submit(window())
+    ended = threading.Thread(target=made.reducer.wait)
+    ended.start()
+    ended.join(0.05)
+    assert ended.is_alive()  # although its patience is over
+    assert (made.meetings.offered, len(waiting)) == ([], 1)
+    company.is_alone = False
+    made.reducer._thread.ask(waiting[0])
+    ended.join(10)
+    assert not ended.is_alive()
+    assert len(made.commits) == 1

@@ -93,6 +93,25 @@ def test_without_a_quorum_who_is_no_elector_promises_nothing():
     assert close_decision(few, 109.0) is Close.CLOSE
 
 
+def test_a_group_of_one_waits_for_a_trainer_that_is_in_its_window():
+    # Opened at 80, ready at 100: three graces, and as long as its own window.
+    lone = view(ready={"a"}, expected={"a": 0.0, "e": 128.0}, quorum_ready_at=100.0)
+    assert close_decision(lone, 128.9) is Close.WAIT
+    assert close_decision(lone, 129.0) is Close.CLOSE
+    assert close_decision(replace(lone, ready={"a", "e"}), 101.0) is Close.CLOSE
+    slower = replace(lone, last_s=40.0)  # the position before took longer
+    assert close_decision(slower, 148.9) is Close.WAIT
+    assert close_decision(slower, 149.0) is Close.CLOSE
+
+
+def test_a_group_of_one_does_not_wait_for_one_five_times_slower():
+    lone = view(ready={"a"}, expected={"a": 0.0, "e": 100.0 + 9.0 + 4 * 20.0}, last_s=1000.0)
+    assert close_decision(lone, 188.9) is Close.WAIT
+    assert close_decision(lone, 189.0) is Close.CLOSE
+    slow = replace(lone, expected={"a": 0.0, "e": 189.1})
+    assert close_decision(slow, 104.1) is Close.CLOSE
+
+
 def owned(plans):
     """Cells of each owner."""
     cells = {}

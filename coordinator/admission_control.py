@@ -137,10 +137,14 @@ class AdmissionControl:
         has_keepers: bool = False,
         verify: Verify,
         events: EventLog,
+        on_joined: Callable[[str], None] = lambda peer_id: None,
         clock: Callable[[], float],
         steady: Callable[[], float],
     ) -> None:
-        """`clock` returns seconds since 1970, `steady` those of a monotonic clock."""
+        """`clock` returns seconds since 1970, `steady` those of a monotonic clock.
+
+        `on_joined` takes the PeerID of each peer that joins.
+        """
         self._has_keepers = has_keepers
         self._settings = settings
         self._keys = keys
@@ -148,6 +152,7 @@ class AdmissionControl:
         self._desk = desk
         self._verify = verify
         self._events = events
+        self._on_joined = on_joined
         self._clock = clock
         self._steady = steady
         self._sessions = SessionTokens(keys.session_secret)
@@ -175,6 +180,7 @@ class AdmissionControl:
         role = self.role_of(request.peer_id, request.role)
         text = f"joined as {role} (version {request.version[:32]})"  # anyone may claim anything
         self._events.add("info", request.peer_id, text)
+        self._on_joined(request.peer_id)
         session = self._sessions.session(request.peer_id, self._clock() + self._admission_s())
         return Welcome(admission=self.admit(request.peer_id, role), session=session)
 

@@ -92,6 +92,7 @@ class Coordinator:
             has_keepers=spec.round.electors == "keepers",
             verify=verify,
             events=events,
+            on_joined=self.presence.note_joined,
             clock=self.now_s,
             steady=lambda: self._steady(),
         )

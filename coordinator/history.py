@@ -136,8 +136,8 @@ class EventLog:
             self._keep(event)
 
     def newest(self) -> list[Event]:
-        """Return the newest events, oldest first."""
-        return list(self._events)
+        """Return the newest events by their time: a peer's come late after a reboot."""
+        return sorted(self._events, key=lambda event: event.at)
 
     def report(self, level: Level, text: str) -> None:
         """Log an event of the coordinator."""

@@ -119,6 +119,8 @@ class Presence:
         self._events = events
         self._seen: set[str] = set()
         """PeerIDs whose coming is logged, but not yet their going."""
+        self._joined: set[str] = set()
+        """PeerIDs whose joining is logged, until their first report."""
         self._apart: frozenset[tuple[str, str]] = frozenset()
         self._saved_s = now_s
         self._alive: list[KnownPeer] = []
@@ -145,6 +147,11 @@ class Presence:
         """Return the mean of the last validation losses of the peers online, or None."""
         return mean([m.status.valid_loss for m in self.alive(now_s)])
 
+    def note_joined(self, peer_id: str) -> None:
+        """Note that a peer joined, which the log says already: it need not say that it is back."""
+        if len(self._joined) < MAX_PEERS:  # anyone with an invite can join under many keys
+            self._joined.add(peer_id)
+
     def report(self, status: PeerStatus, now_s: float, *, leaving: bool) -> None:
         """Take a peer's report."""
         if leaving:
@@ -160,8 +167,9 @@ class Presence:
         self._seen.add(status.peer_id)
         if before and before.status.incarnation not in ("", status.incarnation):
             self._events.add("warning", status.peer_id, "restarted")
-        elif before and not known:
+        elif before and not known and status.peer_id not in self._joined:
             self._events.add("info", status.peer_id, "is back")
+        self._joined.discard(status.peer_id)
 
     def apart(self, now_s: float) -> list[tuple[str, str]]:
         """Return the pairs of peers online of which one reports that it cannot reach the other."""

@@ -20,6 +20,7 @@ from atoll.coordinator.report.view import (
     counted_rounds,
     event_text,
     gap_text,
+    is_gone,
     label,
     names,
     naming,
@@ -34,6 +35,7 @@ from atoll.coordinator.report.view import (
 from atoll.coordinator.run.status import (
     CANNOT_REACH,
     Event,
+    PeerStatus,
     RoundSummary,
     RunStatus,
     seconds_between,
@@ -41,6 +43,7 @@ from atoll.coordinator.run.status import (
 
 # A round is known before its members' reports on it, which come with the next heartbeats.
 TRACES_WITHIN_S = 3.0
+MAX_NAMED = 8  # peers that join or leave between two looks
 MAX_PAIRS = 8  # of peers that cannot reach each other, named in a status
 
 
@@ -57,9 +60,27 @@ def lines(previous: RunStatus | None, current: RunStatus) -> list[str]:
     events = _new_events(previous, current)
     entries = [(event.at, _event_line(event, known, name)) for event in events]
     entries += [(row.at, line) for row, line in _round_lines(previous, current)]
+    if previous is not None:
+        entries += [(current.now, line) for line in _comings(previous, current)]
     found = [line for _, line in sorted(entries, key=lambda entry: entry[0])]
     change = _state_change(previous, current)
     return [*found, *change] if current.state == "finished" else [*change, *found]
+
+
+def _comings(previous: RunStatus, current: RunStatus) -> list[str]:
+    """Return who joined and who left; an event reports those that fell silent."""
+    before = {peer.peer_id for peer in previous.peers if not is_gone(peer)}
+    came = [p for p in sorted_peers(current) if not is_gone(p) and p.peer_id not in before]
+    went = [p for p in sorted_peers(current) if p.state == "left" and p.peer_id in before]
+    return [
+        f"{text.clock_time(current.now)}  {_named(peers)} {verb}"
+        for peers, verb in ((came, "joined"), (went, "left"))
+        if peers
+    ]
+
+
+def _named(peers: Sequence[PeerStatus]) -> str:
+    return ", ".join(map(label, peers)) if len(peers) <= MAX_NAMED else f"{len(peers)} peers"
 
 
 def _new_events(previous: RunStatus | None, current: RunStatus) -> list[Event]:

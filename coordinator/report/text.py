@@ -24,6 +24,7 @@ from atoll.dht.identity import short
 ABSENT: Final = "–"  # noqa: RUF001  (an en dash, shown for a missing number)
 NUM_TEXT_MAX: Final = 500  # a longer event would fill the screen
 LOG_MESSAGE_MAX: Final = 4000  # a record that is longer tells no more
+_LOSS_CELLS: Final = 6  # of its columns
 _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
@@ -119,11 +120,14 @@ def compact_size(num_bytes: float | None) -> str:
 
 
 def loss_text(value: float | None) -> str:
-    """Format a loss in nats with three decimals, or three digits from 100 on."""
+    """Format a loss in nats in six characters: with three decimals, or 1.23e5, or 1e300."""
     number = finite(value)
     if number is None:
         return ABSENT
-    return f"{number:.3f}" if abs(number) < 100 else f"{number:.3g}"
+    if abs(number) < 100:
+        return f"{number:.3f}"
+    found = [f"{number:.{digits}g}".replace("e+0", "e").replace("e+", "e") for digits in (3, 2, 1)]
+    return next((text for text in found if len(text) <= _LOSS_CELLS), found[-1])
 
 
 def percent(fraction: float | None, *, decimals: int = 0) -> str:

@@ -186,6 +186,7 @@ def compare_or_skip(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compa
 
 def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
     """Train the same steps on the same data, data parallel and one peer alone."""
+    from atoll.coordinator.report.text import loss_text
     from atoll.peer.lab.baseline import BaselinePoint, alone, baseline
     from atoll.peer.lab.summary import Compared
     from atoll.peer.training.permission import Allowed
@@ -195,8 +196,8 @@ def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
     ids = [peer.peer_id for peer in finished.status.peers]
 
     def tell(name: str, point: BaselinePoint) -> None:
-        valid = f", held out {point.valid_loss:.3f}" if point.valid_loss is not None else ""
-        _say(f"{name}: {point.position}/{spec.run.rounds}  loss {point.loss:.3f}{valid}")
+        valid = f", held out {loss_text(point.valid_loss)}" if point.valid_loss is not None else ""
+        _say(f"{name}: {point.position}/{spec.run.rounds}  loss {loss_text(point.loss)}{valid}")
 
     return Compared(
         baseline=baseline(

@@ -126,9 +126,14 @@ def _for_peers(args: argparse.Namespace, fields: dict[str, Any]) -> Chosen:
     if option.prediction.inner_steps > 1:
         taken["outer"]["windows"] = "deadline"  # machines are seldom equally fast
     what, others = advice.reasons(option, known)
+    by_speed = (advice.BY_SPEED,) if option.prediction.inner_steps > 1 else ()
     return Chosen(
         spec=RunSpec.from_dict(fields | taken),
-        why=(what, f"A step takes {1000 * setting.step_s:.0f} ms ({how_timed(args)}). {others}"),
+        why=(
+            what,
+            f"A step takes {1000 * setting.step_s:.0f} ms ({how_timed(args)}). {others}",
+            *by_speed,
+        ),
         numbers={
             "setting": asdict(setting),
             "step_measured": args.step_ms is None,

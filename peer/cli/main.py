@@ -38,6 +38,7 @@ import sqlite3
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from types import ModuleType, TracebackType
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
+        if argv is None:  # a coroutine that was made and not begun is freed below
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         return INTERRUPTED
 
 

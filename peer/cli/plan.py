@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     print(_heading(args, spec, setting, model))
     if spec.outer.windows == "qsr":
         print(_grown(spec.run.rounds, windows))
+    if spec.outer.windows == "deadline":
+        print(advice.BY_SPEED + "\n")
     for line in table([mine, *shown]):
         print(line)
     print(LEGEND)

@@ -18,7 +18,6 @@ digest of the spec, and first in a process of its own (`atoll.peer.training.data
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -29,17 +28,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from atoll.coordinator.report.text import size
-from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.replica import cells_of
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
-from atoll.peer.errors import DataError
+from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
 from atoll.peer.extras import extra
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
-from atoll.peer.training.data.tokenizer_trial import TrialFailed, try_tokenizer
 from atoll.peer.training.data.tokens import BYTES
 from atoll.peer.training.models import expect_source
 from atoll.peer.training.permission import Allowed, with_own_files
@@ -225,7 +222,7 @@ class Consent:
         if spec.model.custom is not None and not self.allowed.any_source:
             expect_source(spec.model.custom, spec.model.source_sha256)  # before minutes of recovery
         if self._is_sent(spec):
-            await self._keep_tokenizer(spec, fetch_tokenizer)
+            await keep_tokenizer(spec, fetch_tokenizer, self.paths.tokenizer, show=self.show)
             self._expect_params(spec, membership.layout)
 
     def _own_spec(self, spec: RunSpec) -> RunSpec:
@@ -252,32 +249,6 @@ class Consent:
     def _expect_params(self, spec: RunSpec, layout: Layout) -> None:
         vocab_size = open_tokenizer(spec, self._allowed).vocab_size
         expect_params(spec, vocab_size, layout.numel)
-
-    async def _keep_tokenizer(self, spec: RunSpec, fetch: FetchTokenizer | None) -> None:
-        """Fetch the run's tokenizer, unless it is here; keep it once a trial has parsed it."""
-        sha256, length = spec.data.tokenizer_sha256, spec.data.tokenizer_bytes
-        assert sha256 is not None and length is not None
-        kept = self.paths.tokenizer
-        if kept.is_file() and kept.stat().st_size == length:
-            if hashlib.sha256(kept.read_bytes()).hexdigest() == sha256:
-                return
-        remedy = "start again while the coordinator is up, or name a copy with --tokenizer PATH"
-        if fetch is None:
-            raise DataError(f"the run's tokenizer is not on this machine; {remedy}")
-        try:
-            raw = await fetch(sha256=sha256, size=length)
-            await asyncio.to_thread(try_tokenizer, raw)
-        except CoordinatorError as error:
-            raise DataError(f"the run's tokenizer did not arrive: {error}; {remedy}") from None
-        except TrialFailed as error:
-            raise DataError(
-                f"the tokenizer that travels with the run cannot be used: {error}; ask the "
-                "organiser for another run"
-            ) from None
-        partial = kept.with_suffix(".new")
-        partial.write_bytes(raw)
-        partial.replace(kept)
-        self.show(f"tokenizer received, {size(length)}")
 
     async def _expect_yes(self, membership: Membership, *, is_keeper: bool) -> None:
         request = request_of(

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
@@ -79,6 +79,20 @@ class LoopThread(Generic[T]):
             return function()
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=ASK_S)
+
+    def run(self, coroutine: Coroutine[None, None, R], *, timeout_s: float) -> R:
+        """Await a coroutine in the loop and return its result.
+
+        Raises:
+            TimeoutError: it took longer.
+            Exception: whatever it raised.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout=timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the loop, without waiting for it.

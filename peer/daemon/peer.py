@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
@@ -44,6 +45,7 @@ from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox, Reporter
+from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import OnEvent
 
@@ -273,6 +275,19 @@ class Peer:
     def paces_s(self) -> list[float]:
         """Return the seconds a step takes each other trainer that reports them; in any thread."""
         return self._env.neighbours.paces_s()
+
+    async def fetch_tokenizer(self) -> Path:
+        """Return where the tokenizer is that travels with the run; fetch it if it is not here.
+
+        Raises:
+            DataError: it did not arrive, or cannot be parsed.
+        """
+        client, kept = self._env.client, self._env.paths.tokenizer
+        remedy = (
+            "try again while the coordinator is up, or name a copy: build_model(tokenizer=PATH)"
+        )
+        await keep_tokenizer(self.spec, client.fetch_tokenizer, kept, remedy=remedy)
+        return kept
 
     async def _keep_record(self) -> None:
         while True:

@@ -18,7 +18,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
 
-from atoll.coordinator.report.text import CleanFormatter, count
+from atoll.coordinator.report.text import CleanFormatter, count, loss_text
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
@@ -315,7 +315,7 @@ class Narrator:
                 kind="round",
                 position=account.position,
                 text=f"round {account.position}{f'/{rounds}' if rounds else ''}  "
-                f"loss {stats.loss:.3f}  {stats.tokens_per_s:,.0f} tok/s  "
+                f"loss {loss_text(stats.loss)}  {stats.tokens_per_s:,.0f} tok/s  "
                 f"util {stats.utilisation:.1%}  {account.verdict}",
                 account=account,
                 tokens_per_s=_finite(stats.tokens_per_s),

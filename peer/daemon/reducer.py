@@ -41,6 +41,7 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.errors import DataError
+from atoll.peer.extras import extra
 from atoll.peer.rounds.consensus.member import OfferedWindow
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from atoll.peer.daemon.company import Company
     from atoll.peer.daemon.peer import Peer
 
+FETCH_S = 120.0  # for a tokenizer of 4 MiB over a slow link, and the trial of it
 STOP_POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
 FAR_BEHIND = 4  # windows of each fragment; older work is dropped (docs/protocol.md, part 3)
 
@@ -277,18 +279,24 @@ class RunReducer(Reducer):
             allow_model: the custom model, as `module:function`, if the spec names one. It is code
                 on this machine, and runs only if it is named here too.
             any_source: accept a custom model of another source than the run's.
-            tokenizer: this machine's copy of the tokenizer, if the spec names a file.
+            tokenizer: this machine's copy of the tokenizer, if the spec names a file. One that
+                travels with the run is fetched, and kept in the state directory.
 
         Raises:
             ModelError: the model is not allowed, is of another source, or cannot be built.
-            DataError: the tokenizer is not named here, is another, or cannot be opened.
+            DataError: the tokenizer is not named here, is another, did not arrive, or cannot be
+                opened.
+            TimeoutError: the tokenizer took too long to arrive.
         """
         from atoll.peer.training.data.tokens import BYTES
         from atoll.peer.training.permission import Allowed, with_own_files
         from atoll.peer.training.trainer import build_model, open_tokenizer
 
-        named = self.spec.data.tokenizer
-        if named != BYTES and tokenizer is None:
+        named, sent = self.spec.data.tokenizer, None
+        if named != BYTES and tokenizer is None and self.spec.data.tokenizer_bytes is not None:
+            extra("tokenizers", "the run's tokenizer")
+            sent = self._thread.run(self.peer.fetch_tokenizer(), timeout_s=FETCH_S)
+        elif named != BYTES and tokenizer is None:
             raise DataError(
                 f"the run's tokenizer is the file {named!r} of the organiser's machine; give the "
                 "path of a copy: build_model(tokenizer=PATH)"
@@ -296,9 +304,10 @@ class RunReducer(Reducer):
         allowed = Allowed(
             models=frozenset({allow_model} if allow_model else ()),
             files=frozenset({tokenizer} if tokenizer else ()),
+            sent_tokenizer=sent,
             any_source=any_source,
         )
-        spec = with_own_files(self.spec, data=None, tokenizer=tokenizer)
+        spec = with_own_files(self.spec, data=None, tokenizer=tokenizer, sent_tokenizer=sent)
         vocab_size = open_tokenizer(spec, allowed).vocab_size
         return build_model(spec, vocab_size, allowed, own_loop=True)
 

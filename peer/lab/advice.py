@@ -46,6 +46,11 @@ ALONE = (
     "Run this again with --peers and --mbit once you know them; a run keeps its settings.",
 )
 
+BY_SPEED = (
+    'outer.windows = "deadline": machines are seldom equally fast, so a slow or fast peer takes '
+    "half to twice as many steps in the time of one window; 'equal' gives all the same steps."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOption:

@@ -27,6 +27,7 @@ from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inner import muon_groups
+from atoll.optim.log.entry import MAX_MEMBERS
 from atoll.optim.log.replica import cells_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reduction.cells import LENGTH
@@ -76,6 +77,11 @@ class Setting:
     def __post_init__(self) -> None:
         if self.peers < 1:
             raise PlanError(f"expected at least one peer, got {self.peers}")
+        if self.peers > MAX_MEMBERS:
+            raise PlanError(
+                f"expected at most {MAX_MEMBERS:,} peers, got {self.peers:,}: no round has more "
+                "members; plan for those that take part at a time"
+            )
         if not 0 < self.mbit_s <= 1000 * LINK_MAX_GBIT_S:
             raise PlanError(
                 f"expected a rate above 0 and at most {1000 * LINK_MAX_GBIT_S} Mbit/s, "

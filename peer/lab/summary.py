@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
+from atoll.coordinator.report.text import loss_text
 from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
@@ -328,16 +329,16 @@ def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
 
 
 def _loss(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3f}"
+    return "unknown" if value is None else loss_text(value)
 
 
 def _held_out(summary: Summary) -> str:
-    text = f"{summary.valid_loss:.3f}"
+    text = loss_text(summary.valid_loss)
     if summary.valid_loss_baseline is not None:
         behind = summary.valid_loss / summary.valid_loss_baseline - 1
-        text += f"; data parallel {summary.valid_loss_baseline:.3f} ({behind:+.1%})"
+        text += f"; data parallel {loss_text(summary.valid_loss_baseline)} ({behind:+.1%})"
     if summary.valid_loss_alone is not None:
-        text += f"; one peer alone {summary.valid_loss_alone:.3f}"
+        text += f"; one peer alone {loss_text(summary.valid_loss_alone)}"
     return text
 
 

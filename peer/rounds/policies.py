@@ -29,8 +29,8 @@ from atoll.peer.rounds.messages import PartPlan, Report, Sworn, is_large, report
 # A group without a quorum of electors closes after so many graces all the same: its work is
 # reduced, and may still be voted for by electors that trained nothing.
 ALONE_GRACES = 3
-# A group of one waits for trainers that are at most so many times slower. Each round that it waits for
-# one of five times its window is worth less to the run than the five rounds it would spend alone.
+# A group of one waits for trainers that are at most so many times slower: a round that waits five
+# windows for another peer is worth less to the run than five rounds of one peer.
 LONE_WINDOWS = 4
 POLL_STALLS = 10  # of a question before there is a group, which has a deadline of its own
 MARGIN_STALLS = 4  # for messages under way and loops that are busy, beyond what a leader may take

@@ -10,7 +10,7 @@ import pytest
 from atoll.coordinator.rpc.client_errors import BadReply
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
-from atoll.peer.daemon import consent as consent_module
+from atoll.peer.daemon import sent_tokenizer
 from atoll.peer.daemon.consent import Consent, Declined
 from atoll.peer.daemon.membership import Membership
 from atoll.peer.errors import DataError, ModelError
@@ -61,7 +61,7 @@ def package(monkeypatch):
     decoders.DecodeStream = None
     monkeypatch.setitem(sys.modules, "tokenizers", fake)
     monkeypatch.setitem(sys.modules, "tokenizers.decoders", decoders)
-    monkeypatch.setattr(consent_module, "try_tokenizer", lambda raw: None)
+    monkeypatch.setattr(sent_tokenizer, "try_tokenizer", lambda raw: None)
     return fake
 
 
@@ -130,7 +130,7 @@ def test_one_that_fails_its_trial_is_not_kept_and_not_parsed_here(tmp_path, pack
     def fail(raw):
         raise TrialFailed("it took more than 60 s")
 
-    monkeypatch.setattr(consent_module, "try_tokenizer", fail)
+    monkeypatch.setattr(sent_tokenizer, "try_tokenizer", fail)
     peer = Joining(tmp_path)
     with pytest.raises(DataError, match="cannot be used: it took more than 60 s"):
         peer.admit(spec_of())

@@ -285,3 +285,14 @@ def test_a_status_names_a_pair_that_cannot_reach_each_other(sample):
     assert one.name in line and other.name in line and "--announce" in line
     left = [here[0], replace(here[1], state="left"), *rest]
     assert "each other" not in render_status(replace(status, peers=left))
+
+
+def test_joins_and_leaves_are_printed_once(sample):
+    before = sample(12)
+    one, *others = before.peers
+    gone = replace(before, peers=[replace(one, state="left"), *others])
+    assert [line.split("  ")[1] for line in lines(before, gone)] == [f"{one.name} left"]
+    assert lines(gone, gone) == []
+    assert [line.split("  ")[1] for line in lines(gone, before)] == [f"{one.name} joined"]
+    silent = replace(before, peers=[replace(one, state="gone"), *others])
+    assert lines(before, silent) == []  # an event says so

@@ -59,7 +59,8 @@ def test_percent_and_loss():
     assert text.percent(0.9644, decimals=1) == "96.4%"
     assert text.percent(float("nan")) == text.ABSENT
     assert text.loss_text(1.23456) == "1.235"
-    assert text.loss_text(123456.0) == "1.23e+05"
+    assert text.loss_text(123456.0) == "1.23e5"
+    assert [text.loss_text(x) for x in (1e300, -1.7e300, 123.4)] == ["1e300", "-2e300", "123"]
 
 
 @given(st.text())

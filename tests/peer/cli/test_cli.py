@@ -577,3 +577,18 @@ def test_a_coordinator_that_starts_again_is_the_same(tmp_path):
         assert (tmp_path / "invite").read_text() == out
         invites.append(out)
     assert invites[0] == invites[1]
+
+
+def test_ctrl_c_before_a_coroutine_begins_prints_nothing():
+    code = (
+        "import sys\n"
+        "from atoll.peer.cli import main as cli\n"
+        "async def look(): pass\n"
+        "def stop(arguments):\n"
+        "    waiting = look()\n"
+        "    raise KeyboardInterrupt\n"
+        "cli._main = stop\n"
+        "sys.exit(cli.main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")

@@ -19,6 +19,7 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer
 from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
 from atoll.peer.errors import DataError, ModelError, SetupError
+from atoll.peer.training import trainer
 from support.reducer_bench import (
     LAYOUT,
     ME,
@@ -68,6 +69,26 @@ def test_code_and_files_that_a_spec_names_need_the_caller(bench):
         bench(spec=tokens).reducer.build_model()
     with pytest.raises(SetupError, match=r"mine\.json"):  # allowed: the one that is here is opened
         bench(spec=tokens).reducer.build_model(tokenizer="mine.json")
+
+
+def test_a_tokenizer_that_travels_with_the_run_is_fetched(bench, tmp_path, monkeypatch):
+    kept = tmp_path / "tokenizer.json"
+    sizes = {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}
+    sent = {"tokenizer": "/theirs/t.json", "tokenizer_sha256": "0" * 64, "tokenizer_bytes": 5}
+    each = bench(spec=RunSpec.from_dict({"model": {"overrides": sizes}, "data": sent}))
+
+    async def fetch():
+        return kept
+
+    def opened(spec, allowed):
+        allowed.expect_tokenizer(spec)
+        assert spec.data.tokenizer == str(kept)
+        return types.SimpleNamespace(vocab_size=300)
+
+    each.thread.value = types.SimpleNamespace(fetch_tokenizer=fetch)
+    monkeypatch.setattr(trainer, "open_tokenizer", opened)
+    monkeypatch.setattr(reducer, "extra", lambda module, what: None)
+    assert each.reducer.build_model().embedding.weight.shape == (300, 16)
 
 
 def test_a_model_of_another_source_is_built_only_if_the_caller_says(bench, tmp_path, monkeypatch):

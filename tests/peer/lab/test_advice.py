@@ -282,7 +282,14 @@ def test_plan_times_a_step(run_toml, capsys):
 
 @pytest.mark.parametrize(
     "wrong",
-    [("--peers", "0"), ("--mbit", "0"), ("--step-ms", "0"), ("--cores", "0"), ("--rtt-ms", "-1")],
+    [
+        ("--peers", "0"),
+        ("--peers", "1000000"),
+        ("--mbit", "0"),
+        ("--step-ms", "0"),
+        ("--cores", "0"),
+        ("--rtt-ms", "-1"),
+    ],
 )
 def test_impossible_plans_are_bad_input(run_toml, capsys, wrong):
     words = ["plan", run_toml, "--peers", "4", "--mbit", "50", "--step-ms", "60", *wrong]
@@ -300,8 +307,9 @@ def test_init_chooses_for_peers_and_links(tmp_path, capsys):
     path = tmp_path / "RUN.toml"
     words = ("--peers", "8", "--mbit", "100", "--model", "30m", "--step-ms", "200")
     assert run("init", str(path), *words) == 0
-    what, why, wrote = capsys.readouterr().out.splitlines()
+    what, why, by_speed, wrote = capsys.readouterr().out.splitlines()
     assert what.startswith("Take ") and "200 ms (as given)" in why
+    assert by_speed.startswith('outer.windows = "deadline"')
     assert wrote.startswith(f"Wrote {path}")
     spec = RunSpec.load(path)
     assert spec.model.preset == "30m"
@@ -325,7 +333,7 @@ def test_init_times_a_step_and_tells_programs_why(tmp_path, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["step_measured"] is True
     assert 0 < told["setting"]["step_s"] != 1.0
-    assert len(told["why"]) == 2
+    assert len(told["why"]) == 3
     spec = RunSpec.load(path)
     assert spec.outer.inner_steps == told["chosen"]["prediction"]["inner_steps"]
 

@@ -60,7 +60,8 @@ def lines(previous: RunStatus | None, current: RunStatus) -> list[str]:
     events = _new_events(previous, current)
     entries = [(event.at, _event_line(event, known, name)) for event in events]
     entries += [(row.at, line) for row, line in _round_lines(previous, current)]
-    if previous is not None:
+    # While a run waits, its line says how many are here.
+    if previous is not None and "waiting" not in (previous.state, current.state):
         entries += [(current.now, line) for line in _comings(previous, current)]
     found = [line for _, line in sorted(entries, key=lambda entry: entry[0])]
     change = _state_change(previous, current)

@@ -199,9 +199,11 @@ class GossipRun:
         self._kept_round = head.position
 
     async def heed(self, beat: Beat) -> None:
-        """Begin when the coordinator opens the run."""
+        """Begin when the coordinator opens the run; wait for nobody once another has ended it."""
         if beat.epoch and not self.gossip.begun:
             self.gossip.begin()
+        if beat.finished:  # others have left for good, and the last rounds are this peer's alone
+            self._env.company.needs_others = False
 
     def has_retired(self) -> bool:
         """Return False: there are no votes to give up."""

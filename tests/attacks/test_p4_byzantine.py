@@ -298,6 +298,33 @@ def test_a_promise_with_a_lock_that_nobody_voted_for_counts_for_nothing(tmp_path
     run(tmp_path, scenario)
 
 
+def test_a_lock_without_the_reports_of_its_entry_is_not_committed(tmp_path, monkeypatch):
+    """The next leader would get them with the keeper's promise, and could not propose the entry."""
+
+    async def scenario(swarm):
+        keepers, _ = await begin(swarm)
+        commits, answers = Polls._ask_commit, []
+
+        async def bare(polls, question, index, elector, record, timeout_s):
+            entry = question.entry
+            if not answers and entry.kind == "update" and elector != polls._ctx.me:
+                place = {"epoch": entry.epoch, "position": entry.position, "lock": question.lock}
+                ask = AskCommit(**place, entry=deflated(entry.encode()), reports=())
+                answers.append("")
+                with pytest.raises(TransportError) as refusal:
+                    await polls._ctx.transport.call(
+                        elector.peer_id, "lock", ask.encode(), timeout_s=5
+                    )
+                answers.append(str(refusal.value))
+            return await commits(polls, question, index, elector, record, timeout_s)
+
+        monkeypatch.setattr(Polls, "_ask_commit", bare)
+        await swarm.until(lambda: len(answers) > 1, timeout_s=60)
+        assert "expected the reports that it names" in answers[1]
+
+    run(tmp_path, scenario)
+
+
 def test_a_keeper_that_is_locked_names_its_lock_in_promises(tmp_path, monkeypatch):
     async def scenario(swarm):
         keepers, trainers = await begin(swarm)

@@ -302,7 +302,7 @@ def test_a_lock_without_the_reports_of_its_entry_is_not_committed(tmp_path, monk
     """The next leader would get them with the keeper's promise, and could not propose the entry."""
 
     async def scenario(swarm):
-        keepers, _ = await begin(swarm)
+        await begin(swarm)
         commits, answers = Polls._ask_commit, []
 
         async def bare(polls, question, index, elector, record, timeout_s):

@@ -267,6 +267,22 @@ def test_a_log_that_begins_after_the_base_cannot_go_back(tmp_path: Path) -> None
         each.store.close()
 
 
+def test_the_electors_of_an_epoch_vote_from_its_base_on(tmp_path: Path) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    early = log.open("early", is_ledger=False)
+    early.adopt(log.whole.epoch_record)
+    log.grow(2)
+    log.whole.open_epoch(log.swarm.electors()[:1], KEYS.sign)
+    assert not early.adopt(log.whole.epoch_record)
+    claims = early.verify(log.records(), None)
+    for claim, (_, body) in zip(claims, log.entries, strict=True):
+        early.accept(claim, body)
+    assert early.head == log.whole.head
+    assert early.electorate == log.swarm.electors()[:1]
+    for each in (early, log.whole):
+        each.store.close()
+
+
 def test_entries_before_a_base_must_end_there_in_its_chain(tmp_path: Path) -> None:
     """No certificate of theirs counts any more, so only that chain proves them."""
     log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)

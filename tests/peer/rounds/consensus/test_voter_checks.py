@@ -11,7 +11,7 @@ from atoll.optim.log.entry import Entry, Member, Part, StateRoot, proposal_paylo
 from atoll.optim.reduction.cells import body_of
 from atoll.peer.rounds.consensus.leader import Leadership
 from atoll.peer.rounds.consensus.round import leader_of
-from atoll.peer.rounds.messages import Propose, deflated
+from atoll.peer.rounds.messages import Propose, Sworn, deflated
 from support.swarm import run_swarm
 
 
@@ -131,10 +131,11 @@ async def checked(entry, reports):
     """What members signed is checked elsewhere."""
 
 
-def proposed(entry, peers, leader):
+def proposed(entry, peers, leader, **sent):
     sign = next(p for p in peers if p.identity.peer_id == leader).identity.sign
     signature = sign(proposal_payload(entry, 0))
-    return Propose(attempt=0, entry=deflated(entry.encode()), signature=signature).encode()
+    record = deflated(entry.encode())
+    return Propose(attempt=0, entry=record, signature=signature, **sent).encode()
 
 
 def test_a_body_that_does_not_decode_gets_no_vote(tmp_path):
@@ -162,6 +163,19 @@ def test_a_proposal_that_its_leader_did_not_sign_gets_no_vote(tmp_path):
         forged = proposed(entry, peers, voter.identity.peer_id)
         with pytest.raises(Refused, match="leader signed") as refusal:
             await voter.rounds.voter.answer(leader, "propose", forged)
+        assert refusal.value.code is RefusalCode.BAD_PROPOSAL
+
+    alone(tmp_path, vote)
+
+
+def test_reports_that_the_entry_does_not_name_get_no_vote(tmp_path):
+    async def vote(swarm, peers, leader, voter):
+        body = good_body(swarm)
+        voter.ctx.parts.put(0, sha256(body), body)
+        others = (Sworn(counts=True, uplink_mbit_s=1.0, signature=b""),)
+        proposal = proposed(update_of(swarm, peers, body), peers, leader, reports=others)
+        with pytest.raises(Refused, match="reports that it names") as refusal:
+            await voter.rounds.voter.answer(leader, "propose", proposal)
         assert refusal.value.code is RefusalCode.BAD_PROPOSAL
 
     alone(tmp_path, vote)

@@ -53,6 +53,7 @@ def environment(me, *, rates=None, rounds=0, **changes):
             transport=transport, bootstrap=(), relays=(), roster=MemoryBoard().roster("ann")
         ),
         "neighbours": types.SimpleNamespace(reachability=types.SimpleNamespace(kind="direct")),
+        "moves": None,
         "company": types.SimpleNamespace(is_alone=False, unreached=(), withdraw=lambda: None),
         "outbox": Outbox(),
         "tasks": None,

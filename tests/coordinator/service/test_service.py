@@ -270,8 +270,10 @@ def test_an_event_has_the_time_at_which_it_happened(kit: Any, tmp_path: Path) ->
             events = [Event(at=at_s, text=f"{at_s}") for at_s in times_s]
             await one.heartbeat(net.swarm.status(0), events=events)
             status = await one.status()
-            past, future, never = [event.at for event in status.events[-3:]]
+            at_s = {event.text: event.at for event in status.events}
+            past, future, never = (at_s[event.text] for event in events)
             assert past == times_s[0]
+            assert [event.at for event in status.events] == sorted(at_s.values())
             assert now_s <= future <= status.now and now_s <= never <= status.now
 
     kit.run(main())

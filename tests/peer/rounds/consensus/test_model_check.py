@@ -253,7 +253,7 @@ def test_what_a_process_says_further_on_does_not_hold_here(monkeypatch):
         Model(2, terms(1), 0, leaving=True).explore()
 
 
-def test_an_entry_that_silent_electors_may_have_accepted_is_found_passed_over(monkeypatch):
+def test_an_entry_that_silent_electors_may_have_accepted_is_found(monkeypatch):
     def named(proposer, entry):
         return is_quorum(
             [i for i, a in proposer.promises.items() if a and a.entry == entry],

@@ -120,6 +120,11 @@ class Process:
             return [root, *root.children(recursive=True)]
         return []
 
+    def yield_processor(self) -> None:
+        """Take only the time that others leave: a stranger computes on a machine of its own."""
+        for process in self._tree():
+            process.nice(19)
+
     def reset_peak(self) -> None:
         """Let the peak be what is held now."""
         for process in self._tree():
@@ -243,6 +248,7 @@ class RealRun:
         addresses = [*self.invite.bootstrap[:1], self.address_of(NAMES[0])]
         words = [str(ATTACKER), "stranger", self._attacker, self.invite.run_id.hex(), *addresses]
         self._stranger = Process(self._folder, "stranger", words)
+        self._stranger.yield_processor()
 
     def end_attack(self) -> str:
         """End what was begun; return what a stranger met."""

@@ -219,7 +219,8 @@ class Reachability:
         if self.is_direct:
             return "direct"
         transport = self._node.transport
-        return "hole" if transport.connected and not transport.relayed else "relayed"
+        peers = transport.connected - {peer_of(address) for address in self._coordinator}
+        return "hole" if peers and not transport.relayed else "relayed"
 
     def look(self, records: Mapping[str, PeerRecord], connected: Container[str]) -> None:
         """Choose relays anew among the peers that are here and that we have a connection to."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
-from atoll.dht.addresses import has_ipv6
+from atoll.dht.addresses import has_ipv6, peer_of
 from atoll.dht.identity import Identity
 from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
 
@@ -177,3 +177,18 @@ def test_a_peer_that_others_dial_has_no_relays():
     reachability = Reachability(node, Reach(address="203.0.114.9", port=1), [COORDINATOR])
     reachability.look({"A": record("A", "/ip4/203.0.114.7/tcp/1/p2p/A")}, {"A"})
     assert node.relays == () and reachability.kind == "direct"
+
+
+@pytest.mark.parametrize(
+    ("connected", "relayed", "kind"),
+    [("", "", "relayed"), ("C", "", "relayed"), ("CA", "", "hole"), ("CA", "B", "relayed")],
+)
+def test_a_connection_to_the_coordinator_is_no_hole(connected, relayed, kind):
+    """The last peer of a run has no other one."""
+    of = {"C": peer_of(COORDINATOR)}
+    transport = SimpleNamespace(
+        connected=frozenset(of.get(name, name) for name in connected), relayed=frozenset(relayed)
+    )
+    node = SimpleNamespace(seen=(), relays=(), peer_id="P", transport=transport)
+    behind = Reach(address="203.0.114.9", port=1, is_dialed=False)
+    assert Reachability(node, behind, [COORDINATOR]).kind == kind

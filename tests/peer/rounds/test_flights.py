@@ -67,7 +67,7 @@ def test_what_is_on_offer_is_ready_before_its_flight_begins(tmp_path):
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("pace_s", [12.0, 25.0])
+@pytest.mark.parametrize("pace_s", [pytest.param(12.0, marks=pytest.mark.exhaustive), 25.0])
 def test_a_slow_peer_makes_no_update_alone(tmp_path, pace_s):
     """Its fragments are on offer long before their turn, while others still train theirs."""
 

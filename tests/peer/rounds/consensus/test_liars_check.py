@@ -28,7 +28,7 @@ AGAIN = [0, 1]  # the first leader proposes anew
         ([0], FIRST, 100),
         (TWO_TERMS, FIRST, 15_000),
         (TWO_TERMS, SECOND, 10_000),
-        (AGAIN, FIRST, 20_000),
+        pytest.param(AGAIN, FIRST, 20_000, marks=pytest.mark.exhaustive),
     ],
 )
 def test_no_lie_decides_a_position_twice(attempts, liar, least):

@@ -52,9 +52,10 @@ ACCEPT_RETRY_S = 1.0  # when accepting failed, most likely out of descriptors
 GREETING_S = 10.0  # for p2pd to name the peer whose stream it brings
 FOLDER_PREFIX = "atoll-p2pd-"
 # Settings of p2pd, unless our own environment names others. Beyond its memory limit Go collects
-# garbage sooner: without it 45,000 silent streams of strangers in a minute took 190 MB for good. A
-# thousand connections live well within it; with more, up to half of p2pd's time is for garbage.
-DEFAULTS = {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": "128MiB"}
+# garbage sooner: without it 45,000 silent streams of strangers in a minute took 190 MB for good, at
+# 128 MiB still more than 100. Near the limit up to half of p2pd's time is for garbage, so that the
+# coordinator of very many peers may want a higher one.
+DEFAULTS = {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": "96MiB"}
 LEFT_AFTER_S = 60.0  # a younger folder may not have its lock yet
 
 Control = tuple[socket.socket, Any]

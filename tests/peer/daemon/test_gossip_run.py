@@ -202,8 +202,9 @@ def test_a_peer_alone_offers_nothing_until_another_is_reached(seam):
     ended.start()
     ended.join(0.05)
     assert ended.is_alive()  # although its patience is over
+    made.reducer._thread.ask(lambda: None)  # until the loop has taken the window
     assert (made.meetings.offered, len(waiting)) == ([], 1)
-    company.is_alone = False
+    # It stays alone, so that its short patience does not end before the window is settled.
     made.reducer._thread.ask(waiting[0])
     ended.join(10)
     assert not ended.is_alive()

@@ -269,16 +269,16 @@ class Model:
 
     def _waits(self, proposer: Proposer) -> bool:
         """Whether a leader that passes entries over waits for more promises than a quorum's."""
+        self._pass_over(proposer)
         adopted = proposer.adopted()
         may_be = adopted is not None and proposer.may_be_decided(adopted)
         all_promised = len(proposer.promises) == len(self.electorate)
         return proposer.attempt in self.passing and may_be and not all_promised
 
     def _pass_over(self, proposer: Proposer) -> None:
-        adopted = proposer.adopted()
-        if adopted is None or proposer.attempt not in self.passing:
+        if proposer.attempt not in self.passing:
             return
-        if not proposer.may_be_decided(adopted):
+        while (adopted := proposer.adopted()) and not proposer.may_be_decided(adopted):
             proposer.pass_over()
             self.passed_over += 1
 
@@ -286,14 +286,7 @@ class Model:
         """Choose and propose as soon as that is allowed; each process has a value of its own."""
         sent = Message("prepare", proposer.attempt)
         if proposer.free:
-            adopted = proposer.adopted()
-            if (
-                adopted
-                and proposer.attempt in self.passing
-                and not proposer.may_be_decided(adopted)
-            ):
-                proposer.pass_over()
-                self.passed_over += 1
+            self._pass_over(proposer)
             own = proposer.attempt + 64 * process.incarnation
             chosen = as_value(proposer.choose(as_entry(own)))
             sent = Message("propose", proposer.attempt, chosen)

@@ -97,6 +97,7 @@ from atoll.peer.rounds.context import (
     failure_key,
     stands_at,
 )
+from atoll.peer.rounds.entries import named, parsed
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
     ALIVE,
@@ -128,7 +129,6 @@ from atoll.peer.rounds.messages import (
     Seated,
     Sworn,
     deflated,
-    inflated,
     is_large,
     report_payload,
     reports_root,
@@ -286,18 +286,12 @@ class Polls:
         replica = self._ctx.replica
         decree = Decree(replica.run_id, *self._place, replica.chain)
 
-        def taken_locked(answer: bytes) -> Promised:
+        async def taken_locked(answer: bytes) -> Promised:
             promise = LockedPromise.decode(answer)
             accepted = None
             if promise.lock is not None:
-                record = inflated(promise.entry, Entry.max_bytes)
-                entry = Entry.decode(record)
-                if Decree.of(entry) != decree:
-                    raise MalformedRecord("expected a lock of this position")
+                entry, record = await self._entry_of(promise, decree)
                 check_lock(entry, promise.lock, electorate, self._ctx.verify)
-                if reports_root(promise.reports) != entry.reports:
-                    raise MalformedRecord("expected the reports that the locked entry names")
-                self.know(promise.reports)
                 accepted = Accepted(attempt=promise.lock.attempt, entry=record, lock=promise.lock)
             signed = SignedPromise(
                 elector=index,
@@ -310,17 +304,37 @@ class Polls:
                 attempt=question.attempt, elector=index, accepted=accepted, signed=signed
             )
 
-        def taken(answer: bytes) -> Promised:
+        async def taken(answer: bytes) -> Promised:
             promise = Promise.decode(answer)
             accepted = None
             if promise.entry:
-                self.know(promise.reports)
-                entry = inflated(promise.entry, Entry.max_bytes)
-                accepted = Accepted(attempt=promise.accepted_attempt, entry=entry)
+                if promise.accepted_attempt >= question.attempt:
+                    raise MalformedRecord("expected an entry of an attempt before the promised one")
+                _, record = await self._entry_of(promise, decree)
+                accepted = Accepted(attempt=promise.accepted_attempt, entry=record)
             return Promised(attempt=question.attempt, elector=index, accepted=accepted)
 
         reader = taken_locked if replica.trust == "byzantine" else taken
         await self._ask(electorate[index].peer_id, "prepare", record, timeout_s, reader)
+
+    async def _entry_of(
+        self, promise: Promise | LockedPromise, decree: Decree
+    ) -> tuple[Entry, bytes]:
+        """Return the entry that a promise names, which this leader may have to propose.
+
+        Raises:
+            MalformedRecord: it is no entry, or did not come with the reports that it names.
+            Refused: it is of another place.
+        """
+        record, _ = await named(self._ctx.compute, promise.entry)
+        entry = await parsed(self._ctx.compute, record)
+        if Decree.of(entry) != decree:
+            # No fault: peers of two branches must not bar each other before an epoch joins them.
+            raise Refused(RefusalCode.ELSEWHERE, "the promised entry is of another place")
+        if reports_root(promise.reports) != entry.reports:
+            raise MalformedRecord("expected the reports that the promised entry names")
+        self.know(promise.reports)
+        return entry, record
 
     async def _ask_vote(
         self,
@@ -330,7 +344,7 @@ class Polls:
         records: Proposals,
         timeout_s: float,
     ) -> None:
-        def taken(answer: bytes) -> VoteArrived:
+        async def taken(answer: bytes) -> VoteArrived:
             signature = Ballot.decode(answer).signature
             payload = vote_payload(question.entry, question.attempt)
             if not self._ctx.verify(elector.peer_id, payload, signature):
@@ -349,7 +363,7 @@ class Polls:
     async def _ask_commit(
         self, question: SendLock, index: int, elector: Elector, record: bytes, timeout_s: float
     ) -> None:
-        def taken(answer: bytes) -> CommitArrived:
+        async def taken(answer: bytes) -> CommitArrived:
             signature = Ballot.decode(answer).signature
             payload = commit_payload(question.entry, question.attempt)
             if not self._ctx.verify(elector.peer_id, payload, signature):
@@ -364,7 +378,7 @@ class Polls:
         method: str,
         record: bytes,
         timeout_s: float,
-        taken: Callable[[bytes], Event],
+        taken: Callable[[bytes], Awaitable[Event]],
         *,
         but: RefusalCode | None = None,
     ) -> bool:
@@ -380,10 +394,12 @@ class Polls:
                 answer = await call(peer, method, record, timeout_s=timeout_s)
             else:
                 return False
-            self._take(taken(answer))
+            self._take(await taken(answer))
         except (Refused, LogError) as error:
             if isinstance(error, Refused) and error.code == but:
                 return True
+            if isinstance(error, LogError):
+                self._ctx.fault(peer, Fault.BAD_VOTE)
             self._ctx.on_event(
                 "warning",
                 f"round {self._place.position + 1}: no vote of {short(peer)}: {error}",
@@ -749,7 +765,7 @@ class Leadership:
 
     async def _deliver(self, action: CloseGroup) -> None:
         self._polls.know_group(action.group)
-        self.ctx.parts.keep_group(action.group)
+        self.ctx.parts.keep_group(action.group.digest, action.group)
         self._delivery = Delivery(
             self.ctx, action.group, uplinks_mbit_s=action.uplinks_mbit_s, send=self._send_group
         )

@@ -350,7 +350,7 @@ class Proposer:
         self._trust: Trust = trust
         self._signed: dict[int, SignedPromise] = {}
         self.promises: dict[int, Accepted | None] = {}
-        self._passed_over: bytes | None = None
+        self._passed_over: set[bytes] = set()
         self.chosen: bytes | None = None
 
     @property
@@ -377,23 +377,26 @@ class Proposer:
 
     def adopted(self) -> bytes | None:
         """The entry that it has to propose, if any."""
-        accepted = value_to_propose(list(self.promises.values()))
-        return None if accepted == self._passed_over else accepted
+        named = [p for p in self.promises.values() if p and p.entry not in self._passed_over]
+        return value_to_propose(named)
 
     def may_be_decided(self, entry: bytes) -> bool:
         """Return whether a quorum may have accepted the entry of the highest attempt.
 
         Had one, all of it that promised here would name this entry: nothing else was proposed
-        since. The others may have accepted it.
+        since. The others may have accepted it, those also that name an entry passed over: they may
+        lie.
         """
-        named = [i for i, promise in self.promises.items() if promise and promise.entry == entry]
-        silent = set(range(self._electors)) - set(self.promises)
-        return is_quorum([*named, *silent], self._electors, self._trust)
+        others = [
+            i
+            for i, promise in self.promises.items()
+            if promise is None or promise.entry not in {entry, *self._passed_over}
+        ]
+        rest = set(range(self._electors)) - set(others)
+        return is_quorum(list(rest), self._electors, self._trust)
 
     def pass_over(self) -> None:
-        """Leave the choice free although promises name an entry, which no quorum accepted.
-
-        Then no entry is decided at a lower attempt: the entry of the highest one would be it.
+        """Adopt the entry of the next highest attempt, if any, as no quorum accepted this one.
 
         Raises:
             RuntimeError: the entry may be decided.
@@ -401,7 +404,7 @@ class Proposer:
         accepted = self.adopted()
         if accepted is None or self.may_be_decided(accepted):
             raise RuntimeError("expected an entry that no quorum has accepted")
-        self._passed_over = accepted
+        self._passed_over.add(accepted)
 
     def choose(self, own: bytes) -> bytes:
         """The entry to propose: the one accepted before, else `own`; the first choice stands.
@@ -947,8 +950,8 @@ class Round:
         self._failure = ""
         self._absent = False
         self._proposed: Entry | None = None
-        self._refused: bytes | None = None
-        """an entry that this leader adopted, and that got no votes"""
+        self._refused: set[bytes] = set()
+        """entries that this leader adopted, and that got no votes"""
         self._is_own = False
         """whether the proposed entry is an update of this leader's group"""
         self._signatures: dict[int, bytes] = {}
@@ -1101,13 +1104,11 @@ class Round:
         proposer = self._voting()
         if not proposer.free:
             return self._expect_more(proposer.promises, f"promised attempt {proposer.attempt}")
-        adopted = proposer.adopted()
-        if adopted is not None and adopted == self._refused:
+        while (adopted := proposer.adopted()) is not None and adopted in self._refused:
             if proposer.may_be_decided(adopted):
                 why = "an entry that may be decided gets no votes"
                 return self._fail(why) if self._polled else []
             proposer.pass_over()
-            adopted = None
         if adopted is not None:
             return [StopPoll(), *self._propose(Entry.decode(adopted), is_own=False)]
         if self.group is None:
@@ -1217,9 +1218,9 @@ class Round:
         promises of all, or of most, show that no quorum did; the choice is free then.
         """
         adopted = self._voting().adopted()
-        if adopted is None or adopted == self._refused or self._leads.trust == "byzantine":
+        if adopted is None or self._leads.trust == "byzantine":
             return []
-        self._refused = adopted
+        self._refused.add(adopted)
         return self._try_again()
 
     def _propose_own(self, view: LeaderView) -> list[Action]:

@@ -321,9 +321,10 @@ class Voter:
     def _turn(self) -> None:
         replica = self._ctx.replica
         place, before = Place(replica.epoch, replica.position), self._booth.here
+        if place > self._booth.furthest:  # what was voted for there is still named after a detour
+            self._reports = self._locked_reports = ()
         if self._booth.turn(place, replica.electorate, replica.first_term):
             self._verified.clear()
-            self._reports = self._locked_reports = ()
             self._tally.turn(replica.electorate)
             self._ctx.parts.decided_up_to(place.position)
             if place.epoch != before.epoch:
@@ -392,9 +393,9 @@ class Voter:
         if self._trust == "byzantine":
             electorate = self._ctx.replica.electorate
             check_justified(entry, ask.attempt, reason, electorate, self._ctx.verify)
-        if reason.lock is None and not self._booth.has_accepted(record):
-            # They may have come back since this peer, or the quorum of a lock, voted for it. Were
-            # it refused now, the leaders that have to adopt it would propose it in vain.
+        if not self._booth.has_accepted(record):
+            # They may have come back since this peer voted for it. Were it refused now, the leaders
+            # that have to adopt it would propose it in vain.
             await self._expect_silent(dropped, place)
         reports = self._reports_of(entry, ask.reports)
         await self._check_reports(entry, reports)

@@ -129,6 +129,37 @@ def test_an_attempt_of_a_position_that_was_left_is_not_led_again():
     assert refusal(mine.begin, HERE, later, (ME, OTHER)) == RefusalCode.SUPERSEDED
 
 
+def promised(*entries):
+    """A leader with promises that name these entries, each of a lower attempt than the last."""
+    proposer = Proposer(attempt=12, electors=5)
+    for elector, entry in enumerate(entries):
+        named = Accepted(attempt=10 - elector, entry=entry) if entry else None
+        proposer.promise(elector, named)
+    return proposer
+
+
+def test_an_entry_below_the_one_that_is_passed_over_may_be_decided():
+    """A liar names what nobody else has accepted, above what the others have decided."""
+    proposer = promised(b"lie", b"decided", b"decided", None, None)
+    assert not proposer.may_be_decided(b"lie")
+    proposer.pass_over()
+    assert proposer.adopted() == b"decided"
+    assert proposer.may_be_decided(b"decided")  # the liar may have voted for it as well
+    with pytest.raises(RuntimeError, match="no quorum"):
+        proposer.pass_over()
+    assert proposer.choose(b"mine") == b"decided"
+
+
+def test_entries_are_passed_over_one_by_one():
+    proposer = promised(b"lie", b"alone", None, None)
+    proposer.pass_over()
+    assert proposer.may_be_decided(b"alone")  # by these two and the one that has not promised
+    proposer.promise(4, None)
+    assert proposer.adopted() == b"alone"
+    proposer.pass_over()
+    assert proposer.choose(b"mine") == b"mine"
+
+
 def test_a_leader_chooses_once_and_not_before_a_quorum_promised():
     proposer = Proposer(attempt=1, electors=3)
     with pytest.raises(RuntimeError, match="quorum"):

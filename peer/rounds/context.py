@@ -217,9 +217,9 @@ class Holdings:
         if len(self._reports) > MAX_GROUPS:
             self._reports.popitem(last=False)
 
-    def keep_group(self, group: Group) -> None:
+    def keep_group(self, digest: bytes, group: Group) -> None:
         """Keep a group that began here, whose members its entry need not repeat."""
-        self._groups[group.digest] = group
+        self._groups[digest] = group
         if len(self._groups) > MAX_GROUPS:
             self._groups.popitem(last=False)
 

@@ -212,7 +212,7 @@ class Group(Record):
 
         These do not compress, and only the acceptors check them all (`Seals`).
         """
-        if not is_large(len(self.members)):
+        if not is_large(len(self.members)) or not any(one.signature for one in self.reports):
             return self
         return self.model_copy(update={"reports": _signed(self.reports, repeat(b""))})
 
@@ -239,9 +239,13 @@ class Seals(Record):
     tell: Annotated[tuple[Count, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     """members that the receiver passes them on to"""
 
-    def sealed(self, group: Group) -> Reports:
-        """Return the group's reports, signed. Raises MalformedRecord: these are of another one."""
-        if self.group != group.digest or len(self.signatures) != len(group.members):
+    def sealed(self, group: Group, digest: bytes) -> Reports:
+        """Return the reports of a group, signed.
+
+        Raises:
+            MalformedRecord: these signatures are of another group than that of this digest.
+        """
+        if self.group != digest or len(self.signatures) != len(group.members):
             raise MalformedRecord("seals: expected those of the group that began here")
         return _signed(group.reports, self.signatures)
 

@@ -247,11 +247,11 @@ class Exchange:
             rows: the rows of a large group.
         """
         self.group = group
-        self.digest = group.digest
         self._plan = plan_of(group).digest
         if upfront is not None and upfront.digest != self._plan:
             upfront = None
         self._state = state = ExchangeState(ctx, group, codes)
+        self.digest = state.digest
         self._owner = Owner(state)
         self._sender = Sender(state, upfront)
         self._rows = RowReduction(rows, state, self._owner, self._sender) if rows else None

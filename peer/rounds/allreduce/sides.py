@@ -125,6 +125,8 @@ class ExchangeState:
     def __init__(self, ctx: Context, group: Group, codes: Sequence[bytes]) -> None:
         self.ctx = ctx
         self.group = group
+        self.digest = group.digest
+        """once: that of a large group takes milliseconds"""
         self.cells = ctx.replay.cells_at(group.position)
         self._codes = codes
         self.factors: Factors | None = None
@@ -423,15 +425,15 @@ class Sender:
 
     async def send_head(self, stream: Stream, part: int, generation: int, *, sums: bool) -> None:
         """Begin a stream by naming its part, and whether it brings codes or sums."""
-        group = self._state.group
+        state = self._state
         head = Reduce(
-            position=group.position,
-            group=group.digest,
+            position=state.group.position,
+            group=state.digest,
             part=part,
             generation=generation,
             sums=sums,
         )
-        await stream.send(tagged(REDUCE, head), timeout_s=group.stall_s)
+        await stream.send(tagged(REDUCE, head), timeout_s=state.group.stall_s)
 
     async def _send_frames(self, stream: Stream, frames: Sequence[bytes], first: int) -> int:
         """Send frames from message number `first` on; return the number of the next message."""

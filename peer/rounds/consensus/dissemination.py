@@ -178,7 +178,7 @@ class Delivery:
         self._lost = False
         self._changed = asyncio.Event()
         self._group = deflated(group.sent().encode())
-        self._signature = ctx.sign(group_payload(ctx.replica.run_id, group.digest))
+        self._signature = ctx.sign(group_payload(ctx.replica.run_id, self._digest))
         self._mbit_s = max(0.1, statistics.median(uplinks_mbit_s.values()))
 
     async def begin(self) -> None:
@@ -237,12 +237,13 @@ async def seal(ctx: Context, group: Group, acceptors: Collection[str]) -> None:
     They arrive while the group reduces. An acceptor that votes without them asks for them.
     """
     index = {member.peer_id: i for i, member in enumerate(group.members)}
-    payload = seals_payload(ctx.replica.run_id, group.digest, group.reports)
+    digest = group.digest
+    payload = seals_payload(ctx.replica.run_id, digest, group.reports)
     seals = Seals(
         epoch=group.epoch,
         position=group.position,
         term=group.term,
-        group=group.digest,
+        group=digest,
         signatures=tuple(report.signature for report in group.reports),
         signature=ctx.sign(payload),
         tell=(),
@@ -282,6 +283,7 @@ class Seat:
         self._told: dict[Tree, set[int]] = {self._groups: set(), self._seals: set()}
         self._orders: list[Repair | Gone] = []
         self._begun = asyncio.Event()
+        self._seals_wait = False
         self.exchange: Exchange | None = None
         self.was_passed = False
         """whether another member than the leader brought the group"""
@@ -320,10 +322,11 @@ class Seat:
         Raises:
             MalformedRecord: it is not the leader's, does not fit, or is another one than before.
         """
-        self.expect_leaders(group.digest, closed.signature)
+        digest = group.digest
+        self.expect_leaders(digest, closed.signature)
         if self.exchange is None:
             check_group(self._ctx, group, self._ready)
-            self._ctx.parts.keep_group(group)
+            self._ctx.parts.keep_group(digest, group)
             if not is_large(len(group.members)):
                 self._ctx.parts.keep_reports(group.position, group.reports)
             self.was_passed = passed
@@ -331,7 +334,7 @@ class Seat:
             self._begun.set()
             for order in self._orders:
                 self.order(order)
-        if group.digest != self.exchange.digest:
+        if digest != self.exchange.digest:
             raise MalformedRecord("group: expected the one that began, got another")
         self._pass_on(self._groups, closed, group)
 
@@ -353,19 +356,35 @@ class Seat:
         index = {group.members[i].peer_id: i for i in record.tell if i in new}
         tree.spawn(tree.tell(list(index), _addressing(record, index)))
 
-    def take_seals(self, seals: Seals) -> None:
+    async def take_seals(self, seals: Seals) -> None:
         """Keep the signatures of the group's reports for the vote, and pass them on.
 
         Raises:
             MalformedRecord: they are not the leader's, or of another group.
+            Refused: no group comes in time, or other signatures wait for it.
         """
+        if self.exchange is None:
+            await self._await_group()
         assert self.exchange is not None
-        reports = seals.sealed(self.exchange.group)
+        reports = seals.sealed(self.exchange.group, self.exchange.digest)
         payload = seals_payload(self._ctx.replica.run_id, seals.group, reports)
         if not self._ctx.verify(self._leader, payload, seals.signature):
             raise MalformedRecord("seals: expected the leader's signature")
         self._ctx.parts.keep_reports(seals.position, reports)
         self._pass_on(self._seals, seals, self.exchange.group)
+
+    async def _await_group(self) -> None:
+        """Signatures may overtake the group. Only one message waits: anyone may send half a MB."""
+        if self._seals_wait:
+            raise Refused(RefusalCode.NO_SEAT, "other signatures wait for the group here")
+        self._seals_wait = True
+        try:
+            async with asyncio.timeout(self._ctx.settings.stall_s):
+                await self.begun()
+        except TimeoutError:
+            raise Refused(RefusalCode.NO_SEAT, "no group has come here") from None
+        finally:
+            self._seals_wait = False
 
 
 def check_group(ctx: Context, group: Group, ready: Ready) -> None:
@@ -461,11 +480,7 @@ async def take_seals(ctx: Context, body: bytes) -> bytes:
     if seat is None:
         raise Refused(RefusalCode.NO_SEAT, f"no report to term {seals.term} is open here")
     try:
-        async with asyncio.timeout(ctx.settings.stall_s):  # they may overtake the group
-            await seat.begun()
-        seat.take_seals(seals)
-    except TimeoutError:
-        raise Refused(RefusalCode.NO_SEAT, "no group has come here") from None
+        await seat.take_seals(seals)
     except MalformedRecord as error:
         raise Refused(RefusalCode.OTHER_GROUP, str(error)) from error
     return b""

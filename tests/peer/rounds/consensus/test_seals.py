@@ -1,5 +1,6 @@
 """The signatures of a large group's reports reach its acceptors alone, and before they vote."""
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -136,5 +137,37 @@ def test_signatures_that_are_not_the_leaders_are_refused(tmp_path, lie):
             await call
         assert refusal.value.code == RefusalCode.OTHER_GROUP
         assert len(peers[1].ctx.parts._reports) == kept
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_only_one_message_of_signatures_waits_for_its_group(tmp_path):
+    """Anyone may send half a megabyte of them, and each would be kept for a stall."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(PEERS, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 2))
+        victim, *others = peers
+        await swarm.until(lambda: any(seat.exchange is None for seat in victim.ctx.seats.values()))
+        key, seat = next((k, s) for k, s in victim.ctx.seats.items() if s.exchange is None)
+        victim.ctx.seats[key] = Seat(victim.ctx, seat._ready, seat._leader, seat._begin)
+        seals = Seals(
+            epoch=key[0],
+            position=key[1],
+            term=key[2],
+            group=bytes(32),
+            signatures=(b"x",) * 4096,
+            signature=b"x",
+            tell=(),
+        )
+        calls = [
+            other.transport.call(victim.identity.peer_id, "seals", seals.encode(), timeout_s=60.0)
+            for other in others
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert {answer.code for answer in answers} == {RefusalCode.NO_SEAT}
+        assert sorted("wait for the group" in str(a) for a in answers) == [False] + [True] * (
+            PEERS - 2
+        )
 
     run_swarm(tmp_path, scenario)

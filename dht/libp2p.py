@@ -29,6 +29,7 @@ from atoll.dht.transport import (
     MAX_MESSAGE_BYTES,
     MAX_OPEN_BYTES,
     MAX_REFUSAL_BYTES,
+    PING,
     VERSION,
     CallHandler,
     Check,
@@ -73,7 +74,6 @@ MAX_STREAMS_PER_PEER = 256  # bounds the memory that one peer can claim
 SPARE_FILES = 2  # one in so many descriptors may be a stream that others opened
 DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
 TLS_S = 10.0  # to begin and to end it on a relayed stream
-PING = "ping"
 PING_S = 3.0  # for the answer of a peer that has let an exchange expire
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
 
@@ -247,10 +247,6 @@ class LibP2PStream(StreamEnd):
         self._wake()
 
 
-async def _pong(remote: str, body: bytes) -> bytes:
-    return b""
-
-
 def _relayed(stream: LibP2PStream) -> int:
     return stream.bytes_sent + stream.bytes_received if stream.relay else 0
 
@@ -290,7 +286,6 @@ class LibP2PTransport:
         """
         self.admission = admission
         self.handlers = Handlers(check, log_failure)
-        self.handlers.serve(PING, _pong)
         self.restarts = 0
         self._daemon = daemon
         self._protocol = protocol_name(run_id)

@@ -86,7 +86,7 @@ def serve(transport: Transport, addresses_of: Callable[[str], Awaitable[list[str
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured to one peer. Rates in Mbit/s; None if nothing passed in time."""
+    """The measurements of the way to one peer. Rates in Mbit/s; None if nothing passed in time."""
 
     seen_at: str
     """Multiaddr from which the peer sees us come; empty if it is not connected directly."""

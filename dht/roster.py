@@ -122,7 +122,7 @@ class PeerRecord:
 
     @property
     def is_dialed(self) -> bool:
-        """Whether everybody can dial it: it names no relay."""
+        """Return whether everybody can dial it: it names no relay."""
         return not any(map(relay_of, self.addresses))
 
 

@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 1 << 20  # of a stream; 16 chunks of int8, 84 ms at 100 Mbit/s
 MAX_CALL_BYTES = 3 << 20  # of a call's body or reply
 MAX_ADMISSION_BYTES = 4096  # read from strangers, before they are admitted
+PING = "ping"  # a call that every peer answers, with nothing
 MAX_METHOD_CHARS = 64  # one byte carries the length; names are a word
 
 
@@ -251,6 +252,7 @@ class Handlers:
         self._on_failure = on_failure
         self._calls: dict[str, CallHandler] = {}
         self._streams: dict[str, StreamHandler] = {}
+        self.serve(PING, _pong)
 
     def serve(self, method: str, handler: CallHandler) -> None:
         """Answer calls of `method` with `handler`."""
@@ -289,6 +291,10 @@ class Handlers:
             self._on_failure(error)
         # The kind alone: the text is for our own log, not for a stranger.
         return Refused(RefusalCode.INTERNAL, f"{type(error).__name__} in the handler", peer=me)
+
+
+async def _pong(remote: str, body: bytes) -> bytes:
+    return b""
 
 
 T = TypeVar("T")

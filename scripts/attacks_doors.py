@@ -57,7 +57,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Happened:
-    """What came of an attempt."""
+    """The result of an attempt."""
 
     held: bool
     """whether the defence held"""

@@ -140,7 +140,7 @@ def share(scene: Scene) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What the attacker does, and what is reported of it."""
+    """The acts of the attacker, and the report of them."""
 
     what: str
     begin: Begin

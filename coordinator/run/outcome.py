@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """Whether a round took a peer's work, or why not."""
+    """The outcome of a peer's work in a round."""
 
     COUNTED = "counted"
     PART = "part"
@@ -56,4 +56,4 @@ ABSENCES = {
     Outcome.LEADER_LOST: "did not reach the leader",
     Outcome.LEFT_OUT: "left out as slow or silent",
 }
-"""What a peer gives as the reason of its own absence, in its report of a round."""
+"""The words of a peer that was absent, in its report of a round."""

@@ -214,7 +214,7 @@ class PeerStatus(StatusRecord):
     tokens_counted: Count = 0
     """Tokens of the work that they took."""
     outcome: Outcome | None = None
-    """What became of its work in the last of them."""
+    """The outcome of its work in the last of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

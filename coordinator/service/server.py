@@ -150,7 +150,7 @@ class Running:
     """Address of the gRPC server, 'host:port'."""
     state_dir: Path
     is_public: bool
-    """Whether one of the invite's addresses can be reached from the whole internet."""
+    """True if one of the invite's addresses can be reached from the whole internet."""
 
 
 async def serve(

@@ -66,7 +66,7 @@ class GroupOuter:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """What a training loop reads of a run's spec, under the same names."""
+    """The part of a run's spec that a training loop reads, under the same names."""
 
     run: GroupRun
     outer: GroupOuter
@@ -348,7 +348,7 @@ class InProcessMember:
 
     @property
     def spec(self) -> GroupSpec:
-        """What a loop reads of the spec of a run: `outer.inner_steps` and `run.rounds`."""
+        """Return what a loop reads of the spec of a run: `outer.inner_steps` and `run.rounds`."""
         return self._group.spec
 
     @property

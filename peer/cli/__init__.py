@@ -41,7 +41,7 @@ SUMMARIES = {
 }
 
 Subparsers = Any
-"""What `argparse.ArgumentParser.add_subparsers` returns; its class has no public name."""
+"""The result of `argparse.ArgumentParser.add_subparsers`; its class has no public name."""
 
 
 def new_parser(

@@ -15,7 +15,7 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import CANNOT_REACH, MAX_UNREACHED
 from atoll.dht.identity import short
 from atoll.dht.tasks import together
-from atoll.dht.transport import Refused, Transport, TransportError
+from atoll.dht.transport import PING, Refused, Transport, TransportError
 
 LOOK_EVERY_S = 2.0
 ALONE_S = 5.0  # without anybody: one call may fail, and the first look at the roster is empty
@@ -27,7 +27,7 @@ APART_S = 15.0  # of failures, before a pair is reported: a peer that was killed
 
 @dataclass
 class Asked:
-    """What is known of one trainer."""
+    """The last answer of one trainer."""
 
     asked_s: float
     failing_since_s: float | None = None
@@ -135,7 +135,7 @@ def asking(transport: Transport) -> Ask:
 
     async def ask(peer: str) -> bool:
         try:
-            await transport.call(peer, "hello", b"", timeout_s=ASK_S)
+            await transport.call(peer, PING, b"", timeout_s=ASK_S)
         except Refused:
             return True
         except (TransportError, TimeoutError, OSError, ValueError):
@@ -143,8 +143,3 @@ def asking(transport: Transport) -> Ask:
         return True
 
     return ask
-
-
-async def answer_hello(remote: str, body: bytes) -> bytes:
-    """Answer a call that asks for nothing but an answer."""
-    return b""

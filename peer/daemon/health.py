@@ -41,7 +41,7 @@ _ENDPOINT = re.compile(r"/ip[46]/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 
 
 class Health(StrEnum):
-    """How a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     NOTE = "note"

@@ -35,7 +35,7 @@ from atoll.optim.log.replica import Compute
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
-from atoll.peer.daemon.company import LOOK_EVERY_S, Company, answer_hello, asking
+from atoll.peer.daemon.company import LOOK_EVERY_S, Company, asking
 from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, StateDirectory
@@ -377,7 +377,6 @@ async def _environment(
         relay_mbit_s=options.relay_mbit_s if is_direct(reach, bootstrap) else 0.0,
     )
     stack.push_async_callback(node.close)
-    node.transport.serve("hello", answer_hello)
     stack.push_async_callback(tasks.close, GOODBYE_S)
     reachability = Reachability(node, reach, bootstrap)
     if not options.announce:

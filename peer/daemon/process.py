@@ -102,7 +102,7 @@ class PeerEvent:
     left: int | None = None
     """Entries or leaves still to come, in a phase that fetches them."""
     account: Account | None = None
-    """What became of a trainer's work, in a `round`."""
+    """The outcome of a trainer's work, in a `round`."""
     tokens_per_s: float | None = None
     utilisation: float | None = None
 

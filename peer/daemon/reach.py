@@ -175,7 +175,7 @@ class Reachability:
 
     @property
     def reach(self) -> Reach:
-        """What the last dial-back found."""
+        """Return the result of the last dial-back."""
         return self._reach
 
     def take(self, reach: Reach) -> None:

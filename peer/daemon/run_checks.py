@@ -1,4 +1,4 @@
-"""What `atoll doctor INVITE` finds on the way to a run; each step has a deadline."""
+"""The checks of `atoll doctor INVITE` on the way to a run; each step has a deadline."""
 
 from __future__ import annotations
 

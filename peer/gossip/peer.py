@@ -151,9 +151,9 @@ class GossipRound:
     """Time until which it waits for a partner."""
     draw: Draw
     is_open: bool = False
-    """Whether this peer waits for an invitation."""
+    """True if this peer waits for an invitation."""
     is_refused: bool = False
-    """Whether the partner is online but not ready in time."""
+    """True if the partner is online but not ready in time."""
     ended: asyncio.Future[Met | None] | None = None
     """Result of a meeting to which this peer was invited; None as a result if it broke."""
     times: MeetingTimes = field(default_factory=MeetingTimes)

@@ -51,7 +51,7 @@ class Draw:
     partner: str | None
     """Partner; None for the odd one out."""
     invites: bool = False
-    """Whether it invites its partner instead of waiting for an invitation."""
+    """True if it invites its partner instead of waiting for an invitation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class Invited:
     meeting: str | None
     """Partner of a meeting in progress."""
     has_window: bool
-    """Whether its window is complete and on offer."""
+    """True if its window is complete and on offer."""
     is_open: bool
-    """Whether it waits for an invitation."""
+    """True if it waits for an invitation."""
     ready_in_s: float | None
     """Seconds until its window is complete; None if it does not train."""
     left_s: float

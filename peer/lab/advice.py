@@ -62,7 +62,7 @@ class RunOption:
     gap: float | None
     """Expected fraction above the loss of data-parallel training; None if not measured."""
     runs: bool
-    """Whether this version can run it over the network."""
+    """True if this version can run it over the network."""
     slowed: float = 1.0
     """Time of an inner step, as a multiple of AdamW's."""
 

@@ -58,7 +58,7 @@ class Settings:
     speeds: tuple[float, ...] = ()
     """Relative speeds, repeated to cover all workers; empty for equal ones."""
     split_data: bool = False
-    """Whether each worker trains only on its own part of the text."""
+    """True if each worker trains only on its own part of the text."""
     join_at: float = 0.0
     """Fraction of the run after which the last worker joins; 0 for the start."""
 

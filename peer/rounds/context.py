@@ -357,7 +357,7 @@ class RoundTrace:
 async def fetch_head(
     transport: Transport, roster: Roster, peer: str, *, epoch: int | None, timeout_s: float
 ) -> Head:
-    """Where a peer stands; the records of other peers in its answer go to the roster.
+    """Return a peer's place in the log; records of others in its answer go to the roster.
 
     `epoch` is the newest epoch whose record the caller has.
     """

@@ -125,7 +125,7 @@ def was_held(stretches: Sequence[Sequence[Sample]], window_s: float = WINDOW_S) 
 
 @dataclass(frozen=True, kw_only=True)
 class RateEstimate:
-    """What rounds have shown of one direction of a link, and how the next one is to look at it."""
+    """The measurements of one direction of a link, and the plan for the next one."""
 
     mbit_s: float | None = None
     """None if nothing is known"""

@@ -80,7 +80,7 @@ class ModelConfig:
     max_seq_len: int = 128
     """Longest sequence, and the length of the RoPE tables; set from the data of the run."""
     tied: bool = True
-    """Whether the embedding is also the output matrix."""
+    """True if the embedding is also the output matrix."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5

@@ -40,9 +40,9 @@ class Allowed:
     files: frozenset[str] = frozenset()
     """Data sources and tokenizers, as the spec spells them."""
     sent_tokenizer: Path | None = None
-    """Where the tokenizer is that travelled with the run."""
+    """The tokenizer that travelled with the run."""
     any_source: bool = False
-    """Whether a custom model may have another source than the run's."""
+    """True if a custom model may have another source than the run's."""
 
     @classmethod
     def everything_in(cls, spec: RunSpec) -> Self:

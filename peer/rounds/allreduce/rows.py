@@ -209,7 +209,7 @@ class TreePart(OwnedPart):
 
 
 class RowReduction:
-    """What a member does besides owning and sending in a group of rows: it relays, and is relayed.
+    """A member's relaying in a group of rows, besides owning and sending: it relays and is relayed.
 
     It handles generation 0 of a part; a repaired part goes from all members to its new owner.
     """

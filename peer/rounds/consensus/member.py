@@ -74,7 +74,7 @@ WAITS_FOR_DECISION = frozenset({RefusalCode.CLOSED, RefusalCode.BARRED})
 """Refusals after which the round goes on without this peer."""
 
 MISSED = {RefusalCode.CLOSED: Outcome.LATE, RefusalCode.BARRED: Outcome.LEFT_OUT}
-"""What such a refusal makes of this peer's work."""
+"""The outcome of this peer's work after such a refusal."""
 
 
 class MemberState(Enum):

@@ -31,7 +31,7 @@ SPOOL_BYTES = 1 << 30  # more tokens than this move from memory to an unnamed te
 
 @dataclass(frozen=True, kw_only=True)
 class TextSummary:
-    """What was found as the text of a run."""
+    """The text that was found for a run."""
 
     files: int
     num_bytes: int
@@ -69,7 +69,7 @@ class Corpus(ABC):
 
     tokenizer: Tokenizer
     summary: TextSummary | None = None
-    """What was found; None if the text is streamed."""
+    """The text that was found; None if it is streamed."""
 
     @abstractmethod
     def stream(self, *, seed: int, peer_id: str, batch_size: int, seq_len: int) -> TokenStream:

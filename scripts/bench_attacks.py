@@ -11,9 +11,6 @@ import argparse
 import gc
 import json
 import multiprocessing
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +28,7 @@ import attacks_real  # noqa: E402
 import attacks_rows  # noqa: E402
 import attacks_swarm  # noqa: E402
 import torch  # noqa: E402
+from circumstances import circumstances  # noqa: E402
 
 from support.liar_runs import BOUND_S, PATIENCE_S, WINDOW_S, LiarRun, run_liar  # noqa: E402
 
@@ -106,12 +104,8 @@ def run_seeds(first: int, count: int) -> Section:
 
 def section(rows: Sequence[Any], **settings: float) -> Section:
     """Return rows with the conditions under which they were measured."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit.strip(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        **circumstances(),
         **settings,
         "rows": [asdict(row) for row in rows],
     }

@@ -15,18 +15,15 @@ round.
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from bench_allreduce import lab_is_possible, load
+from circumstances import commit, machine, today
 from faults_cases import Strike
 from faults_lab import SceneError
 from faults_table import ALIKE, HOSTS, Case, cases
@@ -94,7 +91,7 @@ def row_of(case: Case, system: str, strikes: Sequence[Strike]) -> Row:
         back_s=middle([s.back_s for s in strikes if s.back_s is not None]),
         target_s=case.target_s if system == "atoll" else None,
         outcome=worst.outcome,
-        date=time.strftime("%Y-%m-%d"),
+        date=today(),
         commit=commit(),
         load=load(),
     )
@@ -144,7 +141,7 @@ def save(new: Sequence[Row], params: int) -> list[Row]:
 def report(rows: Sequence[Row], params: int) -> dict[str, Any]:
     """Return what --json prints."""
     return {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        "machine": machine(),
         "hosts": HOSTS,
         "links": [asdict(link) for link in ALIKE],
         "params": params,
@@ -164,11 +161,6 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 if system == "atoll" or (case.rivals and system not in case.not_for):
                     rows.append(run(case, system, options, log))
     return rows
-
-
-def commit() -> str:
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout[:-1]
 
 
 def arguments() -> argparse.Namespace:

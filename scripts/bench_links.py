@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from socket import socket
 from typing import Any
 
 from bench_allreduce import lab_is_possible
+from circumstances import circumstances
 
 from atoll.dht.addresses import peer_of
 from atoll.dht.identity import Identity
@@ -166,23 +166,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def processor() -> str:
-    """Return the processor's name in words."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip().replace("(R)", "").replace("(TM)", "")
-    return platform.machine()
-
-
 def report(rows: Sequence[Row], congestion: str) -> dict[str, Any]:
     """Return what --json prints."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit.strip(),
-        "machine": f"{processor()}, {os.cpu_count()} cores, Linux {platform.release()}",
+        **circumstances(),
         "congestion": congestion,
         "mtu": MTU,
         "rows": [asdict(row) for row in rows],

@@ -15,8 +15,6 @@ the bound of its topology (`bound_s`). Nobody opens a port.
 
 import argparse
 import json
-import os
-import platform
 import random
 import re
 import statistics
@@ -32,6 +30,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench_allreduce import bound_seconds, lab_is_possible, wire_bytes
+from circumstances import circumstances
 
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.dht.testing.wan import Behind, Link, WanLab
@@ -452,12 +451,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def report(rows: Sequence[Row], killed: Killed | None, long_run: Soak | None) -> dict[str, Any]:
     """Return what --json prints."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit.strip(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        **circumstances(),
         "params": PARAMS,
         "relay_mbit": RELAY_MBIT,
         "rows": [asdict(row) for row in rows],

@@ -16,14 +16,13 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
+from circumstances import commit, today
 
 from atoll.peer.lab.simulate import Bench, Folder, Result, parse_methods, simulate
 from atoll.peer.lab.simulation_settings import Settings
@@ -144,16 +143,8 @@ def row_of(trial: Trial, result: Result) -> dict:
         "seconds": round(result.seconds),
         "torch": torch.__version__,
         "commit": commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "date": today(),
     }
-
-
-def commit() -> str:
-    try:
-        asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def load(file: Path) -> dict:

@@ -22,7 +22,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from circumstances import commit, today
 from torch import Tensor
 
 from atoll.optim import methods, outer_defaults
@@ -238,16 +238,9 @@ def write_page(rows: Sequence[Row]) -> None:
 
 
 def report(rows: Sequence[Row], chosen: Settings) -> dict:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
+        "date": today(),
+        "commit": commit(),
         "settings": asdict(chosen),
         "alie_z": ALIE_Z,
         "rows": [asdict(row) for row in rows],

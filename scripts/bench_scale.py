@@ -18,8 +18,6 @@ in rows. `bench allreduce` measures how long bodies take.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import resource
 import statistics
@@ -37,6 +35,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
+
+from circumstances import commit, machine, today  # noqa: E402
 
 from atoll.compression import parse  # noqa: E402
 from atoll.dht.testing import MemoryRoster  # noqa: E402
@@ -203,7 +203,7 @@ async def warm_round(swarm: Swarm, peers: Sequence[SwarmPeer], cells: int) -> Ro
         entry_bytes=len(entry),
         peer_mb=round(memory_mb() / len(peers), 2),
         cpu_s=round(cpu_s, 1),
-        date=time.strftime("%Y-%m-%d"),
+        date=today(),
         commit=commit(),
     )
 
@@ -340,16 +340,11 @@ def key(row: Row) -> tuple[int, int, int, str]:
 def report(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what --json prints."""
     return {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        "machine": machine(),
         "mbit_s": MBIT_S,
         "rtt_ms": 2e3 * LATENCY_S,
         "rows": [asdict(row) for row in rows],
     }
-
-
-def commit() -> str:
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout[:-1]
 
 
 def in_a_process(num_peers: int, cells: int, reduction: str) -> Row:

@@ -29,6 +29,7 @@ from typing import IO, Any
 
 import psutil
 from bench_allreduce import lab_is_possible, load
+from circumstances import commit, today
 
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.dht.testing.wan import Link, WanLab
@@ -205,7 +206,7 @@ def measure(point: Point, options: argparse.Namespace, log: IO[bytes]) -> Row:
         sent_mb=sent / share / 1e6,
         cpu_s=used_s / share,
         all_included=all(a["included"] == a["rounds"] for a in answers),
-        date=time.strftime("%Y-%m-%d"),
+        date=today(),
         commit=commit(),
         load=load(),
     )
@@ -237,12 +238,6 @@ def cpu_s(peer: subprocess.Popen[str]) -> float:
             times = process.cpu_times()
             seconds += times.user + times.system
     return seconds
-
-
-def commit() -> str:
-    """Return the commit of this checkout."""
-    words = ("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def start_coordinator(lab: WanLab, hosts: Hosts, folder: Path, toml: str, index: int) -> str:

@@ -160,12 +160,8 @@ class TakesGroup(Protocol):
         """Begin with a group; raises MalformedRecord if it is not the leader's."""
         ...
 
-    async def begun(self) -> object:
-        """Return once a group has begun."""
-        ...
-
-    def take_seals(self, seals: Seals) -> None:
-        """Keep its reports' signatures; raises MalformedRecord if they are not the leader's."""
+    async def take_seals(self, seals: Seals) -> None:
+        """Keep its reports' signatures; raises MalformedRecord unless they are the leader's."""
         ...
 
 

@@ -34,6 +34,7 @@ from support.liar_runs import BOUND_S, PATIENCE_S, WINDOW_S, LiarRun, run_liar  
 
 SAVED = ROOT / "docs" / "benchmarks" / "attacks.json"
 PAGE = ROOT / "docs" / "benchmarks" / "attacks.md"
+SEEDS_A_LINE = 50  # of progress, about a minute
 EXAMPLES = """\
 examples:
   ./scripts/bench attacks                       all attacks in memory (5 minutes)
@@ -81,6 +82,8 @@ def run_seeds(first: int, count: int) -> Section:
         told.append(run)
         for fault in run.faults:
             print(f"seed {seed} ({run.trust}): {fault}", flush=True)
+        if len(told) % SEEDS_A_LINE == 0:
+            print(f"{len(told)} of {count} seeds", file=sys.stderr, flush=True)
     longest = max(told, key=lambda run: run.longest_s)
     found = {
         "first_seed": first,

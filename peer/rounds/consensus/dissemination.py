@@ -159,6 +159,7 @@ def group_payload(run_id: bytes, digest: bytes) -> bytes:
 
 def group_of(closed: Closed) -> Group:
     """Return the group in a message; MalformedRecord on anything else, before it takes memory."""
+    head_of(GroupHead, closed.group)  # those to whom it is passed on read this first
     return Group.decode(inflated(closed.group, Group.max_bytes))
 
 

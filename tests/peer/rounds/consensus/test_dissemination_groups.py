@@ -54,6 +54,19 @@ def test_a_group_travels_in_half_its_bytes():
     assert len(deflated(record)) < len(record) / 2
 
 
+def behind_empty_blocks(record):
+    """Deflated so that it begins beyond the bytes in which a receiver looks for its head."""
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
+    packed = packer.compress(record) + packer.flush()
+    empty = b"\x00\x00\x00\xff\xff"
+    return b"\x78\x01" + 300 * empty + packed + zlib.adler32(record).to_bytes(4, "big")
+
+
+def test_empty_blocks_before_a_group_are_deflate():
+    record = a_group(2).encode()
+    assert inflated(behind_empty_blocks(record), Group.max_bytes) == record
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -63,8 +76,9 @@ def test_a_group_travels_in_half_its_bytes():
         deflated(a_group(2).encode()) + b"x",
         zlib.compress(bytes(64 * MAX_GROUP_BYTES)),
         zlib.compress(b"no record"),
+        behind_empty_blocks(a_group(2).encode()),  # members that pass it on would be blamed
     ],
-    ids=["empty", "plain", "cut", "more", "bomb", "garbage"],
+    ids=["empty", "plain", "cut", "more", "bomb", "garbage", "late head"],
 )
 def test_what_is_no_deflated_group_is_refused(data):
     with pytest.raises(MalformedRecord):

@@ -181,6 +181,8 @@ class Polls:
         self._poll: asyncio.Task[None] | None = None
         self._reports: dict[bytes, Reports] = {b"": ()}
         """signed reports of the entries that may be proposed, by the digest in them"""
+        self._sound: set[bytes] = set()
+        """digests of entries that promises named, and that break no rule"""
         self._group: Group | None = None
         """the leader's own"""
 
@@ -323,8 +325,8 @@ class Polls:
         """Return the entry that a promise names, which this leader may have to propose.
 
         Raises:
-            MalformedRecord: it is no entry, or did not come with the reports that it names.
-            Refused: it is of another place.
+            LogError: it is no entry, did not come with the reports that it names, or breaks a rule.
+            Refused: it is of another place, or breaks a rule.
         """
         record, _ = await named(self._ctx.compute, promise.entry)
         entry = await parsed(self._ctx.compute, record)
@@ -333,6 +335,9 @@ class Polls:
             raise Refused(RefusalCode.ELSEWHERE, "the promised entry is of another place")
         if reports_root(promise.reports) != entry.reports:
             raise MalformedRecord("expected the reports that the promised entry names")
+        if (digest := sha256(record)) not in self._sound:
+            await self._voter.check_promised(entry, promise.reports)
+            self._sound.add(digest)
         self.know(promise.reports)
         return entry, record
 

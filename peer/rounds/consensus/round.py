@@ -950,6 +950,10 @@ class Round:
         self._failure = ""
         self._absent = False
         self._proposed: Entry | None = None
+        self._named: dict[int, bytes | None] = {}
+        """the entry that each elector named in its first promise of this term"""
+        self._tried: set[bytes] = set()
+        """entries that this leader has proposed"""
         self._refused: set[bytes] = set()
         """entries that this leader adopted, and that got no votes"""
         self._is_own = False
@@ -1010,7 +1014,8 @@ class Round:
             case FetchEnded() if self.parts is not None:
                 self.parts.fetched(event)
             case Promised() if self._is_asked(RoundState.PREPARING, event.attempt):
-                self._voting().promise(event.elector, event.accepted, event.signed)
+                if self._is_consistent(event):
+                    self._voting().promise(event.elector, event.accepted, event.signed)
             case VoteArrived() if self._is_asked(RoundState.VOTING, event.attempt):
                 self._signatures[event.elector] = event.signature
             case CommitArrived() if self._is_asked(RoundState.LOCKING, event.attempt):
@@ -1044,6 +1049,15 @@ class Round:
 
     def _is_asked(self, state: RoundState, attempt: int) -> bool:
         return self.state is state and attempt == self.question
+
+    def _is_consistent(self, event: Promised) -> bool:
+        """Return whether an elector names what it named before, or this leader has proposed since.
+
+        After its first promise of the term it accepts nothing else. A liar that named another entry
+        each time could end the term: none of them would get votes.
+        """
+        named = event.accepted.entry if event.accepted is not None else None
+        return named == self._named.setdefault(event.elector, named) or named in self._tried
 
     # time
 
@@ -1192,7 +1206,7 @@ class Round:
 
     def _end_reduction(self, view: LeaderView, failure: str) -> list[Action]:
         self._failure = failure
-        if self._proposed is not None:
+        if self._proposer is not None and self._proposer.chosen is not None:
             return self._try_again()
         if view.turn:
             return self._propose_own(view)
@@ -1239,7 +1253,9 @@ class Round:
         proposer = self._voting()
         self.state, self._polled = RoundState.VOTING, False
         self._signatures, self._is_own = {}, is_own
-        self._proposed = Entry.decode(proposer.choose(entry.encode()))
+        chosen = proposer.choose(entry.encode())
+        self._proposed = Entry.decode(chosen)
+        self._tried.add(chosen)
         deadline_s = self.group.deadline_s if self.group is not None else None
         proposal = SendProposal(
             attempt=proposer.attempt,

@@ -572,8 +572,29 @@ class Voter:
             chain=replica.chain,
         )
 
+    async def check_promised(self, entry: Entry, reports: Reports) -> None:
+        """Check an entry that an acceptor names: nobody votes without what is checked here.
+
+        Electors that came back, bytes that are gone and state roots are left to the vote.
+
+        Raises:
+            LogError: it breaks a rule.
+            Refused: likewise, or the position has been decided meanwhile.
+        """
+        replica = self._ctx.replica
+        if (entry.epoch, entry.position) != (replica.epoch, replica.position):
+            raise Refused(RefusalCode.ELSEWHERE, "the position of the promised entry is decided")
+        self._check_derived(entry)
+        await self._check_reports(entry, reports)
+
     def _check_rules(self, entry: Entry) -> list[Elector]:
-        """Check all that follows from the log; the electors that the entry drops."""
+        """Check all that follows from log and state; the electors that the entry drops."""
+        dropped = self._check_derived(entry)
+        self._check_root(entry)
+        return dropped
+
+    def _check_derived(self, entry: Entry) -> list[Elector]:
+        """Check all that follows from the log alone; the electors that the entry drops."""
         replica = self._ctx.replica
         self._check_follows(entry)
         try:
@@ -583,7 +604,6 @@ class Voter:
         if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
             raise Refused(RefusalCode.BAD_SCALARS, f"expected {self._ctx.scalars(entry.position)}")
         self._ctx.replay.check(entry)  # lengths too: no leader makes a voter take memory
-        self._check_root(entry)
         return dropped
 
     def _check_root(self, entry: Entry) -> None:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
@@ -177,12 +177,21 @@ class Arriving(Protocol):
         ...
 
 
+class Decoded(NamedTuple):
+    """The values that bytes have as these cells; as others they may have none."""
+
+    start_cell: int
+    stop_cell: int
+    values: Update
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldPart:
     """A part's bytes, and its values if they were decoded as they came."""
 
     body: bytes
-    decoded: Update | None
+    decoded: tuple[Decoded, ...] = ()
+    """as each of the parts that have these bytes"""
 
 
 class Holdings:
@@ -201,11 +210,17 @@ class Holdings:
         """positions and reports, by digest"""
         self._groups: OrderedDict[bytes, Group] = OrderedDict()
 
-    def put(self, position: int, digest: bytes, body: bytes, decoded: Update | None = None) -> None:
+    def put(
+        self, position: int, digest: bytes, body: bytes, decoded: Decoded | None = None
+    ) -> None:
         """Keep a part until the position after its own is decided."""
         at = self._parts.setdefault(position, {})
-        if decoded is not None or digest not in at:
-            at[digest] = HeldPart(body=body, decoded=decoded)
+        before = at[digest].decoded if digest in at else ()
+        if decoded is not None:
+            others = [other for other in before if other[:2] != decoded[:2]]
+            at[digest] = HeldPart(body=body, decoded=(*others, decoded))
+        elif digest not in at:
+            at[digest] = HeldPart(body=body)
 
     def keep_reports(self, position: int, reports: Reports) -> None:
         """Keep the reports of a group that began here, by the digest that its entry names."""
@@ -239,10 +254,11 @@ class Holdings:
         body = self.body(digest)
         return body is not None and len(body) == wire_bytes
 
-    def decoded(self, position: int, digest: bytes) -> Update | None:
-        """Return the values of a part, if they were decoded as they came."""
+    def decoded(self, position: int, digest: bytes, cells: tuple[int, int]) -> Update | None:
+        """Return the values of a part, if they were decoded as these cells, [start, stop)."""
         held = self._parts.get(position, {}).get(digest)
-        return held.decoded if held is not None else None
+        decoded = held.decoded if held is not None else ()
+        return next((values for *found, values in decoded if tuple(found) == cells), None)
 
     def decided_up_to(self, position: int) -> None:
         """Keep parts and groups from `position` on, and the bytes of the entry before it."""
@@ -250,7 +266,7 @@ class Holdings:
             del self._parts[decided]
         last = self._parts.get(position - 1, {})
         for digest, held in last.items():
-            last[digest] = HeldPart(body=held.body, decoded=None)
+            last[digest] = HeldPart(body=held.body)
         for root in [r for r, (at, _) in self._reports.items() if at < position]:
             del self._reports[root]
         for name in [n for n, group in self._groups.items() if group.position < position]:

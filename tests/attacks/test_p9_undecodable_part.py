@@ -1,7 +1,10 @@
 """P9 by an owner: its part decodes to nothing, and others blame the leader that proposes it."""
 
+import asyncio
+
 from atoll.optim.log.entry import sha256
 from atoll.peer.rounds.allreduce.reduction import PartReducer
+from atoll.peer.rounds.allreduce.sides import Owner
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Holdings
 from support.attackers import spoil_parts
@@ -63,5 +66,54 @@ def test_nobody_holds_a_fetched_part_that_does_not_decode(tmp_path, monkeypatch)
         assert not any(peer.ctx.parts in spoilt for peer in honest)
         names = [peer.identity.peer_id for peer in honest]
         assert not any(p.ctx.conduct.barred(n, swarm.now()) for p in honest for n in names)
+
+    run_swarm(tmp_path, scenario, codec="int8")
+
+
+def name_bytes_of_another(monkeypatch, liar):
+    """As an owner it names the bytes of another part, which everybody holds; return its lies."""
+    init, lies = Owner.__init__, []
+
+    class Later(asyncio.Queue):
+        def put_nowait(self, done):
+            asyncio.get_running_loop().call_later(1.0, self.lie, done)
+
+        def lie(self, done):
+            state = self.state
+            size = state.range_of(done.part).values
+            for part, other in state.parts.items():
+                values = state.range_of(part).values
+                if values.stop - values.start != size.stop - size.start:
+                    lies.append(done)
+                    changes = {"digest": other.digest, "wire_bytes": other.wire_bytes}
+                    return super().put_nowait(done.model_copy(update=changes))
+            super().put_nowait(done)
+
+    def lying(owner, state, *args, **options):
+        init(owner, state, *args, **options)
+        if state.ctx.me == liar:
+            owner.reports = Later()
+            owner.reports.state = state
+
+    monkeypatch.setattr(Owner, "__init__", lying)
+    return lies
+
+
+def test_an_owner_that_names_the_bytes_of_another_part_stops_nobody(tmp_path, monkeypatch):
+    """Voters hold these bytes, and could blame the leader for what they decode to."""
+    blamed = []
+
+    async def scenario(swarm):
+        *honest, liar = await swarm.start(4)
+        await swarm.until(lambda: reached([*honest, liar], 2))
+        lies = name_bytes_of_another(monkeypatch, liar.ctx.me)
+        names = {peer.identity.peer_id for peer in honest}
+        for peer in honest:
+            monkeypatch.setattr(peer.ctx, "fault", lambda who, why: blamed.append(who))
+        at = max(p.replica.position for p in honest)
+        await swarm.until(lambda: reached(honest, at + 3), timeout_s=60.0)
+        assert lies
+        assert not set(blamed) & names
+        assert swarm.same_bits(honest)
 
     run_swarm(tmp_path, scenario, codec="int8")

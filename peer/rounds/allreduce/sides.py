@@ -48,7 +48,7 @@ from atoll.peer.rounds.allreduce.reduction import (
     batches,
 )
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.context import Context
+from atoll.peer.rounds.context import Context, Decoded
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,
@@ -220,7 +220,9 @@ class ExchangeState:
 
     def complete(self, part: int, body: bytes, done: PartDone, decoded_N: Update) -> None:
         """Take a reduced part whose bytes are checked."""
-        self.ctx.parts.put(self.group.position, done.digest, body, decoded_N)
+        plan = self.group.parts[part]
+        decoded = Decoded(plan.start_cell, plan.stop_cell, decoded_N)
+        self.ctx.parts.put(self.group.position, done.digest, body, decoded)
         self.parts[part] = done
         self.on_part()
         if len(self.parts) == len(self.group.parts):

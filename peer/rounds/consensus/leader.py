@@ -93,6 +93,7 @@ from atoll.peer.rounds.context import (
     DECISION_UNDER_WAY,
     AttemptFailed,
     Context,
+    Decoded,
     ask_head,
     failure_key,
     stands_at,
@@ -572,14 +573,25 @@ class Leadership:
         view, parts = self._log_view(), self.round.parts
         if parts is None:
             return view
-        held, exchange = self.ctx.parts, self.exchange
-        done = parts.done.items()
+        exchange, done = self.exchange, parts.done.items()
         indices = range(len(parts)) if exchange is not None else ()
         return replace(
             view,
-            held=frozenset(i for i, d in done if held.holds(d.digest, d.wire_bytes)),
+            held=frozenset(index for index, word in done if self._holds(index, word)),
             coming=frozenset(i for i in indices if exchange is not None and exchange.busy(i)),
         )
+
+    def _holds(self, index: int, done: PartDone) -> bool:
+        """Return whether a part is here: as long as its owner said, and decoded as its cells.
+
+        Its owner may have named the bytes of another part.
+        """
+        if self.round.group is None:
+            return False
+        plan, held = self.round.group.parts[index], self.ctx.parts
+        cells = plan.start_cell, plan.stop_cell
+        decoded = held.decoded(self.place.position, done.digest, cells)
+        return decoded is not None and held.holds(done.digest, done.wire_bytes)
 
     def _entry(
         self,
@@ -798,8 +810,8 @@ class Leadership:
                 cells = self.ctx.replay.cells_at(self.place.position)
                 plan, members = self.round.group.parts[action.part], self.round.group.members
                 where = plan.start_cell, plan.stop_cell
-                await self.ctx.compute(cells.decode_part, body, len(members), *where)
-            self.ctx.parts.put(self.place.position, digest, body)
+                values = await self.ctx.compute(cells.decode_part, body, len(members), *where)
+                self.ctx.parts.put(self.place.position, digest, body, Decoded(*where, values))
         self._take(FetchEnded(part=action.part, digest=digest))
 
     async def _send_alive(self, session: Session) -> None:

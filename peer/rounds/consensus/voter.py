@@ -58,7 +58,7 @@ from atoll.peer.rounds.consensus.round import (
     leader_of,
     term_of,
 )
-from atoll.peer.rounds.context import HEAD_STALLS, Context, ask_head, stands_at
+from atoll.peer.rounds.context import HEAD_STALLS, Context, Decoded, ask_head, stands_at
 from atoll.peer.rounds.entries import completed, named, parsed
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
@@ -465,12 +465,19 @@ class Voter:
                     raise
                 continue
             # Not before it is decoded: what this peer holds, it proposes when it leads.
-            decoded = await self._decode(entry, part, fetched)
-            held.put(entry.position, part.digest, fetched, decoded)
+            await self._keep(entry, part, fetched)
         if len(body) != part.wire_bytes:
             # The owner's lie, not the leader's, which may propose before it has the bytes.
             raise PeerUnreachable(f"nobody has {part.wire_bytes} bytes of this digest")
+        if held.decoded(entry.position, part.digest, (part.start_cell, part.stop_cell)) is None:
+            await self._keep(entry, part, body)  # an owner may name the bytes of another part
         return body
+
+    async def _keep(self, entry: Entry, part: Part, body: bytes) -> None:
+        """Keep a part if it decodes to its cells; PeerUnreachable if it does not."""
+        values = await self._decode(entry, part, body)
+        decoded = Decoded(part.start_cell, part.stop_cell, values)
+        self._ctx.parts.put(entry.position, part.digest, body, decoded)
 
     async def _decode(self, entry: Entry, part: Part, body: bytes) -> Update:
         """Decode a part. A body that does not decode is its owner's lie, not the leader's."""
@@ -514,7 +521,8 @@ class Voter:
         came: list[Update] = []
         for part in entry.parts:
             values = cells.values(part.start_cell, part.stop_cell)
-            update = self._ctx.parts.decoded(entry.position, part.digest)
+            where = part.start_cell, part.stop_cell
+            update = self._ctx.parts.decoded(entry.position, part.digest, where)
             if update is None or numel_of(update) != values.stop - values.start:
                 return []
             came.append(update)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.transport import Refused
+from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.entry import Entry, Member, Part, StateRoot, proposal_payload, sha256
 from atoll.optim.reduction.cells import body_of
 from atoll.peer.rounds.consensus.leader import Leadership
@@ -140,17 +140,18 @@ def proposed(entry, peers, leader, **sent):
 
 def test_a_body_that_does_not_decode_gets_no_vote(tmp_path):
     async def vote(swarm, peers, leader, voter):
-        for body, code in ((b"noise", RefusalCode.BAD_PROPOSAL), (good_body(swarm), None)):
+        blamed = []
+        voter.ctx.fault = lambda peer, why: blamed.append(peer)
+        for body, decodes in ((b"noise", False), (good_body(swarm), True)):
             entry = update_of(swarm, peers, body)
             voter.ctx.parts.put(0, sha256(body), body)
-            if code is None:
-                assert await voter.rounds.voter.answer(
-                    leader, "propose", proposed(entry, peers, leader)
-                )
+            ask = proposed(entry, peers, leader)
+            if decodes:
+                assert await voter.rounds.voter.answer(leader, "propose", ask)
                 continue
-            with pytest.raises(Refused) as refusal:
-                await voter.rounds.voter.answer(leader, "propose", proposed(entry, peers, leader))
-            assert refusal.value.code is code
+            with pytest.raises(PeerUnreachable, match="decodes"):
+                await voter.rounds.voter.answer(leader, "propose", ask)
+        assert not blamed  # the owner lied
 
     alone(tmp_path, vote)
 

@@ -22,6 +22,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -59,6 +60,7 @@ from atoll.peer.rounds.consensus.round import (
     CloseGroup,
     CommitArrived,
     Decide,
+    ElectorHeard,
     ElectorsProbed,
     Event,
     Fail,
@@ -230,11 +232,7 @@ class Polls:
                         asking = self._ask_commit(question, index, elector, record, timeout_s)
                         group.create_task(asking)
                 else:
-                    timeout_s = question.deadline_s or timeout_s
-                    records = self._proposals(question)
-                    for index, elector in enumerate(electorate):
-                        asking = self._ask_vote(question, index, elector, records, timeout_s)
-                        group.create_task(asking)
+                    self._ask_votes(question, electorate, group, question.deadline_s or timeout_s)
         except BaseExceptionGroup as failures:  # the first one is the reason that the term failed
             raise failures.exceptions[0] from None
         self._take(Polled(attempt=question.attempt))
@@ -342,6 +340,28 @@ class Polls:
         self.know(promise.reports)
         return entry, record
 
+    def _ask_votes(
+        self,
+        question: SendProposal,
+        electorate: Sequence[Elector],
+        group: asyncio.TaskGroup,
+        timeout_s: float,
+    ) -> None:
+        records = self._proposals(question)
+        if question.is_own:
+            self._voter.know_own(question.entry)
+        asking = {
+            elector: partial(self._ask_vote, question, index, elector, records, timeout_s)
+            for index, elector in enumerate(electorate)
+        }
+        own = None
+        kept = [elector for elector in electorate if elector in question.entry.electorate]
+        if 1 < len(kept) < len(electorate):
+            own = asking.pop(self._ctx.me, None)
+        others = [group.create_task(ask()) for ask in asking.values()]
+        if own is not None:
+            group.create_task(_after_another(others, own))
+
     async def _ask_vote(
         self,
         question: SendProposal,
@@ -349,22 +369,27 @@ class Polls:
         elector: Elector,
         records: Proposals,
         timeout_s: float,
-    ) -> None:
+    ) -> bool:
+        """Return whether an elector voted."""
+        has_voted = False
+
         async def taken(answer: bytes) -> VoteArrived:
+            nonlocal has_voted
             signature = Ballot.decode(answer).signature
             payload = vote_payload(question.entry, question.attempt)
             if not self._ctx.verify(elector.peer_id, payload, signature):
                 raise CertificateInvalid("a vote with a signature of somebody else")
+            has_voted = True
             return VoteArrived(attempt=question.attempt, elector=index, signature=signature)
 
-        peer = elector.peer_id
+        peer, refused = elector.peer_id, None
         if peer in records.members:
-            lacks = await self._ask(
-                peer, "propose", records.brief, timeout_s, taken, but=RefusalCode.NO_REPORTS
-            )
-            if not lacks:
-                return
-        await self._ask(peer, "propose", records.whole, timeout_s, taken)
+            refused = await self._ask(peer, "propose", records.brief, timeout_s, taken)
+        if peer not in records.members or refused == RefusalCode.NO_REPORTS:
+            refused = await self._ask(peer, "propose", records.whole, timeout_s, taken)
+        if refused == RefusalCode.BAD_ELECTORATE:
+            self._take(ElectorHeard(attempt=question.attempt))
+        return has_voted
 
     async def _ask_commit(
         self, question: SendLock, index: int, elector: Elector, record: bytes, timeout_s: float
@@ -385,12 +410,10 @@ class Polls:
         record: bytes,
         timeout_s: float,
         taken: Callable[[bytes], Awaitable[Event]],
-        *,
-        but: RefusalCode | None = None,
-    ) -> bool:
-        """Pass on an elector's good answer; return whether it refused with the code `but`."""
+    ) -> RefusalCode | None:
+        """Pass on an elector's good answer; return the code that it refused with, if it did."""
         if self._ctx.conduct.is_out(peer):
-            return False
+            return None
         try:
             if peer == self._ctx.me.peer_id:
                 answer = await self._voter.answer(peer, method, record)
@@ -399,11 +422,11 @@ class Polls:
                 call = self._ctx.transport.call
                 answer = await call(peer, method, record, timeout_s=timeout_s)
             else:
-                return False
+                return None
             self._take(await taken(answer))
         except (Refused, LogError) as error:
-            if isinstance(error, Refused) and error.code == but:
-                return True
+            if isinstance(error, Refused) and error.code == RefusalCode.NO_REPORTS:
+                return error.code  # it gets them now
             if isinstance(error, LogError):
                 self._ctx.fault(peer, Fault.BAD_VOTE)
             self._ctx.on_event(
@@ -411,9 +434,24 @@ class Polls:
                 f"round {self._place.position + 1}: no vote of {short(peer)}: {error}",
                 key=("no vote", self._place.position, peer, failure_key(error)),
             )
+            return error.code if isinstance(error, Refused) else None
         except TransportError:
             pass
-        return False
+        return None
+
+
+async def _after_another(
+    votes: Collection[asyncio.Task[bool]], own: Callable[[], Awaitable[bool]]
+) -> bool:
+    """Vote for an entry that drops electors once another elector has.
+
+    If those that hear the dropped ones refuse it, nobody has accepted it then, and the next leader
+    is free to propose another.
+    """
+    for vote in asyncio.as_completed(votes):
+        if await vote:
+            return await own()
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -745,6 +745,13 @@ class ElectorsProbed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElectorHeard:
+    """An elector refused to vote, as it hears another one that the entry drops."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeaderAbsent:
     """The leader of the term before does not answer."""
 
@@ -799,6 +806,7 @@ Event = (
     | Unreachable
     | Probed
     | ElectorsProbed
+    | ElectorHeard
     | LeaderAbsent
     | PartReduced
     | FetchEnded
@@ -842,6 +850,8 @@ class SendProposal:
     entry: Entry
     deadline_s: float | None
     """for each vote; None before there is a group"""
+    is_own: bool
+    """whether the entry is an update of this leader's group"""
     justification: Justification
     """empty unless the run tolerates liars"""
 
@@ -936,6 +946,10 @@ class Round:
         self.expected: Mapping[str, float] | None = None
         """by peer, when it expects to be ready; None before all were asked once"""
         self._silent: frozenset[str] = frozenset()
+        self._keeps_all = False
+        """whether no elector is dropped, as another one hears those that are silent here"""
+        self._drops = False
+        """whether the proposed entry drops electors"""
         self._leads = leads
         self._rules = rules
         self._reports: dict[str, Ready] = {}
@@ -1007,6 +1021,8 @@ class Round:
                 self.expected = event.ready_at
             case ElectorsProbed():
                 self._silent = event.silent
+            case ElectorHeard() if self._is_asked(RoundState.VOTING, event.attempt):
+                self._keeps_all = True
             case LeaderAbsent():
                 self._absent = True
             case PartReduced() if self.parts is not None:
@@ -1237,12 +1253,21 @@ class Round:
         self._refused.add(adopted)
         return self._try_again()
 
+    def _keep_electors(self) -> list[Action]:
+        """Ask for promises anew, to propose the update with the electors that others hear."""
+        if not (self._is_own and self._drops and self._keeps_all):
+            return []
+        self._drops = False
+        return self._try_again()
+
     def _propose_own(self, view: LeaderView) -> list[Action]:
         """Propose the group's update; NULL if it cannot be reduced."""
         self._fix(view)
         group, parts = self._closed()
         if not self._failure:
-            dropped = frozenset(peer for peer in self._silent if not self.is_live(peer))
+            silent = frozenset() if self._keeps_all else self._silent
+            dropped = frozenset(peer for peer in silent if not self.is_live(peer))
+            self._drops = bool(dropped)
             update = self._rules.entry("update", group.members, parts.logged(), dropped)
             return self._propose(update, is_own=True)
         given_up = f"round {self.place.position + 1}: given up: {self._failure}"
@@ -1261,6 +1286,7 @@ class Round:
             attempt=proposer.attempt,
             entry=self._proposed,
             deadline_s=deadline_s,
+            is_own=is_own,
             justification=proposer.justification,
         )
         return [proposal]
@@ -1295,7 +1321,8 @@ class Round:
             is_lock = self._leads.trust == "byzantine"
             return (self._lock if is_lock else self._decide)(self._proposed, votes)
         if self._polled:
-            return self._pass_over() or self._expect_more(self._signatures, "voted")
+            again = self._pass_over() or self._keep_electors()
+            return again or self._expect_more(self._signatures, "voted")
         if not self._is_own:
             return []
         _, parts = self._closed()

@@ -244,6 +244,12 @@ class Voter:
         """of the members of the entry that this peer voted for last"""
         self._locked_reports: Reports = ()
         """of those of the entry that it is locked on"""
+        self._own = b""
+        """digest of the entry that this peer made as a leader"""
+
+    def know_own(self, entry: Entry) -> None:
+        """Note an entry that this peer made as a leader: it has asked those that it drops."""
+        self._own = entry.digest
 
     @property
     def term(self) -> int:
@@ -393,7 +399,7 @@ class Voter:
         if self._trust == "byzantine":
             electorate = self._ctx.replica.electorate
             check_justified(entry, ask.attempt, reason, electorate, self._ctx.verify)
-        if not self._booth.has_accepted(record):
+        if entry.digest != self._own and not self._booth.has_accepted(record):
             # They may have come back since this peer voted for it. Were it refused now, the leaders
             # that have to adopt it would propose it in vain.
             await self._expect_silent(dropped, place)

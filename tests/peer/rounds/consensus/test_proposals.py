@@ -5,12 +5,14 @@ import asyncio
 import msgpack
 import pytest
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Certificate, Elector, Entry
 from atoll.optim.log.evidence import EvidenceBook
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus.round import TERM, leader_of
+from atoll.peer.rounds.consensus import leader as leaders
+from atoll.peer.rounds.consensus.round import TERM, ElectorsProbed, leader_of
 from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Tally, Voter
 from atoll.peer.rounds.messages import Voted, inflated
 from support.strikes import expect_no_work_lost, expect_sums, passed
@@ -265,3 +267,51 @@ def test_a_tally_counts_where_the_electorate_is_known_later(tmp_path):
         assert len(certified) == 1
 
     run_virtual(main())
+
+
+def test_an_elector_that_its_leader_alone_misses_costs_one_attempt(tmp_path, monkeypatch):
+    """It cannot vote yet, so that the other two are needed, and one of them hears it."""
+    prepare, propose = Voter._prepare, Voter._propose
+
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: passed(peers, 2))
+        at = max(p.replica.position for p in peers) + 1
+        leader = leader_at(peers, at)
+        missed = next(p for p in peers if p is not leader)
+
+        def behind(answer):
+            async def answered(voter, *asked):
+                if voter._ctx is missed.ctx and missed.replica.position == at:
+                    raise Refused(RefusalCode.ELSEWHERE, "not there yet")
+                return await answer(voter, *asked)
+
+            return answered
+
+        monkeypatch.setattr(Voter, "_prepare", behind(prepare))
+        monkeypatch.setattr(Voter, "_propose", behind(propose))
+        miss(monkeypatch, leader.ctx.me, missed.ctx.me)
+        await swarm.until(lambda: passed(peers, at))
+        row = rows(leader)[at]
+        assert Certificate.decode(row.certificate).attempt == 1
+        assert missed.ctx.me in Entry.decode(row.entry).electorate
+
+    run_swarm(tmp_path, scenario)
+
+
+def miss(monkeypatch, leader, missed):
+    """One leader takes another elector for dead, session or not."""
+    init = leaders.Round.__init__
+
+    def deaf(machine, *args, leads, **options):
+        init(machine, *args, leads=leads, **options)
+        if leads._me == leader:
+            is_live = machine.is_live
+            machine.is_live = lambda peer: peer not in machine._silent and is_live(peer)
+
+    def note(leadership, heads):
+        silent = {missed.peer_id} if leadership.ctx.me == leader else set()
+        leadership._take(ElectorsProbed(silent=frozenset(silent)))
+
+    monkeypatch.setattr(leaders.Round, "__init__", deaf)
+    monkeypatch.setattr(leaders.Leadership, "_note_electors", note)

@@ -1,4 +1,9 @@
-"""P7: a leader gives itself an absurd weight, or others a number that they did not report."""
+"""P7: a leader gives itself an absurd weight, or others a number that they did not report.
+
+Or a member reports a number that others cannot tell from another one.
+"""
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +13,7 @@ from atoll.peer.rounds.consensus import dissemination
 from atoll.peer.rounds.messages import Report, Sworn, report_payload
 from atoll.peer.rounds.policies import admit, check_reports
 from support.attackers import falsify
-from support.swarm import reached, run_swarm
+from support.swarm import SMALL, reached, run_swarm
 
 
 def log_of(peer, start):
@@ -106,3 +111,19 @@ def test_a_report_without_weight_is_not_given_one():
     for said in (sworn, sworn.model_copy(update={"counts": True})):
         with pytest.raises(MalformedRecord):
             check([heavy], [said])
+
+
+def test_a_weight_of_minus_zero_is_refused_before_a_group_has_it(tmp_path):
+    """It equals 0, which members and voters take it for, but its sender signed other bytes."""
+
+    async def scenario(swarm):
+        *honest, liar = await swarm.start(4)
+        await swarm.until(lambda: reached([*honest, liar], 1))
+        liar.tamper = lambda offer: replace(offer, weight=-0.0)
+        at = max(p.replica.position for p in honest)
+        await swarm.until(lambda: reached(honest, at + 3), timeout_s=60.0)
+        honest_names = {p.identity.peer_id for p in honest}
+        for entry in log_of(honest[0], at + 1):
+            assert {m.peer_id for m in entry.members} == honest_names
+
+    run_swarm(tmp_path, scenario, codec="int8", layout=SMALL)

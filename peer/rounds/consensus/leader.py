@@ -984,7 +984,8 @@ class Leading:
         """Check a report as voters will; the weight is 0, or follows from the work."""
         report = ready.report
         due = work_weight(report.tokens, report.steps, self._ctx.replay.method.weights)
-        if report.weight not in (0.0, due):
+        # Others take -0.0 for 0: for them its sender would have signed another report.
+        if report.weight not in (0.0, due) or math.copysign(1.0, report.weight) < 0:
             self._ctx.fault(remote, Fault.BAD_WEIGHT)
             raise Refused(
                 RefusalCode.BAD_WEIGHT,

@@ -26,8 +26,16 @@ from atoll.coordinator.policies import PublisherChoice, common_position, window_
 from atoll.coordinator.presence import Presence, mean
 from atoll.coordinator.rounds import RoundHistory, contributors
 from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import MAX_GAPS, Event, Gap, PeerStatus, RoundReport, RunStatus
+from atoll.coordinator.run.status import (
+    MAX_GAPS,
+    Event,
+    Gap,
+    PeerStatus,
+    RoundReport,
+    RunStatus,
+)
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError, Verify
 from atoll.optim.log.evidence import Evidence
@@ -124,6 +132,10 @@ class Coordinator:
     def now_s(self) -> float:
         """Return seconds since 1970 by the run's clock."""
         return self._clock()
+
+    def report(self, level: Level, text: str) -> None:
+        """Add an event to the run's."""
+        self._events.report(level, text)
 
     async def introduce(self, question: bytes) -> bytes:
         """Return signed records of peers; none before the first DHT node runs."""

@@ -18,6 +18,12 @@ def is_public(address: str) -> bool:
     return host is None or host.is_global
 
 
+def ip_of(address: str) -> str:
+    """Return the IP address in a multiaddr, that of IPv4 if it is mapped; empty for a name."""
+    host = _host_of(address)
+    return "" if host is None else str(host)
+
+
 def _host_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return the IP address in a multiaddr, or the text itself; None for a name."""
     found = _HOST.match(address)

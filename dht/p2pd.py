@@ -241,6 +241,16 @@ class P2pd:
         found = (address for each in reply.peers if each.id == wanted for address in each.addrs)
         return [str(Multiaddr(address)) for address in found]
 
+    async def all_remote_addresses(self, *, timeout_s: float = 5.0) -> dict[str, list[str]]:
+        """Return the addresses from which each connected peer comes, by PeerID."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+        reply = await self._ask(request, timeout_s=timeout_s)
+        found: dict[str, list[str]] = {}
+        for each in reply.peers:
+            addresses = found.setdefault(str(PeerID(each.id)), [])
+            addresses += [str(Multiaddr(address)) for address in each.addrs]
+        return found
+
     async def dial(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:
         """Connect to a peer; do nothing if there is a connection."""
         dial = p2pd_pb2.ConnectRequest(

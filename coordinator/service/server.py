@@ -14,6 +14,7 @@ same invite.
     node.key        identity of the run's first DHT node, 0600
     genesis.root    root of the first state
     port            the port chosen if `listen` asks for any
+    ports.json      which ports were reached from outside, see ports.py
     log/            the log and its snapshots (atoll.optim.log.store)
     history.db      rounds, events and peers, for people
     checkpoints/    NAME-POSITION.safetensors
@@ -33,9 +34,18 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import shutil
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +59,7 @@ from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.heads import AskHeads
 from atoll.coordinator.history import History
 from atoll.coordinator.invites import BASE_FILE, InviteDesk
+from atoll.coordinator.ports import Ports
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import is_public, split_address
 from atoll.coordinator.run.admission import AdmissionCheck
@@ -59,8 +70,10 @@ from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.tokenizer_file import TokenizerFileError, pack, unpack
 from atoll.coordinator.service.metrics import Metrics
 from atoll.coordinator.service.service import Service
+from atoll.coordinator.service.watching import PortsWatch
 from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner, read_signed
 from atoll.dht import verify
+from atoll.dht.addresses import ip_of
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.mending import Damage, mend
@@ -71,6 +84,8 @@ from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.z"
+PORTS_FILE = "ports.json"
+_TCP_PORT = re.compile(r"/tcp/(\d+)")
 MAX_CALLS = 512  # at once; gRPC refuses more
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
 _DAMAGED = "damaged; restore a copy, or start the run in a new directory"
@@ -114,6 +129,10 @@ class FirstNode(Protocol):
         """Return signed records of peers (`atoll.dht.roster`); empty if it was malformed."""
         ...
 
+    async def direct_connections(self) -> Mapping[str, Sequence[str]]:
+        """Return the addresses of connected peers, except of those that a relay has shown."""
+        ...
+
     def fetch_model(self, keeper: ReplicaView) -> FetchModel:
         """Return a function that fetches a peer's model, in a gossip run."""
         ...
@@ -151,6 +170,10 @@ class Running:
     state_dir: Path
     is_public: bool
     """True if one of the invite's addresses can be reached from the whole internet."""
+    ports: Ports | None
+    """What is known of the ports from outside; None without a DHT node."""
+    is_behind: bool
+    """True if the address to advertise is public, but this machine has private ones alone."""
 
 
 async def serve(
@@ -221,14 +244,19 @@ async def running(
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )
         stack.push_async_callback(coordinator.close)
-        address = await _listen(stack, coordinator, state_dir, packed)
+        watch = PortsWatch(coordinator)
+        address = await _listen(stack, coordinator, state_dir, Service(coordinator, packed, watch))
         if start_node is not None:
             nodes.append(await start_node(_node_request(coordinator, state_dir)))
             stack.push_async_callback(nodes[0].close)
             stack.push_async_callback(_fetching(coordinator, nodes[0]).close)
+            own = {*advertised, *map(ip_of, nodes[0].addresses)}
+            watch.ports = _ports(address, nodes[0].addresses, own, state_dir)
         metrics = stack.enter_context(Metrics.served(spec.coordinator.metrics_listen))
         ticking = await stack.enter_async_context(Tasks())
         ticking.spawn(_tick(coordinator, metrics))
+        if nodes:
+            ticking.spawn(watch.keep_looking(nodes[0].direct_connections))
         invite = _invite(coordinator, address)
         _remember(state_dir / BASE_FILE, str(invite))
         yield Running(
@@ -237,7 +265,22 @@ async def running(
             address=address,
             state_dir=state_dir,
             is_public=any(map(is_public, [*advertised, *_hosts(invite)])),
+            ports=watch.ports,
+            is_behind=_is_behind(advertised, split_address(address)[0]),
         )
+
+
+def _ports(address: str, addresses: Sequence[str], own: Collection[str], path: Path) -> Ports:
+    """Return what an earlier start knew of the ports of gRPC and of the DHT node."""
+    found = [int(match[1]) for each in addresses if (match := _TCP_PORT.search(each))]
+    grpc_port = split_address(address)[1]
+    return Ports.recalled(grpc_port, found[0] if found else 0, own, path / PORTS_FILE)
+
+
+def _is_behind(advertised: Sequence[str], host: str) -> bool:
+    """Return whether a router or a cloud provider holds the public address to advertise."""
+    own = _own_address(host) if host in ("0.0.0.0", "::") else [host]
+    return any(map(is_public, advertised)) and bool(own) and not any(map(is_public, own))
 
 
 def _hosts(invite: Invite) -> list[str]:
@@ -454,13 +497,13 @@ def _tokenizer(spec: RunSpec, read: Callable[[], bytes] | None, path: Path) -> b
 
 
 async def _listen(
-    stack: contextlib.AsyncExitStack, coordinator: Coordinator, state_dir: Path, tokenizer: bytes
+    stack: contextlib.AsyncExitStack, coordinator: Coordinator, state_dir: Path, service: Service
 ) -> str:
     listen = coordinator.spec.coordinator.listen
     host, port = split_address(listen)
     port = port or _remembered_port(state_dir / "port")  # so that invites stay valid
     server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
-    server.add_generic_rpc_handlers((Service(coordinator, tokenizer).handler(),))
+    server.add_generic_rpc_handlers((service.handler(),))
     bound = _bind(server, host, port, coordinator.keys)
     (state_dir / "port").write_text(str(bound))
     await server.start()

@@ -34,6 +34,7 @@ from atoll.coordinator.rpc.messages import (
     SERVICE,
 )
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
+from atoll.coordinator.service.watching import PortsWatch
 from atoll.optim.log.entry import Claim
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
 from atoll.optim.state.outer_state import LEAF_BYTES
@@ -50,8 +51,11 @@ MAX_PUBLISHERS = 4  # bodies received at once, which bounds memory
 class Service:
     """Serves one run by the methods of service.proto."""
 
-    def __init__(self, coordinator: Coordinator, tokenizer: bytes = b"") -> None:
+    def __init__(
+        self, coordinator: Coordinator, tokenizer: bytes = b"", watch: PortsWatch | None = None
+    ) -> None:
         """`tokenizer` is the run's, compressed, if it travels with the run."""
+        self._watch = watch
         self._run = coordinator
         self._packed_tokenizer = tokenizer
         self._receiving: set[int] = set()
@@ -101,6 +105,8 @@ class Service:
                 token=request.token,
             )
         )
+        if self._watch is not None:
+            self._watch.joined(request.peer_id, host_of(call.peer()))
         genesis = await asyncio.to_thread(self._store.snapshot, 0)
         return pb.JoinReply(
             spec=self._run.spec.canonical(),
@@ -123,6 +129,8 @@ class Service:
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected a port and a nonce")
         host = host_of(call.peer())
         reached = await _dial_back(host, request.port, request.nonce) if host else False
+        if self._watch is not None:
+            self._watch.probed(request.auth.peer_id, is_reached=reached)
         return pb.ProbeReply(address=host, reached=reached)
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, _: _Call) -> pb.HeartbeatReply:

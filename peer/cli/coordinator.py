@@ -184,6 +184,7 @@ async def _serve(
         async with Tasks() as telling:
             if not quiet:
                 telling.spawn(_tell(up))
+                telling.spawn(_tell_ports(up))
             if has_keeper:
                 telling.spawn(keep_beside(up, say))
             await stop.wait()
@@ -222,6 +223,17 @@ async def _tell(up: Running) -> None:
     say("still serving peers; press Ctrl-C to stop")
 
 
+async def _tell_ports(up: Running) -> None:
+    """Print what joiners find at the ports; `follow` prints the warnings among it."""
+    told = str(up.ports)
+    while up.ports is not None:
+        await asyncio.sleep(FOLLOW_S)
+        if str(up.ports) != told:
+            told = str(up.ports)
+            if not up.ports.is_wrong:
+                say(told)
+
+
 def announce(up: Running, *, as_json: bool) -> None:
     """Print the invite on stdout, and how to use it on stderr."""
     from atoll.peer.training.permission import options_for
@@ -231,8 +243,8 @@ def announce(up: Running, *, as_json: bool) -> None:
     say(f"listening on {up.address}; state in {up.state_dir}")
     say(f"back up {up.state_dir / 'keys.json'}: nobody can continue the run without it")
     say(f"the invite contains {' and '.join(up.invite.addresses)}")
-    if not up.is_public:
-        say(not_public(spec))
+    for line in about_ports(up):
+        say(line)
     join = " ".join(["atoll peer INVITE", *options_for(spec)])
     say("`atoll invite` limits an invite to some peers or to watching; `atoll evict` puts one out")
     if spec.round.electors == "keepers":
@@ -251,14 +263,34 @@ def announce(up: Running, *, as_json: bool) -> None:
         print(up.invite, flush=True)
 
 
-def not_public(spec: RunSpec) -> str:
-    """Return the warning about an invite without a public address."""
+def about_ports(up: Running) -> list[str]:
+    """Return what the organiser should know about reaching this machine from outside."""
+    ports, spec = up.ports, up.coordinator.spec
+    if ports is not None and ports.is_known:  # joiners know better than the addresses do
+        prefix = "warning: " if ports.is_wrong else ""
+        return [f"{prefix}as joiners found it so far: {ports}"]
+    if not up.is_public:
+        return [not_public(spec)]
+    lines = [str(ports)] if ports is not None else []
+    if up.is_behind:
+        lines.append(
+            "this machine has only a private address: a router or the cloud provider must "
+            f"forward TCP ports {_numbers(spec) or 'of both listeners'} from "
+            f"{spec.coordinator.advertise} to it"
+        )
+    return lines
+
+
+def _numbers(spec: RunSpec) -> str:
     from atoll.coordinator.run.addresses import split_address
 
-    ports = [
-        split_address(each)[1] for each in (spec.coordinator.listen, spec.coordinator.dht_listen)
-    ]
-    numbers = " and ".join(str(port) for port in ports if port)
+    both = (spec.coordinator.listen, spec.coordinator.dht_listen)
+    return " and ".join(str(port) for each in both if (port := split_address(each)[1]))
+
+
+def not_public(spec: RunSpec) -> str:
+    """Return the warning about an invite without a public address."""
+    numbers = _numbers(spec)
     forward = f", and forward TCP ports {numbers} to this machine" if numbers else ""
     return (
         "warning: none of these addresses is public, so that only peers on this network can join; "

@@ -99,6 +99,16 @@ class BootstrapNode:
             return await self._node.roster.answer(question)
         return b""
 
+    async def direct_connections(self) -> dict[str, list[str]]:
+        """Return the addresses of connected peers, except of those that a relay has shown us."""
+        transport = self._node.transport
+        found = await self._node.daemon.all_remote_addresses()
+        return {
+            peer: addresses
+            for peer, addresses in found.items()
+            if peer not in transport.relayed and not transport.seen_at(peer)
+        }
+
     def fetch_model(self, keeper: ReplicaView) -> FetchModel:
         """Return what fetches a peer's model, in a run by gossip."""
         state = keeper.state

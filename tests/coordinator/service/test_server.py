@@ -288,6 +288,10 @@ class FakeNode:
         """Nobody is known."""
         return b""
 
+    async def direct_connections(self) -> dict[str, list[str]]:
+        """Nobody is connected."""
+        return {}
+
     async def close(self) -> None:
         self.closed = True
 

@@ -65,6 +65,23 @@ def test_all_of_ipv4_brings_all_of_ipv6_unless_that_is_taken(monkeypatch):
     assert both_families("0.0.0.0", 7701) == ["0.0.0.0"]
 
 
+def test_it_reports_the_connections_that_no_relay_has_shown(tmp_path):
+    async def main():
+        first = await BootstrapNode.start(request(tmp_path), admission_s=60.0)
+        options = {"run_id": RUN_ID.hex(), "listen_maddrs": LOOPBACK, "admission": b"admission"}
+        one = await Node.start(None, bootstrap=first.addresses, **options)
+        try:
+            (address,) = (await first.direct_connections())[one.peer_id]
+            assert address.startswith("/ip4/127.0.0.1/tcp/")
+            first._node.relaying.seen_at[one.peer_id] = "/ip4/1.1.1.1/tcp/4001"
+            assert await first.direct_connections() == {}
+        finally:
+            await one.close()
+            await first.close()
+
+    asyncio.run(main())
+
+
 def test_started_again_it_finds_the_peers_that_go_on_without_it(tmp_path, monkeypatch):
     monkeypatch.setattr(bootstrap, "LOOK_S", 0.2)
 

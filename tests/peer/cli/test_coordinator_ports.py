@@ -1,0 +1,53 @@
+"""What `atoll coordinator` prints of its ports at its start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from atoll.coordinator.ports import Port, Ports
+from atoll.peer.cli.coordinator import about_ports
+
+
+def up(*, is_public: bool, is_behind: bool = False, **found: Any) -> Any:
+    settings = SimpleNamespace(
+        listen="0.0.0.0:7700", dht_listen="0.0.0.0:7701", advertise="run.example.org"
+    )
+    ports = Ports(grpc=Port(number=7700), p2p=Port(number=7701))
+    for name, value in found.items():
+        setattr(ports, name, Port(number=getattr(ports, name).number, found=value, by="A"))
+    spec = SimpleNamespace(coordinator=settings)
+    return SimpleNamespace(
+        ports=ports,
+        is_public=is_public,
+        is_behind=is_behind,
+        coordinator=SimpleNamespace(spec=spec),
+    )
+
+
+def test_a_run_without_a_public_address_is_warned() -> None:
+    (line,) = about_ports(up(is_public=False))
+    assert line.startswith("warning: none of these addresses is public")
+
+
+def test_a_public_address_that_nobody_has_tried_is_no_warning() -> None:
+    assert about_ports(up(is_public=True)) == [
+        "nobody has tried ports 7700 and 7701 from outside yet"
+    ]
+
+
+def test_a_cloud_machine_with_a_private_address_is_not_called_wrong() -> None:
+    _, line = about_ports(up(is_public=True, is_behind=True))
+    assert "warning" not in line
+    assert "must forward TCP ports 7700 and 7701 from run.example.org to it" in line
+
+
+def test_what_joiners_found_comes_before_what_addresses_suggest() -> None:
+    (line,) = about_ports(up(is_public=False, is_behind=True, grpc="reached", p2p="reached"))
+    assert "ports 7700 and 7701 were reached from outside" in line
+
+
+def test_a_closed_port_is_a_warning_with_what_to_forward() -> None:
+    (line,) = about_ports(up(is_public=True, is_behind=True, grpc="reached", p2p="closed"))
+    assert line.startswith("warning: as joiners found it so far: A reached port 7700")
+    assert "forward TCP port 7701" in line

@@ -271,7 +271,8 @@ class RoundModel:
                     yield self._feed(fails, leader, ended)
 
     def _polls(self, world: World, leader: int) -> Iterator[World]:
-        attempt = self._round(world, leader).question
+        current = self._round(world, leader)
+        attempt = None if current._polled else current.question
         if attempt is not None and world.polls != self.polls:
             after = world._replace(polls=world.polls + 1)
             yield self._feed(after, leader, Polled(attempt=attempt))

@@ -533,6 +533,8 @@ class Parts:
         self._cells = cells
         due = now + OWNERS_SHARE * group.deadline_s
         self._parts = [PartState(plan=plan, owner=plan.owner, due=due) for plan in group.parts]
+        self._untrue: set[int] = set()
+        """owners that named a part whose bytes nobody has"""
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -576,6 +578,10 @@ class Parts:
         """Fetch parts that are done and do not come by themselves."""
         return [each for i in range(len(self._parts)) for each in self._fetch(i, view, is_live)]
 
+    def held(self, view: LeaderView) -> bool:
+        """Return whether all parts are done and here."""
+        return all(self._is_held(index, view) for index in range(len(self._parts)))
+
     def settled(self, view: LeaderView, is_live: IsLive) -> bool:
         """Return whether all parts are done, and here or on their way."""
         return all(
@@ -608,7 +614,9 @@ class Parts:
 
     def _comes(self, index: int, view: LeaderView, is_live: IsLive) -> bool:
         """Return whether the leader's own exchange still brings it."""
-        return index in view.coming and self._owner_lives(self._parts[index], view.now, is_live)
+        part = self._parts[index]
+        is_kept = part.done is not None and part.owner in self._untrue
+        return index in view.coming and self._owner_lives(part, view.now, is_live) and not is_kept
 
     def _is_lost(self, index: int, view: LeaderView, is_live: IsLive) -> bool:
         part = self._parts[index]
@@ -639,11 +647,13 @@ class Parts:
     def _repair(self, index: int, view: LeaderView, is_live: IsLive) -> list[RepairPart]:
         """The live member that owns the fewest cells; the old owner if nobody else is left."""
         part, alive = self._parts[index], self._alive(is_live)
+        if part.done is not None:
+            self._untrue.add(part.owner)
         load: dict[int, int] = {}
         for state in self._parts:
             cells = state.plan.stop_cell - state.plan.start_cell
             load[state.owner] = load.get(state.owner, 0) + cells
-        owner = new_owner((part.owner,), alive, load)
+        owner = new_owner({part.owner, *self._untrue}, alive, load)
         if owner is None:
             owner = new_owner((), alive, load)
         if owner is None:
@@ -1320,7 +1330,7 @@ class Round:
         if votes and self._proposed is not None:
             is_lock = self._leads.trust == "byzantine"
             return (self._lock if is_lock else self._decide)(self._proposed, votes)
-        if self._polled:
+        if self._polled and not self._loses_part(view):
             again = self._pass_over() or self._keep_electors()
             return again or self._expect_more(self._signatures, "voted")
         if not self._is_own:
@@ -1332,3 +1342,10 @@ class Round:
             self.state = RoundState.REDUCING
             actions.append(StopPoll())
         return actions
+
+    def _loses_part(self, view: LeaderView) -> bool:
+        """Return whether a part of this leader's entry is on the way: it may never come.
+
+        Electors may know before this leader that nobody has it, and refuse all at once.
+        """
+        return self._is_own and not self._closed()[1].held(view)

@@ -156,6 +156,10 @@ class TakesGroup(Protocol):
         """Raise MalformedRecord unless the leader signed the group of this digest."""
         ...
 
+    def pass_known(self, closed: Closed, digest: bytes) -> bool:
+        """Pass on the group that has begun; raises MalformedRecord if it is another one."""
+        ...
+
     def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
         """Begin with a group; raises MalformedRecord if it is not the leader's."""
         ...

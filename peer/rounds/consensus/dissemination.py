@@ -317,6 +317,19 @@ class Seat:
         if not self._ctx.verify(self._leader, payload, signature):
             raise MalformedRecord("group: expected the leader's signature")
 
+    def pass_known(self, closed: Closed, digest: bytes) -> bool:
+        """Pass on a group that has begun, as often as it comes; return whether any has begun.
+
+        Raises:
+            MalformedRecord: it is another one than that.
+        """
+        if self.exchange is None:
+            return False
+        if digest != self.exchange.digest:
+            raise MalformedRecord("group: expected the one that began, got another")
+        self._pass_on(self._groups, closed, self.exchange.group)
+        return True
+
     def take(self, closed: Closed, group: Group, *, passed: bool) -> None:
         """Begin, and pass the group on.
 
@@ -335,9 +348,7 @@ class Seat:
             self._begun.set()
             for order in self._orders:
                 self.order(order)
-        if digest != self.exchange.digest:
-            raise MalformedRecord("group: expected the one that began, got another")
-        self._pass_on(self._groups, closed, group)
+        self.pass_known(closed, digest)
 
     def order(self, order: Repair | Gone) -> None:
         """Do what the leader says; before the group is here, then."""
@@ -462,8 +473,10 @@ async def take_passed(ctx: Context, body: bytes) -> bytes:
         raise Refused(RefusalCode.NO_SEAT, f"no report to term {head.term} is open here")
     record = inflated(closed.group, Group.max_bytes)
     try:
-        seat.expect_leaders(sha256(record), closed.signature)  # only its groups are worth parsing
-        seat.take(closed, Group.decode(record), passed=True)
+        digest = sha256(record)
+        seat.expect_leaders(digest, closed.signature)  # only its groups are worth parsing, once
+        if not seat.pass_known(closed, digest):
+            seat.take(closed, Group.decode(record), passed=True)
     except MalformedRecord as error:
         raise Refused(RefusalCode.OTHER_GROUP, str(error)) from error
     return b""

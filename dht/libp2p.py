@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import socket
 import ssl
@@ -22,7 +23,7 @@ from atoll.dht.addresses import CIRCUIT, by_family, relay_of
 from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
 from atoll.dht.relaying import Relaying
 from atoll.dht.strangers import Strangers
-from atoll.dht.tasks import Tasks
+from atoll.dht.tasks import Tasks, end
 from atoll.dht.transport import (
     HEADER_BYTES,
     MAX_CALL_BYTES,
@@ -72,7 +73,8 @@ MESSAGE_COST_BYTES = 64  # counted for an empty message, so that endless ones fi
 LINGER_S = 5.0  # for the other side to close; cutting earlier could lose what we sent last
 MAX_STREAMS_PER_PEER = 256  # bounds the memory that one peer can claim
 SPARE_FILES = 2  # one in so many descriptors may be a stream that others opened
-DIAL_RETRY_S = 0.25  # first pause between dials; libp2p itself backs off for 5 s after a failed one
+DIAL_RETRY_S = 0.25  # first pause between dials
+BACKOFF_S = 5.0  # for which libp2p itself does not dial again after a failed dial
 TLS_S = 10.0  # to begin and to end it on a relayed stream
 PING_S = 3.0  # for the answer of a peer that has let an exchange expire
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
@@ -81,6 +83,13 @@ PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dia
 def protocol_name(run_id: str) -> str:
     """Return a run's libp2p protocol: peers of another run or version cannot open its streams."""
     return f"/atoll/{VERSION}/{run_id}"
+
+
+def dial_failures(error: str) -> set[str]:
+    """Return the reasons that p2pd gives for the addresses of a failed dial, each on a line."""
+    lines = [line.strip() for line in error.splitlines()]
+    failures = [line.partition("] ")[2] for line in lines if line.startswith("* [")]
+    return {failure.rpartition(": ")[2] for failure in failures}
 
 
 class LibP2PStream(StreamEnd):
@@ -303,6 +312,8 @@ class LibP2PTransport:
         self._dialing: dict[str, asyncio.Lock] = {}
         self._strangers = Strangers()
         self._doubted: set[str] = set()
+        self._refused_s: dict[str, float] = {}
+        """by peer, when its machine last refused a connection"""
         self._calls_made = 0
         self._messages = [0, 0]
         self._bytes = [0, 0]
@@ -510,24 +521,34 @@ class LibP2PTransport:
         return [relay for relay in named if relay is not None]
 
     async def _meet_relays(self, peer: str, timeout_s: float) -> None:
-        """Connect to a relay of the peer; its streams are opened through that."""
+        """Connect to a relay of the peer; its streams are opened through that.
+
+        All are dialed at once: one that died is named first until the peer publishes another.
+        """
+        relays = [relay for relay in self._relays_of(peer) if relay != self.peer_id]
+        if not relays:
+            why = "it has no connection to this peer, which relays for it"
+            raise PeerUnreachable(f"no relay of {peer}: {why}", peer=peer)
+        if self._connected.isdisjoint(relays):
+            for address in self._known[peer]:
+                relay = relay_of(address)
+                if relay in relays and relay not in self._known:
+                    self.learn(relay, [address.partition(CIRCUIT)[0]])
+            await self._meet_one(peer, relays, timeout_s)
+        self._behind.add(peer)
+
+    async def _meet_one(self, peer: str, relays: Sequence[str], timeout_s: float) -> None:
+        """Return once there is a connection to one of a peer's relays."""
+        dials = [asyncio.create_task(self._connect(relay, timeout_s)) for relay in relays]
         errors: list[str] = []
-        for address in self._known[peer]:
-            relay = relay_of(address)
-            if relay is None:
-                continue
-            if relay == self.peer_id:
-                errors.append("it has no connection to this peer, which relays for it")
-                continue
-            if relay not in self._known:
-                self.learn(relay, [address.partition(CIRCUIT)[0]])
-            try:
-                await self._connect(relay, timeout_s)
-            except PeerUnreachable as error:
-                errors.append(str(error))
-            else:
-                self._behind.add(peer)
-                return
+        try:
+            for dial in asyncio.as_completed(dials):
+                try:
+                    return await dial
+                except PeerUnreachable as error:
+                    errors.append(str(error))
+        finally:
+            await end(*dials, expected=(TransportError, TimeoutError))
         raise PeerUnreachable(f"no relay of {peer}: {'; '.join(errors)}", peer=peer)
 
     async def _dial(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
@@ -545,12 +566,28 @@ class LibP2PTransport:
                     continue
                 if isinstance(error, TimeoutError):
                     raise
+                if self._is_gone(peer, str(error), loop.time()):
+                    raise PeerUnreachable(
+                        f"nobody listens at {peer}: {error}", peer=peer
+                    ) from error
                 pause_s *= 1 + self._rng.random()  # by chance, so that two peers fall out of step
                 if loop.time() + pause_s > deadline_s:
                     raise PeerUnreachable(
                         f"{peer} cannot be reached: {error}", peer=peer
                     ) from error
                 await asyncio.sleep(pause_s)
+
+    def _is_gone(self, peer: str, error: str, now_s: float) -> bool:
+        """Return whether the peer's machine answers that nobody listens; a retry is in vain then.
+
+        libp2p does not dial again for a while after that, and has no other reason to give.
+        """
+        reasons = dial_failures(error)
+        if reasons == {"connection refused"}:
+            self._refused_s[peer] = now_s
+        elif reasons != {"dial backoff"}:
+            self._refused_s.pop(peer, None)
+        return now_s - self._refused_s.get(peer, -math.inf) < BACKOFF_S
 
     async def _live(self) -> set[str]:
         self._connected = await self._daemon.connected()

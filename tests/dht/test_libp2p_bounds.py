@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
+from atoll.dht import libp2p
 from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.p2pd import P2pdError
 from atoll.dht.testing.virtualtime import run_virtual
-from atoll.dht.transport import TransportError
+from atoll.dht.transport import PeerUnreachable, TransportError
 
 
 class Deaf:
@@ -37,6 +38,78 @@ def test_each_dial_may_take_what_is_left_of_the_time():
         first, *later = daemon.limits_s
         assert first == pytest.approx(3.0, abs=0.1)
         assert later and max(later) <= 2.0
+        await transport.close()
+
+    run_virtual(main())
+
+
+REFUSED = "connect: connection refused"
+BACKOFF = "dial backoff"
+NO_ROUTE = "connect: no route to host"
+
+
+class Failing(Deaf):
+    """Fails each dial at once, for the next of these reasons."""
+
+    def __init__(self, *reasons):
+        super().__init__()
+        self.reasons = list(reasons)
+
+    async def dial(self, peer, addresses, *, timeout_s):
+        self.limits_s.append(timeout_s)
+        reason = self.reasons.pop(0) if self.reasons else BACKOFF
+        lines = (f"  * [{address}] {reason}" for address in addresses)
+        raise P2pdError("\n".join([f"failed to dial {peer}: all dials failed", *lines]))
+
+
+@pytest.mark.parametrize(
+    ("reasons", "is_gone"),
+    [([REFUSED], True), ([BACKOFF, REFUSED], True), ([NO_ROUTE], False), ([], False)],
+)
+def test_where_nobody_listens_no_dial_is_repeated(reasons, is_gone):
+    """The members of a group wait for the end of these dials before they turn to another leader."""
+
+    async def main():
+        daemon = Failing(*reasons)
+        transport = LibP2PTransport(daemon, run_id="run")
+        for _ in range(2):
+            with pytest.raises(PeerUnreachable):
+                await transport.connect("b", ["/ip4/10.0.0.1/tcp/1"], timeout_s=3.0)
+        # Each time until the refusal; and the second time, libp2p does not dial yet.
+        assert (len(daemon.limits_s) == len(reasons) + 1) == is_gone
+        await transport.close()
+
+    run_virtual(main())
+
+
+def test_a_relay_that_hangs_keeps_nobody_from_the_next(monkeypatch):
+    """A peer's record names a relay that died for some seconds more."""
+
+    class Half(Deaf):
+        def __init__(self):
+            super().__init__()
+            self.reached = set()
+
+        async def connected(self):
+            return set(self.reached)
+
+        async def dial(self, peer, addresses, *, timeout_s):
+            if peer == "dead":
+                await asyncio.sleep(timeout_s)
+                raise TimeoutError
+            self.reached.add(peer)
+
+    async def main():
+        transport = LibP2PTransport(Half(), run_id="run", relaying=object())
+        ways = [f"/ip4/10.0.0.1/tcp/1/p2p/{relay}/p2p-circuit" for relay in ("dead", "alive")]
+        monkeypatch.setattr(
+            libp2p, "relay_of", lambda way: way.split("/")[6] if "circuit" in way else None
+        )
+        began_s = asyncio.get_running_loop().time()
+        await transport.connect("b", ways, timeout_s=4.5)
+        assert asyncio.get_running_loop().time() - began_s < 2.0  # on the virtual clock
+        assert transport.relayed == {"b"}
+        await transport.connect("b", ways, timeout_s=4.5)
         await transport.close()
 
     run_virtual(main())

@@ -3,7 +3,8 @@
 libp2p finds that out in minutes, if enough others try. The coordinator knows it at once: before
 p2pd takes the port, this peer listens on it and asks the coordinator to dial back. Nothing has left
 from this port yet, so no router has a flow for it, and only an open or forwarded port lets the
-coordinator in.
+coordinator in. A process that was started again takes another port unless the last one was open:
+its router may still have the flows of that one, and would let the coordinator in, but nobody else.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ async def probe(
             continue
         others = [each for each in listen[index + 1 :] if each == f"{ANY_IPV6}0"]
         hosts = (found["host"], *("::" for _ in others))
+        kept_port = before.port if before.is_dialed else 0
         try:
-            reach = await _dialed_back(client, hosts, int(found["port"]) or before.port)
+            reach = await _dialed_back(client, hosts, int(found["port"]) or kept_port)
         except (CoordinatorError, OSError):
             return before, tuple(listen)
         with suppress(OSError):  # a full disk: the next start asks again

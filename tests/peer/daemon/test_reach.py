@@ -59,6 +59,15 @@ def test_all_of_ipv6_gets_the_same_port_and_is_dialed_back_too(tmp_path):
     assert reach.multiaddr == f"/ip6/2a00::9/tcp/{port}"
 
 
+def test_a_port_that_was_closed_is_not_tried_again(tmp_path):
+    """Its router has flows to the coordinator from it, and lets that in, but nobody else."""
+    closed, _ = found(Coordinator(lets_in=False), tmp_path)
+    again, _ = found(Coordinator(), tmp_path)
+    assert again.port != closed.port
+    named, _ = found(Coordinator(lets_in=False), tmp_path, (f"/ip4/0.0.0.0/tcp/{closed.port}",))
+    assert named.port == closed.port  # the owner's choice
+
+
 def test_a_port_of_before_that_is_taken_is_replaced(tmp_path):
     _, (first,) = found(Coordinator(), tmp_path)
     with socket.create_server(("0.0.0.0", int(first.rpartition("/")[2]))):

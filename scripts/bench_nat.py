@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +46,9 @@ MARKS = ("<!-- rows of nat.json -->", "<!-- end of rows -->")
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 PEERS = 4
 ROUNDS = 8
-ROUNDS_AROUND = 18  # of a run in which a relay is killed, after a third of them
+ROUNDS_AROUND = 12  # of a run in which a relay is killed, after a third of them
+# Of each of these rounds: some seconds, as a peer that missed a round has the window to catch up.
+STEPS_AROUND = 20
 CASE_S = 240.0
 BODY_BYTES = 100_000  # sent in 50 ms by a host whose bodies move
 RELAY_MBIT = 100.0  # coordinator.relay_mbit, its default
@@ -56,6 +58,7 @@ PHASES = ("send", "reduce", "vote")
 MODEL = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1206}  # 10 million parameters
 PARAMS = 9_998_208
 ROUND = re.compile(r"^[\d:]{8}  round +(\d+)", re.MULTILINE)
+OWN_ROUND = re.compile(r"^(?P<at>[\d:]{8})  round (?P<round>\d+)/", re.MULTILINE)  # a peer's line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +155,8 @@ class Case:
         """The file that holds the invite."""
         return self.folder / "invite"
 
-    def large(self, rounds: int) -> RunSpec:
-        """Return a run of 10M parameters whose windows are short."""
+    def large(self, rounds: int, inner_steps: int = 2) -> RunSpec:
+        """Return a run of 10M parameters, by default with windows shorter than its exchanges."""
         return self.placed(
             RunSpec.from_dict(
                 {
@@ -161,7 +164,7 @@ class Case:
                     "model": {"overrides": MODEL},
                     "data": {"seq_len": 16},
                     "inner": {"batch_size": 1, "warmup_steps": 2},
-                    "outer": {"inner_steps": 2},
+                    "outer": {"inner_steps": inner_steps},
                 }
             )
         )
@@ -234,6 +237,18 @@ class Case:
         """Return the number of rounds that the coordinator has printed."""
         found = ROUND.findall((self.folder / "coordinator.log").read_text())
         return int(found[-1]) if found else 0
+
+    def committed_s(self, names: Collection[str]) -> dict[int, float]:
+        """Return when the last of some peers printed each round that all of them did.
+
+        The coordinator's own times are late if the peer died that brings it the entries.
+        """
+        found = [
+            {int(m["round"]): seconds(m["at"]) for m in OWN_ROUND.finditer(log.read_text())}
+            for log in (self.folder / f"{name}.log" for name in names)
+        ]
+        common = set[int].intersection(*map(set, found))
+        return {number: max(own[number] for own in found) for number in sorted(common)}
 
     def status(self) -> dict[str, Any]:
         """Return what `atoll status --json` prints; nothing while it cannot."""
@@ -362,7 +377,7 @@ class Killed:
     """A public peer that relays for two others, killed in mid-round."""
 
     round_s: float
-    """median seconds between two rounds before"""
+    """median seconds between two rounds before, at the last survivor; logs have whole seconds"""
     struck_s: float
     """of the round in which it died"""
     cost_s: float
@@ -375,7 +390,7 @@ def kill_a_relay() -> Killed:
     links = [Link(), *(Link(behind=behind) for behind in ("", "", "symmetric", "symmetric"))]
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder)) as case:
-            case.start_coordinator(case.large(ROUNDS_AROUND))
+            case.start_coordinator(case.large(ROUNDS_AROUND, STEPS_AROUND))
             for host in range(1, PEERS + 1):
                 case.start_peer(host)
             wait_until(lambda: case.position() >= ROUNDS_AROUND // 3, CASE_S, case.words)
@@ -383,21 +398,28 @@ def kill_a_relay() -> Killed:
             relay = next(
                 n for n, p in peers.items() if p["peer_id"] == peers["peer-3"]["relays"][0]
             )
+            survivors = sorted(peers.keys() - {relay})
             case.strike(relay, int(relay.rpartition("-")[2]))
-            struck_at = time.time()
+            struck = max(case.committed_s(survivors)) + 1
             wait_until(lambda: case.position() == ROUNDS_AROUND, CASE_S, case.words)
-            history = sorted(case.status()["history"], key=lambda row: row["position"])
-    gaps = [(b["at"] - a["at"], b) for a, b in pairwise(history)]
-    before_s = statistics.median(gap for gap, row in gaps if row["at"] < struck_at)
-    struck_s, _ = next((gap, row) for gap, row in gaps if row["at"] >= struck_at)
+            rows = case.status()["history"]
+            at_s = case.committed_s(survivors)
+    took_s = {later: at_s[later] - at_s[one] for one, later in pairwise(at_s)}
+    before_s = statistics.median(gap_s for number, gap_s in took_s.items() if number < struck)
     names = {peer["peer_id"]: name for name, peer in peers.items()}
     without = [
         [names.get(peer, peer) for peer in row["left_out"] if names.get(peer) != relay]
-        for _, row in gaps
-        if row["at"] >= struck_at
+        for row in sorted(rows, key=lambda row: row["position"])
+        if row["position"] >= struck
     ]
-    cost_s = struck_s - before_s
-    return Killed(round_s=before_s, struck_s=struck_s, cost_s=cost_s, without=without)
+    cost_s = took_s[struck] - before_s
+    return Killed(round_s=before_s, struck_s=took_s[struck], cost_s=cost_s, without=without)
+
+
+def seconds(at: str) -> float:
+    """Return the seconds of a time of day."""
+    hours, minutes, rest = map(int, at.split(":"))
+    return 3600.0 * hours + 60.0 * minutes + rest
 
 
 def row_of(

@@ -91,6 +91,8 @@ class Ports:
         if self.grpc.found == "reached":
             return ""
         self.grpc = Port(number=self.grpc.number, found="reached", by=peer_id)
+        if self._is_one:
+            self.p2p = self.grpc
         return self._changed()
 
     def probed(self, peer_id: str, *, is_reached: bool, now_s: float) -> None:
@@ -134,6 +136,10 @@ class Ports:
     def __str__(self) -> str:
         """Return what is known as a line for the organiser."""
         first, second = self.grpc, self.p2p
+        if self._is_one and first.found == "untried":
+            return f"nobody has tried port {first.number} from outside yet"
+        if self._is_one:
+            return f"port {first.number} was reached from outside (by {first.by})"
         if first.found == "untried":
             return f"nobody has tried ports {first.number} and {second.number} from outside yet"
         if second.found == "untried":
@@ -148,7 +154,7 @@ class Ports:
             )
         return (
             f"{second.by} reached port {first.number} from outside, but not port {second.number}: "
-            f"forward TCP port {second.number} to this machine and open it in its firewall"
+            f"forward TCP port {second.number} to this machine, or start with --one-port"
         )
 
     @property
@@ -160,6 +166,11 @@ class Ports:
     def is_wrong(self) -> bool:
         """Whether there is something to forward."""
         return self.p2p.found == "closed"
+
+    @property
+    def _is_one(self) -> bool:
+        """True if one port serves both."""
+        return self.grpc.number == self.p2p.number
 
     def _is_outside(self, host: str) -> bool:
         return is_public(host) and host not in self.own

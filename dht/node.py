@@ -157,6 +157,7 @@ class Node:
         run_id: str,
         listen_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce_maddrs: Sequence[str] = (),
+        true_source: Callable[[str], str] = str,
         bootstrap: Sequence[str] = (),
         admission: bytes = b"",
         check: Check = admit_everyone,
@@ -171,6 +172,7 @@ class Node:
             run_id: names the run's protocol and DHT key; other runs are invisible.
             listen_maddrs: where to listen; port 0 is any free one.
             announce_maddrs: addresses announced for others to dial, if they differ.
+            true_source: returns the true source of a forwarded connection, given its multiaddr.
             bootstrap: multiaddrs with /p2p/ of peers in the run; none for the first.
             admission: our credential, which goes with every exchange.
             check: judges the credentials of others.
@@ -189,6 +191,7 @@ class Node:
         options = P2pdOptions(
             listen=tuple(listen_maddrs),
             announce=tuple(announce_maddrs),
+            true_source=true_source,
         )
         clock.set_offset(clock_offset_s)  # before the DHT starts: it refuses a clock 3 s off
         async with AsyncExitStack() as undo:

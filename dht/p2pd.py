@@ -81,6 +81,8 @@ class P2pdOptions:
     """Multiaddrs to listen on; port 0 means any, and the chosen one is kept over restarts."""
     announce: tuple[str, ...] = ()
     """Multiaddrs announced for others to dial, if they differ."""
+    true_source: Callable[[str], str] = str
+    """Returns the multiaddr of a connection's true source, if another process forwards it."""
 
     @property
     def is_loopback_only(self) -> bool:
@@ -239,7 +241,7 @@ class P2pd:
         reply = await self._ask(request, timeout_s=timeout_s)
         wanted = PeerID.from_base58(peer).to_bytes()
         found = (address for each in reply.peers if each.id == wanted for address in each.addrs)
-        return [str(Multiaddr(address)) for address in found]
+        return [self.options.true_source(str(Multiaddr(address))) for address in found]
 
     async def all_remote_addresses(self, *, timeout_s: float = 5.0) -> dict[str, list[str]]:
         """Return the addresses from which each connected peer comes, by PeerID."""
@@ -248,7 +250,7 @@ class P2pd:
         found: dict[str, list[str]] = {}
         for each in reply.peers:
             addresses = found.setdefault(str(PeerID(each.id)), [])
-            addresses += [str(Multiaddr(address)) for address in each.addrs]
+            addresses += [self.options.true_source(str(Multiaddr(raw))) for raw in each.addrs]
         return found
 
     async def dial(self, peer: str, addresses: Sequence[str], *, timeout_s: float) -> None:

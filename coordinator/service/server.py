@@ -69,6 +69,7 @@ from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.tokenizer_file import TokenizerFileError, pack, unpack
 from atoll.coordinator.service.metrics import Metrics
+from atoll.coordinator.service.one_port import OnePort
 from atoll.coordinator.service.service import Service
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner, read_signed
@@ -151,6 +152,10 @@ class NodeRequest:
     port: int
     advertise: str | None
     relay_mbit_s: float
+    announce: tuple[tuple[str, int], ...] = ()
+    """Hosts and ports under which peers reach the node, if something forwards them to it."""
+    true_source: Callable[[str], str] = str
+    """Returns the multiaddr of a forwarded connection's true source."""
     check: AdmissionCheck
     admit: Callable[[str], bytes]
     """Returns the credential of the node's own PeerID."""
@@ -245,9 +250,10 @@ async def running(
         )
         stack.push_async_callback(coordinator.close)
         watch = PortsWatch(coordinator)
-        address = await _listen(stack, coordinator, state_dir, Service(coordinator, packed, watch))
+        service = Service(coordinator, packed, watch)
+        address, front = await _listen(stack, coordinator, state_dir, service)
         if start_node is not None:
-            nodes.append(await start_node(_node_request(coordinator, state_dir)))
+            nodes.append(await start_node(_node_request(coordinator, state_dir, front)))
             stack.push_async_callback(nodes[0].close)
             stack.push_async_callback(_fetching(coordinator, nodes[0]).close)
             own = {*advertised, *map(ip_of, nodes[0].addresses)}
@@ -498,17 +504,47 @@ def _tokenizer(spec: RunSpec, read: Callable[[], bytes] | None, path: Path) -> b
 
 async def _listen(
     stack: contextlib.AsyncExitStack, coordinator: Coordinator, state_dir: Path, service: Service
-) -> str:
+) -> tuple[str, OnePort | None]:
+    """Serve gRPC; return its address for peers, and what forwards to it if it shares its port."""
     listen = coordinator.spec.coordinator.listen
     host, port = split_address(listen)
     port = port or _remembered_port(state_dir / "port")  # so that invites stay valid
+    is_shared = listen == coordinator.spec.coordinator.dht_listen and bool(split_address(listen)[1])
     server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((service.handler(),))
-    bound = _bind(server, host, port, coordinator.keys)
+    bound = _bind(server, *(("127.0.0.1", 0) if is_shared else (host, port)), coordinator.keys)
+    front = await _shared(stack, host, port, bound) if is_shared else None
+    if front is not None:
+        service.true_caller, bound = front.caller, port
     (state_dir / "port").write_text(str(bound))
     await server.start()
     stack.push_async_callback(server.stop, _GRACE_S)
-    return _join_address(host, bound)
+    return _join_address(host, bound), front
+
+
+async def _shared(
+    stack: contextlib.AsyncExitStack, host: str, port: int, grpc_port: int
+) -> OnePort:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        p2p_port = free.getsockname()[1]
+    front = OnePort(grpc_port, p2p_port)
+    stack.push_async_callback(front.close)
+    try:
+        await front.listen([host], port)
+    except OSError:
+        raise _in_use(host, port) from None
+    other = {"0.0.0.0": "::", "::": "0.0.0.0"}.get(host)
+    if other is not None:
+        with contextlib.suppress(OSError):  # a machine without that family
+            await front.listen([other], port)
+    return front
+
+
+def _in_use(host: str, port: int) -> InUse:
+    return InUse(
+        f"cannot listen on {_join_address(host, port)}: the port is in use, or the address is "
+        "not this machine's; pass another with --listen HOST:PORT, or set coordinator.listen"
+    )
 
 
 def _bind(server: Any, host: str, port: int, keys: RunKeys) -> int:  # noqa: ANN401
@@ -518,10 +554,7 @@ def _bind(server: Any, host: str, port: int, keys: RunKeys) -> int:  # noqa: ANN
     except RuntimeError:
         bound = 0
     if not bound:
-        raise InUse(
-            f"cannot listen on {_join_address(host, port)}: the port is in use, or the address is "
-            "not this machine's; pass another with --listen HOST:PORT, or set coordinator.listen"
-        )
+        raise _in_use(host, port)
     return bound
 
 
@@ -532,9 +565,13 @@ def _remembered_port(path: Path) -> int:
         return 0
 
 
-def _node_request(coordinator: Coordinator, state_dir: Path) -> NodeRequest:
+def _node_request(coordinator: Coordinator, state_dir: Path, front: OnePort | None) -> NodeRequest:
     settings = coordinator.spec.coordinator
     host, port = split_address(settings.dht_listen)
+    announce: tuple[tuple[str, int], ...] = ()
+    if front is not None:
+        announce = tuple((each, port) for each in _reachable_hosts(host, settings.advertise))
+        host, port = "127.0.0.1", front.p2p_port
     return NodeRequest(
         run_id=coordinator.run_id,
         identity_path=state_dir / "node.key",
@@ -542,6 +579,8 @@ def _node_request(coordinator: Coordinator, state_dir: Path) -> NodeRequest:
         port=port,
         advertise=settings.advertise,
         relay_mbit_s=settings.relay_mbit,
+        announce=announce,
+        true_source=front.multiaddr if front is not None else str,
         check=AdmissionCheck(
             coordinator.keys.run_public_key,
             coordinator.run_id,

@@ -56,6 +56,8 @@ class Service:
     ) -> None:
         """`tokenizer` is the run's, compressed, if it travels with the run."""
         self._watch = watch
+        self.true_caller: Callable[[str], str] = str
+        """Returns gRPC's name of a caller with its true source, if we forward connections."""
         self._run = coordinator
         self._packed_tokenizer = tokenizer
         self._receiving: set[int] = set()
@@ -63,7 +65,7 @@ class Service:
 
     def _pace(self, context: _Call) -> None:
         """Refuse the calls of an address that makes far too many of them."""
-        if not self._calls.take(source_of(context.peer()), time.monotonic()):
+        if not self._calls.take(source_of(self.true_caller(context.peer())), time.monotonic()):
             raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "too many calls; slow down")
 
     def handler(self) -> Any:  # noqa: ANN401  # grpc has no types
@@ -106,7 +108,7 @@ class Service:
             )
         )
         if self._watch is not None:
-            self._watch.joined(request.peer_id, host_of(call.peer()))
+            self._watch.joined(request.peer_id, host_of(self.true_caller(call.peer())))
         genesis = await asyncio.to_thread(self._store.snapshot, 0)
         return pb.JoinReply(
             spec=self._run.spec.canonical(),
@@ -127,7 +129,7 @@ class Service:
         self._pace(call)
         if not 0 < request.port < 65536 or len(request.nonce) != PROBE_NONCE_BYTES:
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected a port and a nonce")
-        host = host_of(call.peer())
+        host = host_of(self.true_caller(call.peer()))
         reached = await _dial_back(host, request.port, request.nonce) if host else False
         if self._watch is not None:
             self._watch.probed(request.auth.peer_id, is_reached=reached)

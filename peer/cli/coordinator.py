@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atoll.peer.cli import Subparsers, add_stop_with_stdin, new_parser, print_json
 from atoll.peer.daemon.supervised import stop_with_stdin
@@ -25,6 +25,10 @@ FOLLOW_S = 0.5  # between two reads of our own state; a round takes seconds
 
 class InviteFileError(ValueError):
     """The invite file cannot be written, or holds something other than an invite."""
+
+
+class OnePortError(ValueError):
+    """One port cannot be shared as asked."""
 
 
 class NoKeepers(ValueError):  # noqa: N818
@@ -59,6 +63,11 @@ def add_parser(subparsers: Subparsers) -> None:
         ("metrics-listen", "of a Prometheus endpoint (default: none)."),
     ):
         parser.add_argument(f"--{name}", metavar="HOST:PORT", help=f"Address {what}")
+    parser.add_argument(
+        "--one-port",
+        action="store_true",
+        help="Serve gRPC and the DHT node on the port of --listen alone.",
+    )
     parser.add_argument(
         "--advertise",
         metavar="HOST",
@@ -120,7 +129,17 @@ def with_addresses(spec: RunSpec, args: argparse.Namespace) -> RunSpec:
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     told = spec.model_dump(mode="json")
     told["coordinator"].update(given)
+    if getattr(args, "one_port", False):
+        told["coordinator"]["dht_listen"] = _shared_address(told["coordinator"], args)
     return type(spec).from_dict(told, source="command line")
+
+
+def _shared_address(told: dict[str, Any], args: argparse.Namespace) -> Any:  # noqa: ANN401
+    if args.dht_listen is not None:
+        raise OnePortError("--one-port and --dht-listen exclude each other; omit one of them")
+    if str(told["listen"]).endswith(":0"):
+        raise OnePortError("--one-port needs the number of the port; pass --listen HOST:PORT")
+    return told["listen"]
 
 
 def spec_in(state_dir: Path) -> RunSpec | None:
@@ -285,7 +304,8 @@ def _numbers(spec: RunSpec) -> str:
     from atoll.coordinator.run.addresses import split_address
 
     both = (spec.coordinator.listen, spec.coordinator.dht_listen)
-    return " and ".join(str(port) for each in both if (port := split_address(each)[1]))
+    numbers = (str(port) for each in both if (port := split_address(each)[1]))
+    return " and ".join(dict.fromkeys(numbers))
 
 
 def not_public(spec: RunSpec) -> str:

@@ -62,11 +62,14 @@ class BootstrapNode:
         port = choose_port(host, request.port, request.identity_path.with_name("node.port"))
         peer_id = Identity.load_or_create(request.identity_path).peer_id
         announce = [multiaddr(request.advertise, port)] if request.advertise else []
+        if request.announce:
+            announce = [multiaddr(each, number) for each, number in request.announce]
         node = await Node.start(
             request.identity_path,
             run_id=request.run_id.hex(),
             listen_maddrs=[multiaddr(each, port) for each in both_families(host, port)],
             announce_maddrs=announce,
+            true_source=request.true_source,
             admission=request.admit(peer_id),
             check=request.check,
             relay_mbit_s=request.relay_mbit_s,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from atoll.coordinator.ports import Port, Ports
-from atoll.peer.cli.coordinator import about_ports
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.cli.coordinator import OnePortError, about_ports, add_parser, with_addresses
+from support.organiser import tiny_spec
 
 
 def up(*, is_public: bool, is_behind: bool = False, **found: Any) -> Any:
@@ -51,3 +56,25 @@ def test_a_closed_port_is_a_warning_with_what_to_forward() -> None:
     (line,) = about_ports(up(is_public=True, is_behind=True, grpc="reached", p2p="closed"))
     assert line.startswith("warning: as joiners found it so far: A reached port 7700")
     assert "forward TCP port 7701" in line
+
+
+def spec_for(*arguments: str) -> RunSpec:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    return with_addresses(
+        tiny_spec(coordinator={}), parser.parse_args(["coordinator", "R", *arguments])
+    )
+
+
+def test_one_port_puts_the_node_at_the_port_of_grpc() -> None:
+    settings = spec_for("--one-port", "--listen", "0.0.0.0:7710").coordinator
+    assert settings.listen == settings.dht_listen == "0.0.0.0:7710"
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [(("--dht-listen", "0.0.0.0:1"), "omit one"), (("--listen", "0.0.0.0:0"), "pass --listen")],
+)
+def test_one_port_that_cannot_be_is_refused(more: tuple[str, str], remedy: str) -> None:
+    with pytest.raises(OnePortError, match=remedy):
+        spec_for("--one-port", *more)

@@ -173,7 +173,7 @@ class _Side(asyncio.Protocol):
         """Close both: gRPC and libp2p end connections whole."""
         return False
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         if self.other is not None and self.other.transport is not None:
             self.other.transport.close()  # sends what it was given before
 
@@ -213,11 +213,11 @@ class _Outside(_Side):
             self.transport.pause_reading()  # until the listener inside is connected
         self._front.spoke(self, data)
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         if self._is_due is not None:
             self._is_due.cancel()
         self._front.leave(self)
-        super().connection_lost(error)
+        super().connection_lost(exc)
 
 
 class _Inside(_Side):
@@ -234,9 +234,9 @@ class _Inside(_Side):
         assert isinstance(self.other, _Outside)
         self._sources[self._port] = self.other.address
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._sources.pop(self._port, None)
-        super().connection_lost(error)
+        super().connection_lost(exc)
 
 
 def _caller(address: tuple[str, int]) -> str:

@@ -131,6 +131,8 @@ class Case:
 
     lab: WanLab
     folder: Path
+    is_one_port: bool = False
+    """whether the coordinator serves gRPC and libp2p on one port"""
     children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
@@ -193,8 +195,10 @@ class Case:
         """Start the run, and wait for its invite."""
         path = self.folder / "RUN.toml"
         path.write_text(template(spec))
-        state = ("--state-dir", self.folder / "state", "--invite-file", self.invite)
-        self.start(0, "coordinator", "coordinator", path, *state)
+        options = ("--state-dir", self.folder / "state", "--invite-file", self.invite)
+        if self.is_one_port:
+            options += ("--one-port",)
+        self.start(0, "coordinator", "coordinator", path, *options)
         wait_until(self.invite.exists, 60, self.words)
 
     def start_peer(self, host: int) -> None:
@@ -281,12 +285,12 @@ def wait_until(holds: Callable[[], bool], limit_s: float, words: Callable[[], st
         time.sleep(0.2)
 
 
-def measure(topology: Topology) -> Row:
+def measure(topology: Topology, *, is_one_port: bool) -> Row:
     """Run one case from nothing to its last round."""
     link = Link()
     links = [link, *(Link(behind=behind) for behind in topology.behind)]
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
-        with Case(lab=lab, folder=Path(folder)) as case:
+        with Case(lab=lab, folder=Path(folder), is_one_port=is_one_port) as case:
             case.start_coordinator(case.large(ROUNDS))
             began_s = time.time()
             for host in range(1, PEERS + 1):
@@ -504,6 +508,7 @@ def arguments(cases: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", default="", help=f"comma-separated (default all), of: {', '.join(cases)}")
     add("--soak", type=float, default=0, metavar="MIN", help="only the long run, of MIN minutes")
+    add("--one-port", action="store_true", help="start the coordinator with --one-port")
     add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
     add("--json", action="store_true", help="print the rows as JSON on the last line")
     options = parser.parse_args()
@@ -534,7 +539,7 @@ def main() -> int:
     for name in options.only:
         if name == RELAY_KILLED:
             continue
-        rows.append(measure(known[name]))
+        rows.append(measure(known[name], is_one_port=options.one_port))
         print(f"{name}: {json.dumps(asdict(rows[-1]))}", file=sys.stderr, flush=True)
     print(table(rows))
     found = report(rows, killed, long_run)

@@ -583,6 +583,10 @@ class OwnedPart:
         """Stop waiting for a member, and encode the cells that are complete without it."""
         self.waiting.discard(member)
         self.reducer.drop(member)
+        await self.encode()
+
+    async def encode(self) -> None:
+        """Encode the cells that are complete."""
         async with self.lock:
             await self._do(self.reducer.advance)
 
@@ -731,13 +735,14 @@ class Owner:
             took_s |= dict.fromkeys(done - took_s.keys(), now - started)
             if silent := await owned.silent(now, connect_by, state.gone):
                 await self.drop(owned, *silent, reason="sent nothing")
-            elif now >= complete_by:
-                late = await owned.give_up()
+            elif now >= complete_by and (late := await owned.give_up()):
                 await self.drop(owned, *late, reason="missed the deadline")
             elif lagging := self._lagging(owned, took_s, now - started):
                 self._remember(owned, lagging)
                 await self.drop(owned, *lagging, reason="sent far less than the others")
             else:
+                if not owned.reducer.waiting_for:
+                    await owned.encode()  # no arrival does, if nobody may send
                 await owned.await_end(state.ctx.alive_s)
 
     def _lagging(self, owned: OwnedPart, took_s: Mapping[int, float], waited_s: float) -> set[int]:

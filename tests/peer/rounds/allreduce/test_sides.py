@@ -164,3 +164,21 @@ def test_an_order_of_an_earlier_generation_changes_nothing():
     exchange.parts = {0: "done"}
     exchange.repair(Repair(part=0, generation=2, owner=1, senders=(0, 1)))
     assert exchange.parts == {0: "done"}
+
+
+@pytest.mark.parametrize("senders", [(), (1,)], ids=["none", "only one that is barred"])
+def test_a_part_that_nobody_may_send_ends(senders):
+    """The leader that orders a repair names its senders: an owner that waited for none hung."""
+
+    async def main():
+        state = State()
+        for _ in range(MAX_FAULTS):
+            state.conduct.fault("b", Fault.BAD_CELL, state.ctx.now())
+        owner = Owner(state)
+        owned = owner.make_part(0, 1, senders)
+        await asyncio.sleep(2 * DEADLINE_S)  # past all deadlines: no wait is left
+        await owner.await_senders(owned)
+        assert owned.reducer.finished
+        assert [prefix.cells for prefix in owned.reducer.done(0, 1)[1].partial] == [0, 0, 0]
+
+    run_virtual(main())

@@ -488,16 +488,19 @@ def report(rows: Sequence[Row], killed: Killed | None, long_run: Soak | None) ->
 
 
 def save(found: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Write the report over what was saved, and the table between the marks of the page."""
+    """Add the report to what was saved, and write the table between the marks of the page."""
     known = json.loads(SAVED.read_text()) if SAVED.exists() else {}
     merged = {name: value or known.get(name) for name, value in found.items()}
+    by_case = {row["case"]: row for row in [*known.get("rows", []), *map(asdict, rows)]}
+    merged["rows"] = [by_case[each.name] for each in topologies() if each.name in by_case]
     SAVED.write_text(json.dumps(merged, indent=1) + "\n")
     if not rows:
         return
     before, rest = PAGE.read_text().split(MARKS[0])
     _, after = rest.split(MARKS[1])
     head = f"{found['date']}, commit {found['commit']}, {found['machine']}."
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{head}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
+    saved = table([Row(**row) for row in merged["rows"]])
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{head}\n\n{saved}\n\n{MARKS[1]}{after}")
 
 
 def arguments(cases: Sequence[str]) -> argparse.Namespace:

@@ -44,6 +44,9 @@ class Node:
 
         return fetch
 
+    async def direct_connections(self):
+        return {}
+
     async def close(self):
         """Nothing to leave."""
 

@@ -45,6 +45,7 @@ class RefusalCode(StrEnum):
     NOT_THE_LEADER = "not-the-leader"
     RETIRED = "retired"
     SUPERSEDED = "superseded"
+    UNDER_WAY = "under-way"
 
     # Members, owners and relays of a group
     BAD_CELL = "bad-cell"

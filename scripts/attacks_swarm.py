@@ -2,7 +2,8 @@
 
 The peers are those of `tests/support/swarm.py`: real rounds, log and votes. The last of them is the
 attacker, or a stranger beside them is. Seconds are of the virtual clock; CPU time and memory are of
-the process, which has all peers and the attacker.
+the process, which has all peers and the attacker. In the rows with keepers, four or seven of them
+vote on the work of three trainers, and fewer than a third of them attack.
 """
 
 import asyncio
@@ -22,11 +23,13 @@ import torch
 from attacks_rows import Phase, Progress, Row, counted, peak_mb, row_of
 
 from atoll.dht.testing import memory
-from atoll.optim.log.entry import Entry
+from atoll.optim.log.entry import Entry, max_liars
+from atoll.peer.rounds.policies import group_patience_s
 from support import attackers, greedy
 from support.liar_runs import PATIENCE_S, WINDOW_S
 from support.liars import Liar
 from support.swarm import (
+    SETTINGS,
     Swarm,
     SwarmPeer,
     claim,
@@ -37,6 +40,11 @@ from support.swarm import (
 PHASE_S = 180.0  # 36 windows: each of four peers leads nine positions
 STEP_S = 0.25  # between two looks at the peers
 JOIN_EVERY_S = 30.0
+TRAINERS = 3  # beside keepers
+LATER_PATIENCE_S = group_patience_s(
+    1, grace_s=SETTINGS.grace_s, stall_s=SETTINGS.stall_s, last_s=WINDOW_S, window_s=WINDOW_S
+)
+"""of a member with the leader of a later term: an attacker may be the leader of that one too"""
 
 
 @dataclass(kw_only=True)
@@ -145,7 +153,14 @@ class Attack:
     what: str
     begin: Begin
     stranger: bool = False
+    keepers: int = 0
+    """how many vote, and tolerate liars; 0: the four trainers vote"""
     saw: Saw = warnings
+
+    @property
+    def liars(self) -> int:
+        """How many peers attack, if they are members."""
+        return max(1, max_liars(self.keepers))
 
 
 def _p2(scene: Scene) -> None:
@@ -185,6 +200,14 @@ async def _p13(scene: Scene) -> None:
     identity = identity_of(99)
     refused = scene.seen
     await attackers.call_far_terms(scene.stranger(), identity, scene.peers, refused)
+
+
+async def _p13_keepers(scene: Scene) -> None:
+    liars = scene.peers[-max_liars(len(scene.peers) - TRAINERS) :]
+    for liar in liars:
+        attackers.stop_at(scene.patch, liar.ctx.me, "_form")
+    keepers = scene.peers[TRAINERS:]
+    await asyncio.gather(*(attackers.preempt(liar, keepers) for liar in liars))
 
 
 async def _p14(scene: Scene) -> None:
@@ -266,6 +289,16 @@ ATTACKS: dict[str, Attack] = {
         stranger=True,
         saw=met,
     ),
+    "p13-keeper": Attack(
+        what="one keeper of four asks for promises of its next terms at once",
+        begin=_p13_keepers,
+        keepers=4,
+    ),
+    "p13-keepers": Attack(
+        what="two keepers of seven ask for promises of their next terms at once",
+        begin=_p13_keepers,
+        keepers=7,
+    ),
     "p14": Attack(what="a member reads bulk data slowly in all slots", begin=_p14, saw=newcomers),
     "random": Attack(what="an elector lies at random (seed 2)", begin=lambda scene: None),
 }
@@ -275,9 +308,9 @@ ATTACKS: dict[str, Attack] = {
 class _Watch:
     """Rounds of the honest peers on the virtual clock."""
 
-    def __init__(self, scene: Scene, *, stranger: bool) -> None:
+    def __init__(self, scene: Scene, *, liars: int) -> None:
         self._swarm, self._attacker = scene.swarm, scene.liar
-        self.honest = scene.peers if stranger else scene.peers[:-1]
+        self.honest = scene.peers[: len(scene.peers) - liars]
         self.cpu_s = 0.0
         """per round, of the last phase"""
         self.out_at: float | None = None
@@ -326,12 +359,13 @@ def measure(name: str) -> Row:
     attack = ATTACKS[name]
 
     async def scenario(swarm: Swarm) -> Row:
-        peers = [swarm.add(window_s=WINDOW_S) for _ in range(4)]
+        peers = [swarm.add(window_s=WINDOW_S) for _ in range(TRAINERS if attack.keepers else 4)]
+        peers += [swarm.add(role="keeper") for _ in range(attack.keepers)]
         liar = Liar(peers[-1], peers[:-1], 2) if name == "random" else None
         await swarm.begin(peers)
         with pytest.MonkeyPatch.context() as patch:
             scene = Scene(patch=patch, swarm=swarm, peers=peers)
-            watch = _Watch(scene, stranger=attack.stranger or name == "none")
+            watch = _Watch(scene, liars=0 if attack.stranger or name == "none" else attack.liars)
             await swarm.until(lambda: watch.least() >= 2)
             before = await watch.phase()
             cpu_s, peak, began_s = watch.cpu_s, peak_mb(), swarm.now()
@@ -351,7 +385,7 @@ def measure(name: str) -> Row:
             attack.what,
             [before, during, await watch.phase()],
             stranger=attack.stranger,
-            deadline_s=PATIENCE_S,
+            deadline_s=LATER_PATIENCE_S if attack.keepers else PATIENCE_S,
             memory_mb=memory_mb,
             cpu=cpu,
             out_s=None if watch.out_at is None else watch.out_at - began_s,
@@ -359,4 +393,6 @@ def measure(name: str) -> Row:
         )
 
     with tempfile.TemporaryDirectory() as folder:
-        return run_swarm(Path(folder), scenario, codec="int8")
+        voting: dict[str, str] = {"electors": "keepers", "trust": "byzantine"}
+        options = voting if attack.keepers else {}
+        return run_swarm(Path(folder), scenario, codec="int8", **options)

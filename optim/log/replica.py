@@ -44,7 +44,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import statistics
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -271,6 +273,7 @@ LEASE_S = 15.0  # of a snapshot after a request for 8 MiB of it: what 5 Mbit/s t
 SNAPSHOT_SHARE = 0.05  # of the time, that a ledger may spend on snapshots: large ones take seconds
 DISK_ERRORS = (OSError, sqlite3.OperationalError)  # raised when a disk takes no more
 ROOTS = 16  # newest roots that a ledger compares with certified ones: several snapshots' delay
+LAST_STANDS = 5  # positions: two in a row that stalled make nobody wait longer for the next
 PAGE = 64  # entries read from the disk at once
 
 VerifyRun = Callable[[bytes, bytes], bool]
@@ -1080,7 +1083,8 @@ class LiveReplica(ReplicaView):
         self.moved_at = 0.0
         """when this replica came to stand where it stands, on the loop's clock"""
         self.stood_s = 0.0
-        """how long it stood where it was before"""
+        """how long it stands at a position: the median of the last few"""
+        self._stands_s: deque[float] = deque(maxlen=LAST_STANDS)
         self.listeners: list[Callable[[Applied], None]] = []
         self._on_failure = on_failure
         self._lock = asyncio.Lock()
@@ -1288,7 +1292,9 @@ class LiveReplica(ReplicaView):
 
     async def _notify(self) -> None:
         now = asyncio.get_running_loop().time()
-        self.stood_s = now - self.moved_at if self.moved_at else 0.0
+        if self.moved_at:
+            self._stands_s.append(now - self.moved_at)
+            self.stood_s = statistics.median_low(self._stands_s)
         self.moved_at = now
         async with self._moved:
             self._moved.notify_all()

@@ -400,6 +400,7 @@ class Rounds:
             incarnation=self._ctx.me.incarnation,
             role="trainer" if ready_in_s is not None else "follower",
             ready_in_s=ready_in_s or 0.0,
+            open_term=self.voter.open_term,
             first_body=replica.store.first_with_bodies(),
             snapshots=tuple(sorted(replica.snapshots)),
             epoch_record=replica.epoch_record if is_new else b"",

@@ -7,6 +7,7 @@ import socket
 import ssl
 import time
 
+import psutil
 import pytest
 
 from atoll.dht import libp2p, p2pd, relaying, strangers
@@ -278,6 +279,13 @@ def test_a_sender_of_many_streams_has_one_share():
     run(main)
 
 
+async def freeze(process):
+    """Stop a process; on a busy machine its threads go on for a while after the signal."""
+    process.send_signal(signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0.01)
+
+
 def test_a_connection_without_a_sign_of_life_is_closed(monkeypatch):
     """As after a router got another address: p2pd believes in it for a minute and does not dial."""
     monkeypatch.setattr(libp2p, "PING_S", 0.3)
@@ -285,7 +293,7 @@ def test_a_connection_without_a_sign_of_life_is_closed(monkeypatch):
     async def main():
         async with ends(1) as (a, b):
             await b.transport.call(a.peer_id, "echo", b"", timeout_s=10)
-            a.daemon.process.send_signal(signal.SIGSTOP)
+            await freeze(a.daemon.process)
             try:
                 with pytest.raises(DeadlineExceeded):
                     await b.transport.call(a.peer_id, "new", b"", timeout_s=0.3)
@@ -324,7 +332,7 @@ def test_a_relay_doubts_a_peer_that_does_not_answer(monkeypatch):
     async def main():
         async with ends() as (relay, a, b):
             await a.transport.call(b.peer_id, "echo", b"", timeout_s=10)
-            b.daemon.process.send_signal(signal.SIGSTOP)
+            await freeze(b.daemon.process)
             try:
                 with pytest.raises((PeerUnreachable, DeadlineExceeded)):
                     await a.transport.call(b.peer_id, "new", b"", timeout_s=2)

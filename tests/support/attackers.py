@@ -18,8 +18,16 @@ from atoll.peer.rounds.allreduce.sides import Owner
 from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus import member
 from atoll.peer.rounds.consensus.leader import Polls
-from atoll.peer.rounds.consensus.round import ElectorsProbed, SendProposal, leader_of
-from atoll.peer.rounds.messages import ALIVE, Announced, Ballot, Prefix, Propose, deflated
+from atoll.peer.rounds.consensus.round import TERM, ElectorsProbed, SendProposal, leader_of
+from atoll.peer.rounds.messages import (
+    ALIVE,
+    Announced,
+    Ballot,
+    Prefix,
+    Prepare,
+    Propose,
+    deflated,
+)
 from atoll.peer.rounds.pacing import Link
 from support.swarm import ready_of
 
@@ -230,3 +238,24 @@ def spoil_parts(monkeypatch, liar):
 
     monkeypatch.setattr(Owner, "make_part", making)
     monkeypatch.setattr(PartReducer, "_put_together", lying)
+
+
+async def preempt(liar, keepers, every_s=0.05):
+    """P13: it asks the others for promises of its next term, as soon as they have an earlier one.
+
+    A promise that it gets ends the term of an honest leader; it proposes nothing.
+    """
+    others = [keeper for keeper in keepers if keeper is not liar]
+    while True:
+        replica = others[0].replica
+        here = max(keeper.rounds.voter.term for keeper in others)
+        later = range(here + 1, here + 1 + len(replica.electorate))
+        own = (
+            t for t in later if leader_of(replica.electorate, replica.position, t) == liar.ctx.me
+        )
+        attempt = next(own) * TERM
+        ask = Prepare(epoch=replica.epoch, position=replica.position, attempt=attempt).encode()
+        names = [keeper.identity.peer_id for keeper in others]
+        calls = (liar.ctx.transport.call(name, "prepare", ask, timeout_s=2) for name in names)
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(every_s)

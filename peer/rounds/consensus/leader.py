@@ -89,6 +89,7 @@ from atoll.peer.rounds.consensus.round import (
     Unreachable,
     VoteArrived,
     leader_of,
+    term_of,
 )
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import (
@@ -149,6 +150,8 @@ from atoll.peer.rounds.policies import (
 )
 
 PROBE_S = 1.0  # how often peers that are waited for are asked
+ASKED_AGAIN = frozenset({RefusalCode.NO_REPORTS, RefusalCode.UNDER_WAY})
+"""Refusals of electors that answer another time: with the reports, or when the term opens."""
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 
 
@@ -316,7 +319,13 @@ class Polls:
             return Promised(attempt=question.attempt, elector=index, accepted=accepted)
 
         reader = taken_locked if replica.trust == "byzantine" else taken
-        await self._ask(electorate[index].peer_id, "prepare", record, timeout_s, reader)
+        peer = electorate[index].peer_id
+        # An earlier term may have its time, no longer than this one has.
+        until = self._ctx.now() + self._voter.time_s(term_of(question.attempt))
+        while await self._ask(peer, "prepare", record, timeout_s, reader) == RefusalCode.UNDER_WAY:
+            if self._ctx.now() >= until:
+                return
+            await asyncio.sleep(PROBE_S)
 
     async def _entry_of(
         self, promise: Promise | LockedPromise, decree: Decree
@@ -425,8 +434,8 @@ class Polls:
                 return None
             self._take(await taken(answer))
         except (Refused, LogError) as error:
-            if isinstance(error, Refused) and error.code == RefusalCode.NO_REPORTS:
-                return error.code  # it gets them now
+            if isinstance(error, Refused) and error.code in ASKED_AGAIN:
+                return error.code
             if isinstance(error, LogError):
                 self._ctx.fault(peer, Fault.BAD_VOTE)
             self._ctx.on_event(
@@ -1051,6 +1060,7 @@ class Leading:
         except (AttemptFailed, TransportError, ValueError) as error:
             # An entry before the position may name another leader for it, which is no failure.
             if not (isinstance(error, Refused) and error.code is RefusalCode.NOT_THE_LEADER):
+                self._voter.give_up(leadership.place, leadership.term)
                 self._ctx.on_event(
                     "warning",
                     f"round {key[1] + 1}, term {key[2]} led here failed: {error}",

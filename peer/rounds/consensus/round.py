@@ -55,7 +55,6 @@ from atoll.optim.log.entry import (
     Vote,
     is_quorum,
     leader_order,
-    max_liars,
 )
 from atoll.optim.log.locks import Justification, Lock, SignedPromise
 from atoll.optim.reduction.cells import Cells
@@ -204,8 +203,6 @@ class Booth:
         self._retiring = False
         self.here = self.furthest = Place(-1, -1)
         self.acceptor = Acceptor()
-        self._claims: dict[str, int] = {}
-        """the highest term here for which each elector has asked for a promise"""
 
     def retire(self) -> None:
         """Resign: vote for nothing more, except what this process has voted for here already."""
@@ -223,7 +220,7 @@ class Booth:
         moved = place != self.here
         self.here, self._electorate = place, tuple(electorate)
         if place > self.furthest:
-            self.furthest, self.acceptor, self._claims = place, Acceptor(), {}
+            self.furthest, self.acceptor = place, Acceptor()
             self.acceptor.promised = first_term * TERM
         return moved
 
@@ -271,24 +268,6 @@ class Booth:
         if term > last:
             raise Refused(RefusalCode.FAR_TERM, f"expected a term up to {last}, got {term}")
 
-    def _expect_turn(self, remote: str, term: int) -> None:
-        """Raise Refused unless other electors, an honest one among them, came about as far.
-
-        Else a liar would end the term of each leader by preparing its own next one. The n - 1 terms
-        before its turn are led by the others, and f + 1 of these or more are alive and ask.
-        """
-        self._claims[remote] = max(term, self._claims.get(remote, 0))
-        electors, liars = len(self._electorate), max_liars(len(self._electorate))
-        if not liars:
-            return
-        peers = (elector.peer_id for elector in self._electorate)
-        others = sorted(self._claims.get(peer, 0) for peer in peers if peer != remote)
-        last = others[-1 - liars] + electors - 1
-        if term > last:
-            raise Refused(
-                RefusalCode.FAR_TERM, f"expected a term of this leader up to {last}, got {term}"
-            )
-
     def prepare(self, remote: str, place: Place, attempt: int) -> Accepted | None:
         """Promise; what was accepted before, or in a run that tolerates liars, locked.
 
@@ -296,8 +275,6 @@ class Booth:
             Refused: with the reason.
         """
         self.check(remote, place, attempt)
-        if self._trust == "byzantine":
-            self._expect_turn(remote, term_of(attempt))
         self._ballots.note(place)
         if not self.acceptor.prepare(attempt):
             raise self._superseded(attempt)
@@ -707,7 +684,7 @@ class LeaderView:
     opened_at: float
     """when that position came to be decided next"""
     last_s: float
-    """how long the position before was next"""
+    """how long positions took: the median of the last few"""
     held: frozenset[int] = frozenset()
     """parts whose named bytes are in hand"""
     coming: frozenset[int] = frozenset()

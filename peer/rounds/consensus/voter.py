@@ -12,6 +12,7 @@ certificate.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -34,6 +35,7 @@ from atoll.optim.log.entry import (
     commit_payload,
     decode_first,
     is_quorum,
+    max_liars,
     proposal_payload,
     sha256,
     vote_payload,
@@ -58,6 +60,7 @@ from atoll.peer.rounds.consensus.round import (
     leader_of,
     term_of,
 )
+from atoll.peer.rounds.consensus.turns import Turns
 from atoll.peer.rounds.context import HEAD_STALLS, Context, Decoded, ask_head, stands_at
 from atoll.peer.rounds.entries import completed, named, parsed
 from atoll.peer.rounds.fetching import fetch_part
@@ -77,9 +80,10 @@ from atoll.peer.rounds.messages import (
     entry_head,
     reports_root,
 )
-from atoll.peer.rounds.policies import check_reports, positions_ahead
+from atoll.peer.rounds.policies import check_reports, positions_ahead, term_time_s
 
 NOTHING = Justification()
+HEARD_S = 0.5  # what electors say of their open terms serves so long, however often leaders ask
 MAX_ELECTORS = 8  # of an electorate in which votes go to all: 56 messages of 200 bytes
 
 OnCertified = Callable[[Entry, Certificate], None]
@@ -238,6 +242,10 @@ class Voter:
         self._reach = reach
         self._trust = ctx.replica.trust
         self._booth = Booth(ctx.me, ballots, self._trust)
+        self._turns = Turns((), 0, first_term=0, now=0.0)
+        self._hearing: asyncio.Task[dict[str, int | None]] | None = None
+        self._heard_at = -math.inf
+        self._tasks = Tasks()
         self._tally = Tally(ctx, on_certified, trust=self._trust)
         self._verified: dict[bytes, Update | None] = {}
         self._reports: Reports = ()
@@ -256,6 +264,26 @@ class Voter:
         """The term below which nothing is accepted at this position."""
         self._turn()
         return term_of(self._booth.promised)
+
+    @property
+    def open_term(self) -> int:
+        """The newest term that this elector may have promised at this position."""
+        return max(self.term, self._turns.open_term)
+
+    def time_s(self, term: int) -> float:
+        """Return how long this elector leaves a term of this position."""
+        return self._turns.time_s(term, self._base_s(term))
+
+    def _base_s(self, term: int) -> float:
+        stall_s, grace_s = self._ctx.settings.stall_s, self._ctx.settings.grace_s
+        last_s = self._ctx.replica.stood_s
+        return term_time_s(term, grace_s=grace_s, stall_s=stall_s, last_s=last_s)
+
+    def give_up(self, place: Place, term: int) -> None:
+        """Open the next term, as this peer leads this one no longer; the others hear of it."""
+        self._turn()
+        if place == self._booth.here and term == self.open_term:
+            self._turns.open(term + 1, self._ctx.now())
 
     def expect_near(self, term: int) -> None:
         """Raise Refused at a term that no honest peer can have come to at this position."""
@@ -331,6 +359,13 @@ class Voter:
             self._reports = self._locked_reports = ()
         if self._booth.turn(place, replica.electorate, replica.first_term):
             self._verified.clear()
+            self._turns = Turns(
+                replica.electorate,
+                place.position,
+                first_term=replica.first_term,
+                now=self._ctx.now(),
+            )
+            self._hearing = None
             self._tally.turn(replica.electorate)
             self._ctx.parts.decided_up_to(place.position)
             if place.epoch != before.epoch:
@@ -340,6 +375,10 @@ class Voter:
     async def _prepare(self, remote: str, ask: Prepare) -> Promise | LockedPromise:
         place = Place(ask.epoch, ask.position)
         await self._come_to(place)
+        if self._trust == "byzantine" and max_liars(len(self._ctx.replica.electorate)):
+            self._booth.check(remote, place, ask.attempt)
+            await self._expect_turn(place, term_of(ask.attempt))
+            self._turn()  # that may take a while
         accepted = self._booth.prepare(remote, place, ask.attempt)
         if self._trust == "byzantine":
             return self._locked_promise(ask, accepted)
@@ -349,6 +388,47 @@ class Voter:
             entry=deflated(accepted.entry) if accepted else b"",
             reports=self._reports if accepted else (),
         )
+
+    async def _expect_turn(self, place: Place, term: int) -> None:
+        """Raise Refused as long as an earlier term has its time."""
+        if term <= self.open_term:
+            return
+        told = await self._hear(place)
+        if place != self._booth.here:
+            return  # decided meanwhile
+        now, open_term = self._ctx.now(), self.open_term
+        self._turns.open(open_term, now)
+        self._turns.advance(
+            term,
+            self._ctx.me.peer_id,
+            now=now,
+            base_s=self._base_s(open_term),
+            told=told,
+        )
+        if term > self.open_term:
+            raise Refused(
+                RefusalCode.UNDER_WAY, f"term {self.open_term} has its time, got {term}; ask again"
+            )
+
+    async def _hear(self, place: Place) -> dict[str, int | None]:
+        """Ask the other electors for their open terms; the answers serve all callers a while."""
+        now = self._ctx.now()
+        if self._hearing is None or now >= self._heard_at + HEARD_S:
+            self._hearing = self._tasks.spawn(self._open_terms(place))
+            self._heard_at = now
+        return await asyncio.shield(self._hearing)
+
+    async def _open_terms(self, place: Place) -> dict[str, int | None]:
+        """Return the open terms of others at a place, as `Turns.advance` takes them."""
+        others = [e for e in self._ctx.replica.electorate if e != self._ctx.me]
+        heads = await asyncio.gather(*(ask_head(self._ctx, e.peer_id) for e in others))
+        told: dict[str, int | None] = {}
+        for elector, head in zip(others, heads, strict=True):
+            told[elector.peer_id] = None
+            if head is not None and stands_at(elector, head, place):
+                is_here = (head.epoch, head.position) == place
+                told[elector.peer_id] = head.open_term if is_here else 0
+        return told
 
     def _locked_promise(self, ask: Prepare, locked: Accepted | None) -> LockedPromise:
         replica = self._ctx.replica
@@ -451,6 +531,7 @@ class Voter:
     async def close(self) -> None:
         """Send no more votes to others."""
         await self._tally.close()
+        await self._tasks.close()
 
     async def gather(self, entry: Entry, source: str) -> bytes:
         """Return the body of an entry, from the parts in hand and from `source` for the rest."""

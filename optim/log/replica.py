@@ -44,9 +44,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-import statistics
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -273,7 +271,6 @@ LEASE_S = 15.0  # of a snapshot after a request for 8 MiB of it: what 5 Mbit/s t
 SNAPSHOT_SHARE = 0.05  # of the time, that a ledger may spend on snapshots: large ones take seconds
 DISK_ERRORS = (OSError, sqlite3.OperationalError)  # raised when a disk takes no more
 ROOTS = 16  # newest roots that a ledger compares with certified ones: several snapshots' delay
-LAST_STANDS = 5  # positions: two in a row that stalled make nobody wait longer for the next
 PAGE = 64  # entries read from the disk at once
 
 VerifyRun = Callable[[bytes, bytes], bool]
@@ -1083,8 +1080,10 @@ class LiveReplica(ReplicaView):
         self.moved_at = 0.0
         """when this replica came to stand where it stands, on the loop's clock"""
         self.stood_s = 0.0
-        """how long it stands at a position: the median of the last few"""
-        self._stands_s: deque[float] = deque(maxlen=LAST_STANDS)
+        """how long it stood at the last position that its first ballot decided: later ballots
+        follow leaders that failed, for which nobody waits longer at the next position"""
+        self._by_first_ballot = True
+        """whether the newest entry was decided so"""
         self.listeners: list[Callable[[Applied], None]] = []
         self._on_failure = on_failure
         self._lock = asyncio.Lock()
@@ -1162,7 +1161,7 @@ class LiveReplica(ReplicaView):
             return self.core.accept(self.core.check(entry, certificate), body, update_F)
 
         try:
-            await self._accept(entry, work, since)
+            await self._accept(entry, work, since, attempt=certificate.attempt)
         except NotNext:
             if entry.position < self.position:
                 return False
@@ -1183,12 +1182,15 @@ class LiveReplica(ReplicaView):
         work: Callable[[], Update | None],
         since: float | None,
         on_taken: OnTaken = _ignore,
+        *,
+        attempt: int = 0,
     ) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time() if since is None else since
 
         def report(update_F: Update | None) -> None:
             on_taken(entry.position)
+            self._by_first_ballot = attempt == 0
             if not self.is_current:  # a ledger without the state
                 return
             applied = Applied(
@@ -1292,9 +1294,8 @@ class LiveReplica(ReplicaView):
 
     async def _notify(self) -> None:
         now = asyncio.get_running_loop().time()
-        if self.moved_at:
-            self._stands_s.append(now - self.moved_at)
-            self.stood_s = statistics.median_low(self._stands_s)
+        if self._by_first_ballot:
+            self.stood_s = now - self.moved_at if self.moved_at else 0.0
         self.moved_at = now
         async with self._moved:
             self._moved.notify_all()

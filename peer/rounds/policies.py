@@ -83,7 +83,7 @@ class Rendezvous:
     opened_at: float
     """when the position came to be decided next; infinite before its turn"""
     last_s: float
-    """how long positions took: the median of the last few"""
+    """how long the last position was next, of those decided by their first ballots"""
     first_ready_at: float
     quorum_ready_at: float | None
     """when a quorum of those awaited was ready, None while it is not"""
@@ -454,7 +454,7 @@ def group_patience_s(
     """Return how long a member waits for a term's group, whatever signs of life the leader sends.
 
     It is as long as an honest leader may take (`close_decision`): three graces for a quorum, as
-    long again as the first peer's window or a position takes, and the grace; and some
+    long again as the first peer's window or the last position took, and the grace; and some
     stalls for what is on its way. The leader of a later term first waits until it is called,
     and asks for promises.
 
@@ -462,7 +462,7 @@ def group_patience_s(
         term: of the position.
         grace_s: of the run.
         stall_s: of the run.
-        last_s: how long positions took: the median of the last few.
+        last_s: how long the last position was next, of those decided by their first ballots.
         window_s: how long this member's contribution took since then.
     """
     call_s = ALONE_GRACES * grace_s + POLL_STALLS * stall_s if term else 0.0
@@ -472,9 +472,9 @@ def group_patience_s(
 def term_time_s(term: int, *, grace_s: float, stall_s: float, last_s: float) -> float:
     """Return how long an acceptor that expects liars leaves a term before it promises the next.
 
-    Members wait as long for the term's group if their windows are no longer than positions take, so
-    a silent leader costs no more than their patience. An honest one decides meanwhile: a position
-    takes a window and a reduction, and the graces are left over.
+    Members wait as long for the term's group if their windows are no longer than the last position
+    took, so a silent leader costs no more than their patience. An honest one decides meanwhile: the
+    last position took a window and a reduction, and the graces are left over.
     """
     return group_patience_s(term, grace_s=grace_s, stall_s=stall_s, last_s=last_s, window_s=0.0)
 

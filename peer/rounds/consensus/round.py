@@ -684,7 +684,7 @@ class LeaderView:
     opened_at: float
     """when that position came to be decided next"""
     last_s: float
-    """how long positions took: the median of the last few"""
+    """how long the last position was next, of those decided by their first ballots"""
     held: frozenset[int] = frozenset()
     """parts whose named bytes are in hand"""
     coming: frozenset[int] = frozenset()

@@ -4,7 +4,7 @@ The gap to data-parallel training grows with the window and with the number of p
 the method and its codec. The gaps come from this project's own measurements, mostly short runs of
 small models (`atoll.peer.lab.measured`). Options are compared by their loss at equal time, so idle
 time and slow inner optimizers both count. Only measured methods are recommended, and another method
-than `diloco` only if it is clearly better.
+than `diloco` only if it is clearly better, or keeps peers at work and is not clearly worse.
 
 # H inner steps per window, N parameters
 """
@@ -40,6 +40,8 @@ COMPRESSION_KEYS = ("codec", "feedback")
 TUNED = {*OUTER_KEYS, "feedback", "peers", "clip_norm"}  # options that rows of one kind differ in
 LEVEL = 1.005  # options whose losses are closer than this are ranked by traffic
 CLEARLY = 1.02  # closer methods may be equal: few seeds, small models, short runs
+
+AT_WORK = 0.95  # of the time; an owner whose machine waits for others takes it for broken
 
 ALONE = (
     "A single peer exchanges nothing: use diloco with its defaults, so that others can join.",
@@ -265,6 +267,9 @@ def expected(option: RunOption) -> float:
 def pick(known: Sequence[RunOption]) -> RunOption:
     """Return `diloco` with its best window, or an option that is clearly better at equal time.
 
+    If peers would wait for more than a twentieth of the time with it, return the best option that
+    keeps them at work instead, unless it is clearly worse.
+
     Raises:
         ValueError: no option runs over the network with a known gap.
     """
@@ -272,10 +277,14 @@ def pick(known: Sequence[RunOption]) -> RunOption:
     if not able:
         raise ValueError("no option was measured and runs over the network")
     plain = [option for option in able if option.method == PLAIN]
-    best = _best(able)
-    if not plain or CLEARLY * expected(best) < expected(_best(plain)):
-        return best
-    return _best(plain)
+    taken = _best(able)
+    if plain and CLEARLY * expected(taken) >= expected(_best(plain)):
+        taken = _best(plain)
+    if taken.prediction.utilisation >= AT_WORK:
+        return taken
+    limit = CLEARLY * expected(taken)
+    at_work = [o for o in able if o.prediction.utilisation >= AT_WORK and expected(o) <= limit]
+    return _best(at_work) if at_work else taken
 
 
 def _best(able: Sequence[RunOption]) -> RunOption:

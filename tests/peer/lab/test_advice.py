@@ -54,6 +54,15 @@ def test_another_method_is_taken_only_where_it_is_clearly_better():
     assert pick([option("muloco", gap=0.02)]).method == "muloco"
 
 
+def test_peers_are_kept_at_work_unless_that_is_clearly_worse():
+    idle = option(gap=0.02, utilisation=0.9)
+    assert pick([idle, option("muloco", gap=0.04, utilisation=0.96)]).method == "muloco"
+    assert pick([idle, option("muloco", gap=0.06, utilisation=0.99)]) is idle
+    assert pick([idle, option("muloco", gap=0.03, utilisation=0.94)]) is idle
+    at_work = option(gap=0.02, utilisation=0.95)
+    assert pick([at_work, option("muloco", gap=0.02, utilisation=0.99)]) is at_work
+
+
 def test_what_does_not_run_or_was_not_measured_is_never_taken():
     taken = option(gap=0.5, utilisation=0.1)
     assert pick([option(runs=False), option(gap=None), taken]) is taken

@@ -1,6 +1,7 @@
 """What all tests share: one thread for arithmetic, and state that stays in the test's folder."""
 
 import gc
+import itertools
 import os
 import signal
 
@@ -38,9 +39,15 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+HOMES = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def state_home(tmp_path, monkeypatch):
-    """Give the test an empty state home; nothing of it reaches the user's own."""
-    home = tmp_path / "state-home"
+def state_home(tmp_path_factory, monkeypatch):
+    """Give the test a state home of its own; nothing of it reaches the user's.
+
+    It is not created: most of thousands of tests need no folder.
+    """
+    home = tmp_path_factory.getbasetemp() / "state-homes" / str(next(HOMES))
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home / "atoll"

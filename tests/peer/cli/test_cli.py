@@ -363,10 +363,10 @@ def test_an_invite_that_is_none_is_refused(atoll, command, invite, expected):
     assert expected in refused(atoll(command, invite))
 
 
-def test_an_invite_file_that_cannot_be_written_is_refused(atoll, spec_file, tmp_path):
+def test_an_invite_file_that_cannot_be_written_is_refused(atoll, spec_file, state_home):
     result = atoll("coordinator", spec_file(), "--invite-file", "nowhere/invite")
     assert "nowhere/invite: the folder does not exist" in refused(result)
-    assert not (tmp_path / "state-home").exists()
+    assert not state_home.exists()
 
 
 def test_an_invite_may_stand_in_a_file(tmp_path):

@@ -126,18 +126,17 @@ def flip_a_bit(saved):
 def test_a_damaged_trainer_file_costs_the_inner_optimizer_only(crew, kit, start, tmp_path):
     organiser, daemon = crew
     path = tmp_path / "peer" / "trainer.safetensors"
-    for damage in (lambda saved: b"", lambda saved: b"garbage", flip_a_bit):
-        daemon.stop.set()
-        daemon.join()
-        path.write_bytes(damage(path.read_bytes()))
-        daemon = start(organiser.invite)
-        expect_back(kit, organiser, daemon)
-        assert daemon.said("starting with a fresh inner optimizer")
+    daemon.stop.set()
+    daemon.join()
+    path.write_bytes(flip_a_bit(path.read_bytes()))
+    daemon = start(organiser.invite)
+    expect_back(kit, organiser, daemon)
+    assert daemon.said("starting with a fresh inner optimizer")
 
 
 def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, start):
     """The state that the peer saved is older than the run's last round."""
-    organiser = organise(kit.tiny_spec(run={"rounds": 16}, round={"min_peers": 3}))
+    organiser = organise(kit.tiny_spec(run={"rounds": 10}, round={"min_peers": 3}))
     others = [start(organiser.invite, name) for name in ("one", "two")]
     daemon = start(organiser.invite)
     kit.until(lambda: members(organiser) == 3, "a round of three")
@@ -145,7 +144,7 @@ def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, star
     daemon.join()
     assert [other.join() for other in others] == [True, True]
     assert start(organiser.invite).join() is True
-    assert organiser.status().position == 16
+    assert organiser.status().position == 10
 
 
 def test_a_peer_without_its_data_is_told_so(organise, kit, start, tmp_path):

@@ -46,7 +46,7 @@ def counted(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(cuts, "CELL", CELL_VALUES)
     try:
-        return {n: count_a_round(tmp_path_factory.mktemp(f"swarm-{n}"), n) for n in (16, 64)}
+        return {n: count_a_round(tmp_path_factory.mktemp(f"swarm-{n}"), n) for n in (12, 48)}
     finally:
         patch.undo()
 
@@ -62,7 +62,7 @@ def of_method(counted, num_peers, method):
 
 
 def test_a_member_without_parts_sends_as_little_among_many_as_among_few(counted):
-    few, many = (statistics.median(of_peers(counted, n).values()) for n in (16, 64))
+    few, many = (statistics.median(of_peers(counted, n).values()) for n in (12, 48))
     assert many <= 1.25 * few
 
 
@@ -74,8 +74,8 @@ def test_nobody_tells_more_than_eight_of_the_decision(counted):
 
 
 def test_a_leader_s_messages_grow_as_its_members_do_and_not_faster(counted):
-    few, many = (max(of_peers(counted, n).values()) for n in (16, 64))
-    assert many <= 64 / 16 * few
+    few, many = (max(of_peers(counted, n).values()) for n in (12, 48))
+    assert many <= 48 / 12 * few
 
 
 def test_whoever_is_missing_is_asked_once_or_twice_where_they_are(counted):

@@ -165,19 +165,28 @@ TAMPERINGS = {
 }
 
 
+async def send_bad_cells(swarm, attack):
+    """Three peers of which the first sends them until it is barred; when that was."""
+    peers = await swarm.start(3)
+    bad, good = peers[0], peers[1:]
+    name, tampering = bad.identity.peer_id, TAMPERINGS[attack]
+    bad.tamper = lambda offer: replace(offer, frames=tuple(map(tampering, offer.frames)))
+    await swarm.until(lambda: any(p.ctx.conduct.barred(name, swarm.now()) for p in good))
+    for entry in entries(good[0]):
+        assert bad.ctx.me not in {m.elector for m in entry.complete_members()}
+    assert any(t.left_out.get(name, "").startswith("bad-cell") for t in told(good))
+    return peers, swarm.now()
+
+
 @pytest.mark.parametrize("attack", TAMPERINGS)
 def test_a_sender_of_bad_cells_is_named_left_out_and_then_barred(tmp_path, attack):
+    run(tmp_path, lambda swarm: send_bad_cells(swarm, attack))
+
+
+def test_a_sender_of_bad_cells_comes_back_after_its_bar(tmp_path):
     async def scenario(swarm):
-        peers = await swarm.start(3)
+        peers, barred_at = await send_bad_cells(swarm, "a flipped bit")
         bad, good = peers[0], peers[1:]
-        tampering = TAMPERINGS[attack]
-        bad.tamper = lambda offer: replace(offer, frames=tuple(map(tampering, offer.frames)))
-        await swarm.until(lambda: any(p.ctx.conduct.barred(bad_id, swarm.now()) for p in good))
-        barred_at = swarm.now()
-        for entry in entries(good[0]):
-            assert bad.ctx.me not in {m.elector for m in entry.complete_members()}
-        traces = [s.trace for p in good for s in p.settled if s.trace is not None]
-        assert any(t.left_out.get(bad_id, "").startswith("bad-cell") for t in traces)
         bad.tamper = lambda offer: offer
         await swarm.until(
             lambda: bad.ctx.me in {m.elector for m in entries(good[0])[-1].complete_members()}
@@ -189,7 +198,6 @@ def test_a_sender_of_bad_cells_is_named_left_out_and_then_barred(tmp_path, attac
         assert all(e.kind == "update" for e in entries(good[0]))
         await end_equal(swarm, peers)
 
-    bad_id = Swarm(tmp_path / "names").add().identity.peer_id
     run(tmp_path, scenario)
 
 

@@ -34,7 +34,7 @@ def test_a_fault_at_every_message(tmp_path, kind, end):
     assert 80 < struck < LONGER_THAN_A_ROUND - 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_random_fault_among_eight(tmp_path, seed):
     strike_random(tmp_path, seed)
 
@@ -42,7 +42,7 @@ def test_a_random_fault_among_eight(tmp_path, seed):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_many_random_faults_among_eight(tmp_path):
-    for seed in range(4, 40):
+    for seed in range(2, 40):
         strike_random(tmp_path / str(seed), seed)
 
 

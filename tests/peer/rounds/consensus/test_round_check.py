@@ -28,7 +28,7 @@ def short_terms(request, monkeypatch):
         ({"processes": 3, "parts": 2}, 1_000),
         ({"early": True, "mishaps": 1}, 400),
         ({"early": True, "mishaps": 1, "ticks": 1}, 2_000),
-        ({"mishaps": 2, "ticks": 2, "reported": True}, 5_000),
+        ({"mishaps": 2, "ticks": 1, "reported": True}, 2_000),
         ({"mishaps": 2, "parts": 2, "reported": True}, 2_000),
         ({"terms": 2, "reported": True, "polls": 0}, 2_000),
     ],
@@ -43,12 +43,13 @@ def test_no_order_of_events_breaks_a_rule_of_rounds(options, least):
     [
         {"terms": 2, "reported": True, "polls": 2},
         {"terms": 2, "reported": True, "mishaps": 1, "polls": 1},
+        {"mishaps": 2, "ticks": 2, "reported": True},
         {"early": True, "mishaps": 1, "ticks": 4},
         {"early": True, "mishaps": 2, "ticks": 2, "reported": True},
     ],
 )
 def test_no_order_of_events_breaks_a_rule_in_the_larger_worlds(options):
-    assert len(RoundModel(**options).explore()) > 20_000
+    assert len(RoundModel(**options).explore()) > 5_000
 
 
 def test_a_term_goes_through_all_its_states():

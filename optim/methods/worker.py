@@ -140,6 +140,9 @@ class WorkerStatistics:
     wait_s: float = 0.0
     """Seconds spent handing in and waiting; no step was computed in them."""
 
+    outer_s: float = 0.0
+    """Seconds of `compute_s` that passed at the ends of windows: copies and the outer step."""
+
 
 class Worker(ABC):
     """Counts steps, hands in contributions and takes commits, for any method."""
@@ -320,6 +323,14 @@ class Worker(ABC):
             self._expect_own_steps("this method sends gradients: call step() alone")
         self._steps.reset()
         self._count(tokens, loss)
+        began_s, waited_s = time.perf_counter(), self._statistics.wait_s
+        self._meet()
+        stats, now_s = self._statistics, time.perf_counter()
+        outer_s = now_s - began_s - (stats.wait_s - waited_s)
+        self._statistics = replace(stats, outer_s=stats.outer_s + outer_s)
+
+    def _meet(self) -> None:
+        """Take the commits whose time has come, and hand in the windows that have ended."""
         arrived, self._arrived = self._arrived, []
         for commit in arrived:  # again: those whose time has not come are kept anew
             self._settle(commit)

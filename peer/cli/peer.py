@@ -310,6 +310,7 @@ def _account_fields(event: "PeerEvent") -> dict[str, object]:
         "tokens": account.tokens,
         "tokens_per_s": event.tokens_per_s,
         "utilisation": event.utilisation,
+        "time_shares": event.time_shares,
         "rounds_seen": account.rounds_seen,
         "rounds_counted": account.rounds_counted,
         "tokens_counted": account.tokens_counted,

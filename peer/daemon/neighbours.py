@@ -69,6 +69,15 @@ def expect_free(listen: Iterable[str], *, remedy: str) -> None:
         free_port(found["host"], int(found["port"]), remedy=remedy)
 
 
+def is_turn(position: int, me: str, trainers: Iterable[str]) -> bool:
+    """Return whether a position is this peer's, of trainers that take turns.
+
+    They may know of different others for a moment: a position may be nobody's then, or of two.
+    """
+    turns = sorted({me, *trainers})
+    return turns[position % len(turns)] == me
+
+
 class WatchedRoster:
     """A `Roster` that answers at once with what the last look at the DHT gave.
 
@@ -180,6 +189,11 @@ class Neighbours:
             await self._node.transport.connect(
                 record.peer_id, record.addresses, timeout_s=CONNECT_S
             )
+
+    def validates(self, position: int) -> bool:
+        """Return whether it is this peer's turn to validate a position; in any thread."""
+        others = (r.peer_id for r in self.roster.seen if r.role == "trainer")
+        return is_turn(position, self._me.peer_id, others)
 
     def paces_s(self) -> list[float]:
         """Return the seconds a step takes each other trainer that reports them; in any thread."""

@@ -276,6 +276,10 @@ class Peer:
         """Return the seconds a step takes each other trainer that reports them; in any thread."""
         return self._env.neighbours.paces_s()
 
+    def validates(self, position: int) -> bool:
+        """Return whether it is this peer's turn to validate a position; in any thread."""
+        return self._env.neighbours.validates(position)
+
     async def fetch_tokenizer(self) -> Path:
         """Return where the tokenizer is that travels with the run; fetch it if it is not here.
 

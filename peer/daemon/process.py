@@ -11,9 +11,9 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
@@ -40,6 +40,7 @@ STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to 
 STORED_POLL_S = 0.1
 KEEP_POLL_S = 0.2  # how late a keeper's line about a round is
 SAVE_EVERY_S = 60.0  # a killed process loses its last minute, or window, of inner state
+VALIDATE_SHARE = 0.01  # of the time; trainers take turns, so a run has more of it
 LOG_BYTES = 4 << 20
 LOG_FILES = 3  # older ones: a peer that runs for months keeps 16 MiB of messages
 
@@ -105,6 +106,8 @@ class PeerEvent:
     """The outcome of a trainer's work, in a `round`."""
     tokens_per_s: float | None = None
     utilisation: float | None = None
+    time_shares: Mapping[str, float] = field(default_factory=dict)
+    """Fractions of the time by what the trainer did, over the last windows."""
 
 
 OnPeerEvent = Callable[[PeerEvent], None]
@@ -223,6 +226,8 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
             device=options.device,
             position=peer.position,
             validate_every=1,
+            validate_share=VALIDATE_SHARE,
+            validates=peer.validates,
             state_path=paths.trainer,
             save_every_s=SAVE_EVERY_S,
             allowed=options.allowed,
@@ -320,6 +325,7 @@ class Narrator:
                 account=account,
                 tokens_per_s=_finite(stats.tokens_per_s),
                 utilisation=_finite(stats.utilisation),
+                time_shares=stats.spent.shares(),
             )
         )
 

@@ -21,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,32 @@ def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
         TypeError: the tree holds a value of another type.
         OSError: the file cannot be written, for example because the disk is full.
     """
+    write(path, copied(tree), kind=kind, run=run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """A tree as it was at one moment, for another thread to write."""
+
+    text: str
+    """the tree as JSON, without its tensors"""
+    tensors: Mapping[str, Tensor]
+    """copies on the CPU, by name"""
+
+
+def copied(tree: Mapping[str, Any]) -> Copied:
+    """Copy a tree; raise TypeError if it holds a value of another type than `save` takes."""
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(_pack(tree, tensors))
-    metadata = {"format": FORMAT, "kind": kind, "run": run, "tree": text}
-    metadata["sha256"] = _digest(metadata, tensors)
+    return Copied(text=json.dumps(_pack(tree, tensors)), tensors=tensors)
+
+
+def write(path: Path, copy: Copied, *, kind: str, run: str) -> None:
+    """Write a copy as `save` does; raise OSError if that is not possible."""
+    metadata = {"format": FORMAT, "kind": kind, "run": run, "tree": copy.text}
+    metadata["sha256"] = _digest(metadata, copy.tensors)
     partial = path.with_name(path.name + ".partial")
     try:
-        safetensors.torch.save_file(tensors, partial, metadata)
+        safetensors.torch.save_file(dict(copy.tensors), partial, metadata)
         _sync(partial)
         partial.replace(path)
     except safetensors.SafetensorError as error:

@@ -1,8 +1,10 @@
 """A trainer's public statistics, its saved counters and its measured pace."""
 
+from __future__ import annotations
+
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 RECENT_WINDOWS = 16  # a wait of an hour is out of view after so many rounds
 LOSS_DECAY = 0.95  # averages about the last 20 steps
@@ -47,14 +49,9 @@ class TrainerStatistics:
     """Seconds per step over the last windows, with validation and saving but without waits."""
     ready_in_s: float = 0.0
     """Estimated seconds until the open window ends."""
-    compute_s: float = 0.0
-    """Seconds spent training."""
-    wait_s: float = 0.0
-    """Seconds spent waiting for rounds."""
-    recent_compute_s: float = 0.0
-    """`compute_s` of the last `RECENT_WINDOWS` windows, without the first one of this process."""
-    recent_wait_s: float = 0.0
-    """`wait_s` of the same windows: without waiting for the run to begin."""
+    spent: TimeSpent = field(default_factory=lambda: TimeSpent())
+    """Seconds of the last `RECENT_WINDOWS` windows, without the first one of this process, which
+    waits for the run to begin."""
     windows: int = 0
     """Completed windows."""
     skipped_steps: int = 0
@@ -70,33 +67,63 @@ class TrainerStatistics:
 
     @property
     def utilisation(self) -> float:
-        """Fraction of the time spent training in the last windows; 1.0 before the second one.
+        """Fraction of the time spent training in the last windows; 1.0 before the second one."""
+        return self.spent.utilisation
 
-        Pauses that the owner asks for (`--share`) count as training: it is of the peer's share.
-        """
-        total_s = self.recent_compute_s + self.recent_wait_s
-        return self.recent_compute_s / total_s if total_s else 1.0
+
+@dataclass(frozen=True, kw_only=True)
+class TimeSpent:
+    """Seconds of a trainer by what it did; `total_s` has more: reading data, and the rest."""
+
+    total_s: float = 0.0
+    train_s: float = 0.0
+    """Gradients and inner optimizer. Pauses that the owner asks for (`--share`) count too."""
+    outer_s: float = 0.0
+    """Copies of parameters and arithmetic at the ends of windows."""
+    wait_s: float = 0.0
+    """Waiting for rounds, and taking their commits meanwhile."""
+    validate_s: float = 0.0
+    save_s: float = 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Fraction spent training; 1.0 of nothing."""
+        return min(1.0, self.train_s / self.total_s) if self.total_s else 1.0
+
+    def shares(self) -> dict[str, float]:
+        """Return the fraction of each, and of all that is not told apart as `other`."""
+        if not self.total_s:
+            return {}
+        names = ("train", "outer", "wait", "validate", "save")
+        shares = {name: getattr(self, f"{name}_s") / self.total_s for name in names}
+        return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
+
+    def minus(self, earlier: TimeSpent) -> TimeSpent:
+        """Return what was spent since then."""
+        return TimeSpent(
+            **{
+                each.name: max(0.0, getattr(self, each.name) - getattr(earlier, each.name))
+                for each in fields(self)
+            }
+        )
 
 
 @dataclass(kw_only=True)
 class RecentTimes:
-    """Seconds of computing and waiting at the ends of the last windows."""
+    """The time that was spent up to the ends of the last windows."""
 
-    _ends: deque[tuple[int, float, float]] = field(
+    _ends: deque[tuple[int, TimeSpent]] = field(
         default_factory=lambda: deque(maxlen=RECENT_WINDOWS)
     )
 
-    def mark(self, windows: int, compute_s: float, wait_s: float) -> None:
+    def mark(self, windows: int, spent: TimeSpent) -> None:
         """Note the sums after a step, once it has waited; the first window waits for the run."""
         if windows and (not self._ends or windows > self._ends[-1][0]):
-            self._ends.append((windows, compute_s, wait_s))
+            self._ends.append((windows, spent))
 
-    def since(self, compute_s: float, wait_s: float) -> tuple[float, float]:
-        """Return the seconds computed and waited since the oldest end that is kept."""
-        if not self._ends:
-            return 0.0, 0.0
-        _, before_s, waited_s = self._ends[0]
-        return max(0.0, compute_s - before_s), max(0.0, wait_s - waited_s)
+    def since(self, spent: TimeSpent) -> TimeSpent:
+        """Return what was spent since the oldest end that is kept; nothing without one."""
+        return spent.minus(self._ends[0][1]) if self._ends else TimeSpent()
 
 
 @dataclass(kw_only=True)

@@ -20,11 +20,13 @@ Random numbers (dropout) follow from the seed, the peer and the step, so their s
 
 import hashlib
 import logging
+import math
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from torch import Tensor, nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import schedules
-from atoll.optim.methods.worker import Worker
+from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
@@ -50,12 +52,14 @@ from atoll.peer.training.statistics import (
     WARM_STEPS,
     RecentTimes,
     StepPace,
+    TimeSpent,
     TrainerCounters,
     TrainerStatistics,
 )
 
 MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every step that follows
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
+SAVE_SHARE = 0.02  # of the time: for the copy in the trainer's thread, and for the disk beside it
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
 RATE_STEPS = 32  # over which tokens per second are measured, waits included
 SHARE_STEPS = 9  # recent steps; a rest is a multiple of their median
@@ -83,10 +87,15 @@ class TrainerOptions:
     """Position of the log at which the peer joins: that of the reducer's parameters."""
     validate_every: int = 0
     """Positions between measurements of the validation loss; 0 for none."""
+    validate_share: float = 1.0
+    """Fraction of the time that validation may take; the last one of a run is always done."""
+    validates: Callable[[int], bool] = lambda position: True
+    """Returns whether it is this peer's turn to validate a position of the log."""
     state_path: Path | None = None
     """File of the trainer's state; None to save nothing."""
     save_every_s: float = 300.0
-    """Seconds between saves, which happen at the end of a window; stopping saves as well."""
+    """Seconds between saves, which happen at the end of a window; stopping saves as well. Longer
+    where that would take more than `SAVE_SHARE` of the time."""
     allowed: Allowed = field(default_factory=Allowed)
     """Code and files beyond the built-in ones that this machine's owner lets the spec use."""
     share: float = 1.0
@@ -151,6 +160,14 @@ class Trainer:
         self._steps_s: deque[float] = deque(maxlen=SHARE_STEPS)
         self._pace = StepPace()
         self._times = RecentTimes()
+        self._began_s: float | None = None
+        self._before = WorkerStatistics()
+        """of the worker when this process began: it resumes with those of earlier ones"""
+        self._train_s = self._validate_s = self._save_s = 0.0
+        self._validate_from_s = -math.inf
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._saving: Future[None] | None = None
+        self._save_after_s = 0.0
         self._stopping = threading.Event()
         self._evaluator: Evaluator | None = None
         self._saved_at_s = self.options.clock()
@@ -209,6 +226,7 @@ class Trainer:
             if self.options.state_path is not None:
                 self.save(self.options.state_path)
         finally:
+            self._writer.shutdown()
             self._publish(phase="finished" if self.finished else "stopped")
 
     def step(self) -> None:
@@ -217,16 +235,18 @@ class Trainer:
         Raises:
             TrainingFailed: `MAX_DROPPED` windows in a row ended in non-finite numbers.
         """
+        if self._began_s is None:
+            self._began_s, self._before = self.options.clock(), self.worker.statistics()
         if self.worker.step_in_window == 0 or self._progress.steps == WARM_STEPS:
             busy_s = self.options.clock() - self.worker.statistics().wait_s
             self._pace.measure(busy_s, self._progress.steps)
         self._size_window()
-        began_s = self.options.clock()
         # Dropout of this step follows from its name, so a restart repeats it.
         name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
         inner = self.spec.inner
         batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
+        began_s, apart_s = self.options.clock(), self._apart_s()
         gradient = self.learner.gradient(batches, step=self.schedule_step)
         self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
@@ -236,8 +256,27 @@ class Trainer:
             self._take(gradient.loss, sum(batch[:, 1:].numel() for batch in batches))
         else:
             self._skip(gradient.loss, gradient.norm)
+        took_s = self.options.clock() - began_s - (self._apart_s() - apart_s)
+        self._train_s += max(0.0, took_s)
         self._measure(step_s)
         self._validate_when_due()
+
+    def _apart_s(self) -> float:
+        """Seconds that the worker has spent on other things than steps."""
+        stats = self.worker.statistics()
+        return stats.wait_s + stats.outer_s
+
+    def time_spent(self) -> TimeSpent:
+        """Return what this process has spent so far, from its first step on."""
+        stats, now_s = self.worker.statistics(), self.options.clock()
+        return TimeSpent(
+            total_s=now_s - self._began_s if self._began_s is not None else 0.0,
+            train_s=self._train_s,
+            outer_s=stats.outer_s - self._before.outer_s,
+            wait_s=stats.wait_s - self._before.wait_s,
+            validate_s=self._validate_s,
+            save_s=self._save_s,
+        )
 
     @property
     def schedule_step(self) -> int:
@@ -324,8 +363,11 @@ class Trainer:
         Raises:
             OSError: the file cannot be written; an older one remains intact.
         """
+        self._end_save()
+        began_s = self.options.clock()
         saved.save(path, self.state_dict(), kind="trainer", run=self.spec.digest())
         self._saved_at_s = self.options.clock()
+        self._save_s += self._saved_at_s - began_s
 
     def load(self, path: Path, *, exact: bool = True) -> None:
         """Resume from a file that `save` wrote, by `load_state_dict`.
@@ -409,14 +451,25 @@ class Trainer:
         self._progress.seen_position = self._progress.position
         if not every or self._progress.position == before:
             return
-        if self._progress.position // every > before // every or self.finished:
+        due = self._progress.position // every > before // every
+        if self.finished or (due and self._may_validate()):
             self._publish(phase="validating")
+            began_s = self.options.clock()
             try:
                 loss = self.evaluate(between=self._expect_no_stop)
             except _Stopped:
                 self._progress.seen_position = before  # a trainer that resumes here validates then
             else:
                 self._publish(valid_loss=loss, valid_position=self._progress.position)
+            finally:
+                took_s = self.options.clock() - began_s
+                self._validate_s += took_s
+                self._validate_from_s = began_s + took_s / self.options.validate_share
+
+    def _may_validate(self) -> bool:
+        """Return whether it is this peer's turn, and the last validation took its share by now."""
+        is_turn = self.options.validates(self._progress.position)
+        return is_turn and self.options.clock() >= self._validate_from_s
 
     def _expect_no_stop(self) -> None:
         # A stop interrupts every validation but the last one of the run, which is its result.
@@ -424,10 +477,33 @@ class Trainer:
             raise _Stopped
 
     def _save_when_due(self) -> None:
+        if self._saving is not None and self._saving.done():
+            self._end_save()  # it may have failed
         path, at_window_end = self.options.state_path, self.worker.step_in_window == 0
-        due = self.options.clock() - self._saved_at_s >= self.options.save_every_s
-        if path is not None and at_window_end and due:
-            self.save(path)
+        every_s = max(self.options.save_every_s, self._save_after_s)
+        due = self.options.clock() - self._saved_at_s >= every_s
+        if path is not None and at_window_end and due and self._saving is None:
+            self._begin_save(path)
+
+    def _begin_save(self, path: Path) -> None:
+        """Copy the state; another thread writes it while training goes on."""
+        began_s = self.options.clock()
+        copy, run = saved.copied(self.state_dict()), self.spec.digest()
+        self._saving = self._writer.submit(self._write, path, copy, run, began_s)
+        self._saved_at_s = self.options.clock()
+        self._save_s += self._saved_at_s - began_s
+
+    def _write(self, path: Path, copy: saved.Copied, run: str, began_s: float) -> None:
+        saved.write(path, copy, kind="trainer", run=run)
+        self._save_after_s = (self.options.clock() - began_s) / SAVE_SHARE
+
+    def _end_save(self) -> None:
+        """Wait for the save that is under way, if there is one; raise what it failed with."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            began_s = self.options.clock()
+            saving.result()
+            self._save_s += self.options.clock() - began_s
 
     def _measure(self, step_s: float) -> None:
         self._recent.append((self.options.clock(), self._progress.tokens))
@@ -437,7 +513,7 @@ class Trainer:
             usual_s = self._statistics.step_s or step_s
             step_s = 0.9 * usual_s + 0.1 * min(step_s, LONGER * usual_s)
         left, method = self.worker.steps_left, self.worker.statistics()
-        self._times.mark(method.windows, method.compute_s, method.wait_s)
+        self._times.mark(method.windows, self.time_spent())
         self._publish(
             phase="training",
             tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
@@ -451,7 +527,6 @@ class Trainer:
         """Replace the record at once, so that readers in other threads see it whole."""
         method = self.worker.statistics()
         changes.setdefault("phase", self._statistics.phase)
-        compute_s, wait_s = self._times.since(method.compute_s, method.wait_s)
         self._statistics = replace(
             self._statistics,
             position=self._progress.position,
@@ -461,10 +536,7 @@ class Trainer:
             steps=self._progress.steps,
             tokens=self._progress.tokens,
             loss=self._progress.loss,
-            compute_s=method.compute_s,
-            wait_s=method.wait_s,
-            recent_compute_s=compute_s,
-            recent_wait_s=wait_s,
+            spent=self._times.since(self.time_spent()),
             windows=method.windows,
             skipped_steps=self._progress.skipped,
             dropped_windows=self._progress.dropped + method.discarded,

@@ -3,6 +3,7 @@ import logging
 import math
 import re
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.reducer import Commit
 from atoll.optim.state.layout import whole
 from atoll.peer.errors import SavedStateError
-from atoll.peer.training import learner
+from atoll.peer.training import learner, saved
 from atoll.peer.training.data import load as data
 from atoll.peer.training.trainer import (
     MAX_DROPPED,
@@ -361,17 +362,77 @@ def test_a_run_that_went_on_keeps_only_what_is_the_peers_own(corpus, tmp_path):
 
 
 def test_run_saves_when_it_stops_and_in_between(corpus, tmp_path):
-    ticks = iter(range(10**6))
-    path = tmp_path / "state"
-    trainer = make(corpus, state_path=path, save_every_s=1.0, clock=lambda: float(next(ticks)))
-    saves = []
-    save = trainer.save
-    trainer.save = lambda to: (saves.append(trainer.statistics().step), save(to))
+    path, clock, steps = tmp_path / "state", Ticks(), []
+    trainer = make(corpus, state_path=path, save_every_s=1.0, clock=clock)
+    trainer._begin_save = lambda to: (
+        steps.append(trainer.statistics().step),
+        saved.save(to, trainer.state_dict(), kind="trainer", run=trainer.spec.digest()),
+    )
     trainer.run()
-    assert saves == [0] * 7
+    assert steps == [0] * 6
     again = make(corpus)
     again.load(path)
     assert again.finished
+
+
+class Ticks:
+    """A clock that goes on by a second whenever somebody looks at it."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_training_goes_on_while_a_save_is_written(corpus, tmp_path, monkeypatch):
+    path, written = tmp_path / "state", threading.Event()
+    write = saved.write
+
+    def slow(*args, **options):
+        assert written.wait(30)
+        write(*args, **options)
+
+    monkeypatch.setattr(saved, "write", slow)
+    trainer = make(corpus, make_spec(run={"rounds": 0}), state_path=path, save_every_s=0.0)
+    thread = threading.Thread(target=trainer.run)
+    thread.start()
+    try:
+        while trainer._saving is None:
+            assert thread.is_alive()
+        there = trainer.statistics().steps
+        while trainer.statistics().steps < there + 3 * H:
+            assert thread.is_alive()
+        assert not path.exists()
+    finally:
+        written.set()
+        trainer.stop()
+        thread.join(30)
+    again = make(corpus, make_spec(run={"rounds": 0}))
+    again.load(path)
+    assert again.statistics().steps == trainer.statistics().steps
+
+
+def test_a_save_that_fails_beside_the_training_ends_it(corpus, tmp_path):
+    path = tmp_path / "gone" / "state"
+    trainer = make(corpus, make_spec(run={"rounds": 0}), state_path=path, save_every_s=0.0)
+    with pytest.raises(FileNotFoundError):
+        trainer.run()
+    assert trainer.statistics().phase == "stopped"
+
+
+def test_saves_take_no_more_than_their_share(corpus, tmp_path):
+    trainer = make(corpus, state_path=tmp_path / "state", save_every_s=0.0, clock=Ticks())
+    trainer._begin_save(tmp_path / "state")
+    trainer._end_save()
+    every_s = trainer._save_after_s
+    assert every_s >= 50.0  # two looks or more at the clock
+    began_s = trainer._saved_at_s
+    while trainer._saving is None:
+        trainer._save_when_due()
+    assert trainer._saved_at_s - began_s >= every_s
+    trainer._end_save()
 
 
 def test_stop_ends_between_two_steps(corpus, tmp_path):
@@ -434,6 +495,30 @@ def test_validation_is_measured_at_its_positions(corpus):
         found.append(trainer.statistics().valid_position)
     assert sorted(set(found)) == [-1, 4, 6]
     assert trainer.statistics().valid_loss == trainer.evaluate()
+
+
+def test_validation_takes_no_more_than_its_share(corpus):
+    clock = Ticks()
+    trainer = make(corpus, make_spec(run={"rounds": 0}), validate_every=1, validate_share=0.02)
+    trainer.options = dataclasses.replace(trainer.options, clock=clock)
+    found = []
+    for _ in range(40 * H):
+        before = trainer.statistics().valid_position
+        trainer.step()
+        if trainer.statistics().valid_position != before:
+            found.append(clock.now_s)
+    assert len(found) >= 3
+    took_s = 1.0  # nobody looks at the clock between
+    assert all(later - earlier >= took_s / 0.02 for earlier, later in pairwise(found))
+
+
+def test_trainers_take_turns_at_validation(corpus):
+    trainer = make(corpus, validate_every=1, validates=lambda position: position % 3 == 1)
+    found = []
+    while not trainer.finished:
+        trainer.step()
+        found.append(trainer.statistics().valid_position)
+    assert sorted(set(found)) == [-1, 1, 4, 6]  # and at the end
 
 
 def test_a_stop_does_not_wait_for_a_validation_which_is_done_after_it(

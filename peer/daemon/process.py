@@ -371,7 +371,7 @@ def view_of(trainer: Trainer) -> TrainerView:
         tokens=stats.tokens,
         tokens_per_s=stats.tokens_per_s,
         loss=_finite(stats.loss),
-        valid_loss=_finite(stats.valid_loss),
+        valid_loss=_finite(stats.valid_loss) if stats.valid_is_new else None,
         utilisation=stats.utilisation,
         device=stats.device,
     )

@@ -66,6 +66,11 @@ class TrainerStatistics:
     """Number format of the forward pass."""
 
     @property
+    def valid_is_new(self) -> bool:
+        """Whether `valid_loss` is of the newest position, or of the one before it."""
+        return self.valid_position >= max(0, self.position - 1)
+
+    @property
     def utilisation(self) -> float:
         """Fraction of the time spent training in the last windows; 1.0 before the second one."""
         return self.spent.utilisation

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.peer.training.statistics import RECENT_WINDOWS, RecentTimes, TimeSpent
+from atoll.peer.training.statistics import RECENT_WINDOWS, RecentTimes, TimeSpent, TrainerStatistics
 
 
 def spent(train_s, total_s, **others):
@@ -15,6 +15,15 @@ def test_waiting_for_the_run_to_begin_is_apart():
     times.mark(0, spent(5.0, 5.0))
     times.mark(1, spent(10.0, 3610.0))
     assert times.since(spent(19.0, 3620.0)).utilisation == 0.9
+
+
+def test_a_held_out_loss_is_new_for_two_positions():
+    def is_new(position, valid_position):
+        return TrainerStatistics(position=position, valid_position=valid_position).valid_is_new
+
+    assert is_new(7, 7) and is_new(7, 6)
+    assert not is_new(7, 5)
+    assert not is_new(0, -1)
 
 
 def test_only_the_last_windows_count():

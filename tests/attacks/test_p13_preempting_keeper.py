@@ -91,10 +91,19 @@ def test_an_acceptor_that_was_away_follows_one_honest_other():
     assert seven.ask(50_001, l1=50_001, l2=50_001, l4=50_000) == 50_000
 
 
+def test_a_leader_gives_up_a_term_before_its_turn_as_well():
+    at = At()
+    at.turns.give_up(3, 1.0)
+    assert at.turns.open_term == 0
+    assert at.ask(4, now=1.0, l0=4, l1=3) == 4  # the others have come to term 3
+    assert at.ask(5, now=2 * TIME_S + 0.9) == 4
+    assert at.ask(5, now=2 * TIME_S + 1.0) == 5
+
+
 def test_an_acceptor_does_not_ask_itself_whether_it_is_gone():
     at = At(first_term=3)
     assert at.ask(4, now=TIME_S - 0.1) == 3
-    at.turns.open(4, 1.0)  # it gave its own term up
+    at.turns.give_up(3, 1.0)
     assert at.ask(5, now=TIME_S + 0.9) == 4
     assert at.ask(5, now=TIME_S + 1.0) == 5
 

@@ -30,6 +30,8 @@ class Turns:
         self._first_term = first_term
         self.open_term = first_term
         self._opened_at = now
+        self._given_up: set[int] = set()
+        """terms that this acceptor led, also those whose turn has not come"""
 
     def time_s(self, term: int, base_s: float) -> float:
         """Return the time of a term of which the first one with its leader has `base_s`."""
@@ -40,6 +42,13 @@ class Turns:
         """Open all terms up to this one."""
         if term > self.open_term:
             self.open_term, self._opened_at = term, now
+        while self.open_term in self._given_up:
+            self.open_term, self._opened_at = self.open_term + 1, now
+
+    def give_up(self, term: int, now: float) -> None:
+        """Leave no time to a term that this acceptor led, and leads no longer."""
+        self._given_up.add(term)
+        self.open(self.open_term, now)
 
     def advance(
         self,

@@ -280,10 +280,10 @@ class Voter:
         return term_time_s(term, grace_s=grace_s, stall_s=stall_s, last_s=last_s)
 
     def give_up(self, place: Place, term: int) -> None:
-        """Open the next term, as this peer leads this one no longer; the others hear of it."""
+        """Leave a term that this peer led no more time; the others hear of it."""
         self._turn()
-        if place == self._booth.here and term == self.open_term:
-            self._turns.open(term + 1, self._ctx.now())
+        if place == self._booth.here:
+            self._turns.give_up(term, self._ctx.now())
 
     def expect_near(self, term: int) -> None:
         """Raise Refused at a term that no honest peer can have come to at this position."""

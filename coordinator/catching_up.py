@@ -121,7 +121,7 @@ class CatchUp:
                 self._report(recovered, before, await self._note(positions))
             if self._tries_for_bodies and not self._replica.store.gaps():
                 self._tries_for_bodies = 0
-                self._log_event("info", "the damaged updates came again from the peers")
+                self._log_event("info", "damaged updates recovered from peers")
                 self._on_taken(())
             self._failure = ""
         except (RecoveryError, StoreError, *DISK_ERRORS) as error:

@@ -139,7 +139,7 @@ class Epochs:
         # If the electors that have not resigned are no quorum, nothing can be decided at our head,
         # and no peer is beyond it. An epoch that opens there voids nothing, so it need not wait.
         elif not self._can_decide((head.epoch, head.position)):
-            await self.open(alive, now_s, because=": electors left")
+            await self.open(alive, now_s, because=": acceptors left")
         elif self._progress.is_stalled(now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
@@ -223,8 +223,8 @@ class Epochs:
         if missing and missing != self._keepers_missing:
             self._report(
                 "info",
-                f"the run waits for {missing} keeper{'' if missing == 1 else 's'}, which lead and "
-                "vote; `atoll invite --role keeper` makes an invite for one",
+                f"waiting for {missing} keeper{'' if missing == 1 else 's'}; create an invite "
+                "with `atoll invite --role keeper`",
             )
         self._keepers_missing = missing
 
@@ -314,7 +314,7 @@ class Epochs:
             await self.open(alive, now_s)
         elif not self._behind_reported:
             text = f"{ahead} rounds are missing here; a new epoch opens once they are fetched"
-            self._report("warning", f"no progress, but {text}")
+            self._report("warning", text)
         self._behind_reported = ahead > 0
 
     # Epochs that were signed and are not in the log

@@ -281,7 +281,7 @@ def _read(path: Path, adapter: TypeAdapter[T], empty: Callable[[], T]) -> T:
         return empty()
     except ValidationError:
         raise InvitesError(
-            f"{path}: damaged; restore a copy, or delete it and evict and invite anew"
+            f"{path}: damaged; restore a copy, or delete it, evict the peers and invite them again"
         ) from None
 
 

@@ -36,7 +36,7 @@ Found = Literal["untried", "closed", "reached"]
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """What joiners from outside found at a port."""
+    """A port, and whether joiners from outside reached it."""
 
     number: int
     found: Found = "untried"
@@ -78,7 +78,7 @@ class Ports:
 
     @property
     def is_watching(self) -> bool:
-        """Whether the connections can still teach something."""
+        """Return whether further connections can show that a port is open."""
         return bool(self._watched)
 
     def joined(self, peer_id: str, host: str) -> str:
@@ -137,11 +137,11 @@ class Ports:
         """Return what is known as a line for the organiser."""
         first, second = self.grpc, self.p2p
         if self._is_one and first.found == "untried":
-            return f"nobody has tried port {first.number} from outside yet"
+            return f"no peer has tried port {first.number} from outside yet"
         if self._is_one:
             return f"port {first.number} was reached from outside (by {first.by})"
         if first.found == "untried":
-            return f"nobody has tried ports {first.number} and {second.number} from outside yet"
+            return f"no peer has tried ports {first.number} and {second.number} from outside yet"
         if second.found == "untried":
             return (
                 f"port {first.number} was reached from outside (by {first.by}); of port "
@@ -159,12 +159,12 @@ class Ports:
 
     @property
     def is_known(self) -> bool:
-        """Whether a joiner has come from outside."""
+        """Return whether a joiner has come from outside."""
         return self.grpc.found != "untried"
 
     @property
     def is_wrong(self) -> bool:
-        """Whether there is something to forward."""
+        """Return whether a port must be forwarded."""
         return self.p2p.found == "closed"
 
     @property

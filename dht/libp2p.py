@@ -402,7 +402,7 @@ class LibP2PTransport:
         """Ask a connected peer for a sign of life; close its connections if none comes.
 
         A router that has a new address, or a laptop in another network, leaves connections that
-        libp2p believes in for up to a minute. While it does, it dials nobody anew.
+        libp2p takes for live for up to a minute. Meanwhile it does not dial those peers again.
         """
         if peer in self._connected and peer not in self._doubted and not self._is_closed:
             self._doubted.add(peer)
@@ -568,7 +568,7 @@ class LibP2PTransport:
                     raise
                 if self._is_gone(peer, str(error), loop.time()):
                     raise PeerUnreachable(
-                        f"nobody listens at {peer}: {error}", peer=peer
+                        f"{peer} refused the connection: {error}", peer=peer
                     ) from error
                 pause_s *= 1 + self._rng.random()  # by chance, so that two peers fall out of step
                 if loop.time() + pause_s > deadline_s:
@@ -578,7 +578,7 @@ class LibP2PTransport:
                 await asyncio.sleep(pause_s)
 
     def _is_gone(self, peer: str, error: str, now_s: float) -> bool:
-        """Return whether the peer's machine answers that nobody listens; a retry is in vain then.
+        """Return whether the peer refused the connection; retrying is pointless.
 
         libp2p does not dial again for a while after that, and has no other reason to give.
         """

@@ -321,7 +321,7 @@ class RosterValidator:
             raise RecordError(f"its subkey is not {record.peer_id}, who signed it")
         # The signature covers the time in the record, not the one given to the DHT.
         if expires_at != record.expires_at:
-            raise RecordError("it expires at another time than it says")
+            raise RecordError("its expiry differs from the DHT's")
         if expires_at > clock.now_s() + MAX_TTL_S + CLOCK_SLACK_S:
             raise RecordError(
                 f"it expires in more than {MAX_TTL_S:g} s; the peer's clock may be wrong"

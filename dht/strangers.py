@@ -21,7 +21,6 @@ class Strangers:
     """The silent streams of one node, of all its protocols."""
 
     def __init__(self) -> None:
-        """Nobody is here."""
         self._silent: dict[Hashable, tuple[str, float, Callable[[], None]]] = {}
         self._admitted: dict[str, float] = {}
 

@@ -118,7 +118,6 @@ class Tasks:
     """Owns work in the background; also a context that closes it."""
 
     def __init__(self) -> None:
-        """Nothing is under way."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:

@@ -160,7 +160,7 @@ CallHandler = Callable[[str, bytes], Awaitable[bytes]]
 StreamHandler = Callable[[str, Stream], Awaitable[None]]
 Check = Callable[[str, bytes], float | None]
 """`check(remote, credential)` raises Refused, or returns until when the peer is admitted, in
-seconds since 1970 by the run's clock; None for ever. Any thread may call it."""
+seconds since 1970 by the run's clock; None: without an end. Any thread may call it."""
 
 
 def admit_everyone(remote: str, credential: bytes) -> None:

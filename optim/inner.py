@@ -65,7 +65,7 @@ class Lion(ByParameter):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        """As any torch optimizer.
+        """Take the arguments of a torch optimizer.
 
         Args:
             params: parameters or groups of them.
@@ -120,7 +120,7 @@ class Muon(ByParameter):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
-        """As any torch optimizer; `muon_groups` makes the groups of a model.
+        """Take the arguments of a torch optimizer; `muon_groups` makes the groups of a model.
 
         Args:
             params: groups with "kind": "muon" (tensors of two dimensions or more) or "adamw".

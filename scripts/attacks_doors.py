@@ -388,7 +388,7 @@ def _o4(folder: Path) -> Happened:
 
 
 DOORS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "c1": ("a coordinator that lost its log begins the run anew", _c1),
+    "c1": ("a coordinator that lost its log begins the run again", _c1),
     "c2": (f"{KEYS} keys of one invite send heartbeats alone", _c2),
     "c3": (f"{PEERS:,} keys report at once", _c3),
     "c4": ("an evicted peer reports and joins again", _c4),

@@ -7,7 +7,7 @@ Commands arrive as lines of JSON on stdin. Answers and events leave as lines of 
 
     (start)                         -> {"hello": what the other hosts must know}
     {"meet": [hello of every host]} -> {"met": true}
-    {"go": seconds}                 -> {"going": true}   atoll: windows of this length, for ever
+    {"go": seconds}                 -> {"going": true}   atoll: windows of this length, without end
     {"round": k}                    -> {"going": true}   others: one reduction
     {"lie": true}                   -> {"lies": true}    sends NaN from now on
     {"die_at": "vote"}              -> {"armed": true}   SIGKILL to itself when the first vote on an

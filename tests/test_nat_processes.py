@@ -93,5 +93,5 @@ def test_peers_behind_two_kinds_of_routers_make_every_round(tmp_path):
     assert all(peer["relayed_bytes"] > 10_000 for peer in status["peers"])
     for name in ("ann", "ben"):
         said = (tmp_path / f"{name}.log").read_text()
-        assert "a router lets nobody in" in said
+        assert "a router refuses connections" in said
         assert json.loads((tmp_path / name / "reach.json").read_text())["is_dialed"] is False

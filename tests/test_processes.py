@@ -426,7 +426,7 @@ def test_electors_that_leave_together_do_not_stop_who_stays(run):
     until(lambda: run.status().position >= there + 2, "two rounds of ann alone", STALL_S / 2)
     status = run.status()
     assert status.epoch == epoch + 1
-    assert any(event.text.endswith("with 1 peer: electors left") for event in status.events)
+    assert any(event.text.endswith("with 1 peer: acceptors left") for event in status.events)
 
     for name in ("ben", "cas"):
         run.start_peer(name).await_said("resumed at position")

@@ -375,15 +375,15 @@ class RoundSection(Section):
     )
     electors: Electors = Field(
         default="members",
-        description="Who leads and votes: 'members' (peers that have contributed for some rounds) "
-        "or 'keepers' (only peers with an invite for keepers, see `atoll invite --role keeper`; "
-        "they need not train, and the run waits for at least one).",
+        description="Peers that lead and vote: 'members' (peers that have contributed for some "
+        "rounds) or 'keepers' (only peers with an invite for keepers, see `atoll invite --role "
+        "keeper`; they need not train, and the run waits for at least one).",
     )
     trust: Trust = Field(
         default="crash",
-        description="Faults of electors under which no round is decided twice: 'crash' (they stop, "
-        "or come too late) or 'byzantine' (fewer than a third of the keepers also lie; needs "
-        "electors = 'keepers', waits for four of them, and takes one round trip more a round).",
+        description="Faults of voting peers under which no round is decided twice: 'crash' (they "
+        "stop, or are too late) or 'byzantine' (fewer than a third of the keepers also lie; needs "
+        "electors = 'keepers', waits for four of them, and takes one more round trip per round).",
     )
     grace_s: float = Field(
         default=3.0,

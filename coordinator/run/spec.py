@@ -77,7 +77,7 @@ class RunSpec(Section):
             )
         if not method.logged and self.round.electors != "members":
             raise ValueError(
-                f"round.electors: must be 'members' with {method.name!r}, in which nobody votes, "
+                f"round.electors: must be 'members' with {method.name!r}, which has no votes, "
                 f"got {self.round.electors!r}"
             )
         if self.round.trust == "byzantine" and self.round.electors != "keepers":

@@ -215,7 +215,7 @@ class GossipGroup(WorkerGroup):
         threads: bool = False,
         **options: object,
     ) -> None:
-        """As `WorkerGroup`; the seed draws the pairs.
+        """Take the arguments of `WorkerGroup`; the seed draws the pairs.
 
         Raises:
             GroupError: for a method with a common state.

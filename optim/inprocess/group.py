@@ -103,7 +103,7 @@ def at_random(share: float, seed: int) -> Misses:
     """
     if not 0.0 <= share < 1.0:
         raise ValueError(f"expected a share of missed rounds from 0 to below 1, got {share}")
-    # Drawn anew from its place, so a run that resumes misses the same rounds.
+    # Drawn again from its place, so a run that resumes misses the same rounds.
     return lambda position, index: random.Random(f"{seed}/{position}/{index}").random() < share
 
 

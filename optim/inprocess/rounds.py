@@ -192,7 +192,7 @@ class GatherReduction(WithFeedback):
     """
 
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
-        """As `Reduction`.
+        """Take the arguments of `Reduction`.
 
         Raises:
             CodecError: when the method divides by senders and the codec can't tell who they are.
@@ -240,7 +240,7 @@ class LowRankReduction(WithFeedback):
     """
 
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
-        """As `Reduction`.
+        """Take the arguments of `Reduction`.
 
         Raises:
             CodecError: when the codec is not `powersgd`.
@@ -313,7 +313,7 @@ class InProcessGroup(WorkerGroup):
         threads: bool = False,
         **options: object,
     ) -> None:
-        """As `WorkerGroup`.
+        """Take the arguments of `WorkerGroup`.
 
         Raises:
             GroupError: for a method by gossip.

@@ -130,7 +130,7 @@ def check_succession(
     )
     if (entry.electorate, entry.newcomers) != (due.electorate, due.newcomers):
         raise BadElectorate(
-            f"entry {entry.position}: expected {len(due.electorate)} electors and "
+            f"entry {entry.position}: expected {len(due.electorate)} acceptors and "
             f"{len(due.newcomers)} newcomers that follow from the present ones; got "
             f"{len(entry.electorate)} and {len(entry.newcomers)}"
         )

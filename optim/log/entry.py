@@ -235,7 +235,7 @@ class Part(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.start_cell >= self.stop_cell:
-            raise ValueError("a part holds at least one cell")
+            raise ValueError("a part holds at least one chunk")
         cells = self.stop_cell - self.start_cell
         if any(p.cells >= cells for p in self.partial):
             raise ValueError("a partial inclusion is shorter than its part")
@@ -313,7 +313,7 @@ class Entry(Record):
         if _fp32(self.lr) != self.lr or _fp32(self.momentum) != self.momentum:
             raise ValueError("scalars are fp32 values")
         if len({e.peer_id for e in self.electorate}) != len(self.electorate):
-            raise ValueError("an elector is named twice")
+            raise ValueError("an acceptor is named twice")
         if len({m.peer_id for m in self.members}) != len(self.members):
             raise ValueError("a member is named twice")
         self._check_parts()
@@ -323,7 +323,7 @@ class Entry(Record):
         start = 0
         for part in self.parts:
             if part.start_cell != start:
-                raise ValueError("parts follow each other without gap or overlap from cell 0")
+                raise ValueError("parts follow each other without gap or overlap from chunk 0")
             named = (part.owner, *(p.member for p in part.partial))
             if max(named) >= len(self.members):
                 raise ValueError("a part names a member that is not in the entry")
@@ -631,12 +631,12 @@ def check_signatures(
     voters = [vote.elector for vote in votes]
     if len(set(voters)) != len(voters) or any(v >= len(electorate) for v in voters):
         raise CertificateInvalid(
-            f"entry {entry.position}: expected distinct electors below {len(electorate)}, "
+            f"entry {entry.position}: expected distinct acceptors below {len(electorate)}, "
             f"got {voters}"
         )
     if not is_quorum(voters, len(electorate), trust):
         raise CertificateInvalid(
-            f"entry {entry.position}: expected a quorum of {len(electorate)} electors, "
+            f"entry {entry.position}: expected a quorum of {len(electorate)} acceptors, "
             f"got {len(voters)} votes"
         )
     for vote in votes:

@@ -117,7 +117,6 @@ class EvidenceBook:
     """Verified evidence, one record a peer, at most `MAX_KEPT`: the oldest goes first."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
         self._records: dict[str, Evidence] = {}
 
     def add(self, evidence: Evidence) -> bool:

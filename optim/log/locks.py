@@ -110,13 +110,13 @@ def check_promise(
     """Raise Unjustified unless an elector promised this attempt, and locked below it."""
     if promise.elector >= len(electorate) or promise.locked > attempt:
         raise Unjustified(
-            f"attempt {attempt}: expected a promise of one of {len(electorate)} electors with a "
-            f"lock below, got elector {promise.elector}, lock {promise.locked - 1}"
+            f"ballot {attempt}: expected a promise of one of {len(electorate)} acceptors with a "
+            f"lock below, got acceptor {promise.elector}, lock {promise.locked - 1}"
         )
     payload = promise_payload(decree, attempt, promise.locked, promise.digest)
     peer_id = electorate[promise.elector].peer_id
     if not verify(peer_id, payload, promise.signature):
-        raise Unjustified(f"attempt {attempt}: the promise of {peer_id} is forged")
+        raise Unjustified(f"ballot {attempt}: the promise of {peer_id} is forged")
 
 
 def check_justified(
@@ -134,7 +134,7 @@ def check_justified(
         list(promised), len(electorate), "byzantine"
     ):
         raise Unjustified(
-            f"attempt {attempt}: expected promises of a quorum of {len(electorate)} electors, "
+            f"ballot {attempt}: expected promises of a quorum of {len(electorate)} acceptors, "
             f"got {len(promised)}"
         )
     for promise in reason.promises:
@@ -144,7 +144,7 @@ def check_justified(
         return
     digests = {promise.digest for promise in reason.promises if promise.locked == highest}
     if digests != {entry.digest}:
-        raise Unjustified(f"attempt {attempt}: expected the entry that the highest lock names")
+        raise Unjustified(f"ballot {attempt}: expected the entry that the highest lock names")
     if reason.lock is None or reason.lock.attempt != highest - 1:
-        raise Unjustified(f"attempt {attempt}: expected the lock of attempt {highest - 1}")
+        raise Unjustified(f"ballot {attempt}: expected the lock of ballot {highest - 1}")
     check_lock(entry, reason.lock, electorate, verify)

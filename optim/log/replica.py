@@ -149,7 +149,7 @@ class Replay:
             return
         if entry.num_cells != len(cells):
             raise MalformedRecord(
-                f"entry {entry.position}: expected {len(cells)} cells, got {entry.num_cells}"
+                f"entry {entry.position}: expected {len(cells)} chunks, got {entry.num_cells}"
             )
         for part in entry.parts:
             # Refused before anybody fetches it: a signed entry must not make peers allocate more.
@@ -318,7 +318,6 @@ class ReplicaView:
 
     @property
     def run_id(self) -> bytes:
-        """The run's."""
         return self.module.run_id
 
     @property
@@ -612,7 +611,7 @@ class Replica(ReplicaView):
             LogError: one of them is not the log's, or no epoch is known that could prove it.
         """
         if self.opened is None:
-            raise EpochInvalid("no epoch record of the run is known yet; nobody has sent one")
+            raise EpochInvalid("no epoch record received yet; wait until a peer is reachable")
         return verify_claims(
             records,
             run_id=self.run_id,

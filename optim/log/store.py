@@ -149,7 +149,7 @@ def _readable(path: Path) -> Iterator[None]:
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             raise  # the log is well, the disk is not
         raise StoreCorrupt(
-            f"{path}: {error}; move the directory {path.parent} away, and nothing beside it: "
+            f"{path}: {error}; move the directory {path.parent} away, and nothing else: "
             "the log can be fetched again from peers"
         ) from None
 
@@ -500,7 +500,7 @@ class LogStore:
         return gone
 
     def begin_at(self, *, position: int, chain: bytes) -> None:
-        """Begin the log anew after a recovered snapshot; drops what was stored before."""
+        """Begin the log again after a recovered snapshot; drop what was stored before."""
         with self._lock:
             with self._changing():
                 self._db.execute("DELETE FROM bodies")

@@ -61,7 +61,7 @@ class CO2(Worker):
         """Keep what was left out; local moves when the window has ended."""
         if not commit.settles:
             return
-        # Local began anew since, so unlike a drift it holds nothing of what was left out.
+        # Local was reset since, so unlike a drift it holds nothing of what was left out.
         missing = torch.ones(len(self.fragments[0].pieces), dtype=torch.bool)
         if commit.included is not None:
             missing = ~commit.included

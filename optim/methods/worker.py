@@ -5,7 +5,7 @@
     delta    what it sends at the end of a window, of one fragment
 
 Each fragment of the group's method has its own window of H inner steps, at its own offset, by its
-turn in the log; if the log advanced without this peer, at that turn anew. A contribution that is
+turn in the log; if the log advanced without this peer, at that turn again. A contribution that is
 handed in stays pending until a commit settles it; the commit is taken `delay` inner steps later,
 so that a reduction may travel while training continues. With a delay of 0 the peer waits.
 
@@ -332,7 +332,7 @@ class Worker(ABC):
     def _meet(self) -> None:
         """Take the commits whose time has come, and hand in the windows that have ended."""
         arrived, self._arrived = self._arrived, []
-        for commit in arrived:  # again: those whose time has not come are kept anew
+        for commit in arrived:  # again: those whose time has not come are put back
             self._settle(commit)
         if self._overdue():
             self._wait()

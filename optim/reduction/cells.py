@@ -266,7 +266,7 @@ class Cells:
         if self.codec.stateful:  # joiners decode frames without the earlier ones
             raise CodecError(f"expected a codec whose frames stand alone, got {self.codec.spec}")
         if self.by_senders and not isinstance(self.codec, CoordinateCodec):
-            raise CodecError(f"expected a codec that tells who sent what, got {self.codec.spec}")
+            raise CodecError(f"expected a codec that identifies senders, got {self.codec.spec}")
 
     @classmethod
     def of_vector(cls, codec: Codec, numel: int) -> Self:
@@ -560,7 +560,7 @@ class Cells:
         limits = [self.max_reduced_bytes(index, members) for index in range(start, stop)]
         frames = unpack(memoryview(body), limits)
         if len(frames) != stop - start:
-            raise UpdateError(f"expected {stop - start} cells, got {len(frames)}")
+            raise UpdateError(f"expected {stop - start} chunks, got {len(frames)}")
         try:
             return self.decode_update(start, frames)
         except CodecError as error:
@@ -585,8 +585,10 @@ class Cells:
             try:
                 self.decode_update(index, [frame])
             except CodecError as error:
-                return UpdateError(f"cell {index}: {error}")
-        return UpdateError("expected cells that decode together, got some that do so one by one")
+                return UpdateError(f"chunk {index}: {error}")
+        return UpdateError(
+            "expected chunks that decode together, got some that decode only one by one"
+        )
 
 
 def require_finite(values: Tensor) -> None:
@@ -623,14 +625,14 @@ def unpack(data: memoryview, limits: Sequence[int]) -> list[memoryview]:
     at = 0
     while at < len(data):
         if len(frames) == len(limits):
-            raise UpdateError(f"expected at most {len(limits)} cells, got more")
+            raise UpdateError(f"expected at most {len(limits)} chunks, got more")
         if len(data) - at < LENGTH.size:
             raise UpdateError("expected a length, got the end of the data")
         (length,) = LENGTH.unpack_from(data, at)
         at += LENGTH.size
         if length > min(limits[len(frames)], len(data) - at):
             raise UpdateError(
-                f"expected a cell of at most {limits[len(frames)]} bytes, all of them here, "
+                f"expected a chunk of at most {limits[len(frames)]} bytes, all of them here, "
                 f"got one of {length}"
             )
         frames.append(data[at : at + length])

@@ -304,7 +304,7 @@ def cell_slice(numel: int, index: int) -> slice:
         IndexError: when there is no such cell.
     """
     if not 0 <= index * CELL < numel:
-        raise IndexError(f"expected a cell in [0, {-(-numel // CELL)}), got {index}")
+        raise IndexError(f"expected a chunk in [0, {-(-numel // CELL)}), got {index}")
     return slice(index * CELL, min((index + 1) * CELL, numel))
 
 

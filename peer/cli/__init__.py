@@ -30,9 +30,9 @@ SUMMARIES = {
     "plan": "estimate the cost of a run: bytes, time, utilisation, memory",
     "coordinator": "start a run and print its invite",
     "invite": "issue, list or revoke invites of a run",
-    "evict": "put a peer out of a run",
+    "evict": "remove a peer from a run",
     "peer": "join a run and train until stopped",
-    "doctor": "check this machine, and its way to a run",
+    "doctor": "check this machine and its connection to a run",
     "dashboard": "watch a run in the terminal",
     "status": "print the state of a run once",
     "rounds": "list committed rounds",
@@ -89,7 +89,7 @@ def add_stop_with_stdin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-with-stdin",
         action="store_true",
-        help="stop when standard input closes (for programs that start this one)",
+        help="Stop when standard input closes, for programs that start this one.",
     )
 
 

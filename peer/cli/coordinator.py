@@ -41,7 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "coordinator",
         description="Start a run or resume one: admit peers, keep the log of all rounds, write\n"
-        "checkpoints. Prints the invite on stdout and everything else on stderr. Training\n"
+        "checkpoints. Print the invite on stdout and everything else on stderr. Training\n"
         "continues while the coordinator is down; after a restart the invite is the same.",
         examples="atoll coordinator RUN.toml\n"
         "atoll coordinator RUN.toml --advertise 203.0.113.7\n"
@@ -260,12 +260,12 @@ def announce(up: Running, *, as_json: bool) -> None:
     spec, status = up.coordinator.spec, up.coordinator.status()
     say(f"run {spec.run.name} ({status.run_id[:12]}), {status.params:,} parameters")
     say(f"listening on {up.address}; state in {up.state_dir}")
-    say(f"back up {up.state_dir / 'keys.json'}: nobody can continue the run without it")
+    say(f"back up {up.state_dir / 'keys.json'}: the run cannot be continued without it")
     say(f"the invite contains {' and '.join(up.invite.addresses)}")
     for line in about_ports(up):
         say(line)
     join = " ".join(["atoll peer INVITE", *options_for(spec)])
-    say("`atoll invite` limits an invite to some peers or to watching; `atoll evict` puts one out")
+    say("`atoll invite` limits an invite to some peers or to watching; `atoll evict` removes one")
     if spec.round.electors == "keepers":
         say("`atoll invite --role keeper` makes an invite for a keeper, which leads and votes")
     say(f"join with `{join}`, watch with `atoll dashboard INVITE`:")

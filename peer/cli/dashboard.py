@@ -23,8 +23,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "dashboard",
-        description="Watch a run: peers, tokens/s, loss, traffic, round phases, events.\n"
-        "Without a terminal, or with --plain, prints a line per round until the run is complete.",
+        description="Watch a run: peers, tokens/s, loss, traffic, round phases, events. Without a\n"
+        "terminal, or with --plain, print a line per round until the run is complete.",
         examples="atoll dashboard INVITE\natoll dashboard INVITE --light\n"
         "atoll dashboard INVITE --plain >> run.log\natoll dashboard INVITE --screenshot run.svg",
     )

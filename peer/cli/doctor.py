@@ -1,4 +1,4 @@
-"""`atoll doctor`: check this machine, and its way to a run."""
+"""`atoll doctor`: check this machine and its connection to a run."""
 
 import argparse
 import asyncio
@@ -23,10 +23,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "doctor",
         description="Check whether this machine can train: Python, torch, device, disk, memory,\n"
-        "ports. With an invite also the way to the run: the coordinator's ports, the\n"
-        "clock, whether others can dial this machine, the kind of its router, peers that\n"
-        "cannot reach each other, and the rates to the coordinator and two peers, for\n"
-        "which it moves at most 7 MB each. One line for each finding (ok, note, problem)\n"
+        "ports. With an invite, also check the connection to the run: the coordinator's\n"
+        "ports, the clock, whether others can dial this machine, the kind of its router,\n"
+        "peers that cannot reach each other, and the rates to the coordinator and two\n"
+        "peers (at most 7 MB each). Prints one line for each finding (ok, note, problem)\n"
         "with its remedy. Exits with 1 if there is a problem.",
         examples="atoll doctor\natoll doctor INVITE\natoll doctor INVITE --json",
     )

@@ -1,4 +1,4 @@
-"""`atoll evict`: put a peer out of a run."""
+"""`atoll evict`: remove a peer from a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.peer.cli.invite import find_run
 
 
 class UnknownPeer(ValueError):  # noqa: N818
-    """No peer, or more than one, goes by that name."""
+    """No peer, or more than one, has that name."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -21,9 +21,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "evict",
-        description="Put a peer out of a run, on the coordinator's machine. The coordinator\n"
-        "refuses it at once, all other peers with their next heartbeat; it stays out over\n"
-        "restarts. A new key with a usable invite is another peer: revoke the invite too.",
+        description="Remove a peer from a run, on the coordinator's machine. The coordinator\n"
+        "refuses it at once, and all other peers do so with their next heartbeat, also\n"
+        "after restarts. With a usable invite it could return under a new key: revoke\n"
+        "the invite too (`atoll invite --revoke`).",
         examples="atoll evict 12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp\n"
         'atoll evict vnc6iDEp --reason "sends noise"\n'
         "atoll evict laptop-3 --state-dir RUN_STATE",
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     folder = find_run(args.state_dir)
     peer_id = find_peer(folder, args.peer)
     is_new = evict(folder, peer_id, at_s=time.time(), reason=args.reason)
-    done = "is out of the run" if is_new else "was out of the run before"
+    done = "was removed from the run" if is_new else "had already been removed from the run"
     print(f"{peer_id} {done}", file=sys.stderr)
     return 0
 
@@ -71,4 +72,4 @@ def find_peer(folder: Path, named: str) -> str:
         raise UnknownPeer(f"{named!r} may be {', '.join(found)}; name the whole PeerID")
     if re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{46,59}", named):  # whole, of a peer forgotten here
         return named
-    raise UnknownPeer(f"no peer of this run goes by {named!r}; `atoll status INVITE` lists them")
+    raise UnknownPeer(f"no peer of this run is named {named!r}; `atoll status INVITE` lists them")

@@ -33,9 +33,9 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "invite",
         description="Issue an invite for trainers, keepers or watchers, on the coordinator's\n"
-        "machine. It works at once, also if the coordinator runs, and is kept over restarts.\n"
-        "A use is a peer: a peer that restarts takes no second one, and may return after the\n"
-        "expiry.",
+        "machine. It works at once, even while the coordinator runs, and survives\n"
+        "restarts. Each new peer counts as one use; a peer that has joined may return,\n"
+        "also after the expiry.",
         examples="atoll invite --uses 5 --expires 7d\n"
         "atoll invite --role keeper --expires 1d\n"
         "atoll invite --watch --expires 12h\n"
@@ -71,7 +71,7 @@ def add_parser(subparsers: Subparsers) -> None:
     other.add_argument(
         "--revoke",
         metavar="ID",
-        help="Invite that nobody may use any more; `first` is the one of `atoll coordinator`. "
+        help="Invite to make unusable; `first` is the one of `atoll coordinator`. "
         "Peers that joined with it stay: see `atoll evict`.",
     )
     parser.add_argument("--json", action="store_true", help="Line of JSON instead of text.")

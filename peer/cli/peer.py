@@ -29,13 +29,13 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "peer",
         description="Join a run by its invite and train until the run is complete or a signal\n"
-        "stops the peer (Ctrl-C or SIGTERM). Reconnects automatically; after a\n"
-        "restart it resumes from its state directory.\n\n"
+        "stops the peer (Ctrl-C or SIGTERM). The peer reconnects automatically; after\n"
+        "a restart it resumes from its state directory.\n\n"
         "With an invite for keepers the peer leads and votes instead of training: it\n"
         "needs no model, no data and no device.\n\n"
         "At the first start it shows what the run asks for (model, parameters, data,\n"
         "tokenizer, disk, traffic) and asks once; the answer is kept in the state\n"
-        "directory. It exits with 1 after a no, and with 2 if there is nobody to ask.\n"
+        "directory. It exits with 1 if you decline, and with 2 without a terminal.\n"
         "Custom models run only with --allow-model, and files are read only with\n"
         "--data and --tokenizer.",
         examples="atoll peer INVITE\n"
@@ -72,7 +72,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--yes",
         action="store_true",
-        help="Agree to what the run asks for without a question; it is shown all the same.",
+        help="Accept the run's terms without asking (still printed).",
     )
     parser.add_argument("--name", type=_name, help="Name of this peer on the dashboard.")
     parser.add_argument(

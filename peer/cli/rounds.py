@@ -120,7 +120,7 @@ def trace(
         *([f"phases, mean over members ({total_s:.3f} s)", *phases] if phases else []),
         *([f"removed by the robust reducer: norm {row.rejected:.4g}"] if row.rejected else []),
         *(["bytes on the wire", *sent] if sent else []),
-        *(["left out, wholly or from some cell on", *without] if without else []),
+        *(["left out, wholly or from some chunk on", *without] if without else []),
     ]
 
 

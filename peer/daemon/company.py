@@ -121,9 +121,12 @@ class Company:
         self.reaches_nobody = since_s is not None and now_s - since_s >= ALONE_S
         if self.is_alone and not was_alone:
             whom = "reaches no other trainer" if trainers else "is the only trainer here"
-            self.show("info", f"waiting for peers: this one {whom}; training resumes with another")
+            self.show(
+                "info",
+                f"waiting for peers: this peer {whom}; training resumes when another one is online",
+            )
         if was_alone and not self.is_alone:
-            self.show("info", "another trainer is here; training resumes")
+            self.show("info", "another trainer is online; training resumes")
         if not self.is_alone:
             waiting, self._waiting = self._waiting, {}
             for offer in waiting.values():

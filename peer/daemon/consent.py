@@ -57,11 +57,11 @@ Ask = Callable[[], Awaitable[bool]]
 
 
 class ConsentMissing(ValueError):  # noqa: N818
-    """No yes is kept, and nobody is there to ask."""
+    """No earlier consent is stored, and there is no terminal to ask on."""
 
 
 class Declined(RuntimeError):  # noqa: N818
-    """The owner said no."""
+    """The owner declined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,11 +265,11 @@ class Consent:
         if not self.yes:
             if self.ask is None:
                 raise ConsentMissing(
-                    "the run asks for what is listed above, and nobody is here to answer; start "
-                    "this peer in a terminal once (without --json), or pass --yes"
+                    "the run asks for what is listed above, and there is no terminal to ask on; "
+                    "start this peer in a terminal once (without --json), or pass --yes"
                 )
             if not await self.ask():
-                raise Declined("the answer was no; nothing that the run names was run or read")
+                raise Declined("declined; no code of the run was run and no file was read")
         self._keep(request)
 
     def _kept_digest(self) -> str | None:

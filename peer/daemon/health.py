@@ -128,9 +128,9 @@ def reach_finding(address: str, port: int, *, is_dialed: bool) -> Finding:
         return ok("reached", f"the coordinator dials this machine back at {place}")
     return note(
         "reached",
-        f"the coordinator gets no answer at {place}: a router or firewall lets nobody in",
-        "peers come through holes or a relay, which is slower; forward a TCP port and name it with "
-        "--listen and --announce",
+        f"the coordinator gets no answer at {place}: a router or firewall refuses connections",
+        "peers reach this machine by hole punching or a relay, which is slower; forward a TCP port "
+        "and name it with --listen and --announce",
     )
 
 
@@ -147,7 +147,7 @@ def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> 
     public = [place for place in found if is_public(place[0])] or found
     hosts = {host for host, _ in public} or ({seen} if _is_ip(seen) else set())
     if not hosts:
-        return note("router", "not known: nobody saw an address of this machine", "try again later")
+        return note("router", "unknown: no peer reported this machine's address", "try again later")
     here = sorted(host for host in hosts if host in own or ipaddress.ip_address(host).is_loopback)
     if here:
         return ok("router", f"none: others see this machine's own address, {', '.join(here)}")
@@ -162,10 +162,12 @@ def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> 
             "nothing to do unless 'reached' says so; check again when more public peers are here",
         )
     if len(set(public)) == 1:
-        return ok("router", f"{fact}, at one port for all (endpoint-independent): holes work")
+        return ok(
+            "router", f"{fact}, at one port for all (endpoint-independent): hole punching works"
+        )
     return note(
         "router",
-        f"{fact}, at another port for each (endpoint-dependent, 'symmetric'): no hole works",
+        f"{fact}, at another port for each (endpoint-dependent, 'symmetric'): hole punching fails",
         "peers behind routers reach this machine through a relay, others directly; forward a TCP "
         "port and name it with --listen and --announce, or use another network",
     )

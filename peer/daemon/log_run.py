@@ -498,7 +498,7 @@ def _account(recovered: Recovered) -> str:
     donors = (d if d == CoordinatorSource.name else short(d) for d in recovered.donors)
     return (
         f"recovered from position {recovered.from_position} to {recovered.to_position}: "
-        f"{how} from {', '.join(donors) or 'nobody'} in {recovered.seconds:.1f} s"
+        f"{how} from {', '.join(donors) or 'no peer'} in {recovered.seconds:.1f} s"
     )
 
 
@@ -541,6 +541,6 @@ class QuorumWatch:
             else "a new epoch opens, for which the coordinator must come back"
         )
         return (
-            f"no quorum for round {position + 1}: {len(present)} of {len(electorate)} electors "
+            f"no quorum for round {position + 1}: {len(present)} of {len(electorate)} acceptors "
             f"online (a restarted peer does not count); training continues locally until {until}"
         )

@@ -262,7 +262,7 @@ class Enrolment:
         invite: Invite,
         show: OnEvent,
     ) -> tuple[Enrolment, Joined | None]:
-        """Join the run, or resume an earlier membership; retry for ever if there is neither.
+        """Join the run, or resume an earlier membership; retry without end if there is neither.
 
         Raises:
             CoordinatorError: the coordinator refuses this peer.

@@ -1,4 +1,4 @@
-"""Notice that this machine has another address, and announce it anew.
+"""Notice that this machine has another address, and announce it.
 
 A laptop that changes networks, a VPN that drops and a provider's new address all leave connections
 behind in which both ends believe for a while, and a record with an address that nobody can dial.
@@ -107,7 +107,7 @@ class Moves:
         self._watch = Watch(own(), is_known=reachability.reach.address != "" or not is_asked)
 
     async def keep(self) -> None:
-        """Watch for ever."""
+        """Watch until cancelled."""
         if self._node.daemon.options.is_loopback_only:
             return
         while True:
@@ -133,7 +133,7 @@ class Moves:
     async def _leave_dead_connections(self) -> None:
         """End connections from an address that this machine no longer has.
 
-        The kernel and libp2p would try to use them for half a minute, and dial nobody anew.
+        The kernel and libp2p would try to use them for half a minute, and not dial again.
         """
         for peer in self._node.transport.connected:
             self._node.transport.doubt(peer)
@@ -148,4 +148,4 @@ class Moves:
             found = replace(found, is_dialed=before.is_dialed)
         if found != before:
             self._reachability.take(found)
-            self._report("info", f"this machine is reached anew: {self._reachability}")
+            self._report("info", f"this machine is reachable again: {self._reachability}")

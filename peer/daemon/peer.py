@@ -87,12 +87,10 @@ class Environment:
 
     @property
     def run_id(self) -> bytes:
-        """The run's."""
         return self.options.invite.run_id
 
     @property
     def spec(self) -> RunSpec:
-        """The run's."""
         return self.enrolment.membership.spec
 
     @property
@@ -166,7 +164,7 @@ class RunKind(Protocol):
         ...
 
     async def run(self) -> None:
-        """Take part in rounds, for ever."""
+        """Take part in rounds until cancelled."""
         ...
 
     async def roster_peers(self) -> dict[str, PeerRecord]:

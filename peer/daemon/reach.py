@@ -82,7 +82,7 @@ async def probe(
 
 
 async def probe_again(client: CoordinatorClient, listen: Sequence[str]) -> Reach:
-    """Ask the coordinator anew, about a free port, since p2pd has the one that others dial.
+    """Ask the coordinator again, about a free port, since p2pd has the one that others dial.
 
     Routers have flows for that one and would let the coordinator in. A free port has none: it shows
     whether the network is open, but not whether a router forwards the port that p2pd has.
@@ -203,16 +203,16 @@ class Reachability:
         """Return it as a sentence for the owner."""
         if self._is_hidden():
             return (
-                "the coordinator cannot be asked yet whether others can dial this peer: they reach "
-                "it through relays"
+                "the coordinator cannot be asked yet whether others can dial this peer; until then "
+                "they reach it through relays"
             )
         if self.is_direct:
             where = f" at {self._reach.multiaddr}" if self._node.seen else ""
             return f"others can dial this peer{where}"
         return (
-            f"a router lets nobody in to {self._reach.multiaddr}: others reach this peer through "
-            "relays. A port that the router forwards would be faster: name it with --listen and "
-            "--announce"
+            f"a router refuses connections to {self._reach.multiaddr}: others reach this peer "
+            "through relays. A port that the router forwards would be faster: name it with "
+            "--listen and --announce"
         )
 
     @property
@@ -225,7 +225,7 @@ class Reachability:
         return "hole" if peers and not transport.relayed else "relayed"
 
     def look(self, records: Mapping[str, PeerRecord], connected: Container[str]) -> None:
-        """Choose relays anew among the peers that are here and that we have a connection to."""
+        """Choose relays among the online peers to which this one has a connection."""
         if self.is_direct:
             return
         me = self._node.peer_id

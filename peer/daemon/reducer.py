@@ -707,7 +707,7 @@ class NetworkReducer(RunReducer):
             return  # sends gradients: nothing was kept for the next one
         ratio = drift_ratio(norm, [m.norm for m in entry.members if m.weight > 0])
         if ratio > DRIFT_CAP:
-            why = f"left out of rounds until it had {ratio:.1f} times the median norm"
+            why = f"it was left out of rounds and reached {ratio:.1f} times the median norm"
             self._reset(state, f"{why}, more than {DRIFT_CAP:g} times")
 
     def _reset(self, state: OuterState, why: str) -> None:

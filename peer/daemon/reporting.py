@@ -253,7 +253,7 @@ class Reporter:
         progress: TrainerProgress,
         rounds: Callable[[], RoundsView],
     ) -> None:
-        """Read everything anew at each `status`."""
+        """Read everything again at each `status`."""
         self._env = env
         self._standing = standing
         self._progress = progress
@@ -490,7 +490,7 @@ class Heartbeats:
         self.in_touch = in_touch
 
     async def keep(self) -> None:
-        """Be in touch, for ever."""
+        """Stay in touch with the coordinator until cancelled."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:

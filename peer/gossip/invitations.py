@@ -168,7 +168,7 @@ class Invitee:
                 RefusalCode.PROTOCOL, f"expected protocol {PROTOCOL}, got {terms.protocol}"
             )
         if terms.exchange in self._invited:
-            raise Refused(RefusalCode.REPLAYED, "this meeting has already begun")
+            raise Refused(RefusalCode.REPLAYED, "this exchange has already begun")
         if remote in self._waiting:
             raise Refused(RefusalCode.PAIRED, "another invitation from this peer awaits an answer")
         if not self._peer.begun or self._peer.closing:
@@ -238,5 +238,5 @@ class Invitee:
         self._ctx.on_event(
             "warning",
             f"{short(partner)} is gone, so it is unknown whether round {number} was committed; "
-            "this peer's weights count again after its next meeting",
+            "this peer's weights count again after its next exchange",
         )

@@ -325,7 +325,7 @@ class Meeting:
         """
         async with asyncio.timeout(self._deadline_s()):
             if await self._next() != PREPARED:
-                raise MalformedRecord("expected the message that the other side is prepared")
+                raise MalformedRecord("expected PREPARED, got another message")
         commit()
         with suppress(TransportError, TimeoutError):
             await self._say(COMMIT)
@@ -355,7 +355,7 @@ class Meeting:
         while True:
             message = await self._stream.recv(timeout_s=self._stall_s)
             if message is None:
-                raise PeerUnreachable("the stream ended in the middle of a meeting")
+                raise PeerUnreachable("the stream ended in the middle of an exchange")
             if message != ALIVE:
                 return message
 

@@ -244,7 +244,7 @@ class GossipPeer:
             self.ctx.fault(partner, Fault.BAD_MESSAGE)
         self.ctx.on_event(
             "warning",
-            f"round {self.position + 1}: the meeting with {short(partner)} failed: {error}",
+            f"round {self.position + 1}: the exchange with {short(partner)} failed: {error}",
         )
 
     async def serve_head(self, remote: str, body: bytes) -> bytes:

@@ -95,7 +95,7 @@ async def _peers_of(roster: Roster) -> dict[str, PeerRecord]:
     try:
         return dict(await roster.peers())
     except (RosterError, TransportError, TimeoutError, OSError) as error:
-        _log.info("the roster cannot be read: %s", clean(error))
+        _log.info("cannot read the roster: %s", clean(error))
         return {}
 
 
@@ -119,7 +119,7 @@ class _Known:
 
     async def __call__(self) -> Iterator[Sequence[Source]]:
         records = await _peers_of(self.roster)
-        self.turn += 1  # others are drawn each time, so that no silent peer is asked for ever
+        self.turn += 1  # others are drawn each time, so that no silent peer is asked without end
         return (
             [_Distant(self, records[peer]) for peer in some]
             for some in whom_to_ask(records, me=self.me, turn=self.turn)

@@ -56,7 +56,7 @@ OnFailure = Callable[[Entry, Donor, Exception], None]
 
 
 class NoDonor(RecoveryError):  # noqa: N818
-    """Nobody who could be reached has what is missing."""
+    """No reachable peer has the missing entries or snapshot."""
 
 
 class Recovery:
@@ -119,7 +119,7 @@ class Recovery:
             ahead = now_ahead
             snapshot = await self._pass(ahead, used, snapshot)
         else:
-            raise NoDonor("the log moves on faster than this replica can follow")
+            raise NoDonor("the log advances faster than this replica can follow")
         if not used and snapshot is None:
             if replica.is_ledger:
                 await self._fill_gaps(self._answered)
@@ -170,7 +170,7 @@ class Recovery:
             except FETCH_ERRORS as error:
                 self._let_rest(donors[0])
                 self._on_event("warning", f"recovery from {donors[0].name}: {error}")
-        raise NoDonor(f"none of {len(ahead)} donors gave entries that hold")
+        raise NoDonor(f"no valid entries from {len(ahead)} donors")
 
     # donors
 
@@ -326,7 +326,7 @@ class Recovery:
         """
         opened = self._replica.opened
         if opened is None:
-            raise NoDonor("no epoch record of the run is known yet; nobody has sent one")
+            raise NoDonor("no epoch record received yet; wait until a peer is reachable")
         claims: list[Claim] = []
         position, base = start, opened.base_position
         if start < base:
@@ -338,8 +338,8 @@ class Recovery:
             page = await donor.source.headers(position, donor.head.position)
             if not page:
                 raise MalformedRecord(
-                    f"expected entries up to {donor.head.position}, as it claims; got them up to "
-                    f"{position}"
+                    f"expected entries up to {donor.head.position}, as the donor claims; got "
+                    f"them up to {position}"
                 )
             claims += await self._replica.verify([(d.entry, d.certificate) for d in page], here)
             here = place_after(claims[-1].entry)
@@ -379,7 +379,7 @@ class Recovery:
             used.add(donor.name)
             self._on_progress("replay", donor.head.position - entry.position - 1)
             return
-        raise NoDonor(f"nobody gave the body of entry {entry.position}")
+        raise NoDonor(f"no peer has the body of entry {entry.position}")
 
     # a snapshot, then the log
 
@@ -387,7 +387,7 @@ class Recovery:
         """Install the newest certified snapshot; returns its position."""
         replica, opened = self._replica, self._replica.opened
         if opened is None:
-            raise NoDonor("no epoch record of the run is known yet; nobody has sent one")
+            raise NoDonor("no epoch record received yet; wait until a peer is reachable")
         offered = {p for d in donors for p in d.head.snapshots}
         if replica.is_ledger:
             start = replica.position
@@ -411,7 +411,7 @@ class Recovery:
             claims = await self._claims(donors[0], 0, None)
             await replica.install(await self._genesis(), claims)
             return 0
-        raise NoDonor("nobody has a snapshot with a certified root, or the log from its start")
+        raise NoDonor("no peer has a snapshot with a certified root, or the log from its start")
 
     async def _fill_gaps(self, donors: Sequence[Donor]) -> None:
         """Fetch the bodies before the snapshot that somebody still has, the newest first."""
@@ -461,7 +461,7 @@ class Recovery:
                     root=root,
                     memory_numel=replay.memory_numel,
                 )
-        raise NoDonor(f"nobody gave the digests of snapshot {position}")
+        raise NoDonor(f"no peer has the digests of snapshot {position}")
 
     async def _drain(
         self,

@@ -35,44 +35,44 @@ ASKED_AT_ONCE = 32  # peers that a recovery asks at once, however many there are
 
 
 class Source(Protocol):
-    """Someone who may give what is missing."""
+    """A peer or coordinator that may have the missing entries or snapshot."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for log lines."""
         ...
 
     async def head(self) -> Head:
-        """Return where it stands."""
+        """Return its position and what it can serve."""
         ...
 
     async def headers(self, start: int, stop: int) -> list[Decided]:
-        """Entries with certificates from `start` on; perhaps fewer than asked for."""
+        """Fetch entries with certificates from `start` on, perhaps fewer than asked for."""
         ...
 
     async def body(self, position: int, body_bytes: int) -> bytes:
-        """The body of an entry, of the right length."""
+        """Fetch the body of an entry, of the right length."""
         ...
 
     async def leaf_digests(self, position: int) -> list[bytes]:
-        """The digests of the leaves of a snapshot."""
+        """Fetch the digests of a snapshot's leaves."""
         ...
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
-        """Consecutive leaves of a snapshot."""
+        """Fetch consecutive leaves of a snapshot."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Donor:
-    """Someone who may give, and where it stood when asked."""
+    """A source, and its answer to `head`."""
 
     source: Source
     head: Head
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for log lines."""
         return self.source.name
 
 
@@ -95,14 +95,13 @@ def whom_to_ask(
 
 
 Sources = Callable[[], Awaitable[Iterator[Sequence[Source]]]]
-"""Lists those who may have what is missing, some at a time."""
+"""Lists the donors that may have the missing data, some at a time."""
 
 
 class RosterSources:
     """The peers of the run's roster, in another order at each turn."""
 
     def __init__(self, ctx: Context) -> None:
-        """Ask as the peer of `ctx`."""
         self._ctx = ctx
         self._turn = 0
 
@@ -121,7 +120,6 @@ class PeerSource:
     """A peer of the roster."""
 
     def __init__(self, ctx: Asking, peer: str) -> None:
-        """Take its PeerID."""
         self._ctx = ctx
         self._peer = peer
 
@@ -131,7 +129,7 @@ class PeerSource:
         return self._peer
 
     async def head(self) -> Head:
-        """Return where it stands."""
+        """Return its position and what it can serve."""
         timeout_s = 2 * self._ctx.settings.stall_s
         ctx = self._ctx
         return await fetch_head(
@@ -139,20 +137,20 @@ class PeerSource:
         )
 
     async def headers(self, start: int, stop: int) -> list[Decided]:
-        """Entries with certificates."""
+        """Fetch entries with certificates."""
         return await fetch_headers(self._ctx, self._peer, start, stop)
 
     async def body(self, position: int, body_bytes: int) -> bytes:
-        """The body of an entry."""
+        """Fetch the body of an entry."""
         return await fetch_body(self._ctx, self._peer, position, body_bytes)
 
     async def leaf_digests(self, position: int) -> list[bytes]:
-        """The digests of a snapshot's leaves."""
+        """Fetch the digests of a snapshot's leaves."""
         meta = await fetch_snapshot_meta(self._ctx, self._peer, position)
         return [meta.leaves[i : i + 32] for i in range(0, len(meta.leaves), 32)]
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
-        """Leaves of a snapshot."""
+        """Fetch leaves of a snapshot."""
         return fetch_leaves(self._ctx, self._peer, position, indices)
 
 
@@ -173,7 +171,7 @@ class CoordinatorSource:
         self.chain = bytes(32)
 
     async def head(self) -> Head:
-        """Return where it stands, and its newest snapshot."""
+        """Return its position and its newest snapshot."""
         info = await self._client.fetch_snapshot()
         newest = info.position
         # An interval later an entry certifies a snapshot's root: the newest may be of no use yet.
@@ -198,21 +196,21 @@ class CoordinatorSource:
         return False
 
     async def headers(self, start: int, stop: int) -> list[Decided]:
-        """Entries with certificates."""
+        """Fetch entries with certificates."""
         count = min(stop - start, MAX_SPAN)
         entries = self._client.fetch_entries(start, count, bodies=False)
         return [Decided(entry=e.entry, certificate=e.certificate) async for e in entries]
 
     async def body(self, position: int, body_bytes: int) -> bytes:
-        """The body of an entry."""
+        """Fetch the body of an entry."""
         async for fetched in self._client.fetch_entries(position, 1, max_body_bytes=body_bytes):
             return fetched.body or b""
         raise StateError(f"expected entry {position}, the coordinator does not have it")
 
     async def leaf_digests(self, position: int) -> list[bytes]:
-        """The digests of a snapshot's leaves."""
+        """Fetch the digests of a snapshot's leaves."""
         return list((await self._client.fetch_snapshot(position)).leaf_digests)
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
-        """Leaves of a snapshot."""
+        """Fetch leaves of a snapshot."""
         return self._client.fetch_leaves(position, indices[0], len(indices))

@@ -56,8 +56,8 @@ class Barred:
     def __str__(self) -> str:
         """For the peer itself."""
         if self.left_s == float("inf"):
-            return f"left out for good: {self.why}"
-        return f"left out for another {self.left_s:.0f} s after repeated faults: {self.why}"
+            return f"banned permanently: {self.why}"
+        return f"banned for another {self.left_s:.0f} s after repeated faults: {self.why}"
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,6 @@ class Conduct:
     """A score for every peer that broke a rule. Times are seconds on one clock."""
 
     def __init__(self) -> None:
-        """Nobody has."""
         self._records: dict[str, FaultCount] = {}
         self._out: dict[str, Fault] = {}
 

@@ -109,7 +109,7 @@ class PeerContext:
         try:
             self._seen = await self.roster.peers()
         except (RosterError, TransportError, TimeoutError, OSError) as error:
-            self.on_event("warning", f"the roster cannot be read, going on with the last: {error}")
+            self.on_event("warning", f"cannot read the roster: {error}; using the last one")
         self._seen_until = self.now() + len(self._seen) / RECORDS_PER_S
         return self._seen
 
@@ -317,7 +317,7 @@ class Context(PeerContext):
         try:
             self.evidence.restore(kept, self.replica.run_id, self.verify)
         except LogError as error:
-            self.on_event("error", f"stored evidence is damaged and ignored: {error}")
+            self.on_event("error", f"stored evidence is damaged and was ignored: {error}")
         for evidence in self.evidence:
             self.conduct.bar_for_good(evidence.peer_id, Fault.EQUIVOCATION)
             self.on_evidence(evidence.encode())
@@ -335,8 +335,8 @@ class Context(PeerContext):
         self.conduct.bar_for_good(peer, Fault.EQUIVOCATION)
         self.on_event(
             "error",
-            f"round {evidence.position + 1}: {short(peer)} signed two {evidence.kind}s and is left "
-            "out for good",
+            f"round {evidence.position + 1}: {short(peer)} signed two {evidence.kind}s and is "
+            "banned permanently",
         )
         self.on_evidence(evidence.encode())
         self.spread(evidence)

@@ -368,7 +368,7 @@ class Rounds:
             counted = sum(included) if included else 0
             self._ctx.on_event(
                 "warning",
-                f"round {entry.position + 1}: {counted} of {entry.num_cells} cells of "
+                f"round {entry.position + 1}: {counted} of {entry.num_cells} chunks of "
                 "this peer count; the rest stays in its next contribution",
             )
 
@@ -444,7 +444,7 @@ class Rounds:
         self._expect_honest_quorum(name, certificate)
         if name.previous_chain != replica.chain:
             self._tasks.spawn(self._compare_branches(remote, name.position - 1))
-            raise Refused(RefusalCode.ELSEWHERE, "the entry is of another branch of the log")
+            raise Refused(RefusalCode.ELSEWHERE, "the entry is on another branch of the log")
         announced = Announced.decode(body)
         entry = await parsed(self._ctx.compute, record)
         try:
@@ -481,7 +481,7 @@ class Rounds:
         ]
         if not is_quorum(honest, len(electorate)):
             self.kick_catch_up()
-            raise Refused(RefusalCode.BARRED, "a vote of the certificate is of a peer left out")
+            raise Refused(RefusalCode.BARRED, "the certificate needs the vote of a banned peer")
 
     async def _compare_with_known(self, record: bytes, certificate_bytes: bytes) -> None:
         """Look for two certified entries at one position: the log has forked then."""
@@ -497,8 +497,8 @@ class Rounds:
         entry, other = [await parsed(self._ctx.compute, r) for r in (record, known.entry)]
         self._ctx.on_event(
             "error",
-            f"round {entry.position + 1}: two certified entries; the log has forked, and only a "
-            "new epoch joins it again",
+            f"round {entry.position + 1}: two certified entries: the log has forked; only a new "
+            "epoch can rejoin it",
         )
         other_certificate = Certificate.decode(known.certificate)
         trust = self._ctx.replica.trust
@@ -589,7 +589,7 @@ class Rounds:
                 await exchange.serve(remote, reduce, held)
 
     async def _await_planned(self, head: Upfront, held: HeldStream, slot: EagerSlot) -> Exchange:
-        """The exchange of the position, which codes came before.
+        """Return the exchange of the position, whose codes came before it.
 
         Raises:
             Refused: there will be none, or their sender took them back.
@@ -610,7 +610,7 @@ class Rounds:
             await self._grouped.wait()
 
     async def _await_exchange(self, head: Reduce) -> Exchange:
-        """The exchange that a stream belongs to; the group may reach us after the stream does."""
+        """Return the stream's exchange; the group may reach this peer after the stream does."""
         deadline = self._ctx.now() + CONNECT_STALLS * self._ctx.settings.stall_s
         while self._ctx.now() < deadline:
             self._grouped.clear()
@@ -620,9 +620,7 @@ class Rounds:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._grouped.wait()
-        raise Refused(
-            RefusalCode.NO_SUCH_ROUND, f"this group of round {head.position + 1} is not here"
-        )
+        raise Refused(RefusalCode.NO_SUCH_ROUND, f"unknown group for round {head.position + 1}")
 
 
 def round_trace(
@@ -633,7 +631,7 @@ def round_trace(
     turn_at: float | None,
     now: float,
 ) -> RoundTrace:
-    """The account of a peer whose contribution was on offer.
+    """Return the account of a round to which this peer offered a contribution.
 
     Args:
         applied: the decided position.

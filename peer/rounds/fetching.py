@@ -1,4 +1,4 @@
-"""Fetching bytes that a digest or the log names, and serving them to others.
+"""Fetch bytes that a digest or the log names, and serve them to others.
 
 A peer serves parts in progress, entries, bodies and snapshots. Every length is known from the log
 before the first byte arrives, so a donor can neither make a peer take memory nor keep it waiting
@@ -77,7 +77,7 @@ class Asking(Protocol):
 
 
 async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_bytes: int) -> bytes:
-    """A reduced part of the position in progress, of the first peer that gives it.
+    """Fetch a reduced part of the position in progress from the first peer that has it.
 
     They are asked one after the other. One that sends nothing for half a stall may be gone: the
     next is asked beside it.
@@ -105,7 +105,7 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
                     return task.result()
     finally:
         await end(*asked)
-    raise PeerUnreachable(f"nobody gave the part {digest.hex()[:12]}")
+    raise PeerUnreachable(f"no peer has the part {digest.hex()[:12]}")
 
 
 @dataclass(kw_only=True)
@@ -129,7 +129,7 @@ async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _
 
 
 async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[Decided]:
-    """Entries with certificates, unverified, from `start`; a donor may send fewer than asked."""
+    """Fetch unverified entries and certificates from `start`, perhaps fewer than asked."""
     headers: list[Decided] = []
     request = Span(start=start, stop=min(stop, start + MAX_SPAN))
     async with await _open(ctx, peer, "headers", request) as stream:
@@ -143,13 +143,13 @@ async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[D
 
 
 async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytes:
-    """The body of one entry, unverified but of the right length."""
+    """Fetch the body of one entry, unverified but of the right length."""
     async with await _open(ctx, peer, "body", Span(start=position, stop=position + 1)) as stream:
         return await _exactly(ctx, stream, body_bytes)
 
 
 async def fetch_snapshot_meta(ctx: Asking, peer: str, position: int) -> SnapshotMeta:
-    """The digests of the leaves of a snapshot, unverified."""
+    """Fetch the digests of a snapshot's leaves, unverified."""
     request = LeafRequest(position=position, start=0, stop=0)
     async with await _open(ctx, peer, "leaves", request) as stream:
         return SnapshotMeta.decode(await _Floor(ctx).message(stream))
@@ -158,7 +158,7 @@ async def fetch_snapshot_meta(ctx: Asking, peer: str, position: int) -> Snapshot
 async def fetch_leaves(
     ctx: Asking, peer: str, position: int, indices: Sequence[int]
 ) -> AsyncIterator[tuple[int, bytes]]:
-    """Consecutive leaves of a snapshot, unverified."""
+    """Fetch consecutive leaves of a snapshot, unverified."""
     request = LeafRequest(position=position, start=indices[0], stop=indices[-1] + 1)
     async with await _open(ctx, peer, "leaves", request) as stream:
         floor = _Floor(ctx)
@@ -181,7 +181,6 @@ class _Floor:
     """Receives from one donor, for as long as it delivers at a rate worth waiting for."""
 
     def __init__(self, ctx: Asking) -> None:
-        """Begin now."""
         self._now = asyncio.get_running_loop().time
         self._began_at = self._now()
         self._patience_s = _patience_s(ctx)
@@ -222,7 +221,6 @@ class _Outflow:
     """Sends to one reader, for as long as it takes bytes at a rate that is worth a slot."""
 
     def __init__(self, ctx: Asking, stream: Stream, turn: Turn) -> None:
-        """Nothing sent yet."""
         self._now = asyncio.get_running_loop().time
         self._patience_s = _patience_s(ctx)
         self._stream = stream
@@ -271,7 +269,7 @@ async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytes:
 
 
 def refuse_missing(what: str) -> Refused:
-    """The answer to a request for something that is not here."""
+    """Return the refusal of a request for data that this peer does not have."""
     return Refused(RefusalCode.NOT_HERE, f"expected {what}; ask another peer")
 
 
@@ -279,7 +277,6 @@ class Archive:
     """The donor's side."""
 
     def __init__(self, ctx: Context) -> None:
-        """Serve from the context's replica."""
         self._ctx = ctx
         self.slots = Slots()
 

@@ -248,7 +248,7 @@ class Seals(Record):
             MalformedRecord: these signatures are of another group than that of this digest.
         """
         if self.group != digest or len(self.signatures) != len(group.members):
-            raise MalformedRecord("seals: expected those of the group that began here")
+            raise MalformedRecord("seals: expected those of this peer's group")
         return _signed(group.reports, self.signatures)
 
 
@@ -565,7 +565,7 @@ def inflated(data: bytes, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise MalformedRecord(f"not deflated: {error}") from None
     if not reader.eof or reader.unused_data:
-        raise MalformedRecord(f"deflated: expected at most {max_bytes} bytes and no more")
+        raise MalformedRecord(f"deflated: expected one stream of at most {max_bytes} bytes")
     return record
 
 

@@ -281,7 +281,6 @@ class Link:
     """
 
     def __init__(self) -> None:
-        """Nothing declared, nothing known."""
         self.pacer = Pacer()
         self._round_trips: dict[str, deque[float]] = {}
         self._watches: set[Watch] = set()

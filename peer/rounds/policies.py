@@ -94,12 +94,12 @@ class Rendezvous:
 
 
 def close_decision(view: Rendezvous, now: float) -> Close:
-    """Close as soon as all whom we expect are there, or an adaptive grace is over.
+    """Close once all expected peers are ready, or an adaptive grace has passed.
 
     The grace runs from the moment at which a quorum of electors is ready, and covers only peers
     that expect to be ready within it: a straggler loses nothing (its progress stays in its drift),
-    so nobody waits for one that says it will be late. A group of one waits longer: alone, it would
-    spend a round of the run on work of its own.
+    so no peer waits for one that reports that it will be late. A group of one waits longer: alone,
+    it would spend a round of the run on work of its own.
     """
     if not view.ready:
         return Close.WAIT
@@ -120,7 +120,7 @@ def _alone_until(view: Rendezvous) -> float:
 
     Electors that will be ready are waited for as long as the first peer's window took, or the last
     position, and the grace. Without that, two halves of a run whose windows are longer than the
-    grace would, once out of step, each close alone in the middle of the other's window, for ever.
+    grace would, once out of step, each close alone in the middle of the other's window, each time.
     All of it counts from the position's turn: a slow peer hands in its fragment long before that,
     and would otherwise continue alone.
     """
@@ -272,7 +272,7 @@ def split_cells(
     """Cut the cells into the parts of their owners; an owner may get none, or several.
 
     Several, because each part of each member is a stream of its own: `STREAMS` says why. A cut
-    is made between the two cells nearest to where it should be, what is left is shared anew.
+    is made between the two cells nearest to where it should be, and the rest is shared out again.
 
     Args:
         sizes: bytes of each cell, about.

@@ -67,7 +67,7 @@ class TrainerStatistics:
 
     @property
     def valid_is_new(self) -> bool:
-        """Whether `valid_loss` is of the newest position, or of the one before it."""
+        """Return whether `valid_loss` is of the newest position, or of the one before it."""
         return self.valid_position >= max(0, self.position - 1)
 
     @property

@@ -122,7 +122,7 @@ def test_an_evicted_peer_is_out_within_a_heartbeat_and_stays_out(tmp_path: Path)
             code, _, err = await asyncio.to_thread(
                 command, "evict", bad.peer_id, "--state-dir", folder, "--reason", "noise"
             )
-            assert code == 0 and "is out of the run" in err
+            assert code == 0 and "was removed from the run" in err
             await coordinator.tick()
             with pytest.raises(NotWelcome, match="evicted this peer: noise"):
                 await clients[0].heartbeat(swarm.status(0))
@@ -190,7 +190,7 @@ def test_bad_limits_are_refused(tmp_path: Path, arguments: tuple[str, ...], why:
 def test_a_name_that_no_peer_has_evicts_nobody(tmp_path: Path) -> None:
     RunKeys.load_or_create(tmp_path / "keys.json")
     code, _, err = command("evict", "nobody", "--state-dir", tmp_path)
-    assert code == 2 and "no peer of this run goes by 'nobody'" in err
+    assert code == 2 and "no peer of this run is named 'nobody'" in err
     code, _, err = command("evict", "nobody", "--state-dir", tmp_path / "elsewhere")
     assert code == 2 and "expected the state directory of a coordinator" in err
     whole = Identity.ephemeral().peer_id

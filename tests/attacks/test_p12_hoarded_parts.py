@@ -71,7 +71,7 @@ def test_a_part_is_kept_once(tmp_path):
         limit = begun[0][1]
         assert limit / 2 < owner.rounds.eager.waiting < 1.1 * limit
         assert owner.rounds.eager.refused == STREAMS - 1
-        assert any("once more" in event for event in owner.events)
+        assert any("a second time" in event for event in owner.events)
         return [stream for stream, _ in begun]
 
     hoarded(tmp_path, attack)

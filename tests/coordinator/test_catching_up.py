@@ -91,7 +91,7 @@ def test_donors_that_lie_are_reported_and_it_looks_again(long_log: Log) -> None:
     assert told == [
         (
             "warning",
-            "catching up failed, retrying: none of 1 donors gave entries that hold",
+            "catching up failed, retrying: no valid entries from 1 donors",
         ),
         (
             "warning",
@@ -113,7 +113,7 @@ def test_entries_that_came_before_a_recovery_failed_are_noted(long_log: Log) -> 
 
     async def fails(replica: LiveReplica, on_taken: Callable[[int], None]) -> None:
         await replica.install(long_log.states[6], long_log.claims(), on_taken)
-        raise RecoveryError("nobody gave the body of entry 6")
+        raise RecoveryError("no peer has the body of entry 6")
 
     async def main() -> None:
         catching_up = CatchUp(
@@ -129,7 +129,7 @@ def test_entries_that_came_before_a_recovery_failed_are_noted(long_log: Log) -> 
 
     asyncio.run(asyncio.wait_for(main(), 30.0))
     assert [each.entry.position for each in taken] == [3, 4, 5]
-    assert told == ["catching up failed, retrying: nobody gave the body of entry 6"]
+    assert told == ["catching up failed, retrying: no peer has the body of entry 6"]
 
 
 def test_a_ledger_that_diverged_stores_what_nobody_publishes(long_log: Log) -> None:

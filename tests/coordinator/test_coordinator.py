@@ -129,7 +129,7 @@ def test_electors_that_leave_without_a_quorum_bring_a_new_epoch(
                 assert coordinator.replica.electorate == swarm.electors()[2:]
                 assert coordinator.status().state == "waiting"  # for a second trainer
                 texts = [event.text for event in coordinator.status().events]
-                assert "epoch 1 opened at position 1 with 1 peer: electors left" in texts
+                assert "epoch 1 opened at position 1 with 1 peer: acceptors left" in texts
                 await coordinator.tick()
                 assert coordinator.head().epoch == 1
 

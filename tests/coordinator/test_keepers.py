@@ -82,7 +82,7 @@ class Hall:
         return [event.text for event in self.coordinator.status().events]
 
     def waits(self) -> list[str]:
-        return [text for text in self.texts() if "the run waits for 1 keeper" in text]
+        return [text for text in self.texts() if "waiting for 1 keeper" in text]
 
 
 @contextlib.asynccontextmanager

@@ -28,7 +28,7 @@ def come(ports: Ports, peer: str = "A", *, is_reached: bool = False) -> str:
 
 
 def test_nobody_has_tried(ports: Ports) -> None:
-    assert str(ports) == "nobody has tried ports 7700 and 7701 from outside yet"
+    assert str(ports) == "no peer has tried ports 7700 and 7701 from outside yet"
     assert not ports.is_wrong and not ports.is_known
 
 

@@ -44,7 +44,6 @@ class EagerCodes:
     """The codes that wait at this peer."""
 
     def __init__(self, ctx: Context) -> None:
-        """Nothing waits yet."""
         self._ctx = ctx
         self._slots: dict[tuple[str, int, int], EagerSlot] = {}
         self._waiting = Counter[str]()
@@ -67,7 +66,7 @@ class EagerCodes:
         slot, older = EagerSlot(self, remote, position), self._slots.get(key)
         self._slots[key] = slot
         if older is not None and older.drop():  # of a connection that broke, if its peer is honest
-            self.refuse(remote, f"sends part {part} of round {position + 1} once more")
+            self.refuse(remote, f"sent part {part} of round {position + 1} a second time")
         try:
             yield slot
         finally:
@@ -80,7 +79,7 @@ class EagerCodes:
         self.refused += 1
         self._ctx.on_event(
             "warning",
-            f"{short(remote)} {why}; a stream of its codes is refused until the group is closed "
+            f"{short(remote)} {why}; its eager send is refused until the group is closed "
             f"({self.refused} so far, of all peers)",
             key=("eager", remote),
         )
@@ -106,7 +105,6 @@ class EagerSlot:
     """The place of one stream."""
 
     def __init__(self, codes: EagerCodes, remote: str, position: int) -> None:
-        """Nothing waits yet."""
         self._codes = codes
         self._remote = remote
         self._position = position
@@ -131,7 +129,7 @@ class EagerSlot:
         if self._seated:
             return
         if not self._codes.add(self._remote, counted):
-            self._codes.refuse(self._remote, "sends more than may wait for a group here")
+            self._codes.refuse(self._remote, "sent more than may wait for a group here")
             raise not_upfront(self._position)
         self._waiting += counted
 

@@ -160,7 +160,7 @@ class HeldStream:
 
     def _count(self, message: bytes, held: int) -> None:
         if held > self._limit:
-            raise Refused(RefusalCode.TOO_LONG, f"expected {self._limit} bytes at most")
+            raise Refused(RefusalCode.TOO_LONG, f"at most {self._limit} bytes allowed, got more")
         if self._slot is not None:
             self._slot.take(len(message))
 
@@ -174,9 +174,7 @@ class HeldStream:
             async with asyncio.timeout(timeout_s):
                 message = await self._messages.get()
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"nothing came for {timeout_s:.1f} s", peer=self.remote
-            ) from None
+            raise DeadlineExceeded(f"no message for {timeout_s:.1f} s", peer=self.remote) from None
         if isinstance(message, _Failed):
             raise message.error
         return message

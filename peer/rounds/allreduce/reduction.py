@@ -266,7 +266,7 @@ class PartReducer:
         """Add the next cells of a member, in runs that are decoded together."""
         first, start = self._arrived[member], self.part.start_cell
         if first + len(frames) > self.part.num_cells:
-            raise CellRefused(f"expected {self.part.num_cells} cells, got one more")
+            raise CellRefused(f"expected {self.part.num_cells} chunks, got one more")
         for run, sent in self.part.cells.decode_runs(start + first, frames):
             taken = frames[run.start - start - first : run.stop - start - first]
             self._add_run(member, taken, sent)

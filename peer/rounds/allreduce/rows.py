@@ -302,7 +302,7 @@ class RowReduction:
             raise Refused(RefusalCode.BAD_SUM, str(error)) from None
 
     async def _lose_row(self, owned: TreePart, row: int, relay: str, why: str) -> None:
-        self._state.log(f"no more sums of row {row} from {short(relay)}: {why}")
+        self._state.log(f"relay {short(relay)} sends no more sums of row {row}: {why}")
         await owned.dissolve(row)
 
     # as a member of a row, and as its relay
@@ -319,7 +319,9 @@ class RowReduction:
             else:
                 await self._exchange_with(relay, part)
         except LOST as error:
-            self._state.log(f"part {part} goes to its owner, not by relay {short(name)}: {error}")
+            self._state.log(
+                f"sending part {part} directly to its owner; relay {short(name)} failed: {error}"
+            )
             return False
         return True
 

@@ -686,7 +686,7 @@ class Owner:
             is_barred = ctx.conduct.barred(peer, now) is not None
             if index != state.me and (is_barred or ctx.lags.barred(peer, now) is not None):
                 barred.add(index)
-                reason = "barred" if is_barred else "sent far less before"
+                reason = "banned" if is_barred else "sent far less before"
                 state.left_out.setdefault(index, reason)
         return barred
 
@@ -760,7 +760,9 @@ class Owner:
             if not (is_honest and owned.reducer.arrived(member)):
                 ctx, peer = self._state.ctx, self._state.peer(member)
                 if ctx.lags.fault(peer, Fault.NO_PROGRESS, ctx.now()) is not None:
-                    self._state.log(f"expecting no cells of {short(peer)} for a while", "warning")
+                    self._state.log(
+                        f"not waiting for chunks from {short(peer)} for a while", "warning"
+                    )
 
     async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
         """Take a member's cells of one part, and send it the results.
@@ -812,7 +814,7 @@ class Owner:
                 if message == ALIVE:
                     continue
                 if message[:1] != CELL:
-                    raise CellRefused(f"expected cells, got a message of kind {message[:1]!r}")
+                    raise CellRefused(f"expected chunks, got a message of kind {message[:1]!r}")
                 await owned.add(member, memoryview(message)[1:])
         except TransportError as error:
             await self.drop(owned, member, reason=str(error))

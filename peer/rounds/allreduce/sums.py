@@ -150,7 +150,7 @@ class TreeReducer(PartReducer):
             return super()._add_frames(member, frames)
         if self.is_covered(member):
             if len(direct.early) + len(frames) > self.part.num_cells:
-                raise CellRefused(f"expected {self.part.num_cells} cells, got one more")
+                raise CellRefused(f"expected {self.part.num_cells} chunks, got one more")
             direct.early += map(bytes, frames)
             return None
         counted = max(0, self._arrived[member] - direct.taken)

@@ -67,7 +67,6 @@ class Tree:
     """Calls of one method that peers forward."""
 
     def __init__(self, ctx: Context, method: str) -> None:
-        """Nothing under way."""
         self._ctx = ctx
         self._method = method
         self._tasks = Tasks()
@@ -104,7 +103,6 @@ class Dissemination:
     """Announces the newest decided entry, to each peer at most once."""
 
     def __init__(self, ctx: Context) -> None:
-        """Nothing is announced yet."""
         self._ctx = ctx
         self._tree = Tree(ctx, "commit")
         self._entry = b""
@@ -388,13 +386,13 @@ class Seat:
     async def _await_group(self) -> None:
         """Signatures may overtake the group. Only one message waits: anyone may send half a MB."""
         if self._seals_wait:
-            raise Refused(RefusalCode.NO_SEAT, "other signatures wait for the group here")
+            raise Refused(RefusalCode.NO_SEAT, "other signatures already wait for the group here")
         self._seals_wait = True
         try:
             async with asyncio.timeout(self._ctx.settings.stall_s):
                 await self.begun()
         except TimeoutError:
-            raise Refused(RefusalCode.NO_SEAT, "no group has come here") from None
+            raise Refused(RefusalCode.NO_SEAT, "no group has arrived here") from None
         finally:
             self._seals_wait = False
 
@@ -438,7 +436,7 @@ def check_group(ctx: Context, group: Group, ready: Ready) -> None:
         covered = plan.stop_cell
     num_cells = len(ctx.replay.cells_at(group.position))
     if covered != num_cells:
-        raise MalformedRecord(f"group: expected {num_cells} cells, got {covered}")
+        raise MalformedRecord(f"group: expected {num_cells} chunks, got {covered}")
 
 
 def own_deadline_s(ctx: Context, group: Group, *, behind: int = 0) -> float:
@@ -470,7 +468,7 @@ async def take_passed(ctx: Context, body: bytes) -> bytes:
     head = head_of(GroupHead, closed.group)
     seat = ctx.seats.get((head.epoch, head.position, head.term))
     if seat is None:
-        raise Refused(RefusalCode.NO_SEAT, f"no report to term {head.term} is open here")
+        raise Refused(RefusalCode.NO_SEAT, f"this peer has no open report to term {head.term}")
     record = inflated(closed.group, Group.max_bytes)
     try:
         digest = sha256(record)
@@ -492,7 +490,7 @@ async def take_seals(ctx: Context, body: bytes) -> bytes:
     seals = Seals.decode(body)
     seat = ctx.seats.get((seals.epoch, seals.position, seals.term))
     if seat is None:
-        raise Refused(RefusalCode.NO_SEAT, f"no report to term {seals.term} is open here")
+        raise Refused(RefusalCode.NO_SEAT, f"this peer has no open report to term {seals.term}")
     try:
         await seat.take_seals(seals)
     except MalformedRecord as error:

@@ -170,7 +170,7 @@ class Polls:
         is_live: Callable[[str], bool],
         take: Callable[[Event], object],
     ) -> None:
-        """Nothing is asked yet.
+        """Prepare to ask the electors of `place`.
 
         Args:
             ctx: the leader's.
@@ -313,7 +313,7 @@ class Polls:
             accepted = None
             if promise.entry:
                 if promise.accepted_attempt >= question.attempt:
-                    raise MalformedRecord("expected an entry of an attempt before the promised one")
+                    raise MalformedRecord("expected an entry of a ballot before the promised one")
                 _, record = await self._entry_of(promise, decree)
                 accepted = Accepted(attempt=promise.accepted_attempt, entry=record)
             return Promised(attempt=question.attempt, elector=index, accepted=accepted)
@@ -340,7 +340,9 @@ class Polls:
         entry = await parsed(self._ctx.compute, record)
         if Decree.of(entry) != decree:
             # No fault: peers of two branches must not bar each other before an epoch joins them.
-            raise Refused(RefusalCode.ELSEWHERE, "the promised entry is of another place")
+            raise Refused(
+                RefusalCode.ELSEWHERE, "the promised entry is of another position or chain"
+            )
         if reports_root(promise.reports) != entry.reports:
             raise MalformedRecord("expected the reports that the promised entry names")
         if (digest := sha256(record)) not in self._sound:
@@ -387,7 +389,7 @@ class Polls:
             signature = Ballot.decode(answer).signature
             payload = vote_payload(question.entry, question.attempt)
             if not self._ctx.verify(elector.peer_id, payload, signature):
-                raise CertificateInvalid("a vote with a signature of somebody else")
+                raise CertificateInvalid("invalid signature on the vote")
             has_voted = True
             return VoteArrived(attempt=question.attempt, elector=index, signature=signature)
 
@@ -407,7 +409,7 @@ class Polls:
             signature = Ballot.decode(answer).signature
             payload = commit_payload(question.entry, question.attempt)
             if not self._ctx.verify(elector.peer_id, payload, signature):
-                raise CertificateInvalid("a commit with a signature of somebody else")
+                raise CertificateInvalid("invalid signature on the commit")
             return CommitArrived(attempt=question.attempt, elector=index, signature=signature)
 
         await self._ask(elector.peer_id, "lock", record, timeout_s, taken)
@@ -440,7 +442,7 @@ class Polls:
                 self._ctx.fault(peer, Fault.BAD_VOTE)
             self._ctx.on_event(
                 "warning",
-                f"round {self._place.position + 1}: no vote of {short(peer)}: {error}",
+                f"round {self._place.position + 1}: no vote from {short(peer)}: {error}",
                 key=("no vote", self._place.position, peer, failure_key(error)),
             )
             return error.code if isinstance(error, Refused) else None
@@ -550,7 +552,7 @@ class Leadership:
             await self._do_all(left)
 
     def _end_session(self, session: Session) -> list[Action]:
-        """Count the member as gone at once, unless it has reported anew."""
+        """Count the member as gone at once, unless it has reported again."""
         if self.sessions[session.remote] is not session:
             return []
         self._lost.set()
@@ -843,7 +845,7 @@ class Leadership:
     async def _repair(self, action: RepairPart) -> None:
         text = (
             f"round {self.place.position + 1}: part {action.order.part} "
-            f"goes to {short(action.owner)}"
+            f"is reassigned to {short(action.owner)}"
         )
         self.ctx.on_event("warning", text)
         await self._broadcast(REPAIR, action.order)
@@ -1021,9 +1023,9 @@ class Leading:
         if not (on_the_log and near and first):
             raise Refused(
                 RefusalCode.ELSEWHERE,
-                f"expected (epoch, position) {(replica.epoch, replica.position)} or at most "
-                f"{self._ahead} ahead of it, got {(ready.epoch, ready.position)} from "
-                f"{ready.stands_at}; fetch what is missing",
+                f"this peer is at (epoch, position) {(replica.epoch, replica.position)} and takes "
+                f"at most {self._ahead} ahead of it, got {(ready.epoch, ready.position)} "
+                f"from {ready.stands_at}; fetch the missing entries",
             )
 
     def _lead(self, ready: Ready) -> Leadership:
@@ -1063,7 +1065,7 @@ class Leading:
                 self._voter.give_up(leadership.place, leadership.term)
                 self._ctx.on_event(
                     "warning",
-                    f"round {key[1] + 1}, term {key[2]} led here failed: {error}",
+                    f"round {key[1] + 1}, term {key[2]}, led by this peer, failed: {error}",
                     key=("own term failed", key[1], failure_key(error)),
                 )
         finally:
@@ -1181,9 +1183,7 @@ class LocalStream:
             async with asyncio.timeout(timeout_s):
                 message = await self._inbox.get()
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"nothing came for {timeout_s:.1f} s", peer=self.remote
-            ) from None
+            raise DeadlineExceeded(f"no message for {timeout_s:.1f} s", peer=self.remote) from None
 
         if isinstance(message, Refused):
             raise message

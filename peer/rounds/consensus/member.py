@@ -4,7 +4,7 @@ A contribution is offered at one position. Its member reports to the leader of a
 group, and reduces, until the position is decided; a term that fails leads to the next one. A
 position that is not decided next is reduced early, by the leader that its first term will have if
 the electorate stays as it is. If an entry in between names another leader, or the early reduction
-failed, the same frozen contribution begins anew: nothing was decided with it.
+failed, the same frozen contribution starts again: nothing was decided with it.
 
 `MemberRound` is the machine: events and the time go in, actions come out, and it decides which
 leader this peer reports to, and when. A `Flight` does what it asks for: it owns the session with
@@ -14,7 +14,7 @@ that leader, and the timers. `join` is one such session. See `round.py` for the 
     REPORTED    a session with the leader, or on the way to one
     REDUCING    the leader's group came
     LATE        this peer is not in the group, or too early: it waits for a decision
-    PAUSED      all electors have led in vain: a moment's rest
+    PAUSED      all electors have led without success: a short pause
     OVER        the position is decided, or its epoch has ended
 """
 
@@ -190,7 +190,6 @@ class MemberRound:
     """One contribution's way to the decision of its position."""
 
     def __init__(self, place: Place, *, stall_s: float) -> None:
-        """Nothing is reported yet."""
         self.place = place
         self.state = MemberState.SEEKING
         self.phase = RoundPhase.WAIT
@@ -292,7 +291,7 @@ class MemberRound:
     def _look_at_clock(self, view: MemberView) -> list[Action]:
         """Give up a leader of which nothing comes, whoever sends signs of life.
 
-        Both deadlines begin anew with the group: a leader that closes one late has lived.
+        Both deadlines start again with the group: a leader that closes one late was alive.
         """
         if self._within_s is None:
             limit_s, missing = view.patience_s(self._term), "group"
@@ -316,13 +315,13 @@ class MemberRound:
         )
 
     def _give_up(self, view: MemberView) -> list[Action]:
-        """Another elector leads the term now: begin anew with it."""
+        """Start again: another elector leads the term now."""
         self._seek()
         if not self._has_group or self._leader is None or not view.electorate:
             return [Leave()]
         text = (
-            f"round {self.place.position + 1}: what was reduced early is reduced again: "
-            f"{short(self._leader.peer_id)} does not lead it"
+            f"round {self.place.position + 1}: reducing again what was reduced early: "
+            f"{short(self._leader.peer_id)} does not lead the round"
         )
         return [Leave(), SendReport(level="info", text=text)]
 
@@ -419,7 +418,7 @@ async def join(
             async with beside(_send_reports(ctx, stream, seat)):
                 await _follow_orders(ctx, stream, seat)
     except MalformedRecord as error:
-        raise AttemptFailed(f"the leader sent what no leader sends: {error}") from error
+        raise AttemptFailed(f"invalid message from the leader: {error}") from error
     finally:
         if upfront is not None:
             await upfront.close()
@@ -519,7 +518,6 @@ class Flight:
     """Runs until it is cancelled, which its host does when the position is decided."""
 
     def __init__(self, ctx: Context, host: Host, place: Place, pending: Pending) -> None:
-        """Not begun."""
         self._ctx = ctx
         self._host = host
         self.place = place
@@ -636,7 +634,7 @@ class Flight:
 
     async def _join(self, leader: str, term: int) -> None:
         if self._ctx.conduct.is_out(leader):
-            raise AttemptFailed("the leader is left out for good")
+            raise AttemptFailed("the leader is banned")
         if leader == self._ctx.me.peer_id:  # no transport dials itself
             stream = self._host.leading.line_to_myself()
         else:
@@ -649,7 +647,7 @@ class Flight:
             joining = join(self._ctx, stream, ready, frames, partial(self._joined, term))
             await race(joining, self._until_barred(leader), expected=(AttemptFailed,))
             if self._ctx.conduct.is_out(leader):
-                raise AttemptFailed("the leader is left out for good")
+                raise AttemptFailed("the leader is banned")
         finally:
             self._stream = None
             if self.pending.exchange is not None:
@@ -668,7 +666,7 @@ class Flight:
             exchange.on_part = leadership.changed.set
         stall_s = self._ctx.settings.stall_s
         within_s = decision_patience_s(own_deadline_s(self._ctx, exchange.group), stall_s)
-        self._changed.set()  # the machine looks at the clock anew
+        self._changed.set()  # the machine looks at the clock again
         for action in self._member.receive(Grouped(within_s=within_s)):
             if isinstance(action, Show):  # all that a group asks for
                 self._host.show(self)

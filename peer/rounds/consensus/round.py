@@ -111,7 +111,6 @@ class Acceptor:
     """One elector's memory of one place."""
 
     def __init__(self) -> None:
-        """Nothing promised, nothing accepted."""
         self.promised = 0
         self.accepted: Accepted | None = None
         self.locked: Accepted | None = None
@@ -174,7 +173,9 @@ class Ballots:
         if place <= self.furthest:
             return
         if self.closed:
-            raise Refused(RefusalCode.RETIRED, "this peer stops, and votes again after its restart")
+            raise Refused(
+                RefusalCode.RETIRED, "this peer is stopping; it can vote again after a restart"
+            )
         self.keep(place)
         self.furthest = place
 
@@ -195,7 +196,7 @@ class Booth:
     """
 
     def __init__(self, me: Elector, ballots: Ballots | None = None, trust: Trust = "crash") -> None:
-        """No place yet; without `ballots`, no process before this one has voted as this elector."""
+        """Without `ballots`, no process before this one has voted as this elector."""
         self._me = me
         self._ballots = ballots or Ballots()
         self._trust: Trust = trust
@@ -248,18 +249,18 @@ class Booth:
         if self.here != self.furthest:
             raise Refused(
                 RefusalCode.LEFT,
-                f"voted up to {tuple(self.furthest)}, got {tuple(place)}: no way back",
+                f"already voted at {tuple(self.furthest)}; refusing older position {tuple(place)}",
             )
         self._ballots.expect_open(place)
         if self._me not in self._electorate:
             raise Refused(RefusalCode.NO_ELECTOR, "this peer does not vote at this position")
         if self.retired:
-            raise Refused(RefusalCode.RETIRED, "this peer leaves, and votes no more")
+            raise Refused(RefusalCode.RETIRED, "this peer has resigned as an acceptor")
         self.expect_near(term_of(attempt))
         leader = leader_of(self._electorate, place.position, term_of(attempt))
         if remote != leader.peer_id:
             raise Refused(
-                RefusalCode.NOT_THE_LEADER, f"expected {leader.peer_id} at attempt {attempt}"
+                RefusalCode.NOT_THE_LEADER, f"expected {leader.peer_id} at ballot {attempt}"
             )
 
     def expect_near(self, term: int) -> None:
@@ -304,9 +305,7 @@ class Booth:
             raise self._superseded(locked.attempt)
 
     def _superseded(self, attempt: int) -> Refused:
-        return Refused(
-            RefusalCode.SUPERSEDED, f"attempt {self.promised} was promised, got {attempt}"
-        )
+        return Refused(RefusalCode.SUPERSEDED, f"promised ballot {self.promised}, got {attempt}")
 
 
 class Proposer:
@@ -390,7 +389,7 @@ class Proposer:
             RuntimeError: without the promises of a quorum.
         """
         if not self.free:
-            raise RuntimeError(f"expected promises of a quorum before attempt {self.attempt}")
+            raise RuntimeError(f"expected promises of a quorum before ballot {self.attempt}")
         if self.chosen is None:
             self._on_choice()
             adopted = self.adopted()
@@ -402,7 +401,6 @@ class Leads:
     """The attempts that one process leads: those of its incarnation, each once, and never back."""
 
     def __init__(self, me: Elector, ballots: Ballots | None = None, trust: Trust = "crash") -> None:
-        """None yet; see `Booth` for `ballots`."""
         self.trust: Trust = trust
         self._me = me
         self._ballots = ballots or Ballots()
@@ -420,9 +418,7 @@ class Leads:
         if place > self._furthest:
             self._furthest, self._led = place, set()
         if place < self._furthest or attempt in self._led:
-            raise Refused(
-                RefusalCode.SUPERSEDED, f"attempt {attempt} is over; come with the next one"
-            )
+            raise Refused(RefusalCode.SUPERSEDED, f"ballot {attempt} has ended; use a later one")
         self._led.add(attempt)
         return Proposer(
             attempt=attempt,
@@ -440,7 +436,7 @@ class Leads:
         """
         if not electorate:
             raise Refused(
-                RefusalCode.NO_ELECTOR, "this peer knows no electorate; it has to recover first"
+                RefusalCode.NO_ELECTOR, "this peer knows no electorate; it must recover first"
             )
         leader = leader_of(electorate, place.position, term)
         if leader != self._me:
@@ -1036,7 +1032,7 @@ class Round:
             raise Refused(
                 RefusalCode.CLOSED,
                 f"the group of round {self.place.position + 1} is closed; "
-                "what you learned stays in your next contribution",
+                "your work stays in your next contribution",
             )
         self._reports[event.peer] = event.ready
         self._gone.discard(event.peer)
@@ -1123,7 +1119,7 @@ class Round:
             return self._expect_more(proposer.promises, f"promised attempt {proposer.attempt}")
         while (adopted := proposer.adopted()) is not None and adopted in self._refused:
             if proposer.may_be_decided(adopted):
-                why = "an entry that may be decided gets no votes"
+                why = "an entry that may be decided got no votes"
                 return self._fail(why) if self._polled else []
             proposer.pass_over()
         if adopted is not None:
@@ -1138,7 +1134,7 @@ class Round:
         if not self._polled:
             return []
         electors = len(self._electorate or ())
-        return self._fail(f"{len(answers)} of {electors} electors {did}, expected a quorum")
+        return self._fail(f"{len(answers)} of {electors} acceptors {did}, expected a quorum")
 
     def _fail(self, why: str) -> list[Action]:
         self.state = RoundState.FAILED
@@ -1197,12 +1193,12 @@ class Round:
         if self._reduce_by is None:
             self._reduce_by = view.now + group.deadline_s + LATE_STALLS * group.stall_s
         if not any(member.weight > 0 for member in group.members):
-            return self._end_reduction(view, "nobody brought work that counts")
+            return self._end_reduction(view, "no member contributed work with weight above 0")
         actions: list[Action] = list(parts.look_after(view, self.is_live))
         if parts.settled(view, self.is_live):
             return [*actions, *self._end_reduction(view, "")]
         if view.now > self._reduce_by:
-            return [*actions, *self._end_reduction(view, "no part of it could be reduced in time")]
+            return [*actions, *self._end_reduction(view, "no part could be reduced in time")]
         if not self.live:
             return [*actions, *self._end_reduction(view, "every member left")]
         return actions
@@ -1229,7 +1225,7 @@ class Round:
         return self._ask_promises()
 
     def _pass_over(self) -> list[Action]:
-        """Ask for promises anew if an entry that was accepted before gets no votes any more.
+        """Ask for promises again if an entry that was accepted before gets no more votes.
 
         An elector that it drops may have come back, or a liar alone may have accepted it. The
         promises of all, or of most, show that no quorum did; the choice is free then.
@@ -1241,7 +1237,7 @@ class Round:
         return self._try_again()
 
     def _keep_electors(self) -> list[Action]:
-        """Ask for promises anew, to propose the update with the electors that others hear."""
+        """Ask for promises again, to propose the update with the electors that others hear."""
         if not (self._is_own and self._drops and self._keeps_all):
             return []
         self._drops = False
@@ -1315,7 +1311,7 @@ class Round:
         _, parts = self._closed()
         actions: list[Action] = list(parts.fetch_missing(view, self.is_live))
         if parts.lost(view, self.is_live):
-            # Electors may wait for its bytes in vain until their deadlines.
+            # Otherwise electors would wait for its bytes until their deadlines.
             self.state = RoundState.REDUCING
             actions.append(StopPoll())
         return actions

@@ -93,7 +93,7 @@ class Tally:
     """The votes of one position, as they reach one elector."""
 
     def __init__(self, ctx: Context, on_certified: OnCertified, *, trust: Trust = "crash") -> None:
-        """No votes yet; `on_certified` is called when a quorum voted for what this peer did.
+        """Call `on_certified` once a quorum has voted for the entry that this peer voted for.
 
         If the run tolerates liars, votes certify nothing; they only convict electors that sign two.
         """
@@ -189,7 +189,7 @@ class Tally:
         for index, elector in enumerate(self._electorate):
             if elector.peer_id == peer:
                 return index
-        raise Refused(RefusalCode.NO_ELECTOR, "expected a vote of an elector of this position")
+        raise Refused(RefusalCode.NO_ELECTOR, "expected a vote of an acceptor of this position")
 
     def _count(self) -> None:
         """Make the certificate if there is a quorum for what this elector voted for."""
@@ -230,7 +230,7 @@ class Voter:
         on_certified: OnCertified,
         ballots: Ballots | None = None,
     ) -> None:
-        """No position yet.
+        """Answer at no position until one begins.
 
         Args:
             ctx: this peer's.
@@ -334,7 +334,7 @@ class Voter:
         self._booth.check(remote, place, head.attempt)
         if entry.previous_chain != self._ctx.replica.chain:
             # No fault: peers of two branches must not bar each other before an epoch joins them.
-            raise Refused(RefusalCode.ELSEWHERE, "the entry is of another branch of the log")
+            raise Refused(RefusalCode.ELSEWHERE, "the entry is on another branch of the log")
 
     async def _expect_elector(self, remote: str, body: bytes) -> None:
         """Refuse a lock of anyone but an elector, by its head; its attempt is further inside."""
@@ -342,7 +342,7 @@ class Voter:
         place = Place(head.epoch, head.position)
         await self._come_to(place)
         if remote not in {elector.peer_id for elector in self._ctx.replica.electorate}:
-            raise Refused(RefusalCode.NOT_THE_LEADER, f"expected an elector of {tuple(place)}")
+            raise Refused(RefusalCode.NOT_THE_LEADER, f"expected an acceptor of {tuple(place)}")
 
     async def _come_to(self, place: Place) -> None:
         """Wait for a leader's last entry if it is on the way: the leader may propose at once."""
@@ -407,7 +407,8 @@ class Voter:
         )
         if term > self.open_term:
             raise Refused(
-                RefusalCode.UNDER_WAY, f"term {self.open_term} has its time, got {term}; ask again"
+                RefusalCode.UNDER_WAY,
+                f"term {self.open_term} is still active; retry term {term} later",
             )
 
     async def _hear(self, place: Place) -> dict[str, int | None]:
@@ -454,7 +455,7 @@ class Voter:
         elif accepted is not None and accepted.attempt == ask.lock.attempt:
             record = accepted.entry
         else:
-            raise Refused(RefusalCode.SUPERSEDED, "this peer has voted at another attempt since")
+            raise Refused(RefusalCode.SUPERSEDED, "this peer has since voted on another ballot")
         entry = await parsed(self._ctx.compute, record)
         self._turn()  # that may take a while
         self._booth.check(remote, place, ask.lock.attempt)
@@ -481,7 +482,7 @@ class Voter:
             check_justified(entry, ask.attempt, reason, electorate, self._ctx.verify)
         if entry.digest != self._own and not self._booth.has_accepted(record):
             # They may have come back since this peer voted for it. Were it refused now, the leaders
-            # that have to adopt it would propose it in vain.
+            # that have to adopt it would propose it without success.
             await self._expect_silent(dropped, place)
         reports = self._reports_of(entry, ask.reports)
         await self._check_reports(entry, reports)
@@ -514,7 +515,7 @@ class Voter:
             return record
         group = self._ctx.parts.group(ask.group)
         if group is None:
-            raise Refused(RefusalCode.NO_REPORTS, "the group of this entry did not begin here")
+            raise Refused(RefusalCode.NO_REPORTS, "this peer never joined the entry's group")
         return await completed(self._ctx.compute, ask.entry, group.members)
 
     async def take_vote(self, remote: str, voted: Voted) -> None:
@@ -555,7 +556,7 @@ class Voter:
             await self._keep(entry, part, fetched)
         if len(body) != part.wire_bytes:
             # The owner's lie, not the leader's, which may propose before it has the bytes.
-            raise PeerUnreachable(f"nobody has {part.wire_bytes} bytes of this digest")
+            raise PeerUnreachable(f"no peer has {part.wire_bytes} bytes of this digest")
         if held.decoded(entry.position, part.digest, (part.start_cell, part.stop_cell)) is None:
             await self._keep(entry, part, body)  # an owner may name the bytes of another part
         return body
@@ -570,13 +571,13 @@ class Voter:
         """Decode a part. A body that does not decode is its owner's lie, not the leader's."""
         cells, where = self._ctx.replay.cells_at(entry.position), (part.start_cell, part.stop_cell)
         if part.stop_cell > len(cells):
-            raise UpdateError(f"expected parts of {len(cells)} cells, got {part.stop_cell}")
+            raise UpdateError(f"expected parts of {len(cells)} chunks, got {part.stop_cell}")
         try:
             update: Update = await self._ctx.compute(
                 cells.decode_part, body, len(entry.members), *where
             )
         except UpdateError as error:
-            raise PeerUnreachable(f"nobody has a part that decodes: {error}") from error
+            raise PeerUnreachable(f"no peer has a part that decodes: {error}") from error
         return update
 
     async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:
@@ -626,7 +627,7 @@ class Voter:
             raise MalformedRecord(f"entry {entry.position}: expected the reports that it names")
         kept = sent or self._ctx.parts.reports(entry.reports)
         if kept is None:
-            raise Refused(RefusalCode.NO_REPORTS, "the reports of this entry are not here")
+            raise Refused(RefusalCode.NO_REPORTS, "this peer lacks the reports of this entry")
         return kept
 
     async def _check_reports(self, entry: Entry, reports: Reports) -> None:
@@ -654,7 +655,7 @@ class Voter:
             if elector == self._ctx.me or stands_at(elector, head, place):
                 raise Refused(
                     RefusalCode.BAD_ELECTORATE,
-                    f"expected {elector.peer_id} among the next electors: it answers",
+                    f"{elector.peer_id} is online and must remain an acceptor",
                 )
 
     def _check_follows(self, entry: Entry) -> None:
@@ -678,7 +679,9 @@ class Voter:
         """
         replica = self._ctx.replica
         if (entry.epoch, entry.position) != (replica.epoch, replica.position):
-            raise Refused(RefusalCode.ELSEWHERE, "the position of the promised entry is decided")
+            raise Refused(
+                RefusalCode.ELSEWHERE, "the position of the promised entry is already decided"
+            )
         self._check_derived(entry)
         await self._check_reports(entry, reports)
 

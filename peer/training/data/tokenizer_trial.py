@@ -1,7 +1,7 @@
 """Try a tokenizer's file in a process of its own, with limits of time and memory.
 
 A file that travels with a run is the organiser's word. Its parser is native code, and a pattern in
-it may take for ever on some text. The trial parses the file, then encodes and decodes a short text
+it may never end on some text. The trial parses the file, then encodes and decodes a short text
 of many kinds; a crash, a hang or a table too large ends that process alone. It proves nothing about
 other text: a pattern that hangs on the run's own text stops this peer, as a model that is too slow
 does.

@@ -148,7 +148,7 @@ def test_a_bar_for_good_does_not_end():
     conduct = Conduct()
     conduct.bar_for_good("liar", Fault.EQUIVOCATION)
     assert conduct.is_out("liar")
-    assert "for good" in str(conduct.barred("liar", 1e12))
+    assert "banned permanently" in str(conduct.barred("liar", 1e12))
 
 
 def certificate(one, attempt, *voters):

@@ -114,7 +114,7 @@ def test_a_promise_of_something_else_is_forged(odd):
 
 
 def test_a_promise_of_nobody_is_refused():
-    with pytest.raises(Unjustified, match="one of 4 electors"):
+    with pytest.raises(Unjustified, match="one of 4 acceptors"):
         check(A, 4, [*free(4, (0, 1)), promise(2, 4).model_copy(update={"elector": 4})])
 
 
@@ -125,7 +125,7 @@ def test_a_lock_at_or_above_the_attempt_is_refused():
 
 @pytest.mark.parametrize("highest", [None, lock(A, 1)])
 def test_a_lock_that_a_promise_names_has_to_be_shown(highest):
-    with pytest.raises(Unjustified, match="the lock of attempt 2"):
+    with pytest.raises(Unjustified, match="the lock of ballot 2"):
         check(A, 4, [*free(4, (0, 1)), promise(2, 4, (2, A))], highest)
 
 

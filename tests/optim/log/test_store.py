@@ -93,7 +93,7 @@ def test_the_log_of_another_run_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"no database" * 500, b"SQLite format 3\0" + b"\xff" * 4096])
 def test_a_file_of_noise_is_corrupt_and_left_alone(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "log.sqlite").write_bytes(content)
-    with pytest.raises(StoreCorrupt, match=r"move the directory .* away, and nothing beside it"):
+    with pytest.raises(StoreCorrupt, match=r"move the directory .* away, and nothing else"):
         open_store(tmp_path)
     assert (tmp_path / "log.sqlite").read_bytes() == content
 

@@ -93,7 +93,7 @@ def test_a_body_that_ends_early_is_refused(frames, cut):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_body_without_its_last_cells_is_refused(frames, count):
-    with pytest.raises(UpdateError, match=f"expected 3 cells, got {count}"):
+    with pytest.raises(UpdateError, match=f"expected 3 chunks, got {count}"):
         CELLS.decode_body(body_of(frames[:count]), 1)
 
 
@@ -103,7 +103,7 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read(frames):
 
 
 def test_a_cell_more_than_there_are_is_refused(frames):
-    with pytest.raises(UpdateError, match="at most 3 cells"):
+    with pytest.raises(UpdateError, match="at most 3 chunks"):
         unpack(memoryview(body_of(frames) + pack(b"")), [1 << 20] * 3)
 
 
@@ -117,7 +117,7 @@ def test_a_length_beyond_the_limit_is_refused():
 def test_a_flipped_bit_names_its_cell(frames):
     broken = bytearray(frames[1])
     broken[len(broken) // 2] ^= 1
-    with pytest.raises(UpdateError, match="cell 1: "):
+    with pytest.raises(UpdateError, match="chunk 1: "):
         CELLS.decode_body(body_of([frames[0], broken, frames[2]]), 1)
 
 
@@ -184,7 +184,7 @@ def test_a_cell_that_nobody_sent_is_zero():
 
 
 def test_who_sent_a_value_is_told_by_sparse_codecs_only():
-    with pytest.raises(CodecError, match="who sent what, got int8"):
+    with pytest.raises(CodecError, match="identifies senders, got int8"):
         gathering("int8", whole(MIXED), by_senders=True)
 
 

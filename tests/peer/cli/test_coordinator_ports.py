@@ -37,7 +37,7 @@ def test_a_run_without_a_public_address_is_warned() -> None:
 
 def test_a_public_address_that_nobody_has_tried_is_no_warning() -> None:
     assert about_ports(up(is_public=True)) == [
-        "nobody has tried ports 7700 and 7701 from outside yet"
+        "no peer has tried ports 7700 and 7701 from outside yet"
     ]
 
 

@@ -44,7 +44,7 @@ def test_work_waits_while_alone_and_goes_out_with_another():
     assert offered == ["new", "next"]
     assert [text.split(":")[0] for _, text in desk.shown] == [
         "waiting for peers",
-        "another trainer is here; training resumes",
+        "another trainer is online; training resumes",
     ]
 
 

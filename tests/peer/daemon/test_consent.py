@@ -191,7 +191,7 @@ def test_a_damaged_yes_is_none(tmp_path, damage):
 def test_a_no_is_not_kept(tmp_path):
     owner = Owner(tmp_path, answer=False)
     for _ in range(2):
-        with pytest.raises(Declined, match="nothing that the run names was run or read"):
+        with pytest.raises(Declined, match="declined; no code of the run was run"):
             owner.admit(membership_of())
     assert owner.asked == 2
     assert list(tmp_path.iterdir()) == []
@@ -308,7 +308,7 @@ def test_a_no_ends_it(organise, kit, at_terminal, tmp_path):
     terminal.await_text("[y/N]")
     terminal.type("\x04")
     assert terminal.end() == 1
-    assert "the answer was no" in terminal.text
+    assert "declined" in terminal.text
     assert "Traceback" not in terminal.text
     assert not (tmp_path / "peer" / "consent.json").exists()
     assert organiser.status().position == 0

@@ -38,13 +38,13 @@ class Peer:
 
 
 async def fails(replica):
-    raise NoDonor("nobody has a snapshot")
+    raise NoDonor("no peer has a snapshot")
 
 
 async def leaps_and_fails(replica):
     replica.leaps += 1
     replica.position = 4
-    raise NoDonor("nobody gave the body of entry 4")
+    raise NoDonor("no peer has the body of entry 4")
 
 
 async def finds_nothing(replica):
@@ -56,7 +56,7 @@ def test_a_wait_is_a_fact_first_and_a_warning_once_it_lasts():
     for peer.now_s in range(int(LASTS_S) + 2):
         peer.catch_up()
     assert [level for level, _ in peer.said] == ["info", "warning"]
-    assert "nobody has a snapshot" in peer.said[0][1]
+    assert "no peer has a snapshot" in peer.said[0][1]
     peer.now_s += AGAIN_S
     peer.catch_up()
     assert [level for level, _ in peer.said] == ["info", "warning", "warning"]

@@ -20,13 +20,13 @@ def test_electors_that_were_started_again_are_none():
     first, second, third = looks({AGAIN}, {AGAIN}, {AGAIN})
     assert first is None  # the roster may be behind
     assert third is None  # told once
-    assert "no quorum for round 8: 0 of 4 electors online" in second
+    assert "no quorum for round 8: 0 of 4 acceptors online" in second
     assert "after 60 s" in second
 
 
 def test_half_without_the_first_is_no_quorum():
     _, told = looks(ELECTORS[2:], ELECTORS[2:])
-    assert "2 of 4 electors" in told
+    assert "2 of 4 acceptors" in told
 
 
 def test_without_the_coordinator_it_is_said_that_it_must_come_back():

@@ -363,7 +363,8 @@ def test_what_grew_beyond_three_times_the_median_norm_is_dropped_and_said(bench)
     left_out_with(each, 3.5, OTHER)
     assert [commit.reset for commit in each.commits] == [False, True]
     assert each.said == [
-        "dropped this peer's open work: left out of rounds until it had 3.5 times the median norm, "
+        "dropped this peer's open work: it was left out of rounds and reached 3.5 times the "
+        "median norm, "
         "more than 3 times"
     ]
     assert each.submit(1).offer.weight == 0.0

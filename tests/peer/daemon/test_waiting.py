@@ -12,7 +12,7 @@ from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.daemon.reducer import TrainerView
 
-NO_QUORUM = re.compile(r"no quorum for round \d+: 0 of \d+ electors")
+NO_QUORUM = re.compile(r"no quorum for round \d+: 0 of \d+ acceptors")
 
 
 class Running:

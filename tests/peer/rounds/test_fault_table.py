@@ -193,7 +193,7 @@ def test_a_sender_of_bad_cells_comes_back_after_its_bar(tmp_path):
         )
         assert swarm.now() - barred_at > FIRST_BAR_S / 2
         assert any("barred" in t.left_out.values() for t in told(good)) or any(
-            "left out for another" in e for e in bad.events
+            "banned for another" in e for e in bad.events
         )
         assert all(e.kind == "update" for e in entries(good[0]))
         await end_equal(swarm, peers)

@@ -159,7 +159,7 @@ def test_one_voter_counted_twice_is_refused():
 
 def test_a_voter_outside_of_the_electorate_is_refused():
     votes = certificate(entry(), (0, 1, 3))
-    with pytest.raises(CertificateInvalid, match="distinct electors below 3"):
+    with pytest.raises(CertificateInvalid, match="distinct acceptors below 3"):
         check_certificate(entry(), votes, ELECTORATE[:3], verify)
 
 

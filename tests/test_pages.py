@@ -1,4 +1,4 @@
-"""The pages quote messages that exist; units and Dockerfiles use options that exist."""
+"""The pages quote messages that exist and are wrapped; units and Dockerfiles use known options."""
 
 import ast
 import configparser
@@ -13,7 +13,9 @@ from atoll.peer.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
-PAGES = ["join.md", "organise.md", "troubleshooting.md"]
+PAGES = ["commands.md", "faults.md", "join.md", "organise.md", "troubleshooting.md"]
+MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+WIDTH = 88  # of prose, as CONTRIBUTING.md asks
 
 
 def texts_of_the_source():
@@ -31,6 +33,39 @@ def test_each_quoted_message_is_in_the_source():
     source = "\0".join(texts_of_the_source())
     pieces = [piece.strip() for message in messages for piece in message.split("…")]
     assert [piece for piece in pieces if piece not in source] == []
+
+
+def prose_of(text):
+    """Yield the numbered lines that are neither code, nor a table's, nor written by a benchmark."""
+    is_fenced = is_written = is_indented = False
+    before = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        is_indented = line.startswith("    ") and (is_indented or not before)
+        before = line
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+        elif line.startswith("<!-- "):
+            is_written = not line.startswith("<!-- end")
+        elif not (is_fenced or is_written or is_indented or line.lstrip().startswith("|")):
+            yield number, line
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_is_wrapped(path):
+    lines = prose_of(path.read_text(encoding="utf-8"))
+    assert [f"{path.name}:{number}" for number, line in lines if len(line) > WIDTH] == []
+
+
+def test_prose_is_told_from_code_and_tables():
+    page = ["one", "```", "code", "```", "| a |", "", "    code", "    more", "- two", "    three"]
+    page += ["<!-- rows of x.json -->", "row", "<!-- end of rows -->", "four"]
+    assert [line for _, line in prose_of("\n".join(page))] == [
+        "one",
+        "",
+        "- two",
+        "    three",
+        "four",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)

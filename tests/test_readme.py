@@ -192,10 +192,15 @@ def test_commands_of_the_blocks_are_known(block):
         parse(line)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "docs/commands.md"])
 def test_commands_in_the_text_are_known(page):
     for command in commands_in(page):
         parse(command)
+
+
+def test_the_page_of_commands_names_them_all():
+    named = {command.split()[1] for command in commands_in("docs/commands.md")}
+    assert named == set(SUMMARIES)
 
 
 def test_every_block_has_a_test():

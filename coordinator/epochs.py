@@ -1,11 +1,11 @@
 """Opening epochs: the first with enough peers, later ones when the run is stalled.
 
-Heartbeats alone elect nobody: anyone with an invite can send them under as many keys as it likes.
+Heartbeats alone elect no peer: anyone with an invite can send them under as many keys as it likes.
 
     epoch 0      trainers that answer a `head` call with the chain of the first state
     later ones   the peers online among the electors, newcomers and members of the newest entries;
                  if none of them is, those that answer a `head` call with a log that fits
-    keepers      if the spec names keepers, all of them that answer a `head` call, and nobody else;
+    keepers      if the spec names keepers, only those of them that answer a `head` call;
                  keepers that join wait for an epoch, which opens for them between two rounds
     gossip       whoever reports ready: its one epoch only starts the run, nobody votes in it
 
@@ -47,7 +47,7 @@ from atoll.optim.log.replica import LiveReplica
 # voids nothing. In faster runs the replicas go back, and no contribution is lost.
 BETWEEN_ROUNDS_S = 5.0
 NEWEST = 8  # entries whose members may vote: more than a restart of half the swarm takes
-LEARN_S = 60.0  # of answers without a signed epoch: then its record reached nobody
+LEARN_S = 60.0  # of answers without a signed epoch: then its record reached no peer
 
 
 class Epochs:
@@ -84,7 +84,7 @@ class Epochs:
         self.heads: Heads | None = None
         """Asks peers where they stand; None in a gossip run, and before there is a node."""
         self.is_by_heartbeats = False
-        """True in a gossip run, in which nobody votes."""
+        """True in a gossip run, which has no votes."""
         self._asked_since_s: float | None = None
         self._skipped: int | None = None
         """A signed epoch that no peer holds."""
@@ -340,7 +340,7 @@ class Epochs:
             self._asked_since_s = None
             return
         self._asked_since_s = now_s if self._asked_since_s is None else self._asked_since_s
-        # One that nobody holds was signed just before a crash, or never: its number is skipped.
+        # One that no peer holds was signed just before a crash, or never: its number is skipped.
         if now_s - self._asked_since_s >= LEARN_S:
             self._skip_missing()
 

@@ -1,7 +1,7 @@
 """Invites and evictions: who may join a run, as what, and who may not come back.
 
 The organiser's commands write one file, the coordinator another, so that neither waits for the
-other. Both lie beside the run's keys: access to that directory is the organiser's right. They are
+other. Both lie next to the run's keys: access to that directory is the organiser's right. They are
 replaced whole, synced, with mode 0600; the coordinator looks for a new version at every join and
 twice a second.
 
@@ -12,7 +12,7 @@ twice a second.
     uses.json       {invite id: [PeerID, ...]}, the peers that joined with an invite that has
                     limits, or is for keepers
 
-Tokens are kept as SHA-256: a copy of these files admits nobody. A use is a PeerID, not a join: a
+Tokens are kept as SHA-256: a copy of these files admits no peer. A use is a PeerID, not a join: a
 peer that restarts takes no second one, and may come back after the invite has expired. The invite
 that `atoll coordinator` prints has the id `first`: it is for trainers, without a limit, until it is
 revoked. A PeerID that has joined with an invite for keepers is a keeper for good, whatever it asks
@@ -227,7 +227,7 @@ def issue(folder: Path, *, kind: Kind, uses: int = 0, expires_s: float = 0) -> t
 
 
 def revoke(folder: Path, invite_id: str, first_token: bytes) -> None:
-    """Let nobody else use an invite. Raises InvitesError if there is none of this id."""
+    """Make an invite unusable. Raises InvitesError if there is none of this id."""
     with _changing(folder) as book:
         if invite_id == FIRST and not any(i.id == FIRST for i in book.invites):
             digest = token_hash(first_token)

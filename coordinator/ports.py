@@ -48,7 +48,7 @@ class Port:
 class _Joiner:
     asked_s: float
     is_hidden: bool
-    """True if nobody can dial it."""
+    """True if it cannot be dialed."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ MISSED = 3  # heartbeats in a row: two may be lost with a restarted link
 LONG_AGO_S = 60.0  # a peer known from the history counts as gone until it reports
 SAVE_EVERY_S = 5.0  # a restart shows statuses at most this old
 MANY = 512  # peers: looking through so many with each of 200 reports a second takes a core
-PAIRS_NAMED = 4  # in one look: a peer that reaches nobody would fill the log
+PAIRS_NAMED = 4  # in one look: a peer that reaches no other would fill the log
 LOOK_AGAIN_S = 0.5  # the list of so many is at most this old
 
 

@@ -1,6 +1,6 @@
 """The highest epoch that the run's key has signed, kept apart from the log.
 
-    epoch.signed    a number in ASCII, -1 before the first epoch; beside keys.json, 0600
+    epoch.signed    a number in ASCII, -1 before the first epoch; next to keys.json, 0600
 
 A log can be lost, or restored from an old copy. A coordinator that then took the log's word would
 sign an epoch of a number that peers hold already, with another base: two logs of one run. So the

@@ -4,7 +4,7 @@ Rounds do not depend on it (`atoll.dht.roster`). It differs from hivemind 1.1.12
 
 - Requests and answers carry the sender's admission in the field of an access token. It is checked
   against the PeerID that libp2p authenticated, in a thread, before anything else happens.
-- A node's id is the hash of its PeerID, so nobody chooses a place next to the roster's key, and a
+- A node's id is the hash of its PeerID, so no node chooses a place next to the roster's key, and a
   PeerID has one place. Other ids enter no routing table and no search.
 - Records are stored and read one by one: a bad one is dropped, and the others count. Dictionaries
   are not accepted as a whole, and stores name at most `MAX_ITEMS` records.

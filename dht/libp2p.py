@@ -106,7 +106,7 @@ class LibP2PStream(StreamEnd):
         self.num_received = self.num_sent = 0
         self.bytes_received = self.bytes_sent = 0
         self.relay = ""
-        """PeerID of the peer that carries it; empty if nobody does"""
+        """PeerID of the peer that carries it; empty if no peer does"""
         self.heard_s = 0.0
         self.on_gone: Callable[[LibP2PStream], None] = lambda stream: None
         self._admit = admit
@@ -528,7 +528,7 @@ class LibP2PTransport:
         relays = [relay for relay in self._relays_of(peer) if relay != self.peer_id]
         if not relays:
             why = "it has no connection to this peer, which relays for it"
-            raise PeerUnreachable(f"no relay of {peer}: {why}", peer=peer)
+            raise PeerUnreachable(f"no relay reaches {peer}: {why}", peer=peer)
         if self._connected.isdisjoint(relays):
             for address in self._known[peer]:
                 relay = relay_of(address)
@@ -549,7 +549,7 @@ class LibP2PTransport:
                     errors.append(str(error))
         finally:
             await end(*dials, expected=(TransportError, TimeoutError))
-        raise PeerUnreachable(f"no relay of {peer}: {'; '.join(errors)}", peer=peer)
+        raise PeerUnreachable(f"no relay reaches {peer}: {'; '.join(errors)}", peer=peer)
 
     async def _dial(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -4,7 +4,7 @@
     reply    n u8 | address[n] | padding[want]   the address is where the callee sees the caller
 
 A callee answers admitted peers alone, and moves a few megabytes for each of them in ten minutes.
-All of them together get what fills a link of 1 Mbit/s, beside a burst, however many PeerIDs they
+All of them together get what fills a link of 1 Mbit/s, after a burst, however many PeerIDs they
 have. Beyond that it refuses with `busy`.
 """
 

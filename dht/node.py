@@ -133,7 +133,7 @@ class Node:
         self.transport = transport
         self.relaying = relaying
         self.relays: tuple[str, ...] = ()
-        """Multiaddrs of the peers through which others reach us, if nobody can dial us."""
+        """Multiaddrs of the peers through which others reach us, if this one cannot be dialed."""
         self.seen: tuple[str, ...] = ()
         """Multiaddrs at which others see us, such as a router's forwarded port."""
         self.punching = Punching(transport)

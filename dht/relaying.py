@@ -119,7 +119,7 @@ class Secrets:
         return b"atoll relay tls 1" + self._run_id + b"\0" + der
 
     def context(self, peer: str, hello: bytes, *, server_side: bool) -> ssl.SSLContext:
-        """Return TLS settings that accept nobody but the process that made `hello`.
+        """Return TLS settings that accept only the process that made `hello`.
 
         Raises:
             Refused: `peer` has not signed it.

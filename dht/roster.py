@@ -538,7 +538,7 @@ class DhtRoster:
         """Return the live, admitted peers by PeerID.
 
         Raises:
-            RosterError: the DHT does not answer, and nobody else is known.
+            RosterError: the DHT does not answer, and no other peer is known.
         """
         is_alone = not set(self._live()) - {self._identity.peer_id}
         if is_alone:
@@ -547,7 +547,7 @@ class DhtRoster:
             try:
                 await self._from_dht(self._search(), EAGER_S)
             except RosterError as error:
-                logger.info("the roster is that of the other peers: %s", error)
+                logger.info("the roster comes from other peers only: %s", error)
         return {
             peer: held.record for peer, held in self._live().items() if held.record.role != "left"
         }

@@ -17,7 +17,7 @@ the background, goes to the event loop's exception handler, which logs it at onc
 no such failure: links of work that ends are expected to break.
 
 Cancelled work may refuse to end. `end` and `close` wait `ENDING_S` for it; then they log its name
-and leave it, because a shutdown that hangs helps nobody.
+and leave it, because a shutdown that hangs is of no use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Work = Coroutine[Any, Any, T]
 
 @asynccontextmanager
 async def beside(*work: Work[Any]) -> AsyncIterator[None]:
-    """Run helpers beside a block, and end them with it.
+    """Run helpers during a block, and end them with it.
 
     A helper that fails ends the block, which then raises that failure. A helper that returns early
     changes nothing, nor does one that loses its link: the block uses the same link, and learns why

@@ -395,7 +395,7 @@ class FrameReader:
             raise FrameError(f"mark {mark}, expected {[int(m) for m in Mark]}") from None
         limit = self._sink.max_payload(self._mark)
         if length > limit:
-            raise FrameError(f"{self._mark.name} of {length} bytes, at most {limit} may come")
+            raise FrameError(f"{self._mark.name} of {length} bytes, at most {limit} are allowed")
         self._payload, self._filled = bytearray(length), 0
         self._finish_if_full()
 

@@ -18,6 +18,6 @@ def remedy(host: str) -> str:
     if not name or not is_public(host) or host == "localhost" or urllib.request.proxy_bypass(host):
         return ""
     return (
-        f"{name} is set: if this network lets out only through a proxy, the run's ports cannot be "
+        f"{name} is set: if this network requires a proxy, the run's ports cannot be "
         "reached from it; use another network or a VPN, or ask for outbound TCP to ports 7700-7701"
     )

@@ -199,7 +199,7 @@ class PeerStatus(StatusRecord):
     device: Name = ""
     version: Name = ""
     reach: PeerReach = ""
-    """The way to it: others dial it; or a router lets nobody in, and peers behind other routers
+    """The way to it: others dial it; or a router refuses all, and peers behind other routers
     come through holes, or at least one of them through a relay."""
     relays: Annotated[list[Name], Field(max_length=16)] = field(default_factory=list)
     """PeerIDs of its relays, the first choice first."""

@@ -127,7 +127,7 @@ class OnePort:
                 loop = asyncio.get_running_loop()
                 await loop.create_connection(lambda: inside, _LOOPBACK, port)
         except (OSError, TimeoutError) as error:
-            log.debug("no connection to the listener inside: %s", error)
+            log.debug("cannot connect to the inner listener: %s", error)
             link.abort()
             return
         if link.transport is None or link.transport.is_closing():

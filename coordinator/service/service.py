@@ -332,7 +332,7 @@ def _expect_size(name: str, value: str | bytes, limit: int) -> None:
 
 
 async def _dial_back(host: str, port: int, nonce: bytes) -> bool:
-    """Return whether the caller itself answers at its own address; nobody else is ever dialed."""
+    """Return whether the caller itself answers at its own address; no other peer is ever dialed."""
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -46,7 +46,7 @@ class PortsWatch:
             try:
                 await self.look(connections)
             except (TransportError, TimeoutError, OSError) as error:
-                log.debug("no look at the connections: %s", error)
+                log.debug("cannot list the connections: %s", error)
 
     async def look(self, connections: Connections) -> None:
         """Look at the connections once."""

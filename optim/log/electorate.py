@@ -92,7 +92,7 @@ def succeed(
         members: the entry's; none in a NULL, after which everything stays as it is.
         parts: the entry's.
         dropped: PeerIDs of electors that do not answer. If the others would be no quorum of the
-            present electorate, nobody is dropped.
+            present electorate, no elector is dropped.
         electors: who votes in this run; of keepers an entry neither adds nor drops any.
     """
     if electors == "keepers" or not members:

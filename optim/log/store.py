@@ -11,7 +11,7 @@ history: a new epoch first rewinds to its base.
 Writing is one transaction a call, in WAL mode: after `kill -9` the file holds exactly the calls
 that returned (with `fsync=True` also after a loss of power). One connection under a lock serves
 all threads. Bodies are cut into rows of 1 MiB, so that no copy of a large one is made in SQLite
-and parts of it can be read. Snapshots are files beside the database, written under another name,
+and parts of it can be read. Snapshots are files next to the database, written under another name,
 synced and renamed, and only then put in the table; a file that no row names is removed when the
 log is opened. Reading one verifies every leaf.
 
@@ -168,7 +168,7 @@ class SnapshotInfo:
 
 
 class Snapshots:
-    """The table `snapshots` and the files beside it; the lock is the store's."""
+    """The table `snapshots` and its files; the lock is the store's."""
 
     def __init__(self, db: sqlite3.Connection, lock: RLock, directory: Path) -> None:
         """Remove what an interrupted write left."""
@@ -304,7 +304,7 @@ class LogStore:
             run_id: 32 bytes.
             genesis_chain: the chain before entry 0.
             body_budget_bytes: most bytes of bodies to keep; None keeps all.
-            keep_snapshots: newest snapshots to keep, beside those under a lease and the genesis.
+            keep_snapshots: newest snapshots to keep, besides those under a lease and the genesis.
             fsync: survive a loss of power too, for a sync of the disk with every write.
 
         Raises:
@@ -529,7 +529,7 @@ class LogStore:
         return epochs[-1][1] if epochs else None
 
     def put_note(self, key: str, value: bytes) -> None:
-        """Keep a small value beside the log."""
+        """Keep a small value with the log."""
         with self._lock, self._db:
             self._put_meta(f"note:{key}", value)
 

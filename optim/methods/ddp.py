@@ -7,7 +7,7 @@ bit and a joiner takes them with the parameters. The inner optimizer only gives 
 schedule. With `codec=powersgd(rank=4)` gradients travel as PowerSGD's factors (arXiv:1905.13727),
 with the errors of PyTorch's hook; with any other codec error feedback is the one of all methods.
 
-The mean is clipped by its norm when it is applied: it is reduced in parts, so nobody has all of it
+The mean is clipped by its norm when it is applied: it is reduced in parts, so no peer has all of it
 before, and clipping each peer's own gradient is another rule.
 
 `DDP` is the base of all workers that send something of every step's gradient. The model's
@@ -114,7 +114,7 @@ class DDPMethod(Method):
         """AdamW on the mean gradient, clipped."""
         return adamw(
             state,
-            # Here and not at the senders: nobody holds the whole mean before.
+            # Here and not at the senders: no peer holds the whole mean before.
             clipped(update_F, self.clip_norm) if self.clip_norm else update_F,
             lr=lr,
             beta1=self.beta1,

@@ -5,7 +5,7 @@ A window's reduction travels during all of the next one. At the end of window t 
     own fresh + others' stale:    mean delta(t-1) + (delta_r(t) - delta_r(t-1)) / M
 
 at once. The log gets the means alone, one window late. The outer step is linear, so what a peer
-adds by itself is a second, small outer optimizer beside the log's: the overlay, which never
+adds by itself is a second, small outer optimizer in addition to the log's: the overlay, which never
 enters the common state. With x = (delta_r(t) - delta_r(t-1)) / M:
 
     e = mu e + x        o = o - lr (x + mu e)        local = synced + o

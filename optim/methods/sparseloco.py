@@ -59,7 +59,7 @@ class SparseLoCoMethod(Method):
 
     @property
     def divides_by(self) -> Literal["all", "senders"]:
-        # After a second selection nobody knows how many peers sent a value.
+        # After a second selection no peer knows how many peers sent a value.
         return self.average if self.merge == "union" else "all"
 
     @property

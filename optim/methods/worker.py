@@ -565,7 +565,7 @@ class Worker(ABC):
         """Drop windows whose result is not finite; what was handed in before stays in local.
 
         The inner optimizer starts afresh. A contribution of no tokens, thus of weight 0, takes its
-        place: nobody has to wait for this peer.
+        place: no peer has to wait for this one.
         """
         _log.warning(
             "window %d ended in NaN or infinity after %d steps: dropped, back to position %d with "

@@ -189,7 +189,7 @@ class LowRankCells(Cells):
 
         Args:
             before: the state before the entry.
-            after: the state after it, whose memory this writes; nobody may have read it yet.
+            after: the state after it, whose memory this writes; nothing may have read it yet.
             body: of the entry.
 
         Raises:

@@ -29,7 +29,7 @@ class SparseMean:
     """Mean of sparse frames over cells `[start, stop)`; indices count from the part's first."""
 
     def __init__(self, cells: Cells, start: int, stop: int) -> None:
-        """Begin a mean to which nobody has sent anything."""
+        """Begin an empty mean."""
         self._cells, self._start = cells, start
         self._base = cells.fragment.slices[start].start
         self._numel = self._values(0, stop - start).stop
@@ -125,7 +125,7 @@ class SparseMean:
             kept = Sparse(
                 indices=encoded.indices, values=encoded.values, shape=tuple(rows_CN.shape)
             )
-        # Elsewhere the mean is 0 and decodes to 0. The codec may keep values that nobody sent.
+        # Elsewhere the mean is 0 and decodes to 0. The codec may keep values that no peer sent.
         somewhere = torch.cat([*at, kept.indices])
         return _Run(
             start=values.start,

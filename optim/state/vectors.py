@@ -56,7 +56,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _keep(memory: np.ndarray) -> None:
-    """Keep memory that nobody uses any more.
+    """Keep memory that is no longer in use.
 
     It takes no lock: it runs in the thread that drops the last reference, perhaps inside `empty`.
     """

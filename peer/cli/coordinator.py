@@ -287,7 +287,7 @@ def about_ports(up: Running) -> list[str]:
     ports, spec = up.ports, up.coordinator.spec
     if ports is not None and ports.is_known:  # joiners know better than the addresses do
         prefix = "warning: " if ports.is_wrong else ""
-        return [f"{prefix}as joiners found it so far: {ports}"]
+        return [f"{prefix}found by joiners so far: {ports}"]
     if not up.is_public:
         return [not_public(spec)]
     lines = [str(ports)] if ports is not None else []

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     base = base_invite(folder)
     if args.revoke:
         revoke(folder, args.revoke, base.token)
-        _say(f"invite {args.revoke} is revoked; `atoll evict PEER` puts out who joined with it")
+        _say(f"invite {args.revoke} is revoked; `atoll evict PEER` removes a peer that used it")
         return 0
     if args.watch and args.role not in (None, "watcher"):
         raise WrongInvite(f"--watch and --role {args.role} cannot be combined; give one of them")

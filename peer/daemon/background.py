@@ -1,4 +1,4 @@
-"""Threads that do a round's work beside the one that trains, and yield to it.
+"""Threads that do a round's work while another one trains, and yield to it.
 
 They run in inference mode: without autograd's record of views each call of torch takes a tenth
 less. Tensors made here must not be changed in place elsewhere, which torch refuses.

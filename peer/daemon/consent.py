@@ -12,7 +12,7 @@ digest of the spec, and first in a process of its own (`atoll.peer.training.data
     asked      the lines that the owner saw
     at         seconds since 1970
 
-    ConsentMissing (ValueError)    no yes is kept, and nobody is there to ask
+    ConsentMissing (ValueError)    no consent is stored, and there is no terminal
     Declined (RuntimeError)        the owner said no
 """
 
@@ -192,7 +192,7 @@ class Consent:
     yes: bool = False
     """the owner has said yes in advance"""
     ask: Ask | None = None
-    """asks the owner; None if nobody is there"""
+    """asks the owner; None without a terminal"""
     show: Callable[[str], None] = lambda line: None
     """shows the owner a line of the request"""
 
@@ -209,7 +209,7 @@ class Consent:
             ModelError, DataError: the run names code or files that the owner has not allowed, this
                 machine's model or tokenizer is not the run's, or the model has another size than
                 the coordinator says.
-            ConsentMissing: nobody is there to ask.
+            ConsentMissing: there is no terminal to ask on.
             Declined: the owner said no.
         """
         is_keeper = membership.role == "keeper"
@@ -238,7 +238,7 @@ class Consent:
         return spec.data.tokenizer == str(self.paths.tokenizer)
 
     def _expect_usable(self, membership: Membership) -> None:
-        """Refuse a run that could not train here, so that nobody is asked for a yes to it."""
+        """Refuse a run that could not train here, before its owner is asked."""
         spec = self._own_spec(membership.spec)
         self._allowed.expect(spec)
         if self._is_sent(spec):

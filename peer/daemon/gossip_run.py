@@ -167,7 +167,7 @@ class GossipRun:
         """Hand over nothing: the coordinator fetches the model that it keeps."""
 
     async def leave(self) -> None:
-        """Meet nobody any more."""
+        """End all exchanges, and begin no other."""
         await self.gossip.close()
 
     # the `Standing` of this peer
@@ -184,7 +184,7 @@ class GossipRun:
 
     @property
     def electorate(self) -> Sequence[Elector]:
-        """This peer alone: it needs nobody's vote."""
+        """Return this peer alone: gossip needs no votes."""
         return (self.ctx.me,)
 
     @property

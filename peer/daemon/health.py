@@ -159,7 +159,8 @@ def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> 
         return note(
             "router",
             f"{fact}; its kind is not known, as fewer than two nodes of the run see this machine",
-            "nothing to do unless 'reached' says so; check again when more public peers are here",
+            "nothing to do unless 'reached' reports a problem; check again when more public peers "
+            "are online",
         )
     if len(set(public)) == 1:
         return ok(
@@ -271,7 +272,7 @@ def bind_finding(host: str, port: int) -> Finding:
             return ok("listen", f"port {server.getsockname()[1]} on {host} can be listened on")
     except (OSError, OverflowError) as error:
         in_use = getattr(error, "errno", None) == errno.EADDRINUSE
-        remedy = "stop what listens there" if in_use else "see whether a sandbox forbids it"
+        remedy = "stop the program there" if in_use else "check whether a sandbox forbids it"
         return problem("listen", f"cannot listen on {host}:{port}: {error}", remedy)
 
 
@@ -307,6 +308,6 @@ async def port_finding(check: str, places: Sequence[tuple[str, int]]) -> Finding
         check,
         f"no answer at {', '.join(named) or 'any address'}",
         by_proxy
-        or "ask the organiser whether it runs and that port is open; see that this machine's "
-        "firewall lets connections out",
+        or "ask the organiser whether it runs and that port is open; check that this "
+        "machine's firewall allows outgoing connections",
     )

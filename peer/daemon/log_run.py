@@ -413,7 +413,7 @@ class Publisher:
                 epoch=epoch, position=position, entry=entry, certificate=certificate, body=body
             )
         except CoordinatorError as error:
-            _log.info("entry %d is not with the coordinator yet: %s", position, clean(error))
+            _log.info("the coordinator does not have entry %d yet: %s", position, clean(error))
             return False
         self.note_head(published.head)
         return published.head.position > position
@@ -538,7 +538,7 @@ class QuorumWatch:
             f"the coordinator opens a new epoch, after {STALL_S:.0f} s without a round (or the "
             "time of three rounds, if that is longer)"
             if in_touch
-            else "a new epoch opens, for which the coordinator must come back"
+            else "the coordinator is back and opens a new epoch"
         )
         return (
             f"no quorum for round {position + 1}: {len(present)} of {len(electorate)} acceptors "

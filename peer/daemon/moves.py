@@ -1,7 +1,7 @@
 """Notice that this machine has another address, and announce it.
 
 A laptop that changes networks, a VPN that drops and a provider's new address all leave connections
-behind in which both ends believe for a while, and a record with an address that nobody can dial.
+behind that both ends take for live for a while, and a record with an address that fails.
 `Watch` decides when to ask the coordinator again, without sockets or a clock; `Moves` does it.
 """
 

@@ -141,7 +141,7 @@ def run_peer(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None = No
     Args:
         options: options of the owner.
         on_event: takes what happens.
-        ask: asks the owner for a yes to the run; None if nobody is there.
+        ask: asks the owner to accept the run; None without a terminal.
 
     Raises:
         Exception: as `join_and_train`.

@@ -4,7 +4,7 @@ libp2p finds that out in minutes, if enough others try. The coordinator knows it
 p2pd takes the port, this peer listens on it and asks the coordinator to dial back. Nothing has left
 from this port yet, so no router has a flow for it, and only an open or forwarded port lets the
 coordinator in. A process that was started again takes another port unless the last one was open:
-its router may still have the flows of that one, and would let the coordinator in, but nobody else.
+its router may still have the flows of that one, and would let the coordinator in, but no others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 
 _TCP = re.compile(r"/ip(?P<version>[46])/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
-MAX_RELAYS = 2  # peers, beside the coordinator: a record has room for three such addresses
+MAX_RELAYS = 2  # peers, besides the coordinator: a record has room for three such addresses
 MAX_ASKING = 4  # dial-backs at once: the coordinator makes one, strangers may come too
 
 

@@ -47,7 +47,7 @@ from atoll.peer.paths import PeerPaths
 STEP_S = 20.0  # for one step, such as joining or a transfer
 CHECK_S = 120.0  # all steps that need the coordinator
 MAX_LEAVES = 4  # of the first state; a small, bounded transfer
-PEERS = 2  # measured, beside the coordinator
+PEERS = 2  # measured, besides the coordinator
 CONNECT_S = 7.0  # libp2p does not dial again for 5 s after a failure
 MAX_PAIRS = 4  # named; more pairs say the same
 _DHT = re.compile(r"/(?:ip[46]|dns[46]?)/(?P<host>[^/]+)/tcp/(?P<port>\d+)/p2p/(?P<peer>[^/]+)")
@@ -77,7 +77,7 @@ async def check_run(invite: Invite, state_dir: Path, listen: Sequence[str], repo
     try:
         directory = StateDirectory(paths, invite.run_id)
     except StateDirectoryInUse:
-        report(note("reached", "a peer runs on this state directory", "see its own first lines"))
+        report(note("reached", "a peer runs on this state directory", "read its first lines"))
         return
     with closing(directory):
         client = CoordinatorClient(
@@ -144,7 +144,7 @@ class Link:
             return note(
                 "rate",
                 f"not measured, {self.what}: {self.error}",
-                "nothing to do if other lines of 'rate' have numbers; else try again later",
+                "nothing to do if other lines of 'rate' have numbers; otherwise try again later",
             )
         up, down = self.measured.up_mbit_s, self.measured.down_mbit_s
         return link_finding(self.what, up, down, traffic)

@@ -33,7 +33,7 @@ async def keep_tokenizer(
 
     Args:
         spec: of a run whose tokenizer travels with it.
-        fetch: gets it from the coordinator; None if nobody can.
+        fetch: gets it from the coordinator; None without one.
         kept: where it belongs on this machine.
         show: takes a line for the owner.
         remedy: what the owner can do if it does not arrive.

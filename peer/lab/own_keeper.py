@@ -1,4 +1,4 @@
-"""The keeper of `atoll coordinator --keep`: an `atoll peer` process beside the coordinator.
+"""The keeper of `atoll coordinator --keep`: an `atoll peer` process on its machine.
 
 It has a state directory of its own, `keeper` in the coordinator's, and an invite for one keeper,
 `keeper.invite` beside that. It ends with the coordinator, and is started again if it fails.

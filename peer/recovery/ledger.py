@@ -42,7 +42,7 @@ class LedgerRecovery:
         """Catch up if peers do not publish what is missing.
 
         Raises:
-            RecoveryError: nobody has it now.
+            RecoveryError: no peer has it now.
         """
         recovery = Recovery(
             replica,

@@ -1,4 +1,4 @@
-"""Rounds: peers that trust nobody decide, position after position, what the log says next.
+"""Rounds: peers that do not trust each other decide the log, position after position.
 
 `engine.Rounds` is the entry point. A round finds its group, reduces the group's contributions
 (`allreduce`), and agrees on the result by votes (`consensus`). It survives the loss of any peer,

@@ -83,7 +83,7 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
     next is asked beside it.
 
     Raises:
-        PeerUnreachable: nobody gave it.
+        PeerUnreachable: no peer has it.
     """
     request = PartRequest(digest=digest, wire_bytes=wire_bytes)
     waiting = deque(peer for peer in dict.fromkeys(peers) if peer != ctx.me.peer_id)

@@ -286,7 +286,7 @@ class Prefix(Record):
 
 
 class Gone(Record):
-    """A member's session ended: nobody has to wait for a stream that it has not opened."""
+    """A member's session ended: no owner has to wait for a stream that it has not opened."""
 
     member: Count
 

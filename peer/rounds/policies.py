@@ -146,7 +146,7 @@ def _lone_until(view: Rendezvous, first_at: float) -> float:
 
 
 def admit(reports: Sequence[tuple[str, Report]], *, clip_at: float) -> list[Member]:
-    """Return members with their capped weights and clip factors; a bound of 0 clips nobody.
+    """Return members with their capped weights and clip factors; a bound of 0 clips none.
 
     The leader of a group, its members and its voters compute the same from the same reports.
     """
@@ -184,7 +184,7 @@ def check_reports(
 
     Args:
         members: of a group or an entry, in its order.
-        sworn: what each of them signed beside what its `Member` shows.
+        sworn: what each of them signed in addition to its `Member`.
         place: (epoch, position).
         run_id: of the run.
         rule: how the run's method weighs contributions.
@@ -389,7 +389,7 @@ def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def positions_ahead(fragments: int) -> int:
-    """Return how many positions may be reduced beside the one that is decided next.
+    """Return how many positions may be reduced in addition to the one decided next.
 
     Each moves another fragment, so that no contribution waits for its own predecessor.
     """
@@ -485,7 +485,7 @@ def decision_patience_s(deadline_s: float, stall_s: float) -> float:
 
 
 def new_owner(dead: Collection[int], alive: Sequence[int], load: Mapping[int, int]) -> int | None:
-    """The owner that has the fewest cells, the first of equals; None when nobody is left.
+    """Return the owner with the fewest cells, the first of equals; None when no member is left.
 
     A survivor that owns nothing comes last: its link may be slow, or others may not dial it.
 

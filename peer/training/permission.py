@@ -84,8 +84,9 @@ class Allowed:
                 )
         elif source != STDLIB:
             raise DataError(
-                f"the run names the data source {source!r}, a path on this machine, and reads "
-                "nothing that this machine's owner has not named; name your copy with --data PATH"
+                f"the run names the data source {source!r}, a path on this machine; "
+                "only files that this machine's owner names are read: name your copy with "
+                "--data PATH"
             )
 
     def expect_tokenizer(self, spec: RunSpec) -> None:
@@ -99,8 +100,8 @@ class Allowed:
             return
         if tokenizer != BYTES and tokenizer not in self.files:
             raise DataError(
-                f"the run names the tokenizer {tokenizer!r}, a path on this machine, and reads "
-                "nothing that this machine's owner has not named; name your copy with "
+                f"the run names the tokenizer {tokenizer!r}, a path on this machine; only "
+                "files that this machine's owner names are read: name your copy with "
                 "--tokenizer PATH"
             )
 

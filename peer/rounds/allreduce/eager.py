@@ -1,6 +1,6 @@
 """Limits on codes that wait at an owner for their group.
 
-Nobody has said yet that their sender will be a member, and keys are free in an open run. So an
+It is not known yet whether their sender will be a member, and keys are free in an open run. So an
 owner keeps one stream for each peer, position and part, the newest, and counts the bytes that wait.
 What goes beyond is refused as ``not-upfront``: an honest sender sends it again once its group is
 closed.

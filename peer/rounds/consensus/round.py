@@ -507,7 +507,7 @@ class Parts:
         due = now + OWNERS_SHARE * group.deadline_s
         self._parts = [PartState(plan=plan, owner=plan.owner, due=due) for plan in group.parts]
         self._untrue: set[int] = set()
-        """owners that named a part whose bytes nobody has"""
+        """owners that named a part whose bytes no peer has"""
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -618,7 +618,7 @@ class Parts:
         return [i for i, m in enumerate(self._group.members) if is_live(m.peer_id)]
 
     def _repair(self, index: int, view: LeaderView, is_live: IsLive) -> list[RepairPart]:
-        """The live member that owns the fewest cells; the old owner if nobody else is left."""
+        """The live member that owns the fewest cells; the old owner if no other is left."""
         part, alive = self._parts[index], self._alive(is_live)
         if part.done is not None:
             self._untrue.add(part.owner)

@@ -115,7 +115,7 @@ class Tally:
         self._own = self._last = None
 
     def know(self, electorate: Sequence[Elector]) -> None:
-        """Take the electorate of a position at which nobody was known to vote before."""
+        """Take the electorate of a position whose electors were not known before."""
         if not self._electorate:
             self._electorate = tuple(electorate)
 

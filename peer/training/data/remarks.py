@@ -70,7 +70,7 @@ def remarks(spec: RunSpec, corpus: Corpus, *, steps_left: int | None) -> Iterato
 
 
 def _unstated(spec: RunSpec) -> Iterator[Remark]:
-    """Name what nobody compares: specs of earlier versions state no digests."""
+    """Name what is not compared: specs of earlier versions state no digests."""
     if spec.data.tokenizer != BYTES and spec.data.tokenizer_sha256 is None:
         yield (
             "warning",

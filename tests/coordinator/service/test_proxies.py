@@ -1,4 +1,4 @@
-"""A network that lets out only through a proxy: connections use none, and errors name it."""
+"""A network that requires a proxy: connections use none, and errors name it."""
 
 import asyncio
 

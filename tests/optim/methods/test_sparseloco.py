@@ -104,7 +104,7 @@ def test_what_was_not_selected_again_comes_back_from_its_owner():
 
 
 def test_who_sent_what_is_told_by_topk_only():
-    with pytest.raises(CodecError, match="who sent what"):
+    with pytest.raises(CodecError, match="identifies senders"):
         Team(2, "sparseloco(codec=int8)", 1).run(range(1))
 
 

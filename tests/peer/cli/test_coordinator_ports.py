@@ -54,7 +54,7 @@ def test_what_joiners_found_comes_before_what_addresses_suggest() -> None:
 
 def test_a_closed_port_is_a_warning_with_what_to_forward() -> None:
     (line,) = about_ports(up(is_public=True, is_behind=True, grpc="reached", p2p="closed"))
-    assert line.startswith("warning: as joiners found it so far: A reached port 7700")
+    assert line.startswith("warning: found by joiners so far: A reached port 7700")
     assert "forward TCP port 7701" in line
 
 

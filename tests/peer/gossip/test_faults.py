@@ -301,7 +301,7 @@ def test_wrong_cells_are_refused_and_their_sender_is_left_out(change, told):
 
     came = with_liar(tamper, rounds=12)
     assert any(re.search(told, event) for event in came["events"]), came["events"]
-    assert any("left out" in event for event in came["events"])
+    assert any("banned for another" in event for event in came["events"])
     honest = came["honest"]
     assert all(any(s.members == 2 and s.included for s in p.settled) for p in honest)
 
@@ -312,7 +312,7 @@ def test_a_weight_that_does_not_follow_from_the_work_is_refused():
 
     came = with_liar(tamper, rounds=12)
     assert any("expected a weight of 128" in event for event in came["events"])
-    assert any("left out" in event for event in came["events"])
+    assert any("banned for another" in event for event in came["events"])
     assert all(any(s.members == 2 and s.included for s in p.settled) for p in came["honest"])
 
 

@@ -192,7 +192,7 @@ def test_a_sender_of_bad_cells_comes_back_after_its_bar(tmp_path):
             lambda: bad.ctx.me in {m.elector for m in entries(good[0])[-1].complete_members()}
         )
         assert swarm.now() - barred_at > FIRST_BAR_S / 2
-        assert any("barred" in t.left_out.values() for t in told(good)) or any(
+        assert any("banned" in t.left_out.values() for t in told(good)) or any(
             "banned for another" in e for e in bad.events
         )
         assert all(e.kind == "update" for e in entries(good[0]))
@@ -245,7 +245,7 @@ def test_a_dial_that_fails_at_once_is_tried_again(tmp_path):
         assert not failures
         assert swarm.now() - began_s < SETTINGS.stall_s
         assert len(entries(peers[0])[0].complete_members()) == 2
-        assert not any("left out" in e or "goes to" in e for p in peers for e in p.events)
+        assert not any("left out" in e or "reassigned to" in e for p in peers for e in p.events)
 
     run(tmp_path, scenario)
 

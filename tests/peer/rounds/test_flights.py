@@ -186,7 +186,7 @@ def test_an_elector_more_may_lead_what_another_reduced_early(tmp_path):
 
 
 def is_in_vain(event):
-    return "reduced early is reduced again" in event
+    return "reducing again what was reduced early" in event
 
 
 def test_a_position_without_counted_work_is_given_up(tmp_path):

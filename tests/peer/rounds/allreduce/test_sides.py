@@ -125,7 +125,7 @@ def test_cells_of_a_barred_member_are_not_waited_for():
         owned = Owner(state).make_part(0, 0, range(3))
         assert owned.waiting == {2}
         assert owned.reducer.waiting_for == {0, 2}
-        assert state.left_out == {1: "barred"}
+        assert state.left_out == {1: "banned"}
 
     run_virtual(main())
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from atoll.coordinator.report.text import size
 from atoll.coordinator.rpc import proxies
 from atoll.dht.addresses import is_public
+from atoll.dht.tasks import together
 
 MIN_PYTHON = (3, 11)
 LOW_DISK_BYTES = 2 * 10**9  # log and snapshots of a small run; `atoll peer` states what a run needs
@@ -296,7 +297,7 @@ async def answers(host: str, port: int) -> bool:
 
 async def port_finding(check: str, places: Sequence[tuple[str, int]]) -> Finding:
     """Dial one server at all of its addresses; one that answers is enough."""
-    replies = await asyncio.gather(*(answers(host, port) for host, port in places))
+    replies = await together(*(answers(host, port) for host, port in places))
     named = [f"{host}:{port}" for host, port in places]
     if any(replies):
         return ok(check, f"answers at {named[replies.index(True)]}")

@@ -422,11 +422,14 @@ class Demo:
     async def _stop_all(self) -> None:
         # The peers first, because they leave the run through the coordinator.
         peers = [peer.child for peer in self._peers if peer.child is not None]
-        await asyncio.gather(*(child.stop() for child in peers))
+        # One that fails to stop must not leave the others running.
+        ended = await asyncio.gather(*(child.stop() for child in peers), return_exceptions=True)
         if self._client is not None:
             await self._client.close()
         if self._coordinator is not None:
             await self._coordinator.stop()
+        for failure in filter(None, ended):
+            raise failure
 
 
 class StallWatch:

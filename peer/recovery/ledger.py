@@ -6,7 +6,6 @@ peer has kept the bodies that it lacks, or when its own snapshots cannot be read
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.levels import LOGGING
 from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.tasks import together
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError
 from atoll.optim.log.entry import LogError
 from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
@@ -69,7 +69,7 @@ class LedgerHeads:
         """Return the answers of those of these peers that answer."""
         records = await _peers_of(self.roster)
         asking = (self._ask(peer_id, records.get(peer_id)) for peer_id in peer_ids)
-        return [head for head in await asyncio.gather(*asking) if head is not None]
+        return [head for head in await together(*asking) if head is not None]
 
     async def _ask(self, peer_id: str, record: PeerRecord | None) -> PeerHead | None:
         try:

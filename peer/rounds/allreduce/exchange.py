@@ -24,7 +24,7 @@ from typing import Self
 
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import end
+from atoll.dht.tasks import Tasks, end
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import LENGTH, Cells
@@ -268,9 +268,9 @@ class Exchange:
         """for the leader: each part that this peer has reduced"""
         self.is_over = False
         self._generation = dict.fromkeys(range(len(group.parts)), 0)
+        self._work = Tasks()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._repaired: list[asyncio.Task[None]] = []
-        """cancelled tasks of earlier generations, which `close` awaits"""
+        """by part: the newest generation's"""
         ctx.parts.arriving[group.position] = self
         everyone = range(len(group.members))
         for index, plan in enumerate(group.parts):
@@ -301,7 +301,7 @@ class Exchange:
             work = self._owner.reduce(part, generation)
         else:
             work = self._get(rows, owner, part, generation)
-        self._tasks[part] = asyncio.create_task(work)
+        self._tasks[part] = self._work.spawn(work)
 
     async def _get(self, rows: RowReduction | None, owner: int, part: int, generation: int) -> None:
         name = self._state.peer(owner)
@@ -345,7 +345,6 @@ class Exchange:
         self._generation[order.part] = order.generation
         self.parts.pop(order.part, None)
         self.credits.pop(order.part, None)
-        self._repaired.append(self._tasks[order.part])
         self._tasks[order.part].cancel()
         self._start(order.part, order.owner, order.senders)
 
@@ -387,4 +386,4 @@ class Exchange:
         if arriving.get(position) is self:
             del arriving[position]
         self._state.watch.close()
-        await end(*self._tasks.values(), *self._repaired)
+        await self._work.close()

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import Tasks, beside, end, race
+from atoll.dht.tasks import Tasks, beside, end, race, together
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.electorate import succeed
 from atoll.optim.log.entry import (
@@ -696,11 +696,15 @@ class Leadership:
         await self._end_help()
         self._helped = self.round.state
         if self._helped is RoundState.CALLED:
-            self._helper = asyncio.create_task(self._await_call())
+            self._begin_help(self._await_call())
         elif self._helped is RoundState.FORMING:
-            self._helper = asyncio.create_task(self._probe())
+            self._begin_help(self._probe())
         elif self._helped is RoundState.REDUCING:
-            self._helper = asyncio.create_task(self._probe_electors())
+            self._begin_help(self._probe_electors())
+
+    def _begin_help(self, work: Coroutine[Any, Any, None]) -> None:
+        self._helper = asyncio.create_task(work)
+        self._helper.add_done_callback(lambda _: self.changed.set())  # `run` raises its failure
 
     async def _end_help(self) -> None:
         if self._helper is not None:
@@ -730,7 +734,7 @@ class Leadership:
         while True:
             asked = [e for e in self._electorate() if not self.round.is_live(e.peer_id)]
             asked = [e for e in asked if e != self.ctx.me]
-            heads = await asyncio.gather(*(ask_head(self.ctx, e.peer_id) for e in asked))
+            heads = await together(*(ask_head(self.ctx, e.peer_id) for e in asked))
             self._note_electors(dict(zip((e.peer_id for e in asked), heads, strict=True)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_S):
@@ -762,7 +766,7 @@ class Leadership:
         trainers -= {me}
         here = trainers & set(self.round.live)
         asked = sorted(trainers - here)
-        heads = await asyncio.gather(*(ask_head(self.ctx, peer) for peer in asked))
+        heads = await together(*(ask_head(self.ctx, peer) for peer in asked))
         self._note_electors(dict(zip(asked, heads, strict=True)))
         now = self.ctx.now()
         ready_at = dict.fromkeys(sorted(here), now)
@@ -871,7 +875,7 @@ class Leadership:
 
     async def _broadcast(self, kind: bytes, record: Repair | Gone) -> None:
         live = [self.sessions[peer] for peer in self.round.live]
-        await asyncio.gather(*(self._send(session, kind, record) for session in live))
+        await together(*(self._send(session, kind, record) for session in live))
 
     async def _send(self, session: Session, kind: bytes, record: Closed | Repair | Gone) -> None:
         try:

@@ -596,6 +596,7 @@ class Flight:
             case Join():
                 await self._leave()
                 self._session = asyncio.create_task(self._take_part(action.leader, action.term))
+                self._session.add_done_callback(lambda _: self._changed.set())
             case Leave():
                 await self._leave()
             case ReportTurn():

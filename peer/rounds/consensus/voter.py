@@ -19,7 +19,7 @@ from functools import partial
 from typing import Literal
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import Tasks
+from atoll.dht.tasks import Tasks, together
 from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.electorate import BadElectorate, check_succession
 from atoll.optim.log.entry import (
@@ -421,7 +421,7 @@ class Voter:
     async def _open_terms(self, place: Place) -> dict[str, int | None]:
         """Return the open terms of others at a place, as `Turns.advance` takes them."""
         others = [e for e in self._ctx.replica.electorate if e != self._ctx.me]
-        heads = await asyncio.gather(*(ask_head(self._ctx, e.peer_id) for e in others))
+        heads = await together(*(ask_head(self._ctx, e.peer_id) for e in others))
         told: dict[str, int | None] = {}
         for elector, head in zip(others, heads, strict=True):
             told[elector.peer_id] = None
@@ -647,9 +647,7 @@ class Voter:
 
         A voter waits half as long as leaders do, so that it does not hear of one that they missed.
         """
-        heads = await asyncio.gather(
-            *(ask_head(self._ctx, e.peer_id, HEAD_STALLS / 2) for e in dropped)
-        )
+        heads = await together(*(ask_head(self._ctx, e.peer_id, HEAD_STALLS / 2) for e in dropped))
         for elector, head in zip(dropped, heads, strict=True):
             if elector == self._ctx.me or stands_at(elector, head, place):
                 raise Refused(

@@ -60,7 +60,7 @@ class InvitesError(ValueError):
     """A file of invites is damaged, or lacks what was named."""
 
 
-class InviteRefused(Exception):  # noqa: N818
+class InviteRefused(Exception):
     """The token does not allow what is asked."""
 
 

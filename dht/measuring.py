@@ -85,7 +85,7 @@ def serve(transport: Transport, addresses_of: Callable[[str], Awaitable[list[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class PathRates:
     """The measurements of the way to one peer. Rates in Mbit/s; None if nothing passed in time."""
 
     seen_at: str
@@ -94,7 +94,7 @@ class Measured:
     down_mbit_s: float | None
 
 
-async def measure(transport: Transport, peer: str) -> Measured:
+async def measure(transport: Transport, peer: str) -> PathRates:
     """Measure the link to a peer, in at most `DIRECTION_S` for each direction and for the first.
 
     Raises:
@@ -132,7 +132,7 @@ async def measure(transport: Transport, peer: str) -> Measured:
                 break
         return found
 
-    return Measured(
+    return PathRates(
         seen_at=_text(address),
         up_mbit_s=await rate(is_up=True),
         down_mbit_s=await rate(is_up=False),

@@ -69,7 +69,7 @@ class P2pdError(PeerUnreachable):
     """p2pd did not start, or answered a request with an error."""
 
 
-class P2pdGone(P2pdError):  # noqa: N818
+class P2pdGone(P2pdError):
     """p2pd is not running."""
 
 

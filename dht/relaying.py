@@ -156,7 +156,7 @@ class Secrets:
         return context
 
 
-class Rate:
+class RateLimit:
     """A limit of bytes a second that senders share evenly, however many streams each has."""
 
     def __init__(self, mbit_s: float) -> None:
@@ -209,7 +209,7 @@ class Relaying:
         self._check = check
         self._admission = admission
         self.mbit_s = relay_mbit_s
-        self._rate = Rate(relay_mbit_s) if relay_mbit_s > 0 else None
+        self._rate = RateLimit(relay_mbit_s) if relay_mbit_s > 0 else None
         self._tasks = Tasks()
         self._pairs: Counter[str] = Counter()
         self._joining: dict[socket.socket, str] = {}

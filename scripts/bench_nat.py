@@ -33,7 +33,7 @@ from bench_allreduce import bound_seconds, lab_is_possible, wire_bytes
 from circumstances import circumstances
 
 from atoll.coordinator.run.spec import RunSpec, template
-from atoll.dht.testing.wan import Behind, Link, WanLab
+from atoll.dht.testing.wan import Behind, WanLab, WanLink
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "nat.json"
@@ -109,7 +109,7 @@ def topologies() -> list[Topology]:
     return cases
 
 
-def bound_s(behind: Sequence[Behind], relayed_pairs: int, link: Link) -> float:
+def bound_s(behind: Sequence[Behind], relayed_pairs: int, link: WanLink) -> float:
     """Return the least seconds of a round's bytes, as the topology lets them pass.
 
     With public peers, these own all parts: of P peers, an owner of a share s sends and receives
@@ -287,8 +287,8 @@ def wait_until(holds: Callable[[], bool], limit_s: float, words: Callable[[], st
 
 def measure(topology: Topology, *, is_one_port: bool) -> Row:
     """Run one case from nothing to its last round."""
-    link = Link()
-    links = [link, *(Link(behind=behind) for behind in topology.behind)]
+    link = WanLink()
+    links = [link, *(WanLink(behind=behind) for behind in topology.behind)]
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder), is_one_port=is_one_port) as case:
             case.start_coordinator(case.large(ROUNDS))
@@ -330,8 +330,8 @@ def soak(minutes: float, seed: int = 1) -> Soak:
 
     Method, windows and codec are those that `atoll init` chooses for this link.
     """
-    link = Link(up=SOAK_MBIT, down=SOAK_MBIT, loss=0.005)
-    links = [Link(), *(replace(link, behind=behind) for behind in SOAK_KINDS)]
+    link = WanLink(up=SOAK_MBIT, down=SOAK_MBIT, loss=0.005)
+    links = [WanLink(), *(replace(link, behind=behind) for behind in SOAK_KINDS)]
     rng, used, kills, moves = random.Random(seed), [], 0, 0
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder)) as case:
@@ -391,7 +391,7 @@ class Killed:
 
 def kill_a_relay() -> Killed:
     """Kill the first relay of two peers behind symmetric routers while bodies move."""
-    links = [Link(), *(Link(behind=behind) for behind in ("", "", "symmetric", "symmetric"))]
+    links = [WanLink(), *(WanLink(behind=behind) for behind in ("", "", "symmetric", "symmetric"))]
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder)) as case:
             case.start_coordinator(case.large(ROUNDS_AROUND, STEPS_AROUND))
@@ -439,7 +439,7 @@ def row_of(
     full = [row for row in history if row["members"] == PEERS]
     behind = sum(map(bool, topology.behind))
     seconds = [on_the_wire(row) for row in history[1:]]
-    least_s = bound_s(topology.behind, behind * (behind - 1) // 2 - holes, Link())
+    least_s = bound_s(topology.behind, behind * (behind - 1) // 2 - holes, WanLink())
     return Row(
         case=topology.name,
         joined_s=joined_s,

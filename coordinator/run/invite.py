@@ -50,15 +50,15 @@ class InviteError(ValueError):
     """The text is not a usable invite."""
 
 
-class NotAnInvite(InviteError):  # noqa: N818
+class NotAnInvite(InviteError):
     """The text does not start like an invite."""
 
 
-class InviteVersion(InviteError):  # noqa: N818
+class InviteVersion(InviteError):
     """The invite has another format version."""
 
 
-class DamagedInvite(InviteError):  # noqa: N818
+class DamagedInvite(InviteError):
     """Characters of the invite are missing or changed."""
 
 

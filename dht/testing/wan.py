@@ -43,7 +43,7 @@ Behind = NatKind | Literal["", "double"]
 
 
 @dataclass
-class Link:
+class WanLink:
     """One host's access link."""
 
     up: float = 100.0
@@ -76,7 +76,7 @@ class WanLab:
 
     def __init__(
         self,
-        links: Sequence[Link],
+        links: Sequence[WanLink],
         mtu: int = 9000,
         name: str | None = None,
         congestion: str = "",

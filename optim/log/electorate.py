@@ -42,7 +42,7 @@ REMEMBERED_ENTRIES = 64
 MAX_NEWCOMERS = 64  # as many as there can be electors: 5 kB of an entry, before it is deflated
 
 
-class BadElectorate(LogError):  # noqa: N818
+class BadElectorate(LogError):
     """An entry whose next electorate does not follow from the present one."""
 
 

@@ -31,7 +31,7 @@ class OnePortError(ValueError):
     """One port cannot be shared as asked."""
 
 
-class NoKeepers(ValueError):  # noqa: N818
+class NoKeepers(ValueError):
     """A keeper is asked for in a run in which members vote."""
 
 

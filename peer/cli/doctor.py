@@ -2,11 +2,11 @@
 
 import argparse
 import asyncio
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.dht.addresses import TCP
 from atoll.peer.cli import Subparsers, new_parser, print_json
 from atoll.peer.cli.watching import read_invite
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from atoll.peer.daemon.health import Finding
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"
-_TCP = re.compile(r"/ip[46]/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -53,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if there is a problem."""
-    place = _TCP.fullmatch(args.listen)
+    place = TCP.fullmatch(args.listen)
     if place is None:
         print(
             f"atoll doctor: expected a multiaddr such as {LISTEN} for --listen, got "

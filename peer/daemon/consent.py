@@ -56,11 +56,11 @@ Ask = Callable[[], Awaitable[bool]]
 """Asks the owner, who has seen the lines; returns whether the answer is yes."""
 
 
-class ConsentMissing(ValueError):  # noqa: N818
+class ConsentMissing(ValueError):
     """No yes is kept, and nobody is there to ask."""
 
 
-class Declined(RuntimeError):  # noqa: N818
+class Declined(RuntimeError):
     """The owner said no."""
 
 

@@ -13,7 +13,6 @@ import errno
 import ipaddress
 import os
 import platform
-import re
 import shutil
 import socket
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from atoll.coordinator.report.text import size
 from atoll.coordinator.rpc import proxies
-from atoll.dht.addresses import is_public
+from atoll.dht.addresses import TCP, is_public
 from atoll.dht.tasks import together
 
 MIN_PYTHON = (3, 11)
@@ -37,8 +36,6 @@ DIAL_S = 5.0
 SLOW_MBIT_S = 1.0
 NOTHING_MBIT_S = 0.2  # 64 KiB do not pass in the seconds of a measurement
 LONG_ROUND_S = 30.0  # hidden behind windows of a minute, with half of it to spare
-
-_ENDPOINT = re.compile(r"/ip[46]/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 
 
 class Health(StrEnum):
@@ -143,7 +140,7 @@ def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> 
         seen: the address that the coordinator's dial-back went to; empty if it is not known.
         observed: multiaddrs from which nodes on different hosts see the connections of one port.
     """
-    found = [(m["host"], m["port"]) for m in map(_ENDPOINT.match, observed) if m is not None]
+    found = [(m["host"], m["port"]) for m in map(TCP.match, observed) if m is not None]
     found = [place for place in found if _is_ip(place[0])]
     public = [place for place in found if is_public(place[0])] or found
     hosts = {host for host, _ in public} or ({seen} if _is_ip(seen) else set())

@@ -2,7 +2,7 @@
 
 A laptop that changes networks, a VPN that drops and a provider's new address all leave connections
 behind in which both ends believe for a while, and a record with an address that nobody can dial.
-`Watch` decides when to ask the coordinator again, without sockets or a clock; `Moves` does it.
+`AddressWatch` decides without sockets or a clock when to ask the coordinator again; `Moves` asks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Change = Literal["moved", "lost", "unknown"]
 """This machine has another address; all connections ended; nobody was ever asked."""
 
 
-class Watch:
+class AddressWatch:
     """Decides when the coordinator should be asked again; times are of any steady clock."""
 
     def __init__(self, own: Sequence[str], *, is_known: bool) -> None:
@@ -104,7 +104,7 @@ class Moves:
         self._is_asked = is_asked
         self._report = report
         self._own = own
-        self._watch = Watch(own(), is_known=reachability.reach.address != "" or not is_asked)
+        self._watch = AddressWatch(own(), is_known=reachability.reach.address != "" or not is_asked)
 
     async def keep(self) -> None:
         """Watch for ever."""

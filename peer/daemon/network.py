@@ -38,7 +38,7 @@ from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
 
 
-class WrongRole(ValueError):  # noqa: N818
+class WrongRole(ValueError):
     """The invite is for another role than the one that is asked for."""
 
 

@@ -13,7 +13,6 @@ import asyncio
 import ipaddress
 import json
 import os
-import re
 from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,11 +23,10 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.rpc.messages import PROBE_NONCE_BYTES
 from atoll.coordinator.run.status import PeerReach
-from atoll.dht.addresses import ANY_IPV6, is_ipv6, is_public, peer_of
+from atoll.dht.addresses import ANY_IPV6, TCP, is_ipv6, is_public, peer_of
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 
-_TCP = re.compile(r"/ip(?P<version>[46])/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 MAX_RELAYS = 2  # peers, beside the coordinator: a record has room for three such addresses
 MAX_ASKING = 4  # dial-backs at once: the coordinator makes one, strangers may come too
 
@@ -63,7 +61,7 @@ async def probe(
     """
     before = _recall(kept)
     for index, address in enumerate(listen):
-        found = _TCP.fullmatch(address)
+        found = TCP.fullmatch(address)
         if found is None or ipaddress.ip_address(found["host"]).is_loopback:
             continue
         others = [each for each in listen[index + 1 :] if each == f"{ANY_IPV6}0"]
@@ -97,7 +95,7 @@ async def probe_again(client: CoordinatorClient, listen: Sequence[str]) -> Reach
     Raises:
         CoordinatorError, OSError: the coordinator cannot be asked.
     """
-    found = [m for m in map(_TCP.fullmatch, listen) if m is not None]
+    found = [m for m in map(TCP.fullmatch, listen) if m is not None]
     asked = [m for m in found if not ipaddress.ip_address(m["host"]).is_loopback]
     if not asked:
         return Reach()

@@ -21,7 +21,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import CANNOT_REACH, RunStatus
 from atoll.dht.addresses import peer_of, relay_of
 from atoll.dht.identity import Identity, short
-from atoll.dht.measuring import Measured, measure
+from atoll.dht.measuring import PathRates, measure
 from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
@@ -131,11 +131,11 @@ async def _time_transfer(client: CoordinatorClient, report: Report) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class CheckedLink:
     """A node of the run, and what was measured to it; else why nothing was."""
 
     what: str
-    measured: Measured | None = None
+    measured: PathRates | None = None
     error: str = ""
 
     def finding(self, traffic: int) -> Finding:
@@ -156,7 +156,7 @@ async def measured_links(
     paths: PeerPaths,
     listen: Sequence[str],
     status: RunStatus,
-) -> list[Link]:
+) -> list[CheckedLink]:
     """Measure the coordinator's node and two peers, one after the other, from the peer's own port.
 
     Nothing is published: no peer learns of this node but by its calls.
@@ -175,7 +175,7 @@ async def measured_links(
             clock_offset_s=client.clock_offset_s,
         )
     except (TransportError, TimeoutError, OSError) as error:
-        return [Link(what="this machine", error=f"p2pd does not start: {clean(str(error))}")]
+        return [CheckedLink(what="this machine", error=f"p2pd does not start: {clean(str(error))}")]
     try:
         called = {peer_of(address): "the coordinator" for address in bootstrap[:1]}
         called = names(status) | called
@@ -187,14 +187,14 @@ async def measured_links(
         await node.close()
 
 
-async def _link(node: Node, peer: str, addresses: Sequence[str], name: str) -> Link:
+async def _link(node: Node, peer: str, addresses: Sequence[str], name: str) -> CheckedLink:
     what = f"{name} through a relay" if any(map(relay_of, addresses)) else name
     try:
         async with asyncio.timeout(STEP_S):
             await node.transport.connect(peer, addresses, timeout_s=CONNECT_S)
-            return Link(what=what, measured=await measure(node.transport, peer))
+            return CheckedLink(what=what, measured=await measure(node.transport, peer))
     except (TransportError, TimeoutError, OSError, ValueError) as error:
-        return Link(what=what, error=clean(str(error)) or "no answer in time")
+        return CheckedLink(what=what, error=clean(str(error)) or "no answer in time")
 
 
 async def _to_measure(node: Node, bootstrap: Sequence[str]) -> list[tuple[str, Sequence[str]]]:

@@ -51,7 +51,7 @@ class Account:
 OnAccount = Callable[[Account], None]
 
 
-class Tally:
+class RoundTally:
     """Counts the rounds that took a peer's work."""
 
     def __init__(self, num_fragments: int = 1) -> None:

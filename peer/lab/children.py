@@ -27,11 +27,11 @@ ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 BAD_INPUT = 2  # exit code of the command line for invalid input
 
 
-class ChildFailed(RuntimeError):  # noqa: N818
+class ChildFailed(RuntimeError):
     """A process ended too early."""
 
 
-class ChildRefused(ValueError):  # noqa: N818
+class ChildRefused(ValueError):
     """A process rejected its input."""
 
 

@@ -58,7 +58,7 @@ class DemoError(RuntimeError):
     """The demo failed."""
 
 
-class DemoStuck(DemoError):  # noqa: N818
+class DemoStuck(DemoError):
     """The run made no progress for too long."""
 
 

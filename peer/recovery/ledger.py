@@ -46,7 +46,7 @@ class LedgerRecovery:
         """
         recovery = Recovery(
             replica,
-            _Known(me=self.me, transport=self.transport, roster=self.roster, replica=replica),
+            _FromRoster(me=self.me, transport=self.transport, roster=self.roster, replica=replica),
             genesis=lambda: replica.compute(replica.store.load_snapshot, 0),
             stall_s=STALL_S,
             on_event=lambda level, text: _log.log(LOGGING[level], clean(text)),
@@ -100,7 +100,7 @@ async def _peers_of(roster: Roster) -> dict[str, PeerRecord]:
 
 
 @dataclass(kw_only=True)
-class _Known:
+class _FromRoster:
     """The peers of the roster, to which nothing need be connected yet."""
 
     me: str
@@ -129,7 +129,7 @@ class _Known:
 class _Distant(PeerSource):
     """A peer to which the coordinator connects before it asks."""
 
-    def __init__(self, known: _Known, record: PeerRecord) -> None:
+    def __init__(self, known: _FromRoster, record: PeerRecord) -> None:
         super().__init__(known, record.peer_id)
         self._transport = known.transport
         self._record = record

@@ -55,7 +55,7 @@ BODIES_AHEAD = 6  # streams: what a link of 100 Mbit/s at 100 ms takes
 OnFailure = Callable[[Entry, Donor, Exception], None]
 
 
-class NoDonor(RecoveryError):  # noqa: N818
+class NoDonor(RecoveryError):
     """Nobody who could be reached has what is missing."""
 
 

@@ -67,11 +67,11 @@ SHARE_STEPS = 9  # recent steps; a rest is a multiple of their median
 _log = logging.getLogger(__name__)
 
 
-class TrainingFailed(RuntimeError):  # noqa: N818 - it names the event
+class TrainingFailed(RuntimeError):
     """Training cannot continue: every window of this peer ends in non-finite numbers."""
 
 
-class _Stopped(Exception):  # noqa: N818
+class _Stopped(Exception):
     """The trainer was stopped during a validation."""
 
 

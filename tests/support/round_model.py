@@ -72,7 +72,7 @@ GRACE_S, STALL_S, DEADLINE_S = 1.0, 0.0, 2.0
 PART_BYTES = 10
 
 
-class Broken(AssertionError):  # noqa: N818
+class Broken(AssertionError):
     """A rule of rounds does not hold in a world that can be reached."""
 
 

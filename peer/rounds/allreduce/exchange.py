@@ -112,7 +112,7 @@ def most_bytes(cells: Cells, part: PlannedPart) -> int:
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _Broken:
     error: TransportError
 
 
@@ -128,7 +128,7 @@ class HeldStream:
         self._limit = limit
         self._stall_s = stall_s
         self._slot = slot
-        self._messages: asyncio.Queue[bytes | _Failed | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[bytes | _Broken | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
 
     @property
@@ -142,20 +142,20 @@ class HeldStream:
 
     async def _read(self) -> None:
         held = 0
-        message: bytes | _Failed | None = ALIVE
+        message: bytes | _Broken | None = ALIVE
         while isinstance(message, bytes):
             try:
                 message = await self._stream.recv(timeout_s=self._stall_s)
             except DeadlineExceeded:  # the sender has nothing to send while the group is awaited
                 continue
             except TransportError as error:
-                message = _Failed(error)
+                message = _Broken(error)
             if isinstance(message, bytes):
                 held += len(message)
                 try:
                     self._count(message, held)
                 except Refused as error:
-                    message = _Failed(error)
+                    message = _Broken(error)
             self._messages.put_nowait(message)
 
     def _count(self, message: bytes, held: int) -> None:
@@ -177,7 +177,7 @@ class HeldStream:
             raise DeadlineExceeded(
                 f"nothing came for {timeout_s:.1f} s", peer=self.remote
             ) from None
-        if isinstance(message, _Failed):
+        if isinstance(message, _Broken):
             raise message.error
         return message
 

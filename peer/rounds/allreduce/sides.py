@@ -334,11 +334,11 @@ class UpfrontCodes:
         return (owners.index(owner) - bisect(owners, self._ctx.me.peer_id)) % len(owners)
 
 
-class _NotUpfront(Exception):  # noqa: N818
+class _NotUpfront(Exception):
     """The owner did not keep the codes that were sent before the group closed."""
 
 
-class PartLost(Exception):  # noqa: N818
+class PartLost(Exception):
     """The owner of a part is gone, or sends no more of it."""
 
 

@@ -475,7 +475,7 @@ class Proposals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Decision:
     """A decided position."""
 
     entry: Entry
@@ -528,7 +528,7 @@ class Leadership:
         self._helper: asyncio.Task[None] | None = None
         self._helped = RoundState.DECIDED
         self._delivery: Delivery | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: Decision | None = None
 
     async def serve(self, remote: str, ready: Ready, stream: Stream) -> None:
         """Hold a member's session until it ends.
@@ -559,7 +559,7 @@ class Leadership:
             self._delivery.gone(session.remote)
         return actions
 
-    async def run(self) -> Outcome:
+    async def run(self) -> Decision:
         """Lead to a certificate.
 
         Raises:
@@ -827,7 +827,7 @@ class Leadership:
             case ReportArrived():
                 self.ctx.on_event(action.level, action.text)
             case Decide():
-                self._outcome = Outcome(entry=action.entry, certificate=action.certificate)
+                self._outcome = Decision(entry=action.entry, certificate=action.certificate)
             case Fail():
                 raise AttemptFailed(action.why)
 

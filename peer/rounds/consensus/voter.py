@@ -89,7 +89,7 @@ MAX_ELECTORS = 8  # of an electorate in which votes go to all: 56 messages of 20
 OnCertified = Callable[[Entry, Certificate], None]
 
 
-class Tally:
+class VoteTally:
     """The votes of one position, as they reach one elector."""
 
     def __init__(self, ctx: Context, on_certified: OnCertified, *, trust: Trust = "crash") -> None:
@@ -246,7 +246,7 @@ class Voter:
         self._hearing: asyncio.Task[dict[str, int | None]] | None = None
         self._heard_at = -math.inf
         self._tasks = Tasks()
-        self._tally = Tally(ctx, on_certified, trust=self._trust)
+        self._tally = VoteTally(ctx, on_certified, trust=self._trust)
         self._verified: dict[bytes, Update | None] = {}
         self._reports: Reports = ()
         """of the members of the entry that this peer voted for last"""

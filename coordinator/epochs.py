@@ -214,8 +214,7 @@ class Epochs:
         at_head = all((h.position, h.chain) == (head.position, head.chain) for h in answers)
         joined = sum(keeper in named for keeper in waiting)
         if joined and is_whole and at_head and self._replica.head == head:
-            because = f": {joined} keeper{'' if joined == 1 else 's'} joined"
-            await self._open_with(named, now_s, because)
+            await self._open_with(named, now_s, keepers_joined=joined)
 
     def _note_keepers(self, here: int) -> None:
         """Report that keepers are missing, whenever their number changes."""
@@ -229,13 +228,13 @@ class Epochs:
         self._keepers_missing = missing
 
     async def _open_with(
-        self, electors: Sequence[Elector], now_s: float, because: str = ""
+        self, electors: Sequence[Elector], now_s: float, *, keepers_joined: int = 0
     ) -> bool:
         if self._min_keepers and self._is_open:
             self._note_keepers(len(electors))
         if len(electors) < max(1, self._min_keepers):
             return False
-        again = self._is_open
+        is_stuck = self._is_open and not keepers_joined  # else the run goes well
         chosen = choose_electors(electors)
         self._retired.clear()  # peers that resigned are not electors of the new epoch
         highest = self._signer.highest
@@ -243,12 +242,14 @@ class Epochs:
             chosen,
             self._signer.sign,
             above=-1 if highest is None else highest,
-            first_term=self._sound_term(chosen) if again and not because else 0,
+            first_term=self._sound_term(chosen) if is_stuck else 0,
         )
-        self._progress.restart(now_s, again=again and not because)
+        self._progress.restart(now_s, again=is_stuck)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
         plural = "" if len(chosen) == 1 else "s"
         whom = "keeper" if self._min_keepers else "peer"
+        joined = f"{keepers_joined} keeper{'' if keepers_joined == 1 else 's'} joined"
+        because = f": {joined}" if keepers_joined else ""
         self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")
         return True
 

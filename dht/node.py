@@ -200,6 +200,7 @@ class Node:
             wire = WireCounter([daemon.pid])
             relaying = Relaying(
                 identity,
+                daemon,
                 run_id=run_id,
                 check=check,
                 admission=lambda: transport.admission,

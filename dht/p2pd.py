@@ -220,7 +220,7 @@ class P2pd:
                 text = line.rstrip().decode(errors="replace")
                 self._log.append(text)
                 logger.debug("p2pd: %s", text)
-                if text.startswith("Peer ID:"):
+                if text.startswith("Peer ID:"):  # p2pd gives no other sign that it serves
                     self._ready.set()
 
     # Requests

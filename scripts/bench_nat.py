@@ -16,13 +16,13 @@ the bound of its topology (`bound_s`). Nobody opens a port.
 import argparse
 import json
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -57,8 +57,6 @@ RELAY_MBIT = 100.0  # coordinator.relay_mbit, its default
 PHASES = ("send", "reduce", "vote")
 MODEL = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1206}  # 10 million parameters
 PARAMS = 9_998_208
-ROUND = re.compile(r"^[\d:]{8}  round +(\d+)", re.MULTILINE)
-OWN_ROUND = re.compile(r"^(?P<at>[\d:]{8})  round (?P<round>\d+)/", re.MULTILINE)  # a peer's line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +202,8 @@ class Case:
     def start_peer(self, host: int) -> None:
         """Start the peer of a host, for the first time or again."""
         name = f"peer-{host}"
-        options = ("--yes", "--data", self.folder / "text.txt", "--device", "cpu", "--name", name)
+        options = ("--yes", "--data", self.folder / "text.txt", "--device", "cpu", "--json")
+        options += ("--name", name)
         self.start(host, name, "peer", self.invite, *options, "--state-dir", self.folder / name)
 
     def start(self, host: int, name: str, *arguments: object) -> None:
@@ -235,22 +234,19 @@ class Case:
         From their output: a process that asks costs a second of a core, which the peers need.
         """
         logs = self.folder.glob("peer-*.log")
-        return sum(" trains on " in log.read_text() for log in logs)
+        return sum(any(each["kind"] == "ready" for each in events(log)) for log in logs)
 
     def position(self) -> int:
-        """Return the number of rounds that the coordinator has printed."""
-        found = ROUND.findall((self.folder / "coordinator.log").read_text())
-        return int(found[-1]) if found else 0
+        """Return the number of rounds that a peer has reported."""
+        logs = self.folder.glob("peer-*.log")
+        return max((number for log in logs for number in committed_at_s(log)), default=0)
 
     def committed_s(self, names: Collection[str]) -> dict[int, float]:
         """Return when the last of some peers printed each round that all of them did.
 
         The coordinator's own times are late if the peer died that brings it the entries.
         """
-        found = [
-            {int(m["round"]): seconds(m["at"]) for m in OWN_ROUND.finditer(log.read_text())}
-            for log in (self.folder / f"{name}.log" for name in names)
-        ]
+        found = [committed_at_s(self.folder / f"{name}.log") for name in names]
         common = set[int].intersection(*map(set, found))
         return {number: max(own[number] for own in found) for number in sorted(common)}
 
@@ -420,10 +416,18 @@ def kill_a_relay() -> Killed:
     return Killed(round_s=before_s, struck_s=took_s[struck], cost_s=cost_s, without=without)
 
 
-def seconds(at: str) -> float:
-    """Return the seconds of a time of day."""
-    hours, minutes, rest = map(int, at.split(":"))
-    return 3600.0 * hours + 60.0 * minutes + rest
+def events(log: Path) -> list[dict[str, Any]]:
+    """Return what a peer printed as JSON; a line that is still being written does not count."""
+    found = []
+    for line in log.read_text().splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
+
+
+def committed_at_s(log: Path) -> dict[int, float]:
+    """Return when a peer reported each round."""
+    return {each["round"]: each["time"] for each in events(log) if each["kind"] == "round"}
 
 
 def row_of(

@@ -8,8 +8,9 @@ from typing import Final
 from textual.content import Content
 
 from atoll.coordinator.report.text import clean, finite
+from atoll.coordinator.run.phases import RoundStage
 
-PHASES: Final = ("wait", "encode", "send", "reduce", "vote", "apply")
+PHASES: Final = tuple(RoundStage)
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 

@@ -84,6 +84,7 @@ def from_grpc(error: grpc.aio.AioRpcError, address: str) -> CoordinatorError:
     code, details = error.code(), (error.details() or "no details")[:500]
     if code in _UNREACHABLE:
         return CoordinatorUnreachable(f"{address}: {_why(code, details)}")
+    # gRPC has no other sign of a reply above its limit: servers refuse with the same code.
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return BadReply(f"{address}: {details}")
     return _REFUSALS.get(code, CoordinatorRefused)(code, details)

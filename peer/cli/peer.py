@@ -291,6 +291,8 @@ def _as_json(event: "PeerEvent") -> None:
         "level": event.level,
         "time": round(time.time(), 3),
     }
+    if event.phase is not None:
+        fields["phase"] = event.phase
     if event.left is not None:
         fields["left"] = event.left
     if event.account is not None:

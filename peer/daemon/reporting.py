@@ -30,7 +30,7 @@ from atoll.coordinator.rpc.client_errors import (
 )
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.outcome import ABSENCES, Outcome
-from atoll.coordinator.run.phases import AT_REST, RoundPhase
+from atoll.coordinator.run.phases import AT_REST, RoundPhase, RoundStage
 from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
 from atoll.dht.addresses import peer_of
 from atoll.dht.roster import RecordError
@@ -442,12 +442,12 @@ class Reporter:
 
 def _phases(trace: RoundTrace, encode_s: float) -> dict[str, float]:
     return {
-        "wait": trace.wait_s,
-        "encode": encode_s,
-        "send": trace.send_s,
-        "reduce": trace.reduce_s,
-        "vote": trace.vote_s,
-        "apply": trace.apply_s,
+        RoundStage.WAIT: trace.wait_s,
+        RoundStage.ENCODE: encode_s,
+        RoundStage.SEND: trace.send_s,
+        RoundStage.REDUCE: trace.reduce_s,
+        RoundStage.VOTE: trace.vote_s,
+        RoundStage.APPLY: trace.apply_s,
     }
 
 

@@ -318,7 +318,7 @@ class Demo:
     def _read(self, peer: PeerProcess, line: bytes) -> None:
         with suppress(ValueError, KeyError, TypeError):
             event = json.loads(line)
-            reducing = event["kind"] == "phase" and event["text"] == RoundPhase.REDUCE
+            reducing = event["kind"] == "phase" and event["phase"] == RoundPhase.REDUCE
             if reducing and peer is self._victim:
                 self._strike(peer, int(event["position"]))
 

@@ -83,7 +83,7 @@ class LedgerHeads:
             return None
         return PeerHead(
             peer_id=peer_id,
-            incarnation=head.incarnation,
+            incarnation=head.incarnation or "",  # without one it cannot be elected
             epoch=head.epoch,
             position=head.position,
             chain=head.chain,

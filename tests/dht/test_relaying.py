@@ -56,6 +56,7 @@ class End:
         daemon = await P2pd.start(identity, P2pdOptions())
         relays = Relaying(
             identity,
+            daemon,
             run_id=run,
             check=check,
             admission=lambda: ticket,

@@ -39,6 +39,7 @@ ROOMS = (
     "optim",
     "dht",
     "dht.testing",
+    "coordinator.exports",
     "coordinator.run",
     "coordinator.rpc",
     "coordinator",

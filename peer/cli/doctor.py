@@ -11,7 +11,7 @@ from atoll.peer.cli import Subparsers, new_parser, print_json
 from atoll.peer.cli.watching import read_invite
 
 if TYPE_CHECKING:
-    from atoll.peer.daemon.health import Finding
+    from atoll.peer.daemon.doctor.health import Finding
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 2
     invite = read_invite(args.invite) if args.invite is not None else None
-    from atoll.peer.daemon import health
+    from atoll.peer.daemon.doctor import health
     from atoll.peer.paths import peer_state_dir, state_home
 
     findings: list[health.Finding] = []
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     report(health.torch_finding())
     if invite is not None:
         from atoll.dht.addresses import usable
+        from atoll.peer.daemon.doctor.run_checks import check_run
         from atoll.peer.daemon.options import LISTEN as DEFAULT
-        from atoll.peer.daemon.run_checks import check_run
 
         listen = usable(DEFAULT) if args.listen == LISTEN else (args.listen,)
         asyncio.run(check_run(invite, folder, listen, report))

@@ -35,14 +35,14 @@ from atoll.optim.log.replica import Compute
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
-from atoll.peer.daemon.company import LOOK_EVERY_S, Company, asking
 from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, StateDirectory
-from atoll.peer.daemon.moves import Moves
-from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
+from atoll.peer.daemon.reach.company import LOOK_EVERY_S, Company, asking
+from atoll.peer.daemon.reach.moves import Moves
+from atoll.peer.daemon.reach.neighbours import Neighbours, expect_free
+from atoll.peer.daemon.reach.reachability import Reach, Reachability, is_direct, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox, Reporter
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer

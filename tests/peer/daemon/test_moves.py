@@ -8,8 +8,8 @@ import pytest
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.dht.identity import Identity
 from atoll.peer.daemon import moves
-from atoll.peer.daemon.moves import AddressWatch, Moves, network_of
-from atoll.peer.daemon.reach import Reach, Reachability
+from atoll.peer.daemon.reach.moves import AddressWatch, Moves, network_of
+from atoll.peer.daemon.reach.reachability import Reach, Reachability
 
 HOME, CAFE = ["192.168.1.4", "2a00:1::4"], ["10.7.0.9"]
 A, B = frozenset("A"), frozenset("B")

@@ -26,7 +26,7 @@ from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
 from atoll.peer.daemon.consent import round_bytes
-from atoll.peer.daemon.health import (
+from atoll.peer.daemon.doctor.health import (
     Finding,
     Health,
     clock_finding,
@@ -41,7 +41,7 @@ from atoll.peer.daemon.health import (
     reach_finding,
 )
 from atoll.peer.daemon.membership import StateDirectory, StateDirectoryInUse
-from atoll.peer.daemon.reach import probe
+from atoll.peer.daemon.reach.reachability import probe
 from atoll.peer.paths import PeerPaths
 
 STEP_S = 20.0  # for one step, such as joining or a transfer

@@ -22,7 +22,7 @@ from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector
 from atoll.peer.daemon.options import LinkRates
-from atoll.peer.daemon.reach import Reachability
+from atoll.peer.daemon.reach.reachability import Reachability
 from atoll.peer.daemon.reducer import TrainerView
 from atoll.peer.rounds.messages import PROTOCOL
 

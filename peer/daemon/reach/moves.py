@@ -17,8 +17,8 @@ from typing import Literal
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.dht.node import Node
-from atoll.peer.daemon.health import own_addresses
-from atoll.peer.daemon.reach import Reachability, probe_again
+from atoll.peer.daemon.doctor.health import own_addresses
+from atoll.peer.daemon.reach.reachability import Reachability, probe_again
 from atoll.peer.rounds.context import OnEvent
 
 LOOK_EVERY_S = 2.0  # two system calls; nothing is sent

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from textual.content import Content
 
-from atoll.coordinator.report.text import fit
+from atoll.coordinator.run.text import fit
 
 RowT = TypeVar("RowT")
 

@@ -7,8 +7,8 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.report.text import clean, finite
 from atoll.coordinator.run.phases import RoundStage
+from atoll.coordinator.run.text import clean, finite
 
 PHASES: Final = tuple(RoundStage)
 _SPARKS: Final = "▁▂▃▄▅▆▇█"

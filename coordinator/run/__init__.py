@@ -1,4 +1,4 @@
-"""The run's shared vocabulary: spec, invite, admissions, keys and status records.
+"""The run's shared vocabulary: spec, invite, admissions, keys, status records, and text from them.
 
 Peers and the coordinator both use it. `invite` and `status` load no torch; `spec` does, which needs
 it through the methods. So the package loads a module with its first use.

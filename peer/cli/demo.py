@@ -186,7 +186,7 @@ def compare_or_skip(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compa
 
 def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
     """Train the same steps on the same data, data parallel and one peer alone."""
-    from atoll.coordinator.report.text import loss_text
+    from atoll.coordinator.run.text import loss_text
     from atoll.peer.lab.baseline import BaselinePoint, alone, baseline
     from atoll.peer.lab.summary import Compared
     from atoll.peer.training.permission import Allowed

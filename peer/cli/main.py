@@ -138,8 +138,8 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
 
 def _printable(error: BaseException) -> str:
     """Return the message without what could control a terminal: a refusal is another's text."""
-    from atoll.coordinator.report.text import clean, clean_lines
     from atoll.coordinator.run.spec_problems import SpecError
+    from atoll.coordinator.run.text import clean, clean_lines
     from atoll.peer.lab.children import ChildFailed, ChildRefused
 
     # Only these have several lines of ours; another's line must not pass for one of ours.
@@ -159,7 +159,7 @@ def _guard_terminal() -> None:
     """Clean tracebacks and the log records of processes without a log file."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        from atoll.coordinator.report.text import clean_lines
+        from atoll.coordinator.run.text import clean_lines
 
         text = "".join(traceback.format_exception(kind, error, trace))
         print(clean_lines(text), end="", file=sys.stderr)
@@ -170,7 +170,7 @@ def _guard_terminal() -> None:
 
     class Formatter(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            from atoll.coordinator.report.text import CleanFormatter
+            from atoll.coordinator.run.text import CleanFormatter
 
             return CleanFormatter().format(record)
 

@@ -273,7 +273,7 @@ async def _ask() -> bool:
 
 def _as_text(event: "PeerEvent") -> None:
     """Print an event; control characters from others never reach the terminal."""
-    from atoll.coordinator.report import text
+    from atoll.coordinator.run import text
     from atoll.dht.identity import short
 
     if event.kind == "phase":

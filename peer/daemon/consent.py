@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atoll.coordinator.report.text import size
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import size
 from atoll.optim.log.replica import cells_of
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import FetchTokenizer, Membership

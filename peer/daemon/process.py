@@ -20,10 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from atoll.coordinator.report.text import CleanFormatter, count, loss_text
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import CleanFormatter, count, loss_text
 from atoll.dht.identity import short
 from atoll.peer.daemon.consent import Ask, Consent
 from atoll.peer.daemon.membership import expect_run

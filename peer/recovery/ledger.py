@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from atoll.coordinator.heads import PeerHead
-from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.levels import LOGGING
+from atoll.coordinator.run.text import clean
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.tasks import together
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError

@@ -22,8 +22,8 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from atoll.coordinator.report.text import size
 from atoll.coordinator.rpc import proxies
+from atoll.coordinator.run.text import size
 from atoll.dht.addresses import TCP, is_public
 from atoll.dht.tasks import together
 

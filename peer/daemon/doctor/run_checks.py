@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from atoll.coordinator.report.text import clean
 from atoll.coordinator.report.view import apart, is_gone, label, names
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
@@ -19,6 +18,7 @@ from atoll.coordinator.run.addresses import split_address
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import CANNOT_REACH, RunStatus
+from atoll.coordinator.run.text import clean
 from atoll.dht.addresses import peer_of, relay_of
 from atoll.dht.identity import Identity, short
 from atoll.dht.measuring import PathRates, measure

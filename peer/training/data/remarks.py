@@ -7,9 +7,9 @@ passes are about as good as new text, further ones soon worth nothing (arXiv:230
 import platform
 from collections.abc import Iterator
 
-from atoll.coordinator.report.text import size
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import size
 from atoll.peer.errors import DataError
 from atoll.peer.training.data.corpus import Corpus, TextSummary
 from atoll.peer.training.data.documents import STDLIB

@@ -69,7 +69,7 @@ from atoll.compression.sparse import (
 )
 from atoll.compression.topk import largest_of_chunks
 
-SIDE = 64
+SIDE = 64  # the chunk of DeMo (arXiv:2411.19870)
 BASIS_BITS = 20  # 7 + 2 * (20 + 3) bits: below 2^53, and 2^21 would not be
 
 

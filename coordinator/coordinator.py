@@ -396,7 +396,7 @@ class Coordinator:
             "error",
             f"the coordinator cannot write its state ({error}); free space on its disk. Training "
             "continues, and the coordinator then fetches what it missed",
-            key=type(error),
+            key=type(error).__name__,
         )
 
     def _publish_from(self, status: PeerStatus, now_s: float) -> int | None:

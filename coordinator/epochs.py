@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 
 from atoll.coordinator.heads import Heads, PeerHead
 from atoll.coordinator.policies import (
@@ -48,6 +49,13 @@ from atoll.optim.log.replica import LiveReplica
 BETWEEN_ROUNDS_S = 5.0
 NEWEST = 8  # entries whose members may vote: more than a restart of half the swarm takes
 LEARN_S = 60.0  # of answers without a signed epoch: then its record reached nobody
+
+
+class Cause(Enum):
+    """A reason to open an epoch in a run that does not stand still."""
+
+    ELECTORS_LEFT = "electors left"
+    KEEPERS_JOINED = "keepers joined"
 
 
 class Epochs:
@@ -139,7 +147,7 @@ class Epochs:
         # If the electors that have not resigned are no quorum, nothing can be decided at our head,
         # and no peer is beyond it. An epoch that opens there voids nothing, so it need not wait.
         elif not self._can_decide((head.epoch, head.position)):
-            await self.open(alive, now_s, because=": electors left")
+            await self.open(alive, now_s, Cause.ELECTORS_LEFT)
         elif self._progress.is_stalled(now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
@@ -156,12 +164,14 @@ class Epochs:
     def _can_decide(self, at: tuple[int, int]) -> bool:
         return can_decide(self._replica.electorate, self._retired, at, self._replica.trust)
 
-    async def open(self, alive: Sequence[KnownPeer], now_s: float, because: str = "") -> bool:
+    async def open(
+        self, alive: Sequence[KnownPeer], now_s: float, cause: Cause | None = None
+    ) -> bool:
         """Open a later epoch with the peers that can vote; return False if there are none."""
         if self._min_keepers:
             keepers = electable(alive, epoch=self._replica.head.epoch, role="keeper")
             answers = await self._answers(keepers, now_s)
-            return await self._open_with(_electors(answers), now_s, because)
+            return await self._open_with(_electors(answers), now_s, cause)
         known = await self._replica.compute(self._in_newest_entries)
         peers = electable(alive, epoch=self._replica.head.epoch)
         electors = [
@@ -172,7 +182,7 @@ class Epochs:
         if not electors:
             answers = await self._answers(peers, now_s)
             electors = _electors(await self._replica.compute(self._fitting, answers))
-        return await self._open_with(electors, now_s, because)
+        return await self._open_with(electors, now_s, cause)
 
     async def _open_first(self, alive: Sequence[KnownPeer], now_s: float) -> None:
         ready = electable(alive, epoch=None)
@@ -214,7 +224,7 @@ class Epochs:
         at_head = all((h.position, h.chain) == (head.position, head.chain) for h in answers)
         joined = sum(keeper in named for keeper in waiting)
         if joined and is_whole and at_head and self._replica.head == head:
-            await self._open_with(named, now_s, keepers_joined=joined)
+            await self._open_with(named, now_s, Cause.KEEPERS_JOINED, joined)
 
     def _note_keepers(self, here: int) -> None:
         """Report that keepers are missing, whenever their number changes."""
@@ -228,13 +238,17 @@ class Epochs:
         self._keepers_missing = missing
 
     async def _open_with(
-        self, electors: Sequence[Elector], now_s: float, *, keepers_joined: int = 0
+        self,
+        electors: Sequence[Elector],
+        now_s: float,
+        cause: Cause | None = None,
+        joined: int = 0,
     ) -> bool:
         if self._min_keepers and self._is_open:
             self._note_keepers(len(electors))
         if len(electors) < max(1, self._min_keepers):
             return False
-        is_stuck = self._is_open and not keepers_joined  # else the run goes well
+        is_stuck = self._is_open and cause is None
         chosen = choose_electors(electors)
         self._retired.clear()  # peers that resigned are not electors of the new epoch
         highest = self._signer.highest
@@ -248,8 +262,11 @@ class Epochs:
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
         plural = "" if len(chosen) == 1 else "s"
         whom = "keeper" if self._min_keepers else "peer"
-        joined = f"{keepers_joined} keeper{'' if keepers_joined == 1 else 's'} joined"
-        because = f": {joined}" if keepers_joined else ""
+        because = {
+            None: "",
+            Cause.ELECTORS_LEFT: ": electors left",
+            Cause.KEEPERS_JOINED: f": {joined} keeper{'' if joined == 1 else 's'} joined",
+        }[cause]
         self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")
         return True
 

@@ -25,9 +25,9 @@ MAX_WANT_BYTES = 2 << 20  # of one call; a call carries 3 MiB
 OF_ONE_BYTES = 8 << 20  # of one peer in `OF_ONE_S`: two measurements of a slow link, one of a fast
 OF_ONE_S = 600.0
 OF_ALL_BYTES = 32 << 20  # at once; it fills up again at the following rate
-OF_ALL_BYTES_S = 1e6 / 8
+OF_ALL_BYTES_S = 1e6 / 8  # 1 Mbit/s: what measurements of others may cost an uplink
 MAX_PEERS = 4096  # whose bytes are counted
-MAX_ADDRESS_BYTES = 128
+MAX_ADDRESS_BYTES = 128  # one of IPv6 with a PeerID takes 111
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20)  # 3.3 MB in each direction
 DIRECTION_S = 3.0

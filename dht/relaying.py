@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 2  # since 2, frames name where the relay sees the ends
 MAX_FRAME_BYTES = 12 << 10  # two admissions of 4 KiB, a certificate of 300 bytes, a PeerID
-MAX_HELLO_BYTES = 2 << 10
+MAX_HELLO_BYTES = 2 << 10  # a certificate has about 300
 JOIN_S = 5.0  # for each frame before the two are joined
 LINGER_S = 60.0  # for the second direction to end after the first, as for a call's stream
 PIECE_BYTES = 64 << 10  # copied at once; what p2pd puts into a message

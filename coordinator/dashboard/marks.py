@@ -10,7 +10,7 @@ from textual.content import Content
 from atoll.coordinator.run.phases import RoundStage
 from atoll.coordinator.run.text import clean, finite
 
-PHASES: Final = tuple(RoundStage)
+PHASES: Final[tuple[str, ...]] = tuple(RoundStage)
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 

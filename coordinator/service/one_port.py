@@ -30,8 +30,8 @@ MAX_CONNECTIONS = 4096  # a peer has two or three
 MAX_OF_ONE = 512  # from one address: a lab behind one router
 MAX_SILENT = 512  # that have not sent their first byte
 FIRST_BYTE_S = 10.0  # dialers send it at once
-DIAL_S = 5.0
-BACKLOG = 512
+DIAL_S = 5.0  # to a port of this machine, which answers at once unless it is overloaded
+BACKLOG = 512  # as many as may be silent
 _LOOPBACK = "127.0.0.1"
 _MULTIADDR = re.compile(r"/ip4/127\.0\.0\.1/tcp/(\d+)(/.*)?")
 

@@ -33,7 +33,7 @@ from typing import Any, Literal
 from atoll.dht.testing.nat import Nat, NatKind, Routers
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-MAX_PACKET_BYTES = 65_600
+MAX_PACKET_BYTES = 65_600  # an IP packet has 65,535 at most
 READS_A_TURN = 64  # packets taken from one host before the next host has its turn
 POLL_S = 0.05  # longest wait without a look at the stop flag
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atoll.peer.lab.demo import Demo, DemoRun, Feed, Show
     from atoll.peer.lab.summary import Compared
 
-INNER_STEPS = 25
+INNER_STEPS = 25  # short windows: the demo is to show rounds
 BYTES = 256  # tokens
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LINGER_S = 3.0  # the finished dashboard stays this long before the summary

@@ -39,7 +39,7 @@ from atoll.peer.training.trainer import Trainer, TrainerOptions, first_state
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
-STORED_POLL_S = 0.1
+STORED_POLL_S = 0.1  # nobody notices so short a delay of the end
 KEEP_POLL_S = 0.2  # how late a keeper's line about a round is
 SAVE_EVERY_S = 60.0  # a killed process loses its last minute, or window, of inner state
 VALIDATE_SHARE = 0.01  # of the time; trainers take turns, so a run has more of it

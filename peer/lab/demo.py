@@ -42,7 +42,7 @@ from atoll.peer.paths import PeerPaths
 
 INVITE_S = 120.0  # a first start on a busy machine imports torch and makes the model
 SHOWN_S = 20.0  # for the display to notice that the run has finished
-POLL_S = 0.5
+POLL_S = 0.5  # well below a window, which takes seconds
 SILENT_S = 60.0  # a running coordinator that answers nothing for so long is broken
 LONE_WINDOWS = 5  # windows of training without a round that still count as progress
 STUCK_S = 300.0  # five times the wait of a run without a quorum for its next epoch

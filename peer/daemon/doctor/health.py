@@ -29,10 +29,10 @@ from atoll.dht.tasks import together
 
 MIN_PYTHON = (3, 11)
 LOW_DISK_BYTES = 2 * 10**9  # log and snapshots of a small run; `atoll peer` states what a run needs
-NO_DISK_BYTES = 100 * 10**6
+NO_DISK_BYTES = 100 * 10**6  # too little for the snapshot of any useful model
 LOW_MEMORY_BYTES = 10**9  # a peer of the smallest model takes about 600 MB
 MAX_CLOCK_OFF_S = 3.0  # hivemind refuses a node that is further off; the peer corrects its own
-DIAL_S = 5.0
+DIAL_S = 5.0  # room for two lost SYNs, which are sent again after 1 and 3 s
 SLOW_MBIT_S = 1.0
 NOTHING_MBIT_S = 0.2  # 64 KiB do not pass in the seconds of a measurement
 LONG_ROUND_S = 30.0  # hidden behind windows of a minute, with half of it to spare

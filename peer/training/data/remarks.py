@@ -16,7 +16,7 @@ from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
 
-MAX_PASSES = 4
+MAX_PASSES = 4  # up to four, repeated text is nearly as good as new (arXiv:2305.16264)
 ENDLESS_ROUNDS = 100  # a run without an end is judged by so many
 
 Remark = tuple[Level, str]

@@ -146,7 +146,12 @@ class Epochs:
             self._progress.pause(now_s)  # nobody to open an epoch with, or nowhere to open it
         # If the electors that have not resigned are no quorum, nothing can be decided at our head,
         # and no peer is beyond it. An epoch that opens there voids nothing, so it need not wait.
-        elif not self._can_decide((head.epoch, head.position)):
+        elif not can_decide(
+            self._replica.electorate,
+            self._retired,
+            (head.epoch, head.position),
+            self._replica.trust,
+        ):
             await self.open(alive, now_s, Cause.ELECTORS_LEFT)
         elif self._progress.is_stalled(now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
@@ -160,9 +165,6 @@ class Epochs:
         continues: with the next trainer, an epoch opens without another wait.
         """
         return self._min_peers > 1 and len(electable(alive, epoch=self._replica.head.epoch)) == 1
-
-    def _can_decide(self, at: tuple[int, int]) -> bool:
-        return can_decide(self._replica.electorate, self._retired, at, self._replica.trust)
 
     async def open(
         self, alive: Sequence[KnownPeer], now_s: float, cause: Cause | None = None

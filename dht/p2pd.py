@@ -197,12 +197,9 @@ class P2pd:
             words = " | ".join(self._log) or "nothing"
             how = f"did not start within {STARTUP_S:g} s" if self.is_alive else "ended at its start"
             raise P2pdError(f"p2pd {how}; its output: {words}")
-        await self._identify()
-        (self._folder / "key").unlink()  # p2pd has read it; no second copy of the key stays on disk
-
-    async def _identify(self) -> None:
         found = await self._look(timeout_s=10)
         self.options = replace(self.options, listen=_with_ports(self.options.listen, found))
+        (self._folder / "key").unlink()  # p2pd has read it; no second copy of the key stays on disk
 
     async def _look(self, timeout_s: float) -> list[str]:
         """Ask p2pd who it is and where; return its addresses without the PeerID."""

@@ -108,7 +108,11 @@ class WanLab:
         self._moves = 0
         self._public = [f"11.77.{i // 250}.{i % 250 + 1}" for i in range(len(links))]
         self._hosts = {socket.inet_aton(ip): i for i, ip in enumerate(self._public)}
-        self._hosts |= {_packed6(self.ip6(i)): i for i, each in enumerate(links) if not each.behind}
+        self._hosts |= {
+            socket.inet_pton(socket.AF_INET6, self.ip6(index)): index
+            for index, each in enumerate(links)
+            if not each.behind
+        }
         self._routers = [_routers(link.behind, i, self.ip(i)) for i, link in enumerate(links)]
 
     def ip(self, i: int) -> str:
@@ -284,10 +288,6 @@ class WanLab:
             self.dropped += 1
         else:
             self.received[to] += len(packet)
-
-
-def _packed6(address: str) -> bytes:
-    return socket.inet_pton(socket.AF_INET6, address)
 
 
 def _routers(behind: Behind, i: int, public: str) -> Routers:

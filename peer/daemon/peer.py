@@ -308,12 +308,10 @@ class Peer:
     async def _keep_company(self) -> None:
         while True:
             if not self.run.progress.is_over(self.position):
-                await self._env.company.look(self._other_trainers())
+                me, seen = self._env.me.peer_id, self._env.neighbours.roster.seen
+                trainers = [r.peer_id for r in seen if r.role == "trainer" and r.peer_id != me]
+                await self._env.company.look(trainers)
             await asyncio.sleep(LOOK_EVERY_S)
-
-    def _other_trainers(self) -> list[str]:
-        me, seen = self._env.me.peer_id, self._env.neighbours.roster.seen
-        return [r.peer_id for r in seen if r.role == "trainer" and r.peer_id != me]
 
     async def _leave(self) -> None:
         """Leave the rounds and the coordinator; closing the node leaves roster and DHT."""

@@ -750,9 +750,6 @@ class Leadership:
         ]
         self._take(ElectorsProbed(silent=frozenset(silent)))
 
-    def _is_barred(self, peer: str) -> bool:
-        return self.ctx.conduct.barred(peer, self.ctx.now()) is not None
-
     async def _ask_trainers(self) -> dict[str, float]:
         """Return when each trainer that stands here expects to be ready, on the leader's clock.
 
@@ -771,8 +768,10 @@ class Leadership:
         now = self.ctx.now()
         ready_at = dict.fromkeys(sorted(here), now)
         for peer, head in zip(asked, heads, strict=True):
-            if head is None or head.role != "trainer" or self._is_barred(peer):
-                continue  # the report of one that is barred would be refused
+            if head is None or head.role != "trainer":
+                continue
+            if self.ctx.conduct.barred(peer, now) is not None:
+                continue  # its report would be refused
             if head.position >= replica.position - DECISION_UNDER_WAY:
                 ready_at[peer] = now + head.ready_in_s
         ready_in_s = self.ctx.ready_in_s()

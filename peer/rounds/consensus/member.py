@@ -541,7 +541,8 @@ class Flight:
                 while self._member.state is not MemberState.OVER:
                     self._changed.clear()
                     while actions := self._member.advance(self._view()):
-                        await self._do_all(actions)
+                        for action in actions:
+                            await self._do(action)
                     await self._await_change()
                     if self._session is not None and self._session.done():
                         self._session.result()
@@ -586,10 +587,6 @@ class Flight:
                 await self._changed.wait()
 
     # actions of the machine
-
-    async def _do_all(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            await self._do(action)
 
     async def _do(self, action: Action) -> None:
         match action:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Literal
@@ -197,7 +197,11 @@ class VoteTally:
             return
         entry, own = self._own
         liars = self._ctx.evidence.at(entry.epoch, entry.position)
-        cast = [(i, v) for i, v in sorted(self._votes.items()) if not self._is_of(i, liars)]
+        cast = [
+            (index, vote)
+            for index, vote in sorted(self._votes.items())
+            if self._electorate[index].peer_id not in liars
+        ]
         same = [i for i, v in cast if (v.attempt, v.entry) == (own.attempt, own.entry)]
         if is_quorum(same, len(self._electorate)):
             # A signature takes longer to check than to count: only a quorum is worth it.
@@ -206,9 +210,6 @@ class VoteTally:
                 self._own = None
                 votes = tuple(Vote(elector=i, signature=self._votes[i].signature) for i in valid)
                 self._on_certified(entry, Certificate(attempt=own.attempt, votes=votes))
-
-    def _is_of(self, index: int, peers: Collection[str]) -> bool:
-        return self._electorate[index].peer_id in peers
 
     def _is_valid(self, index: int, entry: Entry) -> bool:
         vote, peer = self._votes[index], self._electorate[index].peer_id
@@ -475,7 +476,8 @@ class Voter:
         self._booth.check(remote, place, ask.attempt)
         if not self._ctx.verify(remote, proposal_payload(entry, ask.attempt), ask.signature):
             raise MalformedRecord("expected a proposal that its leader signed")
-        dropped = self._check_rules(entry)
+        dropped = self._check_derived(entry)
+        self._check_root(entry)
         if self._trust == "byzantine":
             electorate = self._ctx.replica.electorate
             check_justified(entry, ask.attempt, reason, electorate, self._ctx.verify)
@@ -679,12 +681,6 @@ class Voter:
             raise Refused(RefusalCode.ELSEWHERE, "the position of the promised entry is decided")
         self._check_derived(entry)
         await self._check_reports(entry, reports)
-
-    def _check_rules(self, entry: Entry) -> list[Elector]:
-        """Check all that follows from log and state; the electors that the entry drops."""
-        dropped = self._check_derived(entry)
-        self._check_root(entry)
-        return dropped
 
     def _check_derived(self, entry: Entry) -> list[Elector]:
         """Check all that follows from the log alone; the electors that the entry drops."""

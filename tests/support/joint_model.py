@@ -59,9 +59,9 @@ DECIDED = Failed(why="it is decided", code=RefusalCode.DECIDED)
 class JointModel(RoundModel):
     """Processes that elect, train and report; the first terms' leaders are among them."""
 
-    def __init__(self, *, victim: int | None = None, **options: Any) -> None:
-        """`victim`: the death of this process is the only mishap."""
-        super().__init__(**options)
+    def __init__(self, *, victim: int | None = None, grouped: bool = False, **options: Any) -> None:
+        """`victim`: its death is the only mishap. `grouped`: all begin in the first group."""
+        super().__init__(reported=grouped, **options)
         self._victim = victim
         self.member_states: set[MemberState] = set()
         """through which members went"""
@@ -70,7 +70,7 @@ class JointModel(RoundModel):
         self._member_steps: dict[Hashable, tuple[int, tuple[Any, ...]]] = {}
 
     def start(self) -> World:
-        is_reported, self.reported = self.reported, False  # by the members' own sessions, here
+        is_grouped, self.reported = self.reported, False  # by the members' own sessions, here
         world = super().start()
         processes = range(len(self.electorate))
         member = self._number_of_member(MemberRound(PLACE, stall_s=0.0))
@@ -79,8 +79,12 @@ class JointModel(RoundModel):
         )
         for process in processes:
             world = self._look_member(world, process)
-        for process in processes if is_reported else ():
-            world = next(self._sessions(world, process))
+        if is_grouped:
+            for process in processes:
+                world = next(self._sessions(world, process))
+            world = next(self._reports(world, 0))
+            for process in processes:
+                world = next(self._sessions(world, process))
         return world
 
     def check(self, world: World) -> None:
@@ -294,6 +298,10 @@ class JointModel(RoundModel):
                 world = self._look_member(world, process)
         return world
 
+    def die(self, world: World, process: int) -> World:
+        """A process is killed."""
+        return self._die(world, process)
+
     # where nothing fails any more
 
     def settle(self, world: World, *, limit: int = 400) -> World:
@@ -304,6 +312,7 @@ class JointModel(RoundModel):
                 return calm
             after = next((w for w in self._calm(calm) if w != calm), None)
             calm = after or self._look_all(calm._replace(now=calm.now + 1))
+            self.check(calm)
         raise Broken(f"no decision for ever: {self._told(calm)}")
 
     def _calm(self, world: World) -> Iterator[World]:

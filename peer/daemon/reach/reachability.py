@@ -227,10 +227,8 @@ class Reachability:
         if self.is_direct:
             return
         me = self._node.peer_id
-        others = {p: r for p, r in records.items() if p in connected and p != me}
-        fit = {
-            p: r for p, r in others.items() if r.relay_mbit_s > 0 and r.is_dialed and r.addresses
-        }
+        near = {p: r for p, r in records.items() if p in connected and p != me}
+        fit = {p: r for p, r in near.items() if r.relay_mbit_s > 0 and r.is_dialed and r.addresses}
         kept = [peer for peer in map(peer_of, self._node.relays) if peer in fit]
         # By a hash of both, so that relays have about as many peers each.
         others = sorted(fit.keys() - kept, key=lambda peer: sha256(f"{me}{peer}".encode()).digest())

@@ -6,7 +6,7 @@ from pathlib import Path
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
-from atoll.peer.daemon import bootstrap
+from atoll.peer.daemon.reach import bootstrap
 from atoll.peer.daemon.reach.bootstrap import BootstrapNode, both_families, recall, remember
 from atoll.peer.daemon.reach.neighbours import PortInUse
 

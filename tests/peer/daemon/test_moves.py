@@ -7,7 +7,7 @@ import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.dht.identity import Identity
-from atoll.peer.daemon import moves
+from atoll.peer.daemon.reach import moves
 from atoll.peer.daemon.reach.moves import AddressWatch, Moves, network_of
 from atoll.peer.daemon.reach.reachability import Reach, Reachability
 

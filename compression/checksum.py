@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-SEGMENT_SIDE = 64
+SEGMENT_SIDE = 64  # 64 x 64 words of 8 bytes are a segment of 32 KiB, as the format has it
 SEGMENT_BYTES = SEGMENT_SIDE * SEGMENT_SIDE * 8
 SEGMENTS_AT_ONCE = 16  # 512 KiB are in the L2 cache when they are summed the second time
 SEGMENTS_WORTH_IT = 4  # fewer wait for more: a call costs more than it saves in cache

@@ -69,11 +69,11 @@ from atoll.compression.sparse import (
 )
 from atoll.compression.topk import largest_of_chunks
 
-SIDE = 64
+SIDE = 64  # the chunk of DeMo (arXiv:2411.19870)
 BASIS_BITS = 20  # 7 + 2 * (20 + 3) bits: below 2^53, and 2^21 would not be
 
 
-class _Piece(NamedTuple):
+class _Framed(NamedTuple):
     """A tensor's flat values, its shape, and the payload of its frame, or its coordinates."""
 
     values: Tensor
@@ -172,7 +172,7 @@ class Dct(CoordinateCodec):
             else:
                 self._restore_rounded(pieces)
 
-    def _restore_rounded(self, pieces: Sequence[_Piece]) -> None:
+    def _restore_rounded(self, pieces: Sequence[_Framed]) -> None:
         value_BC = _together([own for *_, own in pieces]).view(-1, CHUNK)
         step_B = value_BC.abs().amax(1) / 127
         code_BC = (value_BC / (step_B + TINY).unsqueeze(1)).round_().to(torch.float64)
@@ -185,19 +185,19 @@ class Dct(CoordinateCodec):
 
     def _groups(
         self, parts: Sequence[Tensor], shapes: Sequence[Dims], payloads: Sequence[Tensor]
-    ) -> list[list[_Piece]]:
+    ) -> list[list[_Framed]]:
         """Return the pieces that are not empty, in groups that are coded alike."""
-        groups: dict[tuple[bool, int], list[_Piece]] = {}
+        groups: dict[tuple[bool, int], list[_Framed]] = {}
         for values, dims, payload in zip(parts, shapes, payloads, strict=True):
             if values.numel():
                 alike = self._plain(dims), self._sizes(dims)[1]
-                groups.setdefault(alike, []).append(_Piece(values, dims, payload))
+                groups.setdefault(alike, []).append(_Framed(values, dims, payload))
         return list(groups.values())
 
     def _write(self, x_N: Tensor, dims: Dims, payload: Tensor) -> Tensor:
-        return self._write_pieces([_Piece(x_N, dims, payload)])
+        return self._write_pieces([_Framed(x_N, dims, payload)])
 
-    def _write_pieces(self, pieces: Sequence[_Piece]) -> Tensor:
+    def _write_pieces(self, pieces: Sequence[_Framed]) -> Tensor:
         """Write one of `_groups`; return the witness of all."""
         largest_P = torch.stack([_largest(piece.values) for piece in pieces])
         if self._plain(pieces[0].dims):
@@ -208,7 +208,7 @@ class Dct(CoordinateCodec):
             self._write_blocks(pieces, largest_P)
         return largest_P.amax()
 
-    def _write_blocks(self, pieces: Sequence[_Piece], largest_P: Tensor) -> None:
+    def _write_blocks(self, pieces: Sequence[_Framed], largest_P: Tensor) -> None:
         blocks = [_blocks(piece.values, piece.dims) for piece in pieces]
         sizes = [len(own) for own in blocks]
         unit_P = largest_P + TINY.to(largest_P.device)  # no coefficient of x / unit overflows
@@ -253,9 +253,9 @@ class Dct(CoordinateCodec):
             codes.view(torch.int8).copy_(code_M)
 
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
-        self._read_pieces([_Piece(out_N, dims, payload)])
+        self._read_pieces([_Framed(out_N, dims, payload)])
 
-    def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
+    def _read_pieces(self, pieces: Sequence[_Framed]) -> None:
         """Decode one of `_groups`."""
         if not self._plain(pieces[0].dims):
             self._read_blocks(pieces)
@@ -264,11 +264,11 @@ class Dct(CoordinateCodec):
             piece.values.copy_(piece.payload.view(torch.bfloat16))
             require_finite(piece.values, "values")
 
-    def _read_blocks(self, pieces: Sequence[_Piece]) -> None:
+    def _read_blocks(self, pieces: Sequence[_Framed]) -> None:
         at_BK, code_BK, scale_B = self._coefficients(pieces)
         self._restore(lambda some: rows_of_few(at_BK[some], code_BK[some]), scale_B, pieces)
 
-    def _read_coordinates(self, pieces: Sequence[_Piece]) -> tuple[Tensor, Tensor]:
+    def _read_coordinates(self, pieces: Sequence[_Framed]) -> tuple[Tensor, Tensor]:
         """Return places and values of the coordinates in one of `_groups`; pieces hold places."""
         if self._plain(pieces[0].dims):
             values = _together([piece.payload.view(torch.bfloat16) for piece in pieces]).float()
@@ -279,7 +279,7 @@ class Dct(CoordinateCodec):
         values_BK = code_BK.to(torch.float32) * scale_B.unsqueeze(1)
         return (at_BK + start_B.unsqueeze(1)).view(-1), values_BK.view(-1)
 
-    def _coefficients(self, pieces: Sequence[_Piece]) -> tuple[Tensor, Tensor, Tensor]:
+    def _coefficients(self, pieces: Sequence[_Framed]) -> tuple[Tensor, Tensor, Tensor]:
         """Return places [B, K], whole numbers, float64 [B, K], and scales [B] of all blocks."""
         scales, codes, indices = zip(
             *(self._sections(piece.payload, piece.dims) for piece in pieces), strict=True
@@ -301,7 +301,7 @@ class Dct(CoordinateCodec):
         return 1 - 2 * unpack_runs(codes, 1, count).view(torch.int8)
 
     def _restore(
-        self, rows_of: Callable[[slice], Tensor], scale_B: Tensor, pieces: Sequence[_Piece]
+        self, rows_of: Callable[[slice], Tensor], scale_B: Tensor, pieces: Sequence[_Framed]
     ) -> None:
         """Write the values of all pieces, from blocks whose rows are transformed back already."""
         out, *others = (piece.values for piece in pieces)

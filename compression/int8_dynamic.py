@@ -29,7 +29,7 @@ from atoll.compression.kernels.lookup import Levels, look_up, nearest_codes
 from atoll.compression.registry import register
 from atoll.compression.scratch import scratch
 
-EXPONENTS = 7
+EXPONENTS = 7  # those of the paper's data type
 
 
 @register

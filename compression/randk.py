@@ -40,7 +40,7 @@ from atoll.compression.registry import register
 from atoll.compression.sparse import CHUNK, SparseCodec, entries, num_entries
 from atoll.compression.topk import check_sparse
 
-SEED_BYTES = 8
+SEED_BYTES = 8  # one word of 64 bits
 
 
 @register

@@ -99,10 +99,8 @@ class Ternary(BlockCodec):
         if self.clip:
             # The clip is here: without it values exceed 1, and even 1 plus noise could round to 2.
             unit_BK.clamp_(-1 + MARGIN, 1 - MARGIN)
-        return add_noise_(unit_BK, self._next_seed()).round_()
-
-    def _next_seed(self) -> int:
-        return fresh_seed() if self.seed < 0 else mix(self.seed) + next(self._draws)
+        seed = fresh_seed() if self.seed < 0 else mix(self.seed) + next(self._draws)
+        return add_noise_(unit_BK, seed).round_()
 
     def _read_tile(self, codes: Tensor, scales_BS: Tensor, out_M: Tensor) -> None:
         unpack_digits(codes, out_M)

@@ -3,3 +3,14 @@
 `run` and `rpc` hold what peers share with it, `coordinator` its decisions, `service` its process,
 `report` and `dashboard` its status as text and on a screen.
 """
+
+from typing import TYPE_CHECKING
+
+from atoll.coordinator.exports import exports
+
+if TYPE_CHECKING:
+    from atoll.coordinator.coordinator import Coordinator
+
+__all__ = ["Coordinator"]
+
+__getattr__ = exports(__name__, {"Coordinator": "coordinator"})

@@ -47,7 +47,7 @@ class RefusalStatus(StrEnum):
     RESOURCE_EXHAUSTED = "resource_exhausted"
 
 
-class Refusal(Exception):  # noqa: N818
+class Refusal(Exception):
     """The coordinator refuses a request."""
 
     def __init__(self, status: RefusalStatus, message: str) -> None:

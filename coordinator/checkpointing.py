@@ -6,6 +6,7 @@ Only people need them: joining peers fetch snapshots, and the log replays to any
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from atoll.coordinator.checkpoints import (
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.replica import ReplicaView
+
+logger = logging.getLogger(__name__)
 
 LANDMARK_EVERY = 10  # one checkpoint in this many is never removed: the run's course stays
 
@@ -81,6 +84,9 @@ class Checkpointing:
             await asyncio.to_thread(self._remove_old)
         except CheckpointError as error:
             self._report("error", str(error))
+        except Exception as error:  # raised here, it would end every later checkpoint as well
+            logger.exception("a checkpoint failed")
+            self._report("error", f"no checkpoint written: {error!r}")
 
     def _write_state(self) -> Path:
         at = self._replica.standing  # read once: the log may move on meanwhile

@@ -195,16 +195,14 @@ class Coordinator:
                 self._events.add(event.level, reporter, event.text)
             return
         # Keys are free: the lies of those that never came here would only fill the list.
-        if self._has_met(evidence.peer_id):
+        electors = {elector.peer_id for elector in self.replica.electorate}
+        known = self.presence.peers.get(evidence.peer_id)
+        if known is not None or evidence.peer_id in electors:
             reason = f"it signed two {evidence.kind}s in round {evidence.position + 1}"
             try:
                 self.admission.evict(evidence.peer_id, reason)
             except (OSError, InvitesError) as error:
                 self.report_disk(error)
-
-    def _has_met(self, peer_id: str) -> bool:
-        electors = {elector.peer_id for elector in self.replica.electorate}
-        return self.presence.peers.get(peer_id) is not None or peer_id in electors
 
     def heartbeat_s(self) -> float:
         """Return the interval of heartbeats that peers are asked for."""
@@ -396,6 +394,7 @@ class Coordinator:
             "error",
             f"the coordinator cannot write its state ({error}); free space on its disk. Training "
             "continues, and the coordinator then fetches what it missed",
+            key=type(error).__name__,
         )
 
     def _publish_from(self, status: PeerStatus, now_s: float) -> int | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 
 from atoll.coordinator.heads import Heads, PeerHead
 from atoll.coordinator.policies import (
@@ -48,6 +49,13 @@ from atoll.optim.log.replica import LiveReplica
 BETWEEN_ROUNDS_S = 5.0
 NEWEST = 8  # entries whose members may vote: more than a restart of half the swarm takes
 LEARN_S = 60.0  # of answers without a signed epoch: then its record reached no peer
+
+
+class Cause(Enum):
+    """A reason to open an epoch in a run that does not stand still."""
+
+    ELECTORS_LEFT = "electors left"
+    KEEPERS_JOINED = "keepers joined"
 
 
 class Epochs:
@@ -138,8 +146,13 @@ class Epochs:
             self._progress.pause(now_s)  # nobody to open an epoch with, or nowhere to open it
         # If the electors that have not resigned are no quorum, nothing can be decided at our head,
         # and no peer is beyond it. An epoch that opens there voids nothing, so it need not wait.
-        elif not self._can_decide((head.epoch, head.position)):
-            await self.open(alive, now_s, because=": acceptors left")
+        elif not can_decide(
+            self._replica.electorate,
+            self._retired,
+            (head.epoch, head.position),
+            self._replica.trust,
+        ):
+            await self.open(alive, now_s, Cause.ELECTORS_LEFT)
         elif self._progress.is_stalled(now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
@@ -153,15 +166,14 @@ class Epochs:
         """
         return self._min_peers > 1 and len(electable(alive, epoch=self._replica.head.epoch)) == 1
 
-    def _can_decide(self, at: tuple[int, int]) -> bool:
-        return can_decide(self._replica.electorate, self._retired, at, self._replica.trust)
-
-    async def open(self, alive: Sequence[KnownPeer], now_s: float, because: str = "") -> bool:
+    async def open(
+        self, alive: Sequence[KnownPeer], now_s: float, cause: Cause | None = None
+    ) -> bool:
         """Open a later epoch with the peers that can vote; return False if there are none."""
         if self._min_keepers:
             keepers = electable(alive, epoch=self._replica.head.epoch, role="keeper")
             answers = await self._answers(keepers, now_s)
-            return await self._open_with(_electors(answers), now_s, because)
+            return await self._open_with(_electors(answers), now_s, cause)
         known = await self._replica.compute(self._in_newest_entries)
         peers = electable(alive, epoch=self._replica.head.epoch)
         electors = [
@@ -172,7 +184,7 @@ class Epochs:
         if not electors:
             answers = await self._answers(peers, now_s)
             electors = _electors(await self._replica.compute(self._fitting, answers))
-        return await self._open_with(electors, now_s, because)
+        return await self._open_with(electors, now_s, cause)
 
     async def _open_first(self, alive: Sequence[KnownPeer], now_s: float) -> None:
         ready = electable(alive, epoch=None)
@@ -214,8 +226,7 @@ class Epochs:
         at_head = all((h.position, h.chain) == (head.position, head.chain) for h in answers)
         joined = sum(keeper in named for keeper in waiting)
         if joined and is_whole and at_head and self._replica.head == head:
-            because = f": {joined} keeper{'' if joined == 1 else 's'} joined"
-            await self._open_with(named, now_s, because)
+            await self._open_with(named, now_s, Cause.KEEPERS_JOINED, joined)
 
     def _note_keepers(self, here: int) -> None:
         """Report that keepers are missing, whenever their number changes."""
@@ -229,13 +240,17 @@ class Epochs:
         self._keepers_missing = missing
 
     async def _open_with(
-        self, electors: Sequence[Elector], now_s: float, because: str = ""
+        self,
+        electors: Sequence[Elector],
+        now_s: float,
+        cause: Cause | None = None,
+        joined: int = 0,
     ) -> bool:
         if self._min_keepers and self._is_open:
             self._note_keepers(len(electors))
         if len(electors) < max(1, self._min_keepers):
             return False
-        again = self._is_open
+        is_stuck = self._is_open and cause is None
         chosen = choose_electors(electors)
         self._retired.clear()  # peers that resigned are not electors of the new epoch
         highest = self._signer.highest
@@ -243,12 +258,17 @@ class Epochs:
             chosen,
             self._signer.sign,
             above=-1 if highest is None else highest,
-            first_term=self._sound_term(chosen) if again and not because else 0,
+            first_term=self._sound_term(chosen) if is_stuck else 0,
         )
-        self._progress.restart(now_s, again=again and not because)
+        self._progress.restart(now_s, again=is_stuck)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
         plural = "" if len(chosen) == 1 else "s"
         whom = "keeper" if self._min_keepers else "peer"
+        because = {
+            None: "",
+            Cause.ELECTORS_LEFT: ": electors left",
+            Cause.KEEPERS_JOINED: f": {joined} keeper{'' if joined == 1 else 's'} joined",
+        }[cause]
         self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")
         return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -131,6 +131,8 @@ class EventLog:
         self._history = history
         self._clock = clock
         self._events: deque[Event] = deque()
+        self._reported_s: dict[Hashable, float] = {}
+        """by key of `report_once`: when it was logged"""
         self._counts: Counter[str] = Counter()
         for event in history.events(READ_BACK):
             self._keep(event)
@@ -143,10 +145,12 @@ class EventLog:
         """Log an event of the coordinator."""
         self.add(level, "coordinator", text)
 
-    def report_once(self, level: Level, text: str) -> None:
-        """Log an event of the coordinator unless it was logged within `REPEAT_S`."""
-        since_s = self._clock() - REPEAT_S
-        if not any(event.text == text and event.at > since_s for event in self._events):
+    def report_once(self, level: Level, text: str, *, key: Hashable) -> None:
+        """Log an event of the coordinator unless one of its key was logged within `REPEAT_S`."""
+        now_s = self._clock()
+        self._reported_s = {k: s for k, s in self._reported_s.items() if s > now_s - REPEAT_S}
+        if key not in self._reported_s:
+            self._reported_s[key] = now_s
             self.report(level, text)
 
     def add(self, level: Level, source: str, text: str, *, at_s: float | None = None) -> None:

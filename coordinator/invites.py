@@ -45,10 +45,10 @@ INVITES_FILE = "invites.json"
 USES_FILE = "uses.json"
 BASE_FILE = "invite"  # the first invite as the running coordinator gave it: addresses and pins
 FIRST = "first"
-MAX_USES = 100_000
+MAX_USES = 100_000  # no run has so many peers: beyond is a typo
 MAX_EVICTED = 1024  # newest ones that peers learn of, 53 bytes each; a heartbeat carries changes
 _LOCK_FILE = ".invites.lock"
-_TOKEN_BYTES = 16
+_TOKEN_BYTES = 16  # 128 bits, which nobody guesses
 
 Kind = Literal["trainer", "keeper", "watcher"]
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class InvitesError(ValueError):
     """A file of invites is damaged, or lacks what was named."""
 
 
-class InviteRefused(Exception):  # noqa: N818
+class InviteRefused(Exception):
     """The token does not allow what is asked."""
 
 

@@ -83,7 +83,7 @@ class Ports:
 
     def joined(self, peer_id: str, host: str) -> str:
         """Note that a peer joined from an IP address; return the line to log, or nothing."""
-        if not self._is_outside(host):
+        if not is_public(host) or host in self.own:
             return ""
         if len(self._came) >= MAX_WATCHED:  # anyone can join under many keys
             del self._came[next(iter(self._came))]
@@ -119,7 +119,10 @@ class Ports:
             is_due = now_s - joiner.asked_s >= WAIT_S
             if peer_id in connected:
                 # We may have dialed one that can be dialed: its connection proves nothing.
-                is_from_outside = any(self._is_from_outside(each) for each in connected[peer_id])
+                is_from_outside = any(
+                    is_public_multiaddr(each) and ip_of(each) not in self.own
+                    for each in connected[peer_id]
+                )
                 if not joiner.is_hidden or not is_from_outside:
                     del self._watched[peer_id]
                     continue
@@ -171,12 +174,6 @@ class Ports:
     def _is_one(self) -> bool:
         """True if one port serves both."""
         return self.grpc.number == self.p2p.number
-
-    def _is_outside(self, host: str) -> bool:
-        return is_public(host) and host not in self.own
-
-    def _is_from_outside(self, address: str) -> bool:
-        return is_public_multiaddr(address) and ip_of(address) not in self.own
 
     def _changed(self) -> str:
         if self.path is not None:

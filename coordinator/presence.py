@@ -187,10 +187,12 @@ class Presence:
         pairs = self.apart(now_s)
         new = [pair for pair in pairs if pair not in self._apart]
         for one, other in new[:PAIRS_NAMED]:
-            self._events.report_once("warning", f"{one} and {other} {CANNOT_REACH}")
+            self._events.report_once(
+                "warning", f"{one} and {other} {CANNOT_REACH}", key=(one, other)
+            )
         if len(new) > PAIRS_NAMED:
             more = f"{len(new) - PAIRS_NAMED} more pairs of peers"
-            self._events.report_once("warning", f"{more} {CANNOT_REACH}")
+            self._events.report_once("warning", f"{more} {CANNOT_REACH}", key="more pairs apart")
         self._apart = frozenset(pairs)
 
     def put_out(self, peer_id: str) -> None:

@@ -25,7 +25,7 @@ SIGNED_FILE = "epoch.signed"
 NONE_SIGNED = -1
 
 
-class SignedAlready(RuntimeError):  # noqa: N818
+class SignedAlready(RuntimeError):
     """The run's key has signed this epoch or a later one; signing it again would split the run."""
 
 

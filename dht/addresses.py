@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 CIRCUIT = "/p2p-circuit"
 ANY_IPV6 = "/ip6/::/tcp/"
+TCP = re.compile(r"/ip(?P<version>[46])/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
+"""one address to listen at, or an observed one, without the PeerID"""
 _HOST = re.compile(r"(?:/ip6zone/[^/]+)?/ip[46]/([^/]+)/")
 
 

@@ -36,10 +36,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 _KEY_PREFIX = bytes.fromhex("08011240")
 _ID_PREFIX = bytes.fromhex("002408011220")
 _KEY_BYTES = len(_KEY_PREFIX) + 64
-_ID_CHARS = 52
+_ID_CHARS = 52  # 38 bytes in base 58
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _DIGIT = {char: value for value, char in enumerate(_ALPHABET)}
-SIGNATURE_BYTES = 64
+SIGNATURE_BYTES = 64  # of Ed25519
 
 
 class IdentityError(Exception):

@@ -43,7 +43,7 @@ from atoll.dht.transport import MAX_ADMISSION_BYTES, Check, Refused
 logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 2048  # of 1 kB: an answer with all of them fits into hivemind's 4 MiB
-MAX_DICTIONARY_BYTES = 3 << 20
+MAX_DICTIONARY_BYTES = 3 << 20  # below hivemind's 4 MiB, with room for the frame
 MAX_BAD = 32  # records of one answer, after which the rest of it is not read
 MAX_ITEMS = 32  # records in one store; handing over to a new node takes several
 DICTIONARY_EXT = 0x50  # msgpack's extension type of hivemind's dictionaries

@@ -323,7 +323,7 @@ class LibP2PTransport:
         """Start serving, the first time and after `rebind`."""
         accepts: dict[str, Accept] = {self._protocol: self._accept}
         if self._relaying is not None:
-            self._relaying.bind(self._daemon, self._strangers, self._accept_relayed, self.doubt)
+            self._relaying.bind(self._strangers, self._accept_relayed, self.doubt)
             accepts[self._relaying.protocol] = self._relaying.accept
         await self._daemon.listen(accepts)
 

@@ -25,9 +25,9 @@ MAX_WANT_BYTES = 2 << 20  # of one call; a call carries 3 MiB
 OF_ONE_BYTES = 8 << 20  # of one peer in `OF_ONE_S`: two measurements of a slow link, one of a fast
 OF_ONE_S = 600.0
 OF_ALL_BYTES = 32 << 20  # at once; it fills up again at the following rate
-OF_ALL_BYTES_S = 1e6 / 8
+OF_ALL_BYTES_S = 1e6 / 8  # 1 Mbit/s: what measurements of others may cost an uplink
 MAX_PEERS = 4096  # whose bytes are counted
-MAX_ADDRESS_BYTES = 128
+MAX_ADDRESS_BYTES = 128  # one of IPv6 with a PeerID takes 111
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20)  # 3.3 MB in each direction
 DIRECTION_S = 3.0
@@ -85,7 +85,7 @@ def serve(transport: Transport, addresses_of: Callable[[str], Awaitable[list[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class PathRates:
     """The measurements of the way to one peer. Rates in Mbit/s; None if nothing passed in time."""
 
     seen_at: str
@@ -94,7 +94,7 @@ class Measured:
     down_mbit_s: float | None
 
 
-async def measure(transport: Transport, peer: str) -> Measured:
+async def measure(transport: Transport, peer: str) -> PathRates:
     """Measure the link to a peer, in at most `DIRECTION_S` for each direction and for the first.
 
     Raises:
@@ -132,7 +132,7 @@ async def measure(transport: Transport, peer: str) -> Measured:
                 break
         return found
 
-    return Measured(
+    return PathRates(
         seen_at=_text(address),
         up_mbit_s=await rate(is_up=True),
         down_mbit_s=await rate(is_up=False),

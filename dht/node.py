@@ -41,7 +41,7 @@ BOOTSTRAP_S = 10.0  # to dial one bootstrap peer
 ASKED = 2  # peers asked at a time: 9 kB/s in large runs, 250 records in the life of one
 ASK_EVERY_S = 5.0  # as often as records are renewed
 ASK_SOON_S = 1.0  # while hardly anyone is known
-ASK_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 5.0  # until the next one is asked anyway
 RESTART_PAUSE_S = 1.0  # between two attempts to restart p2pd
 
 OnRestart = Callable[[], Awaitable[None]]
@@ -200,6 +200,7 @@ class Node:
             wire = WireCounter([daemon.pid])
             relaying = Relaying(
                 identity,
+                daemon,
                 run_id=run_id,
                 check=check,
                 admission=lambda: transport.admission,

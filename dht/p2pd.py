@@ -69,7 +69,7 @@ class P2pdError(PeerUnreachable):
     """p2pd did not start, or answered a request with an error."""
 
 
-class P2pdGone(P2pdError):  # noqa: N818
+class P2pdGone(P2pdError):
     """p2pd is not running."""
 
 
@@ -197,12 +197,9 @@ class P2pd:
             words = " | ".join(self._log) or "nothing"
             how = f"did not start within {STARTUP_S:g} s" if self.is_alive else "ended at its start"
             raise P2pdError(f"p2pd {how}; its output: {words}")
-        await self._identify()
-        (self._folder / "key").unlink()  # p2pd has read it; no second copy of the key stays on disk
-
-    async def _identify(self) -> None:
         found = await self._look(timeout_s=10)
         self.options = replace(self.options, listen=_with_ports(self.options.listen, found))
+        (self._folder / "key").unlink()  # p2pd has read it; no second copy of the key stays on disk
 
     async def _look(self, timeout_s: float) -> list[str]:
         """Ask p2pd who it is and where; return its addresses without the PeerID."""
@@ -220,7 +217,7 @@ class P2pd:
                 text = line.rstrip().decode(errors="replace")
                 self._log.append(text)
                 logger.debug("p2pd: %s", text)
-                if text.startswith("Peer ID:"):
+                if text.startswith("Peer ID:"):  # p2pd gives no other sign that it serves
                     self._ready.set()
 
     # Requests

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 2  # since 2, frames name where the relay sees the ends
 MAX_FRAME_BYTES = 12 << 10  # two admissions of 4 KiB, a certificate of 300 bytes, a PeerID
-MAX_HELLO_BYTES = 2 << 10
+MAX_HELLO_BYTES = 2 << 10  # a certificate has about 300
 JOIN_S = 5.0  # for each frame before the two are joined
 LINGER_S = 60.0  # for the second direction to end after the first, as for a call's stream
 PIECE_BYTES = 64 << 10  # copied at once; what p2pd puts into a message
@@ -156,7 +156,7 @@ class Secrets:
         return context
 
 
-class Rate:
+class RateLimit:
     """A limit of bytes a second that senders share evenly, however many streams each has."""
 
     def __init__(self, mbit_s: float) -> None:
@@ -185,16 +185,18 @@ class Relaying:
     def __init__(
         self,
         identity: Identity,
+        daemon: P2pd,
         *,
         run_id: str,
         check: Check,
         admission: Callable[[], bytes],
         relay_mbit_s: float = 0.0,
     ) -> None:
-        """Begin without a daemon; see `bind`.
+        """Open streams by a daemon; `bind` tells where those that others open go.
 
         Args:
             identity: ours.
+            daemon: carries the streams.
             run_id: names the protocol; other runs are invisible.
             check: judges the admissions of others.
             admission: returns our own.
@@ -209,27 +211,24 @@ class Relaying:
         self._check = check
         self._admission = admission
         self.mbit_s = relay_mbit_s
-        self._rate = Rate(relay_mbit_s) if relay_mbit_s > 0 else None
+        self._rate = RateLimit(relay_mbit_s) if relay_mbit_s > 0 else None
         self._tasks = Tasks()
         self._pairs: Counter[str] = Counter()
         self._joining: dict[socket.socket, str] = {}
-        self._daemon: P2pd | None = None
+        self._daemon = daemon
         self._strangers = Strangers()
         self._joined: Joined | None = None
         self._doubt: Callable[[str], None] = lambda peer: None
 
-    def bind(
-        self, daemon: P2pd, strangers: Strangers, joined: Joined, doubt: Callable[[str], None]
-    ) -> None:
-        """Use this daemon from now on.
+    def bind(self, strangers: Strangers, joined: Joined, doubt: Callable[[str], None]) -> None:
+        """Work for this transport from now on.
 
         Args:
-            daemon: carries the streams.
             strangers: bounds those without an admission, together with the transport's.
             joined: takes over streams that others open to us.
             doubt: called with the PeerID of a peer that does not answer.
         """
-        self._daemon, self._strangers, self._joined, self._doubt = daemon, strangers, joined, doubt
+        self._strangers, self._joined, self._doubt = strangers, joined, doubt
 
     async def close(self) -> None:
         """End all relayed streams."""
@@ -246,7 +245,6 @@ class Relaying:
             PeerUnreachable: the relay cannot be reached, or cannot reach the peer.
             Refused: by the relay or by the peer.
         """
-        assert self._daemon is not None
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._open(relay, peer, timeout_s)
@@ -256,7 +254,6 @@ class Relaying:
     async def _open(
         self, relay: str, peer: str, timeout_s: float
     ) -> tuple[socket.socket, ssl.SSLContext]:
-        assert self._daemon is not None
         connection = await self._daemon.open(relay, self.protocol, timeout_s=timeout_s)
         try:
             ask = (peer.encode(), self._secrets.hello, self._admission())
@@ -335,7 +332,7 @@ class Relaying:
     async def _carry(
         self, source: str, near: socket.socket, target: bytes, hello: bytes, admission: bytes
     ) -> None:
-        if self._rate is None or self._daemon is None:
+        if self._rate is None:
             raise Refused(
                 RefusalCode.NO_RELAY,
                 "this node relays nothing; ask for a rate above 0 there (coordinator.relay_mbit, "
@@ -368,7 +365,6 @@ class Relaying:
     async def _bring(
         self, source: str, target: str, hello: bytes, admission: bytes
     ) -> socket.socket:
-        assert self._daemon is not None
         if target not in await self._daemon.connected():
             raise Refused(
                 RefusalCode.NO_RELAY, f"{target} has no connection to this relay; another is tried"
@@ -384,7 +380,6 @@ class Relaying:
 
     async def _address_of(self, peer: str) -> bytes:
         """Return where a peer comes from; empty if its connection is gone."""
-        assert self._daemon is not None
         found = await self._daemon.remote_addresses(peer)
         return found[0].encode()[:MAX_ADDRESS_BYTES] if found else b""
 

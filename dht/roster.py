@@ -57,7 +57,7 @@ GOODBYE_S = 5.0  # life of the last record, unless the one before lasts longer
 CLOCK_SLACK_S = 10.0  # by which the clock of a record's writer may be ahead of ours
 # Limits of a record: a stranger's bytes are refused before they cost much.
 MAX_ADDRESSES = 16
-MAX_ADDRESS_CHARS = 256
+MAX_ADDRESS_CHARS = 256  # one of IPv6 by a relay, with two PeerIDs, takes 180
 MAX_ARRAY = 32  # more than the fields or addresses of a record
 MAX_RECORD_BYTES = 1024  # about 700 are used; two thousand records fit into one DHT answer
 MAX_JUDGED = 4096  # records in memory that were found valid: each comes from several nodes
@@ -65,8 +65,8 @@ INCARNATION_CHARS = 32
 MAX_SHARED = 32  # records in one answer: 32 kB at most, a tenth of a second of a slow uplink
 MAX_KNOWN = 4096  # records that are kept; the run that was planned for has 1,000 peers
 EAGER_S = 1.0  # wait for the DHT if others are known without it; its search continues
-MAX_INTEGER = 1 << 53
-MAX_NUMBER = 1e15
+MAX_INTEGER = 1 << 53  # from here on a double skips integers
+MAX_NUMBER = 1e15  # far beyond any rate or time; sums of such numbers stay finite
 DHT_TIMEOUT_S = 10.0  # three of hivemind's own waits for a node that does not answer
 
 AMOUNTS = (

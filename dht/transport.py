@@ -69,7 +69,7 @@ class TransportError(Exception):
         self.peer = peer
 
 
-class PeerUnreachable(TransportError):  # noqa: N818 - a state of the peer
+class PeerUnreachable(TransportError):
     """No connection could be made, or it broke before the peer said that it had finished."""
 
 
@@ -77,11 +77,11 @@ class RelayedStreamLost(PeerUnreachable):
     """A stream through a relay broke: its peer may live, and be reached through another."""
 
 
-class DeadlineExceeded(TransportError, TimeoutError):  # noqa: N818
+class DeadlineExceeded(TransportError, TimeoutError):
     """An operation did not finish within its `timeout_s`."""
 
 
-class Refused(TransportError):  # noqa: N818
+class Refused(TransportError):
     """The other side answered no. A handler raises it to answer with a status."""
 
     def __init__(self, code: RefusalCode, message: str, *, peer: str = "") -> None:

@@ -38,7 +38,7 @@ REPLY_TIMEOUT_S = 1.0  # the kernel answers at once; the event loop waits for th
 MIN_POLL_S = 0.02  # calls closer together than this share one reading
 
 IP_HEADER_BYTES = {socket.AF_INET: 20, socket.AF_INET6: 40}
-TCP_HEADER_BYTES = 20
+TCP_HEADER_BYTES = 20  # without options
 TIMESTAMP_BYTES = 12  # the TCP option, when both ends use it
 
 

@@ -23,7 +23,7 @@ class DataError(SetupError):
     """The run's data cannot be read as the spec describes it."""
 
 
-class ExtraMissing(SetupError):  # noqa: N818
+class ExtraMissing(SetupError):
     """A command, format or tokenizer needs a package from an extra that is not installed."""
 
 

@@ -36,6 +36,7 @@ from atoll.coordinator.run.status import PeerStatus
 from atoll.coordinator.service import server
 from atoll.dht.bindings import DHTProtocol, PeerID
 from atoll.dht.identity import Identity
+from atoll.dht.tasks import beside
 from atoll.optim.state.layout import Layout
 from atoll.peer.cli import main as cli
 from atoll.peer.errors import DataError, ModelError
@@ -245,8 +246,8 @@ async def _c6(folder: Path) -> Happened:
         flipped[len(flipped) // 2] ^= 0x10
         db.execute("UPDATE entries SET entry = ? WHERE position = 3", (bytes(flipped),))
     async with kit.net(folder, swarm) as net:
-        texts = [event.text for event in net.up.coordinator.status().events]
-        found = [text for text in texts if "damaged" in text]
+        events = net.up.coordinator.status().events
+        found = [event.text for event in events if event.level == "error"]
         return Happened(
             held=len(found) == 1,
             happened=f"kept {net.up.coordinator.head().position} of 5 entries; reported: "
@@ -295,16 +296,15 @@ async def _d3(folder: Path) -> Happened:
     folder.mkdir()
     async with members(folder) as (a, b):
         gaps: list[float] = []
-        watch = asyncio.create_task(_worst_gap(gaps))
         began_s, stored = time.perf_counter(), 0
-        for _ in range(5):
-            target = PeerID.from_base58(a.peer_id)
-            answer = await DHTProtocol.call_store(
-                b.dht.protocol, target, [ROSTER_ID], [packed], [expires_at]
-            )
-            stored += sum(map(bool, answer or []))
+        async with beside(_worst_gap(gaps)):
+            for _ in range(5):
+                target = PeerID.from_base58(a.peer_id)
+                answer = await DHTProtocol.call_store(
+                    b.dht.protocol, target, [ROSTER_ID], [packed], [expires_at]
+                )
+                stored += sum(map(bool, answer or []))
         call_s = (time.perf_counter() - began_s) / 5
-        watch.cancel()
         return Happened(
             held=stored == 0 and max(gaps) < 1.5,
             happened=f"{stored} stored; a call took {call_s:.2f} s, and the loop of both sides was "

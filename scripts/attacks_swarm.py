@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 from attacks_rows import Phase, Progress, Row, counted, peak_mb, row_of
 
+from atoll.dht.tasks import Tasks, end, together
 from atoll.dht.testing import memory
 from atoll.optim.log.entry import Entry, max_liars
 from atoll.peer.rounds.policies import group_patience_s
@@ -102,8 +104,7 @@ def met(scene: Scene) -> str:
 def warnings(scene: Scene) -> str:
     """Return how often the honest peers warned."""
     honest = zip(scene.peers[:-1], scene.told, strict=False)
-    events = [event for peer, told in honest for event in peer.events[told:]]
-    count = sum(not event.startswith("info") for event in events)
+    count = sum(level != "info" for peer, told in honest for level in peer.levels[told:])
     return f"{count} warnings of honest peers"
 
 
@@ -207,23 +208,14 @@ async def _p13_keepers(scene: Scene) -> None:
     for liar in liars:
         attackers.stop_at(scene.patch, liar.ctx.me, "_form")
     keepers = scene.peers[TRAINERS:]
-    await asyncio.gather(*(attackers.preempt(liar, keepers) for liar in liars))
+    await together(*(attackers.preempt(liar, keepers) for liar in liars))
 
 
 async def _p14(scene: Scene) -> None:
     scene.patch.setattr(memory, "WINDOW_BYTES", 1)  # a donor notices a reader that takes nothing
-    hogging: list[asyncio.Task[None]] = []
-
-    def begin() -> None:
-        work = greedy.hog(scene.liar.transport, scene.peers[:-1])
-        hogging.append(asyncio.create_task(work))
-
-    try:
-        await scene.let_join(begin)
-    finally:
-        for task in hogging:
-            task.cancel()
-        await asyncio.gather(*hogging, return_exceptions=True)
+    async with Tasks() as tasks:
+        hog = partial(greedy.hog, scene.liar.transport, scene.peers[:-1])
+        await scene.let_join(lambda: tasks.spawn(hog()))
 
 
 ATTACKS: dict[str, Attack] = {
@@ -346,11 +338,10 @@ class _Watch:
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:
     """Cancel what the attacker does; raise what it failed with."""
+    await end(*tasks, expected=(Exception,))
     for task in tasks:
-        task.cancel()
-    for ended in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
-            raise ended
+        if task.done() and not task.cancelled():
+            task.result()
 
 
 def measure(name: str) -> Row:

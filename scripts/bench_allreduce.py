@@ -34,7 +34,7 @@ from allreduce_host import Place
 
 from atoll.compression import parse
 from atoll.dht.identity import Identity
-from atoll.dht.testing.wan import Link, WanLab
+from atoll.dht.testing.wan import WanLab, WanLink
 from atoll.optim.log.entry import Elector, Epoch, SignedEpoch, epoch_payload, genesis_chain
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
@@ -293,12 +293,12 @@ def phases(rounds: Sequence[Sequence[Facts]]) -> Facts:
     }
 
 
-def links_of(options: argparse.Namespace) -> list[Link]:
+def links_of(options: argparse.Namespace) -> list[WanLink]:
     """Return the hosts' links."""
     ups = [float(u) for u in options.uplinks.split(",")] if options.uplinks else []
     ups = ups or [options.rate] * options.hosts
     return [
-        Link(up=up, down=options.rate, delay_ms=options.rtt / 2, loss=options.loss) for up in ups
+        WanLink(up=up, down=options.rate, delay_ms=options.rtt / 2, loss=options.loss) for up in ups
     ]
 
 
@@ -308,7 +308,7 @@ def wire_bytes(codec: str, params: int) -> int:
     return cells * parsed.wire_bytes(CELL) + (parsed.wire_bytes(rest) if rest else 0)
 
 
-def bound_seconds(num_bytes: int, links: Sequence[Link]) -> float:
+def bound_seconds(num_bytes: int, links: Sequence[WanLink]) -> float:
     """Return the minimum time in which some split over owners lets the links carry their bytes.
 
     An owner of a share s of the vector sends (P-1) s + (1-s) and receives as much. In time T host i
@@ -345,7 +345,7 @@ def lab_is_possible() -> str:
     return "" if made.returncode == 0 else "the ip command cannot list network namespaces"
 
 
-def summary(options: argparse.Namespace, links: Sequence[Link], results: list[Result]) -> Facts:
+def summary(options: argparse.Namespace, links: Sequence[WanLink], results: list[Result]) -> Facts:
     """Return what --json prints: our numbers on top, every system's below."""
     num_bytes = wire_bytes(options.codec, options.params)
     bound = bound_seconds(num_bytes, links)

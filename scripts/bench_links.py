@@ -31,7 +31,7 @@ from circumstances import circumstances
 from atoll.dht.addresses import peer_of
 from atoll.dht.identity import Identity
 from atoll.dht.p2pd import P2pd, P2pdOptions
-from atoll.dht.testing.wan import Link, WanLab
+from atoll.dht.testing.wan import WanLab, WanLink
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "links.json"
@@ -214,7 +214,7 @@ def main() -> int:
         return 1
     rows = []
     for loss in (0.0, 0.005) if options.loss is None else (options.loss,):
-        with WanLab([Link(loss=loss)] * 2, mtu=MTU, congestion=options.congestion) as lab:
+        with WanLab([WanLink(loss=loss)] * 2, mtu=MTU, congestion=options.congestion) as lab:
             for streams in (1, 8):
                 for transport in (options.only,) if options.only else TRANSPORTS:
                     rows.append(measure(lab, transport, loss, streams))

@@ -16,13 +16,13 @@ the bound of its topology (`bound_s`). Nobody opens a port.
 import argparse
 import json
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +33,7 @@ from bench_allreduce import bound_seconds, lab_is_possible, wire_bytes
 from circumstances import circumstances
 
 from atoll.coordinator.run.spec import RunSpec, template
-from atoll.dht.testing.wan import Behind, Link, WanLab
+from atoll.dht.testing.wan import Behind, WanLab, WanLink
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "nat.json"
@@ -57,8 +57,6 @@ RELAY_MBIT = 100.0  # coordinator.relay_mbit, its default
 PHASES = ("send", "reduce", "vote")
 MODEL = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1206}  # 10 million parameters
 PARAMS = 9_998_208
-ROUND = re.compile(r"^[\d:]{8}  round +(\d+)", re.MULTILINE)
-OWN_ROUND = re.compile(r"^(?P<at>[\d:]{8})  round (?P<round>\d+)/", re.MULTILINE)  # a peer's line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ def topologies() -> list[Topology]:
     return cases
 
 
-def bound_s(behind: Sequence[Behind], relayed_pairs: int, link: Link) -> float:
+def bound_s(behind: Sequence[Behind], relayed_pairs: int, link: WanLink) -> float:
     """Return the least seconds of a round's bytes, as the topology lets them pass.
 
     With public peers, these own all parts: of P peers, an owner of a share s sends and receives
@@ -204,7 +202,8 @@ class Case:
     def start_peer(self, host: int) -> None:
         """Start the peer of a host, for the first time or again."""
         name = f"peer-{host}"
-        options = ("--yes", "--data", self.folder / "text.txt", "--device", "cpu", "--name", name)
+        options = ("--yes", "--data", self.folder / "text.txt", "--device", "cpu", "--json")
+        options += ("--name", name)
         self.start(host, name, "peer", self.invite, *options, "--state-dir", self.folder / name)
 
     def start(self, host: int, name: str, *arguments: object) -> None:
@@ -235,22 +234,19 @@ class Case:
         From their output: a process that asks costs a second of a core, which the peers need.
         """
         logs = self.folder.glob("peer-*.log")
-        return sum(" trains on " in log.read_text() for log in logs)
+        return sum(any(each["kind"] == "ready" for each in events(log)) for log in logs)
 
     def position(self) -> int:
-        """Return the number of rounds that the coordinator has printed."""
-        found = ROUND.findall((self.folder / "coordinator.log").read_text())
-        return int(found[-1]) if found else 0
+        """Return the number of rounds that a peer has reported."""
+        logs = self.folder.glob("peer-*.log")
+        return max((number for log in logs for number in committed_at_s(log)), default=0)
 
     def committed_s(self, names: Collection[str]) -> dict[int, float]:
         """Return when the last of some peers printed each round that all of them did.
 
         The coordinator's own times are late if the peer died that brings it the entries.
         """
-        found = [
-            {int(m["round"]): seconds(m["at"]) for m in OWN_ROUND.finditer(log.read_text())}
-            for log in (self.folder / f"{name}.log" for name in names)
-        ]
+        found = [committed_at_s(self.folder / f"{name}.log") for name in names]
         common = set[int].intersection(*map(set, found))
         return {number: max(own[number] for own in found) for number in sorted(common)}
 
@@ -287,8 +283,8 @@ def wait_until(holds: Callable[[], bool], limit_s: float, words: Callable[[], st
 
 def measure(topology: Topology, *, is_one_port: bool) -> Row:
     """Run one case from nothing to its last round."""
-    link = Link()
-    links = [link, *(Link(behind=behind) for behind in topology.behind)]
+    link = WanLink()
+    links = [link, *(WanLink(behind=behind) for behind in topology.behind)]
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder), is_one_port=is_one_port) as case:
             case.start_coordinator(case.large(ROUNDS))
@@ -330,8 +326,8 @@ def soak(minutes: float, seed: int = 1) -> Soak:
 
     Method, windows and codec are those that `atoll init` chooses for this link.
     """
-    link = Link(up=SOAK_MBIT, down=SOAK_MBIT, loss=0.005)
-    links = [Link(), *(replace(link, behind=behind) for behind in SOAK_KINDS)]
+    link = WanLink(up=SOAK_MBIT, down=SOAK_MBIT, loss=0.005)
+    links = [WanLink(), *(replace(link, behind=behind) for behind in SOAK_KINDS)]
     rng, used, kills, moves = random.Random(seed), [], 0, 0
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder)) as case:
@@ -391,7 +387,7 @@ class Killed:
 
 def kill_a_relay() -> Killed:
     """Kill the first relay of two peers behind symmetric routers while bodies move."""
-    links = [Link(), *(Link(behind=behind) for behind in ("", "", "symmetric", "symmetric"))]
+    links = [WanLink(), *(WanLink(behind=behind) for behind in ("", "", "symmetric", "symmetric"))]
     with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
         with Case(lab=lab, folder=Path(folder)) as case:
             case.start_coordinator(case.large(ROUNDS_AROUND, STEPS_AROUND))
@@ -420,10 +416,18 @@ def kill_a_relay() -> Killed:
     return Killed(round_s=before_s, struck_s=took_s[struck], cost_s=cost_s, without=without)
 
 
-def seconds(at: str) -> float:
-    """Return the seconds of a time of day."""
-    hours, minutes, rest = map(int, at.split(":"))
-    return 3600.0 * hours + 60.0 * minutes + rest
+def events(log: Path) -> list[dict[str, Any]]:
+    """Return what a peer printed as JSON; a line that is still being written does not count."""
+    found = []
+    for line in log.read_text().splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
+
+
+def committed_at_s(log: Path) -> dict[int, float]:
+    """Return when a peer reported each round."""
+    return {each["round"]: each["time"] for each in events(log) if each["kind"] == "round"}
 
 
 def row_of(
@@ -439,7 +443,7 @@ def row_of(
     full = [row for row in history if row["members"] == PEERS]
     behind = sum(map(bool, topology.behind))
     seconds = [on_the_wire(row) for row in history[1:]]
-    least_s = bound_s(topology.behind, behind * (behind - 1) // 2 - holes, Link())
+    least_s = bound_s(topology.behind, behind * (behind - 1) // 2 - holes, WanLink())
     return Row(
         case=topology.name,
         joined_s=joined_s,

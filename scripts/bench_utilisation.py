@@ -32,7 +32,7 @@ from bench_allreduce import lab_is_possible, load
 from circumstances import commit, today
 
 from atoll.coordinator.run.spec import RunSpec, template
-from atoll.dht.testing.wan import Link, WanLab
+from atoll.dht.testing.wan import WanLab, WanLink
 from atoll.peer.lab.advice import as_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,8 +167,8 @@ class Hosts:
 def measure(point: Point, options: argparse.Namespace, log: IO[bytes]) -> Row:
     """Start a run between hosts and let it train for some windows."""
     delay_ms = options.rtt / 2
-    links = [Link(up=point.mbit_s, down=point.mbit_s, delay_ms=delay_ms)] * options.hosts
-    links.append(Link(up=1000, down=1000, delay_ms=delay_ms))  # the coordinator's
+    links = [WanLink(up=point.mbit_s, down=point.mbit_s, delay_ms=delay_ms)] * options.hosts
+    links.append(WanLink(up=1000, down=1000, delay_ms=delay_ms))  # the coordinator's
     told = {"step_s": point.step_ms / 1000, "warmup": options.warmup, "windows": options.windows}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-bench-")))

@@ -190,6 +190,7 @@ class RivalHost:
         self.rivals = allreduce_rivals
         self.host: Host = allreduce_rivals.RIVALS[name](place)
         self.place, self.tell, self.number = place, tell, 0
+        self.is_averager = name in ("hivemind", "hivemind-8bit")
         if name == "gloo":
             self._watch_gloo()
 
@@ -204,7 +205,7 @@ class RivalHost:
         self.rivals.vector = lambda host, numel: nan_N.clone()
 
     def start_round(self, number: int) -> None:
-        if hasattr(self.host, "averager"):
+        if self.is_averager:
             threading.Thread(target=self._watch_averager, daemon=True).start()
         threading.Thread(target=self._round, args=(number,), daemon=True).start()
 

@@ -24,7 +24,7 @@ import psutil
 from allreduce_host import Facts, Place
 from bench_allreduce import introduce
 
-from atoll.dht.testing.wan import Link, WanLab
+from atoll.dht.testing.wan import WanLab, WanLink
 
 HOST = Path(__file__).resolve().parent / "faults_host.py"
 ANSWER_S = 120.0  # for a single answer of a host
@@ -153,7 +153,7 @@ class Scene:
     """Hosts of one system in a lab of their own."""
 
     def __init__(
-        self, name: str, links: Sequence[Link], params: int, log: IO[bytes], *, nice: int = 0
+        self, name: str, links: Sequence[WanLink], params: int, log: IO[bytes], *, nice: int = 0
     ) -> None:
         """`name`: "atoll" or one of `allreduce_rivals`; `nice`: relative to other programs."""
         self.name, self.params, self.log, self.nice = name, params, log, nice

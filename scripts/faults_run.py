@@ -28,7 +28,7 @@ from faults_cases import PATIENCE_S, Strike
 from faults_lab import SceneError, SplitLab
 
 from atoll.coordinator.run.spec import RunSpec, template
-from atoll.dht.testing.wan import Link
+from atoll.dht.testing.wan import WanLink
 
 INNER_STEPS = 4
 STEP_S = 0.5  # gives a window of two seconds
@@ -82,7 +82,7 @@ class RunScene:
     """A coordinator, peers that train, and the newest status. Times are seconds since 1970."""
 
     def __init__(
-        self, name: str, links: Sequence[Link], params: int, log: IO[bytes], *, nice: int = 0
+        self, name: str, links: Sequence[WanLink], params: int, log: IO[bytes], *, nice: int = 0
     ) -> None:
         """One peer per link; the coordinator has a separate link like the first."""
         del name, params, nice
@@ -359,7 +359,7 @@ class TwoNodes:
     """Two hosts of a lab with no processes yet."""
 
     def __init__(
-        self, name: str, links: Sequence[Link], params: int, log: IO[bytes], *, nice: int = 0
+        self, name: str, links: Sequence[WanLink], params: int, log: IO[bytes], *, nice: int = 0
     ) -> None:
         del name, params, nice
         self.lab, self.log = SplitLab(links[:2], congestion="cubic"), log

@@ -36,15 +36,15 @@ from faults_run import (
     one_after_another,
 )
 
-from atoll.dht.testing.wan import Link
+from atoll.dht.testing.wan import WanLink
 
 HOSTS = 4
 SENDER_PARAMS = 1_000_000  # 16 cells: a host with 4 of 304 Mbit/s owns none of them
 SENDER_MBIT_S = 4.0
 
-ALIKE = tuple([Link(up=100.0, down=100.0, delay_ms=25.0)] * HOSTS)
+ALIKE = tuple([WanLink(up=100.0, down=100.0, delay_ms=25.0)] * HOSTS)
 FIVE = (*ALIKE, ALIKE[0])
-ONE_SLOW = (*ALIKE[1:], Link(up=SENDER_MBIT_S, down=100.0, delay_ms=25.0))
+ONE_SLOW = (*ALIKE[1:], WanLink(up=SENDER_MBIT_S, down=100.0, delay_ms=25.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Case:
     rival_scene: type[Scene | TwoNodes] = Scene
     not_for: tuple[str, ...] = ()
     target_s: float | None = None
-    links: tuple[Link, ...] = ALIKE
+    links: tuple[WanLink, ...] = ALIKE
     params: int = 0
     """0: the number given on the command line"""
 

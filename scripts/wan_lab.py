@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from atoll.dht.testing.nat import KINDS
-from atoll.dht.testing.wan import Link, WanLab
+from atoll.dht.testing.wan import WanLab, WanLink
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("expected a command after --")
-    link = Link(args.rate, args.rate, args.rtt / 2, args.loss)
+    link = WanLink(args.rate, args.rate, args.rtt / 2, args.loss)
     links = [replace(link, behind=args.behind if i else "") for i in range(args.hosts)]
     with WanLab(links) as lab:
         code = run_everywhere(lab, command)

@@ -4,6 +4,7 @@ Inside these layers the rooms have one order too: `ROOMS`.
 """
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ ROOMS = (
     "optim",
     "dht",
     "dht.testing",
+    "coordinator.exports",
     "coordinator.run",
     "coordinator.rpc",
     "coordinator",
@@ -142,3 +144,12 @@ def test_rooms_import_only_from_rooms_before_them():
 
 def test_every_room_has_modules():
     assert {room(name) for name, _ in modules()} == set(ROOMS)
+
+
+def test_a_class_name_has_one_meaning():
+    places = defaultdict(list)
+    for module, source in modules():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec, template
-from atoll.dht.testing.wan import Link, WanLab
+from atoll.dht.testing.wan import WanLab, WanLink
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,7 +56,7 @@ def words(folder):
 def test_peers_behind_two_kinds_of_routers_make_every_round(tmp_path):
     invite = tmp_path / "invite"
     children = []
-    with WanLab([Link(), Link(behind="port-restricted"), Link(behind="symmetric")]) as lab:
+    with WanLab([WanLink(), WanLink(behind="port-restricted"), WanLink(behind="symmetric")]) as lab:
 
         def start(host, name, *arguments):
             with (tmp_path / f"{name}.log").open("w") as log:

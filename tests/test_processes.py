@@ -85,7 +85,7 @@ def until(condition, what, timeout_s=DEADLINE_S):
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "atoll.peer.daemon.bootstrap",
+        "atoll.peer.daemon.reach.bootstrap",
         "atoll.peer.cli.main",
         "atoll.peer.daemon.process",
         "atoll.coordinator.service.server",

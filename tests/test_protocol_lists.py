@@ -5,9 +5,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from atoll.coordinator.run.phases import RoundPhase
+from atoll.coordinator.run.phases import RoundPhase, RoundStage
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import MAX_CODE_BYTES
+from atoll.peer.training.statistics import TrainerPhase
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("dht", "coordinator", "peer")
@@ -88,4 +89,4 @@ def test_the_protocol_lists_every_phase_once():
     text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
     section = text.partition("\n## Phases\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-    assert Counter(listed) == Counter(phase.value for phase in RoundPhase)
+    assert listed == [phase.value for phase in (*RoundPhase, *TrainerPhase, *RoundStage)]

@@ -17,7 +17,7 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.report.text import count, fit
+from atoll.coordinator.run.text import count, fit
 
 ChartPoint = tuple[float, float]
 

@@ -7,8 +7,8 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.report import text
 from atoll.coordinator.report.view import IMPORTANT, event_text, names, naming
+from atoll.coordinator.run import text
 from atoll.coordinator.run.status import Event, RunStatus
 
 LEVEL_STYLES: Final = {

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from textual.content import Content
 
-from atoll.coordinator.report.text import fit
+from atoll.coordinator.run.text import fit
 
 RowT = TypeVar("RowT")
 
@@ -51,7 +51,7 @@ class GridState:
 def chosen(columns: Sequence[Column[RowT]], width: int) -> list[tuple[Column[RowT], int]]:
     """Return the columns that fit side by side in `width` cells, with their widths."""
     kept = list(columns)
-    while len(kept) > 1 and _least(kept) > width:
+    while len(kept) > 1 and sum(column.width for column in kept) + len(kept) - 1 > width:
         kept.remove(max(kept, key=lambda column: column.priority))
     widths = [max(1, min(column.width, width)) for column in kept]
     spare = width - sum(widths) - (len(kept) - 1)
@@ -59,10 +59,6 @@ def chosen(columns: Sequence[Column[RowT]], width: int) -> list[tuple[Column[Row
         widths[i] += 1
         spare -= 1
     return list(zip(kept, widths, strict=True))
-
-
-def _least(columns: Sequence[Column[RowT]]) -> int:
-    return sum(column.width for column in columns) + len(columns) - 1
 
 
 def _neediest(columns: Sequence[Column[RowT]], widths: Sequence[int]) -> int | None:

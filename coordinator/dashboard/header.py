@@ -9,7 +9,6 @@ from textual.content import Content
 from atoll.coordinator.dashboard.events import alert
 from atoll.coordinator.dashboard.marks import bar, spark
 from atoll.coordinator.dashboard.peers import utilisation_style
-from atoll.coordinator.report import text
 from atoll.coordinator.report.view import (
     View,
     elapsed_seconds,
@@ -21,6 +20,7 @@ from atoll.coordinator.report.view import (
     utilisation,
     waits_for,
 )
+from atoll.coordinator.run import text
 from atoll.coordinator.run.status import RunStatus
 
 Fact = tuple[str, Content]  # label, value

@@ -7,9 +7,10 @@ from typing import Final
 
 from textual.content import Content
 
-from atoll.coordinator.report.text import clean, finite
+from atoll.coordinator.run.phases import RoundStage
+from atoll.coordinator.run.text import clean, finite
 
-PHASES: Final = ("wait", "encode", "send", "reduce", "vote", "apply")
+PHASES: Final = tuple(stage.value for stage in RoundStage)
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 
@@ -44,7 +45,7 @@ def phase_style(phase: str) -> str:
 
 def ordered_phases(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
     """Sort phases in the order in which they happen, unknown ones last; omit empty ones."""
-    rank = {phase: i for i, phase in enumerate(PHASES)}
+    rank: dict[str, int] = {phase: i for i, phase in enumerate(PHASES)}
     known = sorted(seconds, key=lambda phase: (rank.get(phase, len(rank)), phase))
     parts = [(phase, finite(seconds[phase]) or 0.0) for phase in known]
     return [(phase, value) for phase, value in parts if value > 0]

@@ -15,7 +15,6 @@ from atoll.coordinator.dashboard.marks import (
     phase_style,
     stacked,
 )
-from atoll.coordinator.report import text
 from atoll.coordinator.report.view import (
     counted_rounds,
     is_gone,
@@ -23,6 +22,7 @@ from atoll.coordinator.report.view import (
     shown_state,
     utilisation_of,
 )
+from atoll.coordinator.run import text
 from atoll.coordinator.run.status import PeerStatus
 
 _STATE_STYLES: Final = {

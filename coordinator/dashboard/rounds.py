@@ -10,8 +10,8 @@ from textual.content import Content
 
 from atoll.coordinator.dashboard.grid import Column
 from atoll.coordinator.dashboard.marks import PHASES, legend, ordered_phases, stacked
-from atoll.coordinator.report import text
 from atoll.coordinator.report.view import is_gone, is_held, label, missing, sorted_peers, without
+from atoll.coordinator.run import text
 from atoll.coordinator.run.status import Gap, RoundSummary, RunStatus
 
 NUM_DETAIL_LINES: Final = 2

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.status import RunStatus
+from atoll.coordinator.run.text import clean
 
 Feed = Callable[[], Awaitable[RunStatus]]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from atoll.coordinator.report import text
 from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
 from atoll.coordinator.report.view import (
     IMPORTANT,
@@ -32,6 +31,7 @@ from atoll.coordinator.report.view import (
     waits_for,
     without,
 )
+from atoll.coordinator.run import text
 from atoll.coordinator.run.status import (
     CANNOT_REACH,
     Event,

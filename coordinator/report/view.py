@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from atoll.coordinator.report.text import ABSENT, clean, finite, percent, short_id
 from atoll.coordinator.run.status import (
     Event,
     Gap,
@@ -22,6 +21,7 @@ from atoll.coordinator.run.status import (
     RunStatus,
     seconds_between,
 )
+from atoll.coordinator.run.text import ABSENT, clean, finite, percent, short_id
 
 SHORT_CHARS = 6  # letters by which peers name each other in messages
 _IDENTITY = re.compile(rf"\b[1-9A-HJ-NP-Za-km-z]{{{SHORT_CHARS},128}}\b")  # base58

@@ -23,15 +23,15 @@ class CoordinatorError(Exception):
     """A call to the coordinator failed."""
 
 
-class CoordinatorUnreachable(CoordinatorError):  # noqa: N818
+class CoordinatorUnreachable(CoordinatorError):
     """The coordinator did not answer in time."""
 
 
-class WrongCertificate(CoordinatorError):  # noqa: N818
+class WrongCertificate(CoordinatorError):
     """A server with another certificate answered."""
 
 
-class CoordinatorRefused(CoordinatorError):  # noqa: N818
+class CoordinatorRefused(CoordinatorError):
     """The coordinator refused; `code` is for programs, `message` for people."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
@@ -59,7 +59,7 @@ class Invalid(CoordinatorRefused):
     """The coordinator rejected what was sent."""
 
 
-class BadReply(CoordinatorError):  # noqa: N818
+class BadReply(CoordinatorError):
     """The reply is malformed."""
 
 
@@ -84,6 +84,7 @@ def from_grpc(error: grpc.aio.AioRpcError, address: str) -> CoordinatorError:
     code, details = error.code(), (error.details() or "no details")[:500]
     if code in _UNREACHABLE:
         return CoordinatorUnreachable(f"{address}: {_why(code, details)}")
+    # gRPC has no other sign of a reply above its limit: servers refuse with the same code.
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return BadReply(f"{address}: {details}")
     return _REFUSALS.get(code, CoordinatorRefused)(code, details)

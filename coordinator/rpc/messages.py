@@ -20,7 +20,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from atoll.coordinator.rpc import service_pb2 as pb
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 1  # raised with a change that the other side cannot read
 SERVICE: Final = "atoll.coordinator.v1.Coordinator"
 
 MAX_MESSAGE_BYTES: Final = 4 << 20  # to the coordinator; gRPC refuses more before parsing
@@ -33,7 +33,7 @@ MAX_REPORTS: Final = 32  # events or traces of one heartbeat
 CALL_TIMEOUT_S: Final = 10.0  # for a call with small messages, connecting included
 PROGRESS_TIMEOUT_S: Final = 15.0  # for one message of a stream: 1 MiB at 0.6 Mbit/s
 PROBE_TIMEOUT_S: Final = 3.0  # for a dial-back: a router that drops it gives no answer
-PROBE_NONCE_BYTES: Final = 16
+PROBE_NONCE_BYTES: Final = 16  # 128 bits, which nobody guesses
 NONCE_TTL_S: Final = 60.0  # for a peer to sign a challenge
 HEARTBEAT_S: Final = 1.0  # about the age of what the dashboard shows
 MAX_HEARTBEAT_S: Final = 60.0  # a peer that is asked for fewer reports sends them at this pace

@@ -29,7 +29,7 @@ _SIGNATURE_BYTES = 64
 _DOMAIN = b"atoll evicted 1"
 
 
-class EvictionsInvalid(ValueError):  # noqa: N818
+class EvictionsInvalid(ValueError):
     """The record is not a list of this run."""
 
 

@@ -36,10 +36,10 @@ from typing import Annotated, Any, Self
 import msgpack
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-VERSION = 1
+VERSION = 1  # raised with a change of the fields: an older peer then names it
 MAX_CHARS = 8192  # 16 addresses and 16 multiaddrs of 200 characters fit
 _PREFIX = f"atoll{VERSION}"
-_CHECKSUM_BYTES = 6
+_CHECKSUM_BYTES = 6  # a damaged invite passes once in 2^48
 
 _Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 _Address = Annotated[str, Field(min_length=3, max_length=260, pattern=r"^\S+:\d{1,5}$")]
@@ -50,15 +50,15 @@ class InviteError(ValueError):
     """The text is not a usable invite."""
 
 
-class NotAnInvite(InviteError):  # noqa: N818
+class NotAnInvite(InviteError):
     """The text does not start like an invite."""
 
 
-class InviteVersion(InviteError):  # noqa: N818
+class InviteVersion(InviteError):
     """The invite has another format version."""
 
 
-class DamagedInvite(InviteError):  # noqa: N818
+class DamagedInvite(InviteError):
     """Characters of the invite are missing or changed."""
 
 

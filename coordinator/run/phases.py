@@ -22,6 +22,17 @@ AT_REST = frozenset({RoundPhase.IDLE, RoundPhase.TRAIN})
 """Phases in which no round needs the network: the peer counts as training."""
 
 
+class RoundStage(StrEnum):
+    """A part of a round's time in a trace; docs/protocol.md, part "Phases", lists them."""
+
+    WAIT = "wait"
+    ENCODE = "encode"
+    SEND = "send"
+    REDUCE = "reduce"
+    VOTE = "vote"
+    APPLY = "apply"
+
+
 class OnPhase(Protocol):
     """Takes a change of phase."""
 

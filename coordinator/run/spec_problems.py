@@ -45,6 +45,7 @@ class SpecError(ValueError):
 
 def toml_problem(error: tomllib.TOMLDecodeError) -> SpecProblem:
     """Return the line at which a text stops being TOML, and why."""
+    # The exception has the line as an attribute only since Python 3.14.
     found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
     message = f"not valid TOML: {str(error).split(' (at ')[0]}"
     return SpecProblem(line=int(found[1]) if found else None, path="", message=message)
@@ -99,7 +100,7 @@ def _message(item: Mapping[str, Any], known: _Known) -> str:
         return f"expected a section such as [{'.'.join(map(str, loc))}], got {value!r:.40}"
     text = str(item["msg"]).removeprefix("Value error, ")
     text = text.replace("Input should be", "expected", 1)
-    if len(loc) == 0 or "got " in text:
+    if len(loc) == 0 or "got " in text:  # the message shows the value already: not twice
         return text
     shown = repr(value)
     return f"{text}, got {shown if len(shown) <= 80 else shown[:77] + '...'}"

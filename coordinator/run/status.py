@@ -136,7 +136,7 @@ class RoundReport(StatusRecord):
     """Mean training loss of the peer's window, in nats per token."""
     tokens: Count = 0
     seconds: Seconds = field(default_factory=dict)
-    """Duration of each phase: wait, encode, send, reduce, vote, apply."""
+    """Duration of each part, by `RoundStage`."""
     wire_bytes_sent: Count = 0
     wire_bytes_received: Count = 0
     left_out: Annotated[list[Name], Field(max_length=4096)] = field(default_factory=list)

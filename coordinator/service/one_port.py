@@ -30,8 +30,8 @@ MAX_CONNECTIONS = 4096  # a peer has two or three
 MAX_OF_ONE = 512  # from one address: a lab behind one router
 MAX_SILENT = 512  # that have not sent their first byte
 FIRST_BYTE_S = 10.0  # dialers send it at once
-DIAL_S = 5.0
-BACKLOG = 512
+DIAL_S = 5.0  # to a port of this machine, which answers at once unless it is overloaded
+BACKLOG = 512  # as many as may be silent
 _LOOPBACK = "127.0.0.1"
 _MULTIADDR = re.compile(r"/ip4/127\.0\.0\.1/tcp/(\d+)(/.*)?")
 
@@ -47,8 +47,8 @@ class OnePort:
         """True sources by the port from which we dialed."""
         self._of_one: Counter[str] = Counter()
         self._servers: list[asyncio.Server] = []
-        self._links: set[_Side] = set()
-        self._silent: set[_Side] = set()
+        self._links: set[_Splice] = set()
+        self._silent: set[_Splice] = set()
         self._tasks = Tasks()
 
     async def listen(self, hosts: Sequence[str], port: int) -> None:
@@ -91,7 +91,7 @@ class OnePort:
         version = 6 if ":" in found[0] else 4
         return f"/ip{version}/{found[0]}/tcp/{found[1]}{match[2] or ''}"
 
-    def enter(self, link: _Side) -> bool:
+    def enter(self, link: _Splice) -> bool:
         """Count a connection; return False if there is no room for it."""
         is_full = len(self._links) >= MAX_CONNECTIONS or len(self._silent) >= MAX_SILENT
         if is_full or self._of_one[link.source] >= MAX_OF_ONE:
@@ -101,7 +101,7 @@ class OnePort:
         self._silent.add(link)
         return True
 
-    def leave(self, link: _Side) -> None:
+    def leave(self, link: _Splice) -> None:
         """Count a connection no longer."""
         if link not in self._links:
             return
@@ -111,7 +111,7 @@ class OnePort:
         if not self._of_one[link.source]:
             del self._of_one[link.source]
 
-    def spoke(self, link: _Side, first: bytes) -> None:
+    def spoke(self, link: _Splice, first: bytes) -> None:
         """Pass a connection on by its first byte."""
         self._silent.discard(link)
         port = self._targets.get(first[0])
@@ -120,7 +120,7 @@ class OnePort:
         else:
             self._tasks.spawn(self._dial(link, first, port))
 
-    async def _dial(self, link: _Side, first: bytes, port: int) -> None:
+    async def _dial(self, link: _Splice, first: bytes, port: int) -> None:
         inside = _Inside(self._sources, link)
         try:
             async with asyncio.timeout(DIAL_S):
@@ -138,10 +138,10 @@ class OnePort:
         link.transport.resume_reading()
 
 
-class _Side(asyncio.Protocol):
+class _Splice(asyncio.Protocol):
     """One side of a connection; what it receives goes to the other side."""
 
-    def __init__(self, other: _Side | None = None) -> None:
+    def __init__(self, other: _Splice | None = None) -> None:
         self.other = other
         self.transport: asyncio.Transport | None = None
         self.source = ""
@@ -182,7 +182,7 @@ class _Side(asyncio.Protocol):
             self.transport.abort()
 
 
-class _Outside(_Side):
+class _Outside(_Splice):
     """The side of the stranger."""
 
     def __init__(self, front: OnePort) -> None:
@@ -220,10 +220,10 @@ class _Outside(_Side):
         super().connection_lost(exc)
 
 
-class _Inside(_Side):
+class _Inside(_Splice):
     """The side of gRPC or p2pd."""
 
-    def __init__(self, sources: dict[int, tuple[str, int]], link: _Side) -> None:
+    def __init__(self, sources: dict[int, tuple[str, int]], link: _Splice) -> None:
         super().__init__(link)
         self._sources = sources
         self._port = 0

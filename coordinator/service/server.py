@@ -96,15 +96,15 @@ class StartError(Exception):
     """The coordinator cannot start; nothing was overwritten."""
 
 
-class WrongDirectory(StartError):  # noqa: N818
+class WrongDirectory(StartError):
     """The state directory is of another run, not a coordinator's, or damaged."""
 
 
-class InUse(StartError):  # noqa: N818
+class InUse(StartError):
     """Another process uses the directory or port."""
 
 
-class NoSuchHost(StartError):  # noqa: N818
+class NoSuchHost(StartError):
     """The address to advertise cannot be resolved."""
 
 

@@ -24,7 +24,7 @@ OUTSIDE_S = (
 )
 
 
-class Deadlock(RuntimeError):  # noqa: N818 - the usual word
+class Deadlock(RuntimeError):
     """No task of the loop can ever continue."""
 
 

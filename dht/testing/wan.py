@@ -33,7 +33,7 @@ from typing import Any, Literal
 from atoll.dht.testing.nat import Nat, NatKind, Routers
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-MAX_PACKET_BYTES = 65_600
+MAX_PACKET_BYTES = 65_600  # an IP packet has 65,535 at most
 READS_A_TURN = 64  # packets taken from one host before the next host has its turn
 POLL_S = 0.05  # longest wait without a look at the stop flag
 
@@ -43,7 +43,7 @@ Behind = NatKind | Literal["", "double"]
 
 
 @dataclass
-class Link:
+class WanLink:
     """One host's access link."""
 
     up: float = 100.0
@@ -76,7 +76,7 @@ class WanLab:
 
     def __init__(
         self,
-        links: Sequence[Link],
+        links: Sequence[WanLink],
         mtu: int = 9000,
         name: str | None = None,
         congestion: str = "",
@@ -108,7 +108,11 @@ class WanLab:
         self._moves = 0
         self._public = [f"11.77.{i // 250}.{i % 250 + 1}" for i in range(len(links))]
         self._hosts = {socket.inet_aton(ip): i for i, ip in enumerate(self._public)}
-        self._hosts |= {_packed6(self.ip6(i)): i for i, each in enumerate(links) if not each.behind}
+        self._hosts |= {
+            socket.inet_pton(socket.AF_INET6, self.ip6(index)): index
+            for index, each in enumerate(links)
+            if not each.behind
+        }
         self._routers = [_routers(link.behind, i, self.ip(i)) for i, link in enumerate(links)]
 
     def ip(self, i: int) -> str:
@@ -284,10 +288,6 @@ class WanLab:
             self.dropped += 1
         else:
             self.received[to] += len(packet)
-
-
-def _packed6(address: str) -> bytes:
-    return socket.inet_pton(socket.AF_INET6, address)
 
 
 def _routers(behind: Behind, i: int, public: str) -> Routers:

@@ -42,7 +42,7 @@ REMEMBERED_ENTRIES = 64
 MAX_NEWCOMERS = 64  # as many as there can be electors: 5 kB of an entry, before it is deflated
 
 
-class BadElectorate(LogError):  # noqa: N818
+class BadElectorate(LogError):
     """An entry whose next electorate does not follow from the present one."""
 
 
@@ -99,7 +99,8 @@ def succeed(
         return now
     workers = {m.peer_id: m.elector for i, m in enumerate(members) if _contributed(i, m, parts)}
     stay = [e for e in now.electorate if e.peer_id not in dropped]
-    if not _is_quorum_of(stay, now.electorate):
+    staying = [i for i, elector in enumerate(now.electorate) if elector in stay]
+    if not is_quorum(staying, len(now.electorate)):
         stay = list(now.electorate)
     # A restarted elector votes on under its new incarnation: its key is what is trusted.
     kept = [workers.get(e.peer_id, e) for e in stay]
@@ -147,10 +148,6 @@ def _contributed(index: int, member: Member, parts: Sequence[Part]) -> bool:
     others = [part for part in parts if part.owner != index]
     missing = [any(p.member == index for p in part.partial) for part in others]
     return not others or not all(missing)
-
-
-def _is_quorum_of(some: Sequence[Elector], electorate: Sequence[Elector]) -> bool:
-    return is_quorum([i for i, e in enumerate(electorate) if e in some], len(electorate))
 
 
 def _remembered(

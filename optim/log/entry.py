@@ -85,19 +85,19 @@ class LogError(ValueError):
     """Any record of the log that cannot be accepted."""
 
 
-class MalformedRecord(LogError):  # noqa: N818
+class MalformedRecord(LogError):
     """Bytes that do not decode to the record they claim to be."""
 
 
-class ChainMismatch(LogError):  # noqa: N818
+class ChainMismatch(LogError):
     """An entry whose epoch, position or previous chain is not the one that comes next."""
 
 
-class CertificateInvalid(LogError):  # noqa: N818
+class CertificateInvalid(LogError):
     """Votes that do not amount to a quorum of the electorate."""
 
 
-class EpochInvalid(LogError):  # noqa: N818
+class EpochInvalid(LogError):
     """An epoch record without a valid signature of the run's key."""
 
 

@@ -38,7 +38,7 @@ from atoll.optim.log.entry import (
 MAX_KEPT = 64  # peers: as many as vote at once. More than these cannot lie in one electorate.
 
 
-class EvidenceInvalid(LogError):  # noqa: N818
+class EvidenceInvalid(LogError):
     """A record that proves nothing."""
 
 

@@ -43,7 +43,7 @@ from atoll.optim.log.entry import (
 NO_DIGEST = bytes(32)  # of a promise that names no lock
 
 
-class Unjustified(LogError):  # noqa: N818
+class Unjustified(LogError):
     """A proposal that does not follow from the promises of a quorum."""
 
 

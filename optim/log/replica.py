@@ -1274,7 +1274,11 @@ class LiveReplica(ReplicaView):
         task = asyncio.create_task(self._hold(work, then, is_move))
         self._changes.add(task)  # the loop itself keeps no task alive
         task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_report_unforeseen)  # nobody awaits it any more
+            raise
 
     async def _hold(self, work: Callable[[], T], then: Callable[[T], None], is_move: bool) -> T:
         async with self._lock:
@@ -1298,3 +1302,11 @@ class LiveReplica(ReplicaView):
         self.moved_at = now
         async with self._moved:
             self._moved.notify_all()
+
+
+def _report_unforeseen(task: asyncio.Task[Any]) -> None:
+    if task.cancelled() or (failure := task.exception()) is None:
+        return
+    if not isinstance(failure, (OSError, sqlite3.Error)):  # `on_failure` has reported those
+        context = {"message": "a change failed after its caller", "exception": failure}
+        task.get_loop().call_exception_handler({**context, "task": task})

@@ -71,23 +71,23 @@ class StoreError(Exception):
     """The log on disk cannot do what was asked."""
 
 
-class StoreCorrupt(StoreError):  # noqa: N818
+class StoreCorrupt(StoreError):
     """The file is no database of a log, or a damaged one."""
 
 
-class WrongRun(StoreError):  # noqa: N818
+class WrongRun(StoreError):
     """The file belongs to another run."""
 
 
-class OutOfOrder(StoreError):  # noqa: N818
+class OutOfOrder(StoreError):
     """An entry that does not follow the last one."""
 
 
-class Conflict(StoreError):  # noqa: N818
+class Conflict(StoreError):
     """A different entry at a position that is decided."""
 
 
-class NotStored(StoreError):  # noqa: N818
+class NotStored(StoreError):
     """A body or snapshot that was pruned or never here."""
 
 

@@ -70,7 +70,7 @@ DRIFT_CAP = 3.0
 BATCHES_AT_ONCE = 64  # whose selections are encoded together: up to a million values, in cache
 
 
-class WorkRefused(ValueError):  # noqa: N818
+class WorkRefused(ValueError):
     """A contribution's claim of work or norm is not finite or absurd."""
 
 

@@ -41,19 +41,19 @@ class StateError(ValueError):
     """A state or snapshot that can't be taken."""
 
 
-class SnapshotMismatch(StateError):  # noqa: N818
+class SnapshotMismatch(StateError):
     """Leaf digests that do not belong to the root or to the layout."""
 
 
-class LeafRefused(StateError):  # noqa: N818
+class LeafRefused(StateError):
     """A leaf with the wrong index, length or digest."""
 
 
-class SnapshotIncomplete(StateError):  # noqa: N818
+class SnapshotIncomplete(StateError):
     """A snapshot that lacks leaves."""
 
 
-class NotFinite(StateError):  # noqa: N818
+class NotFinite(StateError):
     """NaN or infinity in the parameters or the memory."""
 
 

@@ -31,7 +31,7 @@ class OnePortError(ValueError):
     """One port cannot be shared as asked."""
 
 
-class NoKeepers(ValueError):  # noqa: N818
+class NoKeepers(ValueError):
     """A keeper is asked for in a run in which members vote."""
 
 
@@ -185,7 +185,7 @@ async def _serve(
 ) -> int:
     from atoll.coordinator.service.server import running
     from atoll.dht.tasks import Tasks
-    from atoll.peer.daemon.bootstrap import BootstrapNode
+    from atoll.peer.daemon.reach.bootstrap import BootstrapNode
     from atoll.peer.lab.own_keeper import keep_beside
     from atoll.peer.training.digests import read_tokenizer
 

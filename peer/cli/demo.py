@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atoll.peer.lab.demo import Demo, DemoRun, Feed, Show
     from atoll.peer.lab.summary import Compared
 
-INNER_STEPS = 25
+INNER_STEPS = 25  # short windows: the demo is to show rounds
 BYTES = 256  # tokens
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LINGER_S = 3.0  # the finished dashboard stays this long before the summary
@@ -186,7 +186,7 @@ def compare_or_skip(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compa
 
 def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
     """Train the same steps on the same data, data parallel and one peer alone."""
-    from atoll.coordinator.report.text import loss_text
+    from atoll.coordinator.run.text import loss_text
     from atoll.peer.lab.baseline import BaselinePoint, alone, baseline
     from atoll.peer.lab.summary import Compared
     from atoll.peer.training.permission import Allowed

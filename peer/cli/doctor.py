@@ -2,19 +2,18 @@
 
 import argparse
 import asyncio
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.dht.addresses import TCP
 from atoll.peer.cli import Subparsers, new_parser, print_json
 from atoll.peer.cli.watching import read_invite
 
 if TYPE_CHECKING:
-    from atoll.peer.daemon.health import Finding
+    from atoll.peer.daemon.doctor.health import Finding
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"
-_TCP = re.compile(r"/ip[46]/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -53,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if there is a problem."""
-    place = _TCP.fullmatch(args.listen)
+    place = TCP.fullmatch(args.listen)
     if place is None:
         print(
             f"atoll doctor: expected a multiaddr such as {LISTEN} for --listen, got "
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 2
     invite = read_invite(args.invite) if args.invite is not None else None
-    from atoll.peer.daemon import health
+    from atoll.peer.daemon.doctor import health
     from atoll.peer.paths import peer_state_dir, state_home
 
     findings: list[health.Finding] = []
@@ -84,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     report(health.torch_finding())
     if invite is not None:
         from atoll.dht.addresses import usable
+        from atoll.peer.daemon.doctor.run_checks import check_run
         from atoll.peer.daemon.options import LISTEN as DEFAULT
-        from atoll.peer.daemon.run_checks import check_run
 
         listen = usable(DEFAULT) if args.listen == LISTEN else (args.listen,)
         asyncio.run(check_run(invite, folder, listen, report))

@@ -12,7 +12,7 @@ from atoll.peer.cli import Subparsers, new_parser
 from atoll.peer.cli.invite import find_run
 
 
-class UnknownPeer(ValueError):  # noqa: N818
+class UnknownPeer(ValueError):
     """No peer, or more than one, has that name."""
 
 

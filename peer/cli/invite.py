@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
-class NoRunDirectory(ValueError):  # noqa: N818
+class NoRunDirectory(ValueError):
     """The state directory is not that of a coordinator, or several could be meant."""
 
 
-class WrongInvite(ValueError):  # noqa: N818
+class WrongInvite(ValueError):
     """The options contradict each other."""
 
 

@@ -273,7 +273,7 @@ async def _ask() -> bool:
 
 def _as_text(event: "PeerEvent") -> None:
     """Print an event; control characters from others never reach the terminal."""
-    from atoll.coordinator.report import text
+    from atoll.coordinator.run import text
     from atoll.dht.identity import short
 
     if event.kind == "phase":
@@ -291,6 +291,8 @@ def _as_json(event: "PeerEvent") -> None:
         "level": event.level,
         "time": round(time.time(), 3),
     }
+    if event.phase is not None:
+        fields["phase"] = event.phase
     if event.left is not None:
         fields["left"] = event.left
     if event.account is not None:

@@ -100,7 +100,8 @@ def trace(
     row: "RoundSummary", names: Mapping[str, str] = NOBODY, gaps: Sequence["Gap"] = ()
 ) -> list[str]:
     """Return one round in detail: phases, bytes of each peer, peers left out and why."""
-    from atoll.coordinator.report import text, view
+    from atoll.coordinator.report import view
+    from atoll.coordinator.run import text
 
     total_s = sum(row.seconds.values())
     phases = [f"  {text.clean(name):<8} {s:8.3f} s" for name, s in row.seconds.items()]
@@ -125,7 +126,7 @@ def trace(
 
 
 def _name(peer: str, names: Mapping[str, str]) -> str:
-    from atoll.coordinator.report import text
+    from atoll.coordinator.run import text
 
     return names.get(peer) or text.short_id(peer)
 
@@ -136,7 +137,8 @@ def _line(
     names: Mapping[str, str],
     gaps: Sequence["Gap"],
 ) -> str:
-    from atoll.coordinator.report import text, view
+    from atoll.coordinator.report import view
+    from atoll.coordinator.run import text
     from atoll.coordinator.run.status import seconds_between
 
     gap_s = seconds_between(before, row) if before is not None else None

@@ -60,7 +60,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation as it is generated."""
-    from atoll.coordinator.report.text import clean_lines
+    from atoll.coordinator.run.text import clean_lines
     from atoll.peer.training.sampling import SamplingOptions, sample
 
     options = SamplingOptions(

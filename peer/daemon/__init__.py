@@ -1,5 +1,19 @@
 """A peer as a process: joining, connection to the run, reducer and reports.
 
-`process.join_and_train` is the whole peer; `network.open_reducer` gives a training loop of one's
-own the reducer of a run. Both load torch and hivemind, so they are imported from their modules.
+`join_and_train` is the whole peer; `connect` and `open_reducer` give a training loop of one's own
+the reducer of a run. They load torch and hivemind when they are first used.
 """
+
+from typing import TYPE_CHECKING
+
+from atoll.coordinator.exports import exports
+
+if TYPE_CHECKING:
+    from atoll.peer.daemon.network import connect, open_reducer
+    from atoll.peer.daemon.process import join_and_train
+
+__all__ = ["connect", "join_and_train", "open_reducer"]
+
+__getattr__ = exports(
+    __name__, {"connect": "network", "join_and_train": "process", "open_reducer": "network"}
+)

@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atoll.coordinator.report.text import size
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import size
 from atoll.optim.log.replica import cells_of
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
@@ -56,11 +56,11 @@ Ask = Callable[[], Awaitable[bool]]
 """Asks the owner, who has seen the lines; returns whether the answer is yes."""
 
 
-class ConsentMissing(ValueError):  # noqa: N818
+class ConsentMissing(ValueError):
     """No earlier consent is stored, and there is no terminal to ask on."""
 
 
-class Declined(RuntimeError):  # noqa: N818
+class Declined(RuntimeError):
     """The owner declined."""
 
 

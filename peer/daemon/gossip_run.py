@@ -36,9 +36,9 @@ from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.reduction.contribution import work_weight
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateError
-from atoll.peer.daemon.company import Company
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
+from atoll.peer.daemon.reach.company import Company
 from atoll.peer.daemon.reducer import (
     STOP_POLL_S,
     RunReducer,

@@ -18,13 +18,13 @@ from contextlib import suppress
 from functools import partial
 
 from atoll.coordinator.policies import STALL_S
-from atoll.coordinator.report.text import clean
 from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.keys import verify_run_key
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import clean
 from atoll.dht.identity import short, verify
 from atoll.dht.roster import PeerRecord
 from atoll.optim.log.entry import (

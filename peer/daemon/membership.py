@@ -50,15 +50,15 @@ class StateDirectoryError(ValueError):
     """A peer cannot start with this state directory."""
 
 
-class StateDirectoryInUse(StateDirectoryError):  # noqa: N818
+class StateDirectoryInUse(StateDirectoryError):
     """Another process works in the state directory."""
 
 
-class StateDirectoryUnusable(StateDirectoryError):  # noqa: N818
+class StateDirectoryUnusable(StateDirectoryError):
     """The state directory cannot be made, read or written."""
 
 
-class StateOfAnotherRun(StateDirectoryError):  # noqa: N818
+class StateOfAnotherRun(StateDirectoryError):
     """The state directory holds another run."""
 
 

@@ -23,11 +23,11 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import clean
 from atoll.peer.daemon.gossip_run import GossipRun
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
@@ -38,7 +38,7 @@ from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
 
 
-class WrongRole(ValueError):  # noqa: N818
+class WrongRole(ValueError):
     """The invite is for another role than the one that is asked for."""
 
 

@@ -35,14 +35,14 @@ from atoll.optim.log.replica import Compute
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
-from atoll.peer.daemon.company import LOOK_EVERY_S, Company, asking
 from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, StateDirectory
-from atoll.peer.daemon.moves import Moves
-from atoll.peer.daemon.neighbours import Neighbours, expect_free
 from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
+from atoll.peer.daemon.reach.company import LOOK_EVERY_S, Company, asking
+from atoll.peer.daemon.reach.moves import Moves
+from atoll.peer.daemon.reach.neighbours import Neighbours, expect_free
+from atoll.peer.daemon.reach.reachability import Reach, Reachability, is_direct, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox, Reporter
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
@@ -306,12 +306,10 @@ class Peer:
     async def _keep_company(self) -> None:
         while True:
             if not self.run.progress.is_over(self.position):
-                await self._env.company.look(self._other_trainers())
+                me, seen = self._env.me.peer_id, self._env.neighbours.roster.seen
+                trainers = [r.peer_id for r in seen if r.role == "trainer" and r.peer_id != me]
+                await self._env.company.look(trainers)
             await asyncio.sleep(LOOK_EVERY_S)
-
-    def _other_trainers(self) -> list[str]:
-        me, seen = self._env.me.peer_id, self._env.neighbours.roster.seen
-        return [r.peer_id for r in seen if r.role == "trainer" and r.peer_id != me]
 
     async def _leave(self) -> None:
         """Leave the rounds and the coordinator; closing the node leaves roster and DHT."""

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
-from atoll.coordinator.report.text import CleanFormatter, count, loss_text
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import CleanFormatter, count, loss_text
 from atoll.dht.identity import short
 from atoll.peer.daemon.consent import Ask, Consent
 from atoll.peer.daemon.membership import expect_run
@@ -37,7 +39,7 @@ from atoll.peer.training.trainer import Trainer, TrainerOptions, first_state
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
-STORED_POLL_S = 0.1
+STORED_POLL_S = 0.1  # nobody notices so short a delay of the end
 KEEP_POLL_S = 0.2  # how late a keeper's line about a round is
 SAVE_EVERY_S = 60.0  # a killed process loses its last minute, or window, of inner state
 VALIDATE_SHARE = 0.01  # of the time; trainers take turns, so a run has more of it
@@ -95,11 +97,13 @@ class RunOptions:
 class PeerEvent:
     """Something that a program which runs a peer may want to know."""
 
-    kind: str
-    """`event`, `phase`, `ready`, `round` (one that was decided) or `stopped`"""
+    kind: Literal["event", "phase", "ready", "round", "stopped"]
+    """A `round` is one that was decided; `ready` comes when a trainer or keeper begins."""
     position: int
     text: str
     level: Level = "info"
+    phase: RoundPhase | None = None
+    """The peer's new phase, in a `phase`."""
     left: int | None = None
     """Entries or leaves still to come, in a phase that fetches them."""
     account: Account | None = None
@@ -201,10 +205,10 @@ def join_and_train(
 
 def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bool:
     """Lead and vote, until the run is complete or `stop` is set."""
-    narrator.introduce_keeper(options.peer.name)
+    narrator.introduce_keeper(peer, options.peer.name)
     while not stop.wait(KEEP_POLL_S):
         peer.run.expect_working()
-        narrator.tell_round()
+        narrator.tell_round(peer)
         if peer.run.progress.is_over(peer.position):
             narrator.tell("info", f"run complete: all {peer.spec.run.rounds} rounds committed")
             wait_until_stored(peer, STORED_S, stop)
@@ -248,7 +252,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         return False
     for level, text in trainer.remarks():
         narrator.tell(level, text)
-    narrator.introduce(trainer, options.peer.name)
+    narrator.introduce(peer, trainer, options.peer.name)
     trainer.run()
     if trainer.finished and not stop.is_set():
         rounds = spec.run.rounds
@@ -264,20 +268,17 @@ class Narrator:
         """Pass events on; they are of position 0 until there is a peer to follow."""
         self._on_event = on_event
         self._peer: Peer | None = None
-        self._trainer: Trainer | None = None
         self._told_round = 0
 
     def follow(self, peer: Peer) -> None:
         """Take the position of events from a peer."""
         self._peer = peer
 
-    def introduce(self, trainer: Trainer, name: str) -> None:
+    def introduce(self, peer: Peer, trainer: Trainer, name: str) -> None:
         """Report that training begins, and from now on each round."""
-        assert self._peer is not None
-        position, spec = self._peer.position, self._peer.spec
-        self._told_round, self._trainer = position, trainer
-        self._peer.run.reporter.tally.watch(self.on_account)
-        me = f"{name or 'this peer'} ({short(self._peer.peer_id)})"
+        position, spec = peer.position, peer.spec
+        peer.run.reporter.tally.watch(partial(self.on_account, trainer, spec.run.rounds))
+        me = f"{name or 'this peer'} ({short(peer.peer_id)})"
         device, peers = trainer.statistics().device, spec.round.min_peers
         self.tell("info", joined_run(spec, trainer.statistics().params, position))
         if position:
@@ -286,17 +287,15 @@ class Narrator:
             start = f"{peers} peer{'' if peers == 1 else 's'}"
             self.emit("ready", f"{me} trains on {device}; the run starts with {start}")
 
-    def introduce_keeper(self, name: str) -> None:
+    def introduce_keeper(self, peer: Peer, name: str) -> None:
         """Report that this peer leads and votes, and from now on each round."""
-        assert self._peer is not None
-        self._told_round = self._peer.position
-        me = f"{name or 'this peer'} ({short(self._peer.peer_id)})"
+        self._told_round = peer.position
+        me = f"{name or 'this peer'} ({short(peer.peer_id)})"
         self.emit("ready", f"{me} is a keeper: it leads and votes, and does not train")
 
-    def tell_round(self) -> None:
+    def tell_round(self, peer: Peer) -> None:
         """Report a keeper's newest round, if it is new."""
-        assert self._peer is not None
-        position, rounds = self._peer.position, self._peer.spec.run.rounds
+        position, rounds = peer.position, peer.spec.run.rounds
         if position > self._told_round:
             self._told_round = position
             self.emit("round", f"round {position}{f'/{rounds}' if rounds else ''}")
@@ -308,13 +307,13 @@ class Narrator:
 
     def on_phase(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
         """Pass on a phase."""
-        self._on_event(PeerEvent(kind="phase", position=position, text=phase, left=left))
+        self._on_event(
+            PeerEvent(kind="phase", position=position, text=phase, phase=phase, left=left)
+        )
 
-    def on_account(self, account: Account) -> None:
-        """Report a round that was decided, and what became of this peer's work."""
-        assert self._peer is not None
-        assert self._trainer is not None
-        stats, rounds = self._trainer.statistics(), self._peer.spec.run.rounds
+    def on_account(self, trainer: Trainer, rounds: int, account: Account) -> None:
+        """Report a round that was decided, and the outcome of this peer's work; 0 is no end."""
+        stats = trainer.statistics()
         self._on_event(
             PeerEvent(
                 kind="round",
@@ -329,7 +328,9 @@ class Narrator:
             )
         )
 
-    def emit(self, kind: str, text: str, level: Level = "info") -> None:
+    def emit(
+        self, kind: Literal["event", "ready", "round", "stopped"], text: str, level: Level = "info"
+    ) -> None:
         """Pass on an event at the peer's position."""
         position = self._peer.position if self._peer is not None else 0
         self._on_event(PeerEvent(kind=kind, position=position, text=text, level=level))

@@ -47,8 +47,8 @@ from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
 
 if TYPE_CHECKING:
-    from atoll.peer.daemon.company import Company
     from atoll.peer.daemon.peer import Peer
+    from atoll.peer.daemon.reach.company import Company
 
 FETCH_S = 120.0  # for a tokenizer of 4 MiB over a slow link, and the trial of it
 STOP_POLL_S = 0.2  # how soon a waiting trainer notices that it should stop

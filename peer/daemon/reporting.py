@@ -30,7 +30,7 @@ from atoll.coordinator.rpc.client_errors import (
 )
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.outcome import ABSENCES, Outcome
-from atoll.coordinator.run.phases import AT_REST, RoundPhase
+from atoll.coordinator.run.phases import AT_REST, RoundPhase, RoundStage
 from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
 from atoll.dht.addresses import peer_of
 from atoll.dht.roster import RecordError
@@ -39,9 +39,10 @@ from atoll.optim.log.entry import Elector
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.reducer import TrainerProgress
-from atoll.peer.daemon.tally import Tally, outcome_of
+from atoll.peer.daemon.tally import RoundTally, outcome_of
 from atoll.peer.rounds.context import RoundTrace
 from atoll.peer.rounds.engine import Settled
+from atoll.peer.rounds.pacing import BITS
 
 if TYPE_CHECKING:
     from atoll.peer.daemon.peer import Environment
@@ -54,7 +55,6 @@ QUIET_S = 60.0  # after which an event is news again; waits pause for at most a 
 
 QUIET_MBIT_S = 1.0  # a lower rate may be heartbeats alone, and shows nothing of the link
 MIN_INTERVAL_S = 0.5  # shorter readings measure buffers instead of the link
-BITS = 8e-6  # Mbit in a byte
 
 MAX_REASON = 200  # characters; a trace with a longer one would be refused
 MAX_LEFT_OUT = 512  # PeerIDs; a trace with more would be refused for its length, again and again
@@ -265,7 +265,7 @@ class Reporter:
         self._grpc_wire = WireCounter([os.getpid()])
         self._wire_before = (0, 0)
         self._digest: tuple[int, bytes] = (0, b"")
-        self.tally = Tally(progress.num_fragments)
+        self.tally = RoundTally(progress.num_fragments)
         self.recoveries = 0
         self.leaving = False
 
@@ -442,12 +442,12 @@ class Reporter:
 
 def _phases(trace: RoundTrace, encode_s: float) -> dict[str, float]:
     return {
-        "wait": trace.wait_s,
-        "encode": encode_s,
-        "send": trace.send_s,
-        "reduce": trace.reduce_s,
-        "vote": trace.vote_s,
-        "apply": trace.apply_s,
+        RoundStage.WAIT: trace.wait_s,
+        RoundStage.ENCODE: encode_s,
+        RoundStage.SEND: trace.send_s,
+        RoundStage.REDUCE: trace.reduce_s,
+        RoundStage.VOTE: trace.vote_s,
+        RoundStage.APPLY: trace.apply_s,
     }
 
 

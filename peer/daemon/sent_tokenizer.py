@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from atoll.coordinator.report.text import size
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import size
 from atoll.peer.daemon.membership import FetchTokenizer
 from atoll.peer.errors import DataError
 from atoll.peer.training.data.tokenizer_trial import TrialFailed, try_tokenizer

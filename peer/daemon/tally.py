@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from atoll.coordinator.report.text import count, size
 from atoll.coordinator.run.outcome import TAKEN, WORDS, Outcome
+from atoll.coordinator.run.text import count, size
 from atoll.optim.log.entry import Elector, Entry
 
 
@@ -51,7 +51,7 @@ class Account:
 OnAccount = Callable[[Account], None]
 
 
-class Tally:
+class RoundTally:
     """Counts the rounds that took a peer's work."""
 
     def __init__(self, num_fragments: int = 1) -> None:

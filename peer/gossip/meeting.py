@@ -50,7 +50,7 @@ from atoll.peer.rounds.messages import PACED_BYTES
 from atoll.peer.rounds.policies import round_deadline_s
 
 
-class InDoubt(Exception):  # noqa: N818
+class InDoubt(Exception):
     """The other side may have committed and cannot be reached."""
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
+from atoll.dht.tasks import together
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.inprocess.gossip import Met
 from atoll.optim.log.entry import LogError
@@ -64,7 +65,7 @@ class KnownRounds:
         others = sorted(await self._ctx.trainers())
         choice = random.Random(f"{self._ctx.me.peer_id}/{own}")
         asked = choice.sample(others, min(ASKED_AROUND, len(others)))
-        await asyncio.gather(*(self.head(peer) for peer in asked))
+        await together(*(self.head(peer) for peer in asked))
 
     async def head(self, peer: str) -> GossipHead | str:
         """Return a peer's head, or the reason why it cannot be asked."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from atoll.coordinator.gossip import Model
-from atoll.coordinator.report.text import clean
+from atoll.coordinator.run.text import clean
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport, TransportError

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-STOP_S = 20.0  # from SIGTERM to SIGKILL
+STOP_S = 20.0  # from SIGTERM to SIGKILL: a leaving peer may take 13 s for its goodbyes
 READ_ON_S = 1.0  # to read the rest of the output of an ended process
 TAIL_CHARS = 2000  # of its log, quoted in an error
 LINE_BYTES = 1 << 20  # far longer than any line that a child prints
@@ -27,11 +27,11 @@ ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 BAD_INPUT = 2  # exit code of the command line for invalid input
 
 
-class ChildFailed(RuntimeError):  # noqa: N818
+class ChildFailed(RuntimeError):
     """A process ended too early."""
 
 
-class ChildRefused(ValueError):  # noqa: N818
+class ChildRefused(ValueError):
     """A process rejected its input."""
 
 

@@ -42,7 +42,7 @@ from atoll.peer.paths import PeerPaths
 
 INVITE_S = 120.0  # a first start on a busy machine imports torch and makes the model
 SHOWN_S = 20.0  # for the display to notice that the run has finished
-POLL_S = 0.5
+POLL_S = 0.5  # well below a window, which takes seconds
 SILENT_S = 60.0  # a running coordinator that answers nothing for so long is broken
 LONE_WINDOWS = 5  # windows of training without a round that still count as progress
 STUCK_S = 300.0  # five times the wait of a run without a quorum for its next epoch
@@ -58,7 +58,7 @@ class DemoError(RuntimeError):
     """The demo failed."""
 
 
-class DemoStuck(DemoError):  # noqa: N818
+class DemoStuck(DemoError):
     """The run made no progress for too long."""
 
 
@@ -318,7 +318,7 @@ class Demo:
     def _read(self, peer: PeerProcess, line: bytes) -> None:
         with suppress(ValueError, KeyError, TypeError):
             event = json.loads(line)
-            reducing = event["kind"] == "phase" and event["text"] == RoundPhase.REDUCE
+            reducing = event["kind"] == "phase" and event["phase"] == RoundPhase.REDUCE
             if reducing and peer is self._victim:
                 self._strike(peer, int(event["position"]))
 
@@ -422,11 +422,14 @@ class Demo:
     async def _stop_all(self) -> None:
         # The peers first, because they leave the run through the coordinator.
         peers = [peer.child for peer in self._peers if peer.child is not None]
-        await asyncio.gather(*(child.stop() for child in peers))
+        # One that fails to stop must not leave the others running.
+        ended = await asyncio.gather(*(child.stop() for child in peers), return_exceptions=True)
         if self._client is not None:
             await self._client.close()
         if self._coordinator is not None:
             await self._coordinator.stop()
+        for failure in filter(None, ended):
+            raise failure
 
 
 class StallWatch:

@@ -49,7 +49,7 @@ CPU_SHARE_PACED = 0.04  # of a processor while a link is full: pacing and measur
 CPU_S_PER_ROUND = 0.03  # per peer for any size: votes, entry, log
 WIRE_OVERHEAD = 1.011  # headers of TCP, libp2p and messages, with packets of 9,000 bytes
 CONTROL_BYTES_S = 10_000  # per peer among four: roster, heartbeats, votes
-LINK_MAX_GBIT_S = 1_000
+LINK_MAX_GBIT_S = 1_000  # no peer has such a link: beyond is a typo
 VALUE_S = 1.5e-9  # per parameter at the trainer, to read the pseudo-gradient and write the commit
 SETTLE_S = 0.02  # per round at the trainer for any size, for switching threads
 

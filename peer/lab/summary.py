@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
-from atoll.coordinator.report.text import loss_text
 from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.run.text import loss_text
 from atoll.dht.identity import short
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LogStore

@@ -6,15 +6,15 @@ peer has kept the bodies that it lacks, or when its own snapshots cannot be read
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from atoll.coordinator.heads import PeerHead
-from atoll.coordinator.report.text import clean
 from atoll.coordinator.run.levels import LOGGING
+from atoll.coordinator.run.text import clean
 from atoll.dht.roster import PeerRecord, Roster, RosterError
+from atoll.dht.tasks import together
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError
 from atoll.optim.log.entry import LogError
 from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
@@ -46,7 +46,7 @@ class LedgerRecovery:
         """
         recovery = Recovery(
             replica,
-            _Known(me=self.me, transport=self.transport, roster=self.roster, replica=replica),
+            _FromRoster(me=self.me, transport=self.transport, roster=self.roster, replica=replica),
             genesis=lambda: replica.compute(replica.store.load_snapshot, 0),
             stall_s=STALL_S,
             on_event=lambda level, text: _log.log(LOGGING[level], clean(text)),
@@ -69,7 +69,7 @@ class LedgerHeads:
         """Return the answers of those of these peers that answer."""
         records = await _peers_of(self.roster)
         asking = (self._ask(peer_id, records.get(peer_id)) for peer_id in peer_ids)
-        return [head for head in await asyncio.gather(*asking) if head is not None]
+        return [head for head in await together(*asking) if head is not None]
 
     async def _ask(self, peer_id: str, record: PeerRecord | None) -> PeerHead | None:
         try:
@@ -83,7 +83,7 @@ class LedgerHeads:
             return None
         return PeerHead(
             peer_id=peer_id,
-            incarnation=head.incarnation,
+            incarnation=head.incarnation or "",  # without one it cannot be elected
             epoch=head.epoch,
             position=head.position,
             chain=head.chain,
@@ -100,7 +100,7 @@ async def _peers_of(roster: Roster) -> dict[str, PeerRecord]:
 
 
 @dataclass(kw_only=True)
-class _Known:
+class _FromRoster:
     """The peers of the roster, to which nothing need be connected yet."""
 
     me: str
@@ -129,7 +129,7 @@ class _Known:
 class _Distant(PeerSource):
     """A peer to which the coordinator connects before it asks."""
 
-    def __init__(self, known: _Known, record: PeerRecord) -> None:
+    def __init__(self, known: _FromRoster, record: PeerRecord) -> None:
         super().__init__(known, record.peer_id)
         self._transport = known.transport
         self._record = record

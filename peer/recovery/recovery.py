@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from atoll.coordinator.run.levels import Level
-from atoll.dht.tasks import end
+from atoll.dht.tasks import Tasks, end, together
 from atoll.optim.log.entry import (
     ChainMismatch,
     Claim,
@@ -55,7 +55,7 @@ BODIES_AHEAD = 6  # streams: what a link of 100 Mbit/s at 100 ms takes
 OnFailure = Callable[[Entry, Donor, Exception], None]
 
 
-class NoDonor(RecoveryError):  # noqa: N818
+class NoDonor(RecoveryError):
     """No reachable peer has the missing entries or snapshot."""
 
 
@@ -190,10 +190,10 @@ class Recovery:
 
     async def _ask_all(self, sources: Sequence[Source]) -> list[Donor]:
         """Return those who answer; once one has, a frozen one is not waited for much longer."""
-        asking = {asyncio.create_task(self._ask(source)): source for source in sources}
-        pending = set(asking)
         timeout_s: float | None = None
-        try:
+        async with Tasks() as tasks:  # it reports a failure beside the first one, which is raised
+            asking = {tasks.spawn(self._ask(source)): source for source in sources}
+            pending = set(asking)
             while pending:
                 done, pending = await asyncio.wait(
                     pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -202,8 +202,6 @@ class Recovery:
                     break
                 if any(task.result() is not None for task in done):
                     timeout_s = SLOW_STALLS * self._stall_s
-        finally:  # also when recovery itself is cancelled
-            await end(*pending)
         heads = {asking[task]: task.result() for task in asking if task not in pending}
         donors = [Donor(source=s, head=head) for s, head in heads.items() if head is not None]
         for donor in donors:
@@ -438,7 +436,7 @@ class Recovery:
         assembly = await self._assembly(position, root, holders)
         queue = _ranges(sorted(assembly.missing))
         while queue and holders:  # again without those that failed: others may be done already
-            still_good = await asyncio.gather(
+            still_good = await together(
                 *(self._drain(source, position, assembly, queue, used) for source in holders)
             )
             holders = [h for h, is_good in zip(holders, still_good, strict=True) if is_good]

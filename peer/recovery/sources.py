@@ -182,7 +182,7 @@ class CoordinatorSource:
             epoch=self.epoch,
             position=self.position,
             chain=self.chain,
-            incarnation="0",
+            incarnation=None,
             role="follower",
             ready_in_s=0.0,
             first_body=info.first_body,

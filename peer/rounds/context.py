@@ -42,7 +42,7 @@ EVIDENCE = "evidence"  # the note of the log's store that holds it
 ALIVE_PER_STALL = 4  # signs of life in one stall, so that three may be late
 
 
-class AttemptFailed(Exception):  # noqa: N818
+class AttemptFailed(Exception):
     """This term decides nothing; the next leader tries."""
 
 

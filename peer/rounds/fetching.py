@@ -104,7 +104,7 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
                 with suppress(TransportError, MalformedRecord):
                     return task.result()
     finally:
-        await end(*asked)
+        await end(*asked, expected=(MalformedRecord,))
     raise PeerUnreachable(f"no peer has the part {digest.hex()[:12]}")
 
 

@@ -103,7 +103,8 @@ class Head(Record):
     epoch: Count
     position: Count
     chain: Digest
-    incarnation: Incarnation
+    incarnation: Incarnation | None
+    """none of a follower, which has no process of a peer"""
     role: str
     ready_in_s: Weight
     first_body: Count

@@ -180,7 +180,7 @@ Order = tuple[int, ...]
 
 
 @dataclass(order=True)
-class _Turn:
+class _QueuedSend:
     order: Order
     number: int
     num_bytes: int = field(compare=False)
@@ -193,7 +193,7 @@ class Pacer:
     def __init__(self) -> None:
         """Not paced until `rate_mbit_s` is set."""
         self.rate_mbit_s: float | None = None
-        self._turns: list[_Turn] = []
+        self._turns: list[_QueuedSend] = []
         self._numbers = count()
         self._free_at_s = 0.0
         self._granted = False
@@ -229,7 +229,7 @@ class Pacer:
     def turn(self, num_bytes: int, order: Order) -> asyncio.Future[None]:
         """Return a future that is done when so many bytes may be sent; cancel it to give it up."""
         granted = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._turns, _Turn(order, next(self._numbers), num_bytes, granted))
+        heapq.heappush(self._turns, _QueuedSend(order, next(self._numbers), num_bytes, granted))
         self._grant()
         return granted
 
@@ -256,7 +256,7 @@ class Pacer:
         return max(self._free_at_s, now_s - BURST_S) + num_bytes * BITS / self.rate_mbit_s
 
 
-class Watch:
+class LinkReading:
     """One reduction's look at the link."""
 
     def __init__(self, link: Link) -> None:
@@ -283,7 +283,7 @@ class Link:
     def __init__(self) -> None:
         self.pacer = Pacer()
         self._round_trips: dict[str, deque[float]] = {}
-        self._watches: set[Watch] = set()
+        self._watches: set[LinkReading] = set()
         self._stretches: list[list[Sample]] = []
         """what was read since something was learned last, without its pauses"""
         self._tasks = Tasks()
@@ -319,18 +319,18 @@ class Link:
             del self._round_trips[next(iter(self._round_trips))]
         self.pacer.round_trip_s = max(min(trips) for trips in self._round_trips.values())
 
-    def watch(self, transport: Transport) -> Watch:
+    def watch(self, transport: Transport) -> LinkReading:
         """Begin to read for a reduction, or for codes that leave before it."""
         if not self._watches:
             if not self._stretches:
                 self.pacer.restart()
             self._stretches.append([])
             self._reading = self._tasks.spawn(self._read(transport))
-        watch = Watch(self)
+        watch = LinkReading(self)
         self._watches.add(watch)
         return watch
 
-    def unwatch(self, watch: Watch, *, learns: bool = True) -> None:
+    def unwatch(self, watch: LinkReading, *, learns: bool = True) -> None:
         """End a reduction, or pause it.
 
         At its end, learn from the readings since the last end if no member was lost.

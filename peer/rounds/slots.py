@@ -68,16 +68,17 @@ class Slots:
     def _grant(self) -> None:
         """Give free slots to the peers that have fewest, and among these to the longest waiting."""
         while self.held.total() < self._count:
-            ready = [w for w in self._waiting if self._may_have(w)]
+            ready = [
+                waiting
+                for waiting in self._waiting
+                if self.held[waiting.peer] < self._most_of_one and not waiting.granted.done()
+            ]
             if not ready:
                 return
             first = min(ready, key=lambda waiting: self.held[waiting.peer])
             self._waiting.remove(first)
             self.held[first.peer] += 1
             first.granted.set_result(None)
-
-    def _may_have(self, waiting: _Waiting) -> bool:
-        return self.held[waiting.peer] < self._most_of_one and not waiting.granted.done()
 
     def _is_due(self, waiting: _Waiting, peer: str) -> bool:
         """Return whether a waiting stream is to have a slot of `peer`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 
 RECENT_WINDOWS = 16  # a wait of an hour is out of view after so many rounds
 LOSS_DECAY = 0.95  # averages about the last 20 steps
@@ -15,12 +16,22 @@ LONGER = 4.0
 SMOOTHING = 0.5  # weight of earlier windows, because one busy minute of a machine is not its speed
 
 
+class TrainerPhase(StrEnum):
+    """The phase of a trainer; docs/protocol.md, part "Phases", lists them."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    REDUCING = "reducing"
+    VALIDATING = "validating"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerStatistics:
     """State of a trainer at one moment."""
 
-    phase: str = "starting"
-    """`starting`, `training`, `reducing`, `validating`, `stopped` or `finished`."""
+    phase: TrainerPhase = TrainerPhase.STARTING
     position: int = 0
     """Position of the log of this peer's synced parameters."""
     step: int = 0

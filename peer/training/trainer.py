@@ -54,6 +54,7 @@ from atoll.peer.training.statistics import (
     StepPace,
     TimeSpent,
     TrainerCounters,
+    TrainerPhase,
     TrainerStatistics,
 )
 
@@ -67,11 +68,11 @@ SHARE_STEPS = 9  # recent steps; a rest is a multiple of their median
 _log = logging.getLogger(__name__)
 
 
-class TrainingFailed(RuntimeError):  # noqa: N818 - it names the event
+class TrainingFailed(RuntimeError):
     """Training cannot continue: every window of this peer ends in non-finite numbers."""
 
 
-class _Stopped(Exception):  # noqa: N818
+class _Stopped(Exception):
     """The trainer was stopped during a validation."""
 
 
@@ -227,7 +228,7 @@ class Trainer:
                 self.save(self.options.state_path)
         finally:
             self._writer.shutdown()
-            self._publish(phase="finished" if self.finished else "stopped")
+            self._publish(phase=TrainerPhase.FINISHED if self.finished else TrainerPhase.STOPPED)
 
     def step(self) -> None:
         """Take one inner step and, at the end of a window, the method's outer step.
@@ -444,7 +445,7 @@ class Trainer:
 
     def _announce_window_end(self) -> None:
         last = self.worker.steps_left == 1
-        self._publish(phase="reducing" if last else "training")
+        self._publish(phase=TrainerPhase.REDUCING if last else TrainerPhase.TRAINING)
 
     def _validate_when_due(self) -> None:
         every, before = self.options.validate_every, self._progress.seen_position
@@ -453,7 +454,7 @@ class Trainer:
             return
         due = self._progress.position // every > before // every
         if self.finished or (due and self._may_validate()):
-            self._publish(phase="validating")
+            self._publish(phase=TrainerPhase.VALIDATING)
             began_s = self.options.clock()
             try:
                 loss = self.evaluate(between=self._expect_no_stop)
@@ -515,7 +516,7 @@ class Trainer:
         left, method = self.worker.steps_left, self.worker.statistics()
         self._times.mark(method.windows, self.time_spent())
         self._publish(
-            phase="training",
+            phase=TrainerPhase.TRAINING,
             tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
             step_s=step_s,
             pace_s=self._pace.step_s or (step_s if self._progress.steps > WARM_STEPS else 0.0),

@@ -14,10 +14,10 @@ import grpc
 import pytest
 
 from atoll.coordinator.report.plain import follow, render_status
-from atoll.coordinator.report.text import clean_lines
 from atoll.coordinator.rpc.client_errors import CoordinatorRefused
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import Event, PeerStatus, RoundSummary, RunStatus
+from atoll.coordinator.run.text import clean_lines
 from atoll.optim.state.layout import Layout
 from atoll.peer.cli import main as cli
 from atoll.peer.cli import peer as peer_command

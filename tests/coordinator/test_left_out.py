@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atoll.coordinator.report.text import short_id
 from atoll.coordinator.report.view import without
 from atoll.coordinator.run.status import RoundReport
+from atoll.coordinator.run.text import short_id
 
 
 def test_a_peer_that_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -> None:

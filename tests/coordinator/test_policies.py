@@ -187,7 +187,7 @@ def test_a_peer_that_said_goodbye_has_left_and_is_not_gone() -> None:
 def test_a_pair_that_stays_apart_is_logged_once() -> None:
     logged: list[str] = []
     history = SimpleNamespace(peers=lambda: [])
-    events = SimpleNamespace(report_once=lambda level, text: logged.append(text))
+    events = SimpleNamespace(report_once=lambda level, text, key: logged.append(text))
     presence = Presence(history, events, 0.0)  # type: ignore[arg-type]
     presence.peers.update(peer("a", unreached=["b", "elsewhere"]), 0.0)
     presence.look(1.0)

@@ -13,7 +13,7 @@ from atoll.dht.addresses import peer_of, through
 from atoll.dht.node import Node
 from atoll.dht.punching import Punching
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.testing.wan import Link, WanLab
+from atoll.dht.testing.wan import WanLab, WanLink
 from atoll.dht.transport import PeerUnreachable, Refused
 
 PUBLIC = "/ip4/203.0.114.1/tcp/1"
@@ -186,7 +186,7 @@ async def get(board, name):
     os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="needs root and /dev/net/tun"
 )
 def test_peers_behind_routers_make_holes_where_that_works(tmp_path):
-    links = [Link(), *(Link(behind=kind) for kind in BEHIND.values())]
+    links = [WanLink(), *(WanLink(behind=kind) for kind in BEHIND.values())]
     with WanLab(links) as lab:
         children = [
             lab.popen(host, [sys.executable, __file__, role, lab.own_ip(host), str(tmp_path)])

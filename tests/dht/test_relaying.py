@@ -16,7 +16,7 @@ from atoll.dht.identity import Identity
 from atoll.dht.libp2p import LibP2PTransport
 from atoll.dht.p2pd import P2pd, P2pdOptions
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.relaying import Kind, Rate, Relaying, Secrets
+from atoll.dht.relaying import Kind, RateLimit, Relaying, Secrets
 from atoll.dht.strangers import MAX_SILENT, MAX_SILENT_PER_PEER
 from atoll.dht.transport import (
     MAX_CALL_BYTES,
@@ -56,6 +56,7 @@ class End:
         daemon = await P2pd.start(identity, P2pdOptions())
         relays = Relaying(
             identity,
+            daemon,
             run_id=run,
             check=check,
             admission=lambda: ticket,
@@ -251,7 +252,7 @@ def test_a_relay_keeps_to_its_bandwidth():
 
 def test_the_rate_is_shared_in_turns():
     async def main():
-        rate, done = Rate(8.0), []
+        rate, done = RateLimit(8.0), []
 
         async def use(name, pieces):
             for _ in range(pieces):
@@ -266,7 +267,7 @@ def test_the_rate_is_shared_in_turns():
 
 def test_a_sender_of_many_streams_has_one_share():
     async def main():
-        rate, done = Rate(8.0), []
+        rate, done = RateLimit(8.0), []
 
         async def use(name, pieces):
             for _ in range(pieces):

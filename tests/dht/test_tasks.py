@@ -12,7 +12,7 @@ from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable
 
 
-class Broken(Exception):  # noqa: N818
+class Broken(Exception):
     """A failure of a test."""
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atoll.dht.identity import Identity
 from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import end
 from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.testing.virtualtime import inline
@@ -165,9 +166,7 @@ class CrowdPeer:
         self.crowd.on_phase(self, phase, position)
 
     async def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await end(*self.tasks)
         await self.gossip.close()
         await self.transport.close()
 

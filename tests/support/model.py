@@ -78,11 +78,11 @@ class State(NamedTuple):
     mishaps: int = 0
 
 
-class DecidedTwice(AssertionError):  # noqa: N818
+class DecidedTwice(AssertionError):
     """Two certificates for one position."""
 
 
-class Voided(AssertionError):  # noqa: N818
+class Voided(AssertionError):
     """A certificate for a position that the coordinator takes to be undecided for ever."""
 
 

@@ -10,7 +10,7 @@ from atoll.coordinator.run.status import RunStatus
 from atoll.coordinator.service.server import running
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon.bootstrap import BootstrapNode
+from atoll.peer.daemon.reach.bootstrap import BootstrapNode
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import build_model
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import is_dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -72,7 +72,7 @@ GRACE_S, STALL_S, DEADLINE_S = 1.0, 0.0, 2.0
 PART_BYTES = 10
 
 
-class Broken(AssertionError):  # noqa: N818
+class Broken(AssertionError):
     """A rule of rounds does not hold in a world that can be reached."""
 
 
@@ -107,6 +107,20 @@ class World(NamedTuple):
     turn: bool = True
     mishaps: int = 0
     polls: int = 0
+    members: tuple[int | None, ...] = ()
+    """of a joint world, by process: its member's machine; None once the process died"""
+    sessions: tuple[tuple[int, Session] | None, ...] = ()
+    """of a joint world, by process: the term whose leader it reports to, and how far it came"""
+    known: frozenset[int] = frozenset()
+    """of a joint world: processes that know the decision"""
+
+
+class Session(IntEnum):
+    """A member's session with a leader."""
+
+    DIALLING = 0
+    REPORTED = 1
+    GROUPED = 2
 
 
 class Cells:
@@ -248,12 +262,16 @@ class RoundModel:
         if current.state is RoundState.CALLED:
             yield self._feed(world, leader, LeaderAbsent())
 
-    def _parts(self, world: World, leader: int) -> Iterator[World]:
+    def _reduced(self, world: World, leader: int) -> Iterator[World]:
         current = self._round(world, leader)
         for order in world.orders:
             if order[0] == leader and current.is_live(f"p{order[3]}"):
                 done = self._done[order[1:]]
                 yield self._feed(world, leader, PartReduced(peer=f"p{order[3]}", done=done))
+
+    def _parts(self, world: World, leader: int) -> Iterator[World]:
+        current = self._round(world, leader)
+        yield from self._reduced(world, leader)
         digests = current.parts.digests if current.parts is not None else {}
         for part, digest in digests.items():
             if (leader, part) not in world.cut and (leader, digest) not in world.held:

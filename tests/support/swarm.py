@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,8 +15,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from atoll.compression import parse
+from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import Identity, verify
 from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import end
 from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.testing.virtualtime import inline
@@ -113,6 +115,7 @@ class SwarmPeer:
     tau: int = 0
     settled: list[Settled] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list)
     recovered: Recovered | None = None
     windows: int = 0
     handed_in: list[Offer] = field(default_factory=list)
@@ -172,7 +175,7 @@ class SwarmPeer:
             settings=self.swarm.settings,
             compute=inline,
             rule=self.swarm.rule,
-            on_event=lambda level, text, key=None: self.events.append(f"{level}: {text}"),
+            on_event=self.note,
             ready_in_s=self._ready_in_s,
         )
         self.ready_at = 0.0
@@ -210,7 +213,7 @@ class SwarmPeer:
         try:
             recovered = await self.recovery.run()
         except RecoveryError as error:
-            self.events.append(f"warning: {error}")
+            self.note("warning", str(error))
             return
         self.recovered = recovered or self.recovered
         jumped = recovered is not None and recovered.snapshot_position is not None
@@ -345,10 +348,13 @@ class SwarmPeer:
         self.drift_N -= counted_N
         self.counted_N += counted_N
 
+    def note(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
+        """Keep an event; `levels` has the level of each."""
+        self.events.append(f"{level}: {text}")
+        self.levels.append(level)
+
     async def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await end(*self.tasks)
         await self.rounds.close()
         self.replica.store.close()
 

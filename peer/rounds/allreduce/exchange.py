@@ -24,7 +24,7 @@ from typing import Self
 
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import end
+from atoll.dht.tasks import Tasks, end
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import LENGTH, Cells
@@ -112,7 +112,7 @@ def most_bytes(cells: Cells, part: PlannedPart) -> int:
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _Broken:
     error: TransportError
 
 
@@ -128,7 +128,7 @@ class HeldStream:
         self._limit = limit
         self._stall_s = stall_s
         self._slot = slot
-        self._messages: asyncio.Queue[bytes | _Failed | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[bytes | _Broken | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
 
     @property
@@ -142,20 +142,20 @@ class HeldStream:
 
     async def _read(self) -> None:
         held = 0
-        message: bytes | _Failed | None = ALIVE
+        message: bytes | _Broken | None = ALIVE
         while isinstance(message, bytes):
             try:
                 message = await self._stream.recv(timeout_s=self._stall_s)
             except DeadlineExceeded:  # the sender has nothing to send while the group is awaited
                 continue
             except TransportError as error:
-                message = _Failed(error)
+                message = _Broken(error)
             if isinstance(message, bytes):
                 held += len(message)
                 try:
                     self._count(message, held)
                 except Refused as error:
-                    message = _Failed(error)
+                    message = _Broken(error)
             self._messages.put_nowait(message)
 
     def _count(self, message: bytes, held: int) -> None:
@@ -175,7 +175,7 @@ class HeldStream:
                 message = await self._messages.get()
         except TimeoutError:
             raise DeadlineExceeded(f"no message for {timeout_s:.1f} s", peer=self.remote) from None
-        if isinstance(message, _Failed):
+        if isinstance(message, _Broken):
             raise message.error
         return message
 
@@ -266,9 +266,9 @@ class Exchange:
         """for the leader: each part that this peer has reduced"""
         self.is_over = False
         self._generation = dict.fromkeys(range(len(group.parts)), 0)
+        self._work = Tasks()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._repaired: list[asyncio.Task[None]] = []
-        """cancelled tasks of earlier generations, which `close` awaits"""
+        """by part: the newest generation's"""
         ctx.parts.arriving[group.position] = self
         everyone = range(len(group.members))
         for index, plan in enumerate(group.parts):
@@ -299,7 +299,7 @@ class Exchange:
             work = self._owner.reduce(part, generation)
         else:
             work = self._get(rows, owner, part, generation)
-        self._tasks[part] = asyncio.create_task(work)
+        self._tasks[part] = self._work.spawn(work)
 
     async def _get(self, rows: RowReduction | None, owner: int, part: int, generation: int) -> None:
         name = self._state.peer(owner)
@@ -343,7 +343,6 @@ class Exchange:
         self._generation[order.part] = order.generation
         self.parts.pop(order.part, None)
         self.credits.pop(order.part, None)
-        self._repaired.append(self._tasks[order.part])
         self._tasks[order.part].cancel()
         self._start(order.part, order.owner, order.senders)
 
@@ -385,4 +384,4 @@ class Exchange:
         if arriving.get(position) is self:
             del arriving[position]
         self._state.watch.close()
-        await end(*self._tasks.values(), *self._repaired)
+        await self._work.close()

@@ -34,7 +34,7 @@ from atoll.peer.rounds.messages import PIECE_BYTES, PartDone, Prefix
 NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have
 
 
-class CellRefused(ValueError):  # noqa: N818
+class CellRefused(ValueError):
     """A cell contradicts what its sender declared, or the part."""
 
 

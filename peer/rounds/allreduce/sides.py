@@ -29,7 +29,7 @@ from atoll.compression import CodecError
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import beside, end
+from atoll.dht.tasks import Tasks, beside, end
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.log.replica import Compute
@@ -272,9 +272,10 @@ class UpfrontCodes:
         self._streams: dict[int, asyncio.Future[Stream | None]] = {
             index: loop.create_future() for index in others
         }
-        self._sends = {index: asyncio.create_task(self._send(index)) for index in others}
+        self._work = Tasks()
+        self._sends = {index: self._work.spawn(self._send(index)) for index in others}
         self._watch = ctx.link.watch(ctx.transport)
-        self._ending = asyncio.create_task(self._end_watch())
+        self._work.spawn(self._end_watch())
 
     async def stream(self, part: int) -> Stream | None:
         """Return the stream of a part's codes; None if its owner was not reached."""
@@ -287,7 +288,7 @@ class UpfrontCodes:
 
     async def close(self) -> None:
         """End all sends and streams."""
-        await end(*self._sends.values(), self._ending)
+        await self._work.close()
         self._watch.close()
         for opened in self._streams.values():
             stream = opened.result() if opened.done() else None
@@ -305,10 +306,12 @@ class UpfrontCodes:
         stall_s = self._ctx.settings.stall_s
         try:
             stream = await self._ctx.transport.open(part.owner, "reduce", timeout_s=stall_s)
+            opened.set_result(stream)
         except TransportError:
-            opened.set_result(None)
             return
-        opened.set_result(stream)
+        finally:
+            if not opened.done():  # `stream` waits for it, whatever went wrong
+                opened.set_result(None)
         head = Upfront(
             position=self._plan.position,
             plan=self.digest,
@@ -331,11 +334,11 @@ class UpfrontCodes:
         return (owners.index(owner) - bisect(owners, self._ctx.me.peer_id)) % len(owners)
 
 
-class _NotUpfront(Exception):  # noqa: N818
+class _NotUpfront(Exception):
     """The owner did not keep the codes that were sent before the group closed."""
 
 
-class PartLost(Exception):  # noqa: N818
+class PartLost(Exception):
     """The owner of a part is gone, or sends no more of it."""
 
 

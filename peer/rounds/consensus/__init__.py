@@ -3,3 +3,16 @@
 The rules are machines without sockets, which tests drive through every order of events: `round`
 for the leader, `member` for its members. Drivers do what the machines ask for.
 """
+
+from typing import TYPE_CHECKING
+
+from atoll.coordinator.exports import exports
+
+if TYPE_CHECKING:
+    from atoll.peer.rounds.consensus.member import MemberRound
+    from atoll.peer.rounds.consensus.round import Round
+    from atoll.peer.rounds.consensus.voter import Voter
+
+__all__ = ["MemberRound", "Round", "Voter"]
+
+__getattr__ = exports(__name__, {"MemberRound": "member", "Round": "round", "Voter": "voter"})

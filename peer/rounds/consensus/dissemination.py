@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Self, TypeVar
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import Tasks
+from atoll.dht.tasks import Tasks, together
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import MalformedRecord, sha256
 from atoll.peer.rounds.allreduce.exchange import Exchange
@@ -73,7 +73,7 @@ class Tree:
 
     async def tell(self, peers: Sequence[str], body: Body) -> None:
         """Return when one peer of each branch has taken it, or none has."""
-        await asyncio.gather(*(self._tell_branch(branch, body) for branch in branches(peers)))
+        await together(*(self._tell_branch(branch, body) for branch in branches(peers)))
 
     def spawn(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Do something until it is done or the tree is closed."""
@@ -186,7 +186,7 @@ class Delivery:
         others = [peer for peer in self._waiting if [peer] not in here]
         begun = [*here, *branches(others)]
         self._passing, self._lost = {branch[0] for branch in begun}, False
-        await asyncio.gather(*(self._tell(branch) for branch in begun))
+        await together(*(self._tell(branch) for branch in begun))
 
     async def run(self) -> None:
         """Return when every member has it or is gone."""

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import Tasks, beside, end, race
+from atoll.dht.tasks import Tasks, beside, end, race, together
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.electorate import succeed
 from atoll.optim.log.entry import (
@@ -477,7 +477,7 @@ class Proposals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Decision:
     """A decided position."""
 
     entry: Entry
@@ -530,7 +530,7 @@ class Leadership:
         self._helper: asyncio.Task[None] | None = None
         self._helped = RoundState.DECIDED
         self._delivery: Delivery | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: Decision | None = None
 
     async def serve(self, remote: str, ready: Ready, stream: Stream) -> None:
         """Hold a member's session until it ends.
@@ -561,7 +561,7 @@ class Leadership:
             self._delivery.gone(session.remote)
         return actions
 
-    async def run(self) -> Outcome:
+    async def run(self) -> Decision:
         """Lead to a certificate.
 
         Raises:
@@ -698,11 +698,15 @@ class Leadership:
         await self._end_help()
         self._helped = self.round.state
         if self._helped is RoundState.CALLED:
-            self._helper = asyncio.create_task(self._await_call())
+            self._begin_help(self._await_call())
         elif self._helped is RoundState.FORMING:
-            self._helper = asyncio.create_task(self._probe())
+            self._begin_help(self._probe())
         elif self._helped is RoundState.REDUCING:
-            self._helper = asyncio.create_task(self._probe_electors())
+            self._begin_help(self._probe_electors())
+
+    def _begin_help(self, work: Coroutine[Any, Any, None]) -> None:
+        self._helper = asyncio.create_task(work)
+        self._helper.add_done_callback(lambda _: self.changed.set())  # `run` raises its failure
 
     async def _end_help(self) -> None:
         if self._helper is not None:
@@ -732,7 +736,7 @@ class Leadership:
         while True:
             asked = [e for e in self._electorate() if not self.round.is_live(e.peer_id)]
             asked = [e for e in asked if e != self.ctx.me]
-            heads = await asyncio.gather(*(ask_head(self.ctx, e.peer_id) for e in asked))
+            heads = await together(*(ask_head(self.ctx, e.peer_id) for e in asked))
             self._note_electors(dict(zip((e.peer_id for e in asked), heads, strict=True)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_S):
@@ -748,9 +752,6 @@ class Leadership:
         ]
         self._take(ElectorsProbed(silent=frozenset(silent)))
 
-    def _is_barred(self, peer: str) -> bool:
-        return self.ctx.conduct.barred(peer, self.ctx.now()) is not None
-
     async def _ask_trainers(self) -> dict[str, float]:
         """Return when each trainer that stands here expects to be ready, on the leader's clock.
 
@@ -764,13 +765,15 @@ class Leadership:
         trainers -= {me}
         here = trainers & set(self.round.live)
         asked = sorted(trainers - here)
-        heads = await asyncio.gather(*(ask_head(self.ctx, peer) for peer in asked))
+        heads = await together(*(ask_head(self.ctx, peer) for peer in asked))
         self._note_electors(dict(zip(asked, heads, strict=True)))
         now = self.ctx.now()
         ready_at = dict.fromkeys(sorted(here), now)
         for peer, head in zip(asked, heads, strict=True):
-            if head is None or head.role != "trainer" or self._is_barred(peer):
-                continue  # the report of one that is barred would be refused
+            if head is None or head.role != "trainer":
+                continue
+            if self.ctx.conduct.barred(peer, now) is not None:
+                continue  # its report would be refused
             if head.position >= replica.position - DECISION_UNDER_WAY:
                 ready_at[peer] = now + head.ready_in_s
         ready_in_s = self.ctx.ready_in_s()
@@ -825,7 +828,7 @@ class Leadership:
             case ReportArrived():
                 self.ctx.on_event(action.level, action.text)
             case Decide():
-                self._outcome = Outcome(entry=action.entry, certificate=action.certificate)
+                self._outcome = Decision(entry=action.entry, certificate=action.certificate)
             case Fail():
                 raise AttemptFailed(action.why)
 
@@ -873,7 +876,7 @@ class Leadership:
 
     async def _broadcast(self, kind: bytes, record: Repair | Gone) -> None:
         live = [self.sessions[peer] for peer in self.round.live]
-        await asyncio.gather(*(self._send(session, kind, record) for session in live))
+        await together(*(self._send(session, kind, record) for session in live))
 
     async def _send(self, session: Session, kind: bytes, record: Closed | Repair | Gone) -> None:
         try:

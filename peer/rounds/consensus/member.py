@@ -539,7 +539,8 @@ class Flight:
                 while self._member.state is not MemberState.OVER:
                     self._changed.clear()
                     while actions := self._member.advance(self._view()):
-                        await self._do_all(actions)
+                        for action in actions:
+                            await self._do(action)
                     await self._await_change()
                     if self._session is not None and self._session.done():
                         self._session.result()
@@ -585,15 +586,12 @@ class Flight:
 
     # actions of the machine
 
-    async def _do_all(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            await self._do(action)
-
     async def _do(self, action: Action) -> None:
         match action:
             case Join():
                 await self._leave()
                 self._session = asyncio.create_task(self._take_part(action.leader, action.term))
+                self._session.add_done_callback(lambda _: self._changed.set())
             case Leave():
                 await self._leave()
             case ReportTurn():

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Literal
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import Tasks
+from atoll.dht.tasks import Tasks, together
 from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.electorate import BadElectorate, check_succession
 from atoll.optim.log.entry import (
@@ -89,7 +89,7 @@ MAX_ELECTORS = 8  # of an electorate in which votes go to all: 56 messages of 20
 OnCertified = Callable[[Entry, Certificate], None]
 
 
-class Tally:
+class VoteTally:
     """The votes of one position, as they reach one elector."""
 
     def __init__(self, ctx: Context, on_certified: OnCertified, *, trust: Trust = "crash") -> None:
@@ -197,7 +197,11 @@ class Tally:
             return
         entry, own = self._own
         liars = self._ctx.evidence.at(entry.epoch, entry.position)
-        cast = [(i, v) for i, v in sorted(self._votes.items()) if not self._is_of(i, liars)]
+        cast = [
+            (index, vote)
+            for index, vote in sorted(self._votes.items())
+            if self._electorate[index].peer_id not in liars
+        ]
         same = [i for i, v in cast if (v.attempt, v.entry) == (own.attempt, own.entry)]
         if is_quorum(same, len(self._electorate)):
             # A signature takes longer to check than to count: only a quorum is worth it.
@@ -206,9 +210,6 @@ class Tally:
                 self._own = None
                 votes = tuple(Vote(elector=i, signature=self._votes[i].signature) for i in valid)
                 self._on_certified(entry, Certificate(attempt=own.attempt, votes=votes))
-
-    def _is_of(self, index: int, peers: Collection[str]) -> bool:
-        return self._electorate[index].peer_id in peers
 
     def _is_valid(self, index: int, entry: Entry) -> bool:
         vote, peer = self._votes[index], self._electorate[index].peer_id
@@ -246,7 +247,7 @@ class Voter:
         self._hearing: asyncio.Task[dict[str, int | None]] | None = None
         self._heard_at = -math.inf
         self._tasks = Tasks()
-        self._tally = Tally(ctx, on_certified, trust=self._trust)
+        self._tally = VoteTally(ctx, on_certified, trust=self._trust)
         self._verified: dict[bytes, Update | None] = {}
         self._reports: Reports = ()
         """of the members of the entry that this peer voted for last"""
@@ -422,7 +423,7 @@ class Voter:
     async def _open_terms(self, place: Place) -> dict[str, int | None]:
         """Return the open terms of others at a place, as `Turns.advance` takes them."""
         others = [e for e in self._ctx.replica.electorate if e != self._ctx.me]
-        heads = await asyncio.gather(*(ask_head(self._ctx, e.peer_id) for e in others))
+        heads = await together(*(ask_head(self._ctx, e.peer_id) for e in others))
         told: dict[str, int | None] = {}
         for elector, head in zip(others, heads, strict=True):
             told[elector.peer_id] = None
@@ -476,7 +477,8 @@ class Voter:
         self._booth.check(remote, place, ask.attempt)
         if not self._ctx.verify(remote, proposal_payload(entry, ask.attempt), ask.signature):
             raise MalformedRecord("expected a proposal that its leader signed")
-        dropped = self._check_rules(entry)
+        dropped = self._check_derived(entry)
+        self._check_root(entry)
         if self._trust == "byzantine":
             electorate = self._ctx.replica.electorate
             check_justified(entry, ask.attempt, reason, electorate, self._ctx.verify)
@@ -648,9 +650,7 @@ class Voter:
 
         A voter waits half as long as leaders do, so that it does not hear of one that they missed.
         """
-        heads = await asyncio.gather(
-            *(ask_head(self._ctx, e.peer_id, HEAD_STALLS / 2) for e in dropped)
-        )
+        heads = await together(*(ask_head(self._ctx, e.peer_id, HEAD_STALLS / 2) for e in dropped))
         for elector, head in zip(dropped, heads, strict=True):
             if elector == self._ctx.me or stands_at(elector, head, place):
                 raise Refused(
@@ -684,12 +684,6 @@ class Voter:
             )
         self._check_derived(entry)
         await self._check_reports(entry, reports)
-
-    def _check_rules(self, entry: Entry) -> list[Elector]:
-        """Check all that follows from log and state; the electors that the entry drops."""
-        dropped = self._check_derived(entry)
-        self._check_root(entry)
-        return dropped
 
     def _check_derived(self, entry: Entry) -> list[Elector]:
         """Check all that follows from the log alone; the electors that the entry drops."""

@@ -7,16 +7,16 @@ passes are about as good as new text, further ones soon worth nothing (arXiv:230
 import platform
 from collections.abc import Iterator
 
-from atoll.coordinator.report.text import size
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import size
 from atoll.peer.errors import DataError
 from atoll.peer.training.data.corpus import Corpus, TextSummary
 from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
 
-MAX_PASSES = 4
+MAX_PASSES = 4  # up to four, repeated text is nearly as good as new (arXiv:2305.16264)
 ENDLESS_ROUNDS = 100  # a run without an end is judged by so many
 
 Remark = tuple[Level, str]

@@ -28,7 +28,7 @@ SAMPLE = (
 )
 
 
-class TrialFailed(Exception):  # noqa: N818 - it names the event
+class TrialFailed(Exception):
     """The file could not be parsed and used within the limits."""
 
 

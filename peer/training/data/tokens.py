@@ -69,7 +69,7 @@ class _ByteDecoder:
         try:
             text = self._pending.decode()
         except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data":
+            if error.reason == "unexpected end of data":  # CPython's text; there is no code
                 return ""
             text = self._pending.decode(errors="replace")
         self._pending = b""

@@ -20,8 +20,8 @@ from atoll.coordinator.dashboard.panes import (
 from atoll.coordinator.dashboard.peers import COLUMNS, details
 from atoll.coordinator.report import feed as feeds
 from atoll.coordinator.report.feed import FeedError
-from atoll.coordinator.report.text import ABSENT
 from atoll.coordinator.run.status import Event, Gap
+from atoll.coordinator.run.text import ABSENT
 
 SIZES = [(80, 24), (80, 60), (120, 24), (120, 40), (200, 60)]
 SVG_CELL_WIDTH = 12.2  # Textual's

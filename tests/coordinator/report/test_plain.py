@@ -4,7 +4,6 @@ from dataclasses import replace
 import pytest
 
 from atoll.coordinator.report.plain import follow, lines, render_status
-from atoll.coordinator.report.text import ABSENT
 from atoll.coordinator.report.view import (
     eta_seconds,
     naming,
@@ -14,6 +13,7 @@ from atoll.coordinator.report.view import (
     utilisation_of,
 )
 from atoll.coordinator.run.status import Event, Gap
+from atoll.coordinator.run.text import ABSENT
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]x[/red]\r\nround 99 \u202eevil\u0000"
 

@@ -8,7 +8,7 @@ from atoll.coordinator.rpc import tls
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.coordinator.rpc.messages import CHANNEL_OPTIONS
 from atoll.coordinator.rpc.proxies import remedy
-from atoll.peer.daemon import health
+from atoll.peer.daemon.doctor import health
 
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 

@@ -9,9 +9,9 @@ import pytest
 
 from atoll.coordinator.run.status import PeerStatus, RunStatus
 from atoll.peer.cli.main import main
-from atoll.peer.daemon import health
-from atoll.peer.daemon.health import Health
-from atoll.peer.daemon.run_checks import coordinator_dht, pair_findings, run_finding
+from atoll.peer.daemon.doctor import health
+from atoll.peer.daemon.doctor.health import Health
+from atoll.peer.daemon.doctor.run_checks import coordinator_dht, pair_findings, run_finding
 from support.environment import NOBODY
 from support.organiser import Organiser, tiny_spec
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
-from atoll.peer.daemon import bootstrap
-from atoll.peer.daemon.bootstrap import BootstrapNode, both_families, recall, remember
-from atoll.peer.daemon.neighbours import PortInUse
+from atoll.peer.daemon.reach import bootstrap
+from atoll.peer.daemon.reach.bootstrap import BootstrapNode, both_families, recall, remember
+from atoll.peer.daemon.reach.neighbours import PortInUse
 
 RUN_ID = bytes(range(32))
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

@@ -5,7 +5,7 @@ import pytest
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable, Refused
-from atoll.peer.daemon.company import ALONE_S, APART_S, ASKED_AT_ONCE, Company, asking
+from atoll.peer.daemon.reach.company import ALONE_S, APART_S, ASKED_AT_ONCE, Company, asking
 
 
 class Desk:

@@ -7,9 +7,9 @@ import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.dht.identity import Identity
-from atoll.peer.daemon import moves
-from atoll.peer.daemon.moves import Moves, Watch, network_of
-from atoll.peer.daemon.reach import Reach, Reachability
+from atoll.peer.daemon.reach import moves
+from atoll.peer.daemon.reach.moves import AddressWatch, Moves, network_of
+from atoll.peer.daemon.reach.reachability import Reach, Reachability
 
 HOME, CAFE = ["192.168.1.4", "2a00:1::4"], ["10.7.0.9"]
 A, B = frozenset("A"), frozenset("B")
@@ -17,7 +17,7 @@ COORDINATOR = f"/ip4/203.0.114.1/tcp/7701/p2p/{Identity.ephemeral().peer_id}"
 
 
 def test_another_network_is_asked_about_at_once_and_once():
-    watch = Watch(HOME, is_known=True)
+    watch = AddressWatch(HOME, is_known=True)
     assert watch.look(0.0, HOME, A) is None
     assert watch.look(2.0, [], A) is None  # between two networks
     assert watch.look(4.0, CAFE, A) == "moved"
@@ -27,7 +27,7 @@ def test_another_network_is_asked_about_at_once_and_once():
 
 
 def test_tries_have_pauses_that_double_and_another_move_ends_them():
-    watch, asked = Watch(HOME, is_known=False), []
+    watch, asked = AddressWatch(HOME, is_known=False), []
     for second in range(200):
         if watch.look(float(second), HOME, A) is not None:
             asked.append(second)
@@ -38,7 +38,7 @@ def test_tries_have_pauses_that_double_and_another_move_ends_them():
 
 
 def test_all_connections_lost_at_once_raise_the_question():
-    watch = Watch(HOME, is_known=True)
+    watch = AddressWatch(HOME, is_known=True)
     assert watch.look(0.0, HOME, frozenset()) is None
     assert watch.look(2.0, HOME, A | B) is None
     assert watch.look(4.0, HOME, B) is None  # a peer that left

@@ -10,7 +10,7 @@ import pytest
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.dht.addresses import has_ipv6, peer_of
 from atoll.dht.identity import Identity
-from atoll.peer.daemon.reach import Reach, Reachability, is_direct, probe
+from atoll.peer.daemon.reach.reachability import Reach, Reachability, is_direct, probe
 
 COORDINATOR = f"/ip4/203.0.114.1/tcp/7701/p2p/{Identity.ephemeral().peer_id}"
 OTHER = f"/ip4/203.0.114.2/tcp/7701/p2p/{Identity.ephemeral().peer_id}"

@@ -10,7 +10,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.refusals import RefusalCode
 from atoll.peer.cli.peer import _as_json
 from atoll.peer.daemon.process import PeerEvent, joined_run
-from atoll.peer.daemon.tally import Tally, outcome_of
+from atoll.peer.daemon.tally import RoundTally, outcome_of
 from atoll.peer.rounds.consensus.member import Failed, Pending
 
 ME = object()
@@ -65,7 +65,7 @@ def test_the_last_session_with_a_leader_shows_the_culprit(last, exchange, expect
 
 
 def test_the_running_share_counts_work_that_rounds_took():
-    tally, accounts = Tally(num_fragments=2), []
+    tally, accounts = RoundTally(num_fragments=2), []
     tally.watch(accounts.append)
     for position, outcome in enumerate([Outcome.COUNTED, Outcome.NOT_READY, Outcome.PART]):
         tally.add(position + 1, outcome, loss=2.0, tokens=1000, wire_bytes_sent=48_000_000)
@@ -90,7 +90,7 @@ def test_what_a_peer_joins_is_one_line():
 
 
 def test_a_round_is_fields_and_not_only_a_sentence(capsys):
-    tally, accounts = Tally(), []
+    tally, accounts = RoundTally(), []
     tally.watch(accounts.append)
     tally.add(12, Outcome.NOT_IN_GROUP, loss=2.0, tokens=1000, wire_bytes_sent=7)
     event = PeerEvent(kind="round", position=12, text="x", account=accounts[0], tokens_per_s=5.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.peer.daemon.neighbours import is_turn
+from atoll.peer.daemon.reach.neighbours import is_turn
 
 
 @pytest.mark.parametrize("names", [["a"], ["b", "a"], ["c", "a", "b", "a"]])

@@ -42,7 +42,7 @@ PROGRAM = """
     if what == "reduce":
         Path(of("--state-dir"), "log").mkdir(parents=True)
         for position in range(100):
-            event = {"kind": "phase", "position": position, "level": "info", "text": "reduce"}
+            event = {"kind": "phase", "position": position, "level": "info", "phase": "reduce"}
             print(json.dumps(event), flush=True)
     if what.startswith("exit"):
         print(f"{name} says why", file=sys.stderr)

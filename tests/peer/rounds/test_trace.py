@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.coordinator.report.text import ABSENT
 from atoll.coordinator.rounds import with_traces
 from atoll.coordinator.run.outcome import ABSENCES, Outcome
 from atoll.coordinator.run.status import NAMED_PEERS, RoundReport, RoundSummary, StatusError
+from atoll.coordinator.run.text import ABSENT
 from atoll.peer.cli.rounds import table, trace
 from atoll.peer.daemon.reporting import MAX_REASON, reasons
 

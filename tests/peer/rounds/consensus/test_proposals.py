@@ -13,7 +13,7 @@ from atoll.optim.log.evidence import EvidenceBook
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus.round import TERM, ElectorsProbed, leader_of
-from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Tally, Voter
+from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Voter, VoteTally
 from atoll.peer.rounds.messages import Voted, inflated
 from support.strikes import expect_no_work_lost, expect_sums, passed
 from support.swarm import run_swarm
@@ -212,7 +212,7 @@ def test_a_tally_takes_a_quorum_of_valid_votes_for_what_it_voted_for(tmp_path):
     async def main():
         everyone = electors(5)
         ctx, certified = FakeContext(everyone[1]), []
-        tally = Tally(ctx, lambda entry, certificate: certified.append(certificate))
+        tally = VoteTally(ctx, lambda entry, certificate: certified.append(certificate))
         tally.turn(everyone)
         entry = entry_for(everyone)
         other = entry.model_copy(update={"lr": 2.0})
@@ -240,7 +240,7 @@ def test_large_electorates_leave_the_certificate_to_the_leader():
     async def main():
         everyone = electors(MAX_ELECTORS + 1)
         ctx = FakeContext(everyone[1])
-        tally = Tally(ctx, lambda entry, certificate: None)
+        tally = VoteTally(ctx, lambda entry, certificate: None)
         tally.turn(everyone)
         entry = entry_for(everyone)
         tally.vote(entry, vote_of(everyone[1], entry), "p0")
@@ -257,7 +257,7 @@ def test_a_tally_counts_where_the_electorate_is_known_later(tmp_path):
     async def main():
         everyone, certified = electors(2), []
         ctx = FakeContext(everyone[1])
-        tally = Tally(ctx, lambda entry, certificate: certified.append(certificate))
+        tally = VoteTally(ctx, lambda entry, certificate: certified.append(certificate))
         tally.turn(())
         tally.know(everyone)
         entry = entry_for(everyone)

@@ -2,7 +2,7 @@
 
 A laptop that changes networks, a VPN that drops and a provider's new address all leave connections
 behind that both ends take for live for a while, and a record with an address that fails.
-`Watch` decides when to ask the coordinator again, without sockets or a clock; `Moves` does it.
+`AddressWatch` decides without sockets or a clock when to ask the coordinator again; `Moves` asks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.dht.node import Node
-from atoll.peer.daemon.health import own_addresses
-from atoll.peer.daemon.reach import Reachability, probe_again
+from atoll.peer.daemon.doctor.health import own_addresses
+from atoll.peer.daemon.reach.reachability import Reachability, probe_again
 from atoll.peer.rounds.context import OnEvent
 
 LOOK_EVERY_S = 2.0  # two system calls; nothing is sent
@@ -28,7 +28,7 @@ Change = Literal["moved", "lost", "unknown"]
 """This machine has another address; all connections ended; nobody was ever asked."""
 
 
-class Watch:
+class AddressWatch:
     """Decides when the coordinator should be asked again; times are of any steady clock."""
 
     def __init__(self, own: Sequence[str], *, is_known: bool) -> None:
@@ -104,7 +104,7 @@ class Moves:
         self._is_asked = is_asked
         self._report = report
         self._own = own
-        self._watch = Watch(own(), is_known=reachability.reach.address != "" or not is_asked)
+        self._watch = AddressWatch(own(), is_known=reachability.reach.address != "" or not is_asked)
 
     async def keep(self) -> None:
         """Watch until cancelled."""

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.report import text
+from atoll.coordinator.run import text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import asyncio
 import ipaddress
 import json
 import os
-import re
 from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,11 +23,10 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.rpc.messages import PROBE_NONCE_BYTES
 from atoll.coordinator.run.status import PeerReach
-from atoll.dht.addresses import ANY_IPV6, is_ipv6, is_public, peer_of
+from atoll.dht.addresses import ANY_IPV6, TCP, is_ipv6, is_public, peer_of
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 
-_TCP = re.compile(r"/ip(?P<version>[46])/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 MAX_RELAYS = 2  # peers, besides the coordinator: a record has room for three such addresses
 MAX_ASKING = 4  # dial-backs at once: the coordinator makes one, strangers may come too
 
@@ -63,7 +61,7 @@ async def probe(
     """
     before = _recall(kept)
     for index, address in enumerate(listen):
-        found = _TCP.fullmatch(address)
+        found = TCP.fullmatch(address)
         if found is None or ipaddress.ip_address(found["host"]).is_loopback:
             continue
         others = [each for each in listen[index + 1 :] if each == f"{ANY_IPV6}0"]
@@ -97,7 +95,7 @@ async def probe_again(client: CoordinatorClient, listen: Sequence[str]) -> Reach
     Raises:
         CoordinatorError, OSError: the coordinator cannot be asked.
     """
-    found = [m for m in map(_TCP.fullmatch, listen) if m is not None]
+    found = [m for m in map(TCP.fullmatch, listen) if m is not None]
     asked = [m for m in found if not ipaddress.ip_address(m["host"]).is_loopback]
     if not asked:
         return Reach()
@@ -229,16 +227,13 @@ class Reachability:
         if self.is_direct:
             return
         me = self._node.peer_id
-        fit = {p: r for p, r in records.items() if p in connected and _relays(r) and p != me}
+        near = {p: r for p, r in records.items() if p in connected and p != me}
+        fit = {p: r for p, r in near.items() if r.relay_mbit_s > 0 and r.is_dialed and r.addresses}
         kept = [peer for peer in map(peer_of, self._node.relays) if peer in fit]
         # By a hash of both, so that relays have about as many peers each.
         others = sorted(fit.keys() - kept, key=lambda peer: sha256(f"{me}{peer}".encode()).digest())
         chosen = [fit[peer].addresses[0] for peer in (*kept, *others)[:MAX_RELAYS]]
         self._node.relays = (*chosen, *self._coordinator)
-
-
-def _relays(record: PeerRecord) -> bool:
-    return record.relay_mbit_s > 0 and record.is_dialed and bool(record.addresses)
 
 
 def _remember(path: Path, reach: Reach) -> None:

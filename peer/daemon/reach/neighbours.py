@@ -11,18 +11,18 @@ Exceptions:
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
+from atoll.dht.addresses import TCP
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord, Roster, RosterError, RosterRole
 from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector
 from atoll.peer.daemon.options import LinkRates
-from atoll.peer.daemon.reach import Reachability
+from atoll.peer.daemon.reach.reachability import Reachability
 from atoll.peer.daemon.reducer import TrainerView
 from atoll.peer.rounds.messages import PROTOCOL
 
@@ -31,10 +31,9 @@ CONNECT_S = 10.0  # libp2p does not dial again for 5 s after a failure
 ADDRESSES_KEPT = 2  # of each peer: more would crowd other peers out of an invite's sixteen
 
 ROSTER_ERRORS = (RosterError, TransportError, TimeoutError, OSError)
-_TCP = re.compile(r"/ip[46]/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 
 
-class PortInUse(ValueError):  # noqa: N818
+class PortInUse(ValueError):
     """An address that cannot be listened on."""
 
 
@@ -65,7 +64,7 @@ def expect_free(listen: Iterable[str], *, remedy: str) -> None:
     Raises:
         PortInUse: one of them cannot be listened on.
     """
-    for found in filter(None, map(_TCP.fullmatch, listen)):
+    for found in filter(None, map(TCP.fullmatch, listen)):
         free_port(found["host"], int(found["port"]), remedy=remedy)
 
 

@@ -3,7 +3,7 @@
 It keeps the addresses of peers on disk and dials them after a restart: they have each other,
 dropped this node while it was away, and do not look for it.
 
-Raises `atoll.peer.daemon.neighbours.PortInUse` if coordinator.dht_listen cannot be used on this
+Raises `neighbours.PortInUse` if coordinator.dht_listen cannot be used on this
 machine.
 """
 
@@ -26,7 +26,7 @@ from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
 from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
-from atoll.peer.daemon.neighbours import ADDRESSES_KEPT, PortInUse, free_port
+from atoll.peer.daemon.reach.neighbours import ADDRESSES_KEPT, PortInUse, free_port
 from atoll.peer.gossip.snapshots import ModelFetcher
 from atoll.peer.recovery.ledger import LedgerHeads, LedgerRecovery
 

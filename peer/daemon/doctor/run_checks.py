@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from atoll.coordinator.report.text import clean
 from atoll.coordinator.report.view import apart, is_gone, label, names
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
@@ -19,14 +18,15 @@ from atoll.coordinator.run.addresses import split_address
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import CANNOT_REACH, RunStatus
+from atoll.coordinator.run.text import clean
 from atoll.dht.addresses import peer_of, relay_of
 from atoll.dht.identity import Identity, short
-from atoll.dht.measuring import Measured, measure
+from atoll.dht.measuring import PathRates, measure
 from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
 from atoll.peer.daemon.consent import round_bytes
-from atoll.peer.daemon.health import (
+from atoll.peer.daemon.doctor.health import (
     Finding,
     Health,
     clock_finding,
@@ -41,7 +41,7 @@ from atoll.peer.daemon.health import (
     reach_finding,
 )
 from atoll.peer.daemon.membership import StateDirectory, StateDirectoryInUse
-from atoll.peer.daemon.reach import probe
+from atoll.peer.daemon.reach.reachability import probe
 from atoll.peer.paths import PeerPaths
 
 STEP_S = 20.0  # for one step, such as joining or a transfer
@@ -131,11 +131,11 @@ async def _time_transfer(client: CoordinatorClient, report: Report) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class CheckedLink:
     """A node of the run, and what was measured to it; else why nothing was."""
 
     what: str
-    measured: Measured | None = None
+    measured: PathRates | None = None
     error: str = ""
 
     def finding(self, traffic: int) -> Finding:
@@ -156,7 +156,7 @@ async def measured_links(
     paths: PeerPaths,
     listen: Sequence[str],
     status: RunStatus,
-) -> list[Link]:
+) -> list[CheckedLink]:
     """Measure the coordinator's node and two peers, one after the other, from the peer's own port.
 
     Nothing is published: no peer learns of this node but by its calls.
@@ -175,7 +175,7 @@ async def measured_links(
             clock_offset_s=client.clock_offset_s,
         )
     except (TransportError, TimeoutError, OSError) as error:
-        return [Link(what="this machine", error=f"p2pd does not start: {clean(str(error))}")]
+        return [CheckedLink(what="this machine", error=f"p2pd does not start: {clean(str(error))}")]
     try:
         called = {peer_of(address): "the coordinator" for address in bootstrap[:1]}
         called = names(status) | called
@@ -187,14 +187,14 @@ async def measured_links(
         await node.close()
 
 
-async def _link(node: Node, peer: str, addresses: Sequence[str], name: str) -> Link:
+async def _link(node: Node, peer: str, addresses: Sequence[str], name: str) -> CheckedLink:
     what = f"{name} through a relay" if any(map(relay_of, addresses)) else name
     try:
         async with asyncio.timeout(STEP_S):
             await node.transport.connect(peer, addresses, timeout_s=CONNECT_S)
-            return Link(what=what, measured=await measure(node.transport, peer))
+            return CheckedLink(what=what, measured=await measure(node.transport, peer))
     except (TransportError, TimeoutError, OSError, ValueError) as error:
-        return Link(what=what, error=clean(str(error)) or "no answer in time")
+        return CheckedLink(what=what, error=clean(str(error)) or "no answer in time")
 
 
 async def _to_measure(node: Node, bootstrap: Sequence[str]) -> list[tuple[str, Sequence[str]]]:

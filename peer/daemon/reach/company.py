@@ -17,7 +17,7 @@ from atoll.dht.identity import short
 from atoll.dht.tasks import together
 from atoll.dht.transport import PING, Refused, Transport, TransportError
 
-LOOK_EVERY_S = 2.0
+LOOK_EVERY_S = 2.0  # two looks within `ALONE_S`
 ALONE_S = 5.0  # without anybody: one call may fail, and the first look at the roster is empty
 ASK_S = 7.0  # libp2p does not dial again for 5 s after a failure
 ASKED_AT_ONCE = 8  # of those that are due: bounds the calls of a large run

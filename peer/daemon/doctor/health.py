@@ -13,7 +13,6 @@ import errno
 import ipaddress
 import os
 import platform
-import re
 import shutil
 import socket
 from collections.abc import Sequence
@@ -23,21 +22,20 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from atoll.coordinator.report.text import size
 from atoll.coordinator.rpc import proxies
-from atoll.dht.addresses import is_public
+from atoll.coordinator.run.text import size
+from atoll.dht.addresses import TCP, is_public
+from atoll.dht.tasks import together
 
 MIN_PYTHON = (3, 11)
 LOW_DISK_BYTES = 2 * 10**9  # log and snapshots of a small run; `atoll peer` states what a run needs
-NO_DISK_BYTES = 100 * 10**6
+NO_DISK_BYTES = 100 * 10**6  # too little for the snapshot of any useful model
 LOW_MEMORY_BYTES = 10**9  # a peer of the smallest model takes about 600 MB
 MAX_CLOCK_OFF_S = 3.0  # hivemind refuses a node that is further off; the peer corrects its own
-DIAL_S = 5.0
+DIAL_S = 5.0  # room for two lost SYNs, which are sent again after 1 and 3 s
 SLOW_MBIT_S = 1.0
 NOTHING_MBIT_S = 0.2  # 64 KiB do not pass in the seconds of a measurement
 LONG_ROUND_S = 30.0  # hidden behind windows of a minute, with half of it to spare
-
-_ENDPOINT = re.compile(r"/ip[46]/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 
 
 class Health(StrEnum):
@@ -142,7 +140,7 @@ def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> 
         seen: the address that the coordinator's dial-back went to; empty if it is not known.
         observed: multiaddrs from which nodes on different hosts see the connections of one port.
     """
-    found = [(m["host"], m["port"]) for m in map(_ENDPOINT.match, observed) if m is not None]
+    found = [(m["host"], m["port"]) for m in map(TCP.match, observed) if m is not None]
     found = [place for place in found if _is_ip(place[0])]
     public = [place for place in found if is_public(place[0])] or found
     hosts = {host for host, _ in public} or ({seen} if _is_ip(seen) else set())
@@ -299,7 +297,7 @@ async def answers(host: str, port: int) -> bool:
 
 async def port_finding(check: str, places: Sequence[tuple[str, int]]) -> Finding:
     """Dial one server at all of its addresses; one that answers is enough."""
-    replies = await asyncio.gather(*(answers(host, port) for host, port in places))
+    replies = await together(*(answers(host, port) for host, port in places))
     named = [f"{host}:{port}" for host, port in places]
     if any(replies):
         return ok(check, f"answers at {named[replies.index(True)]}")

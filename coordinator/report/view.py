@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from atoll.coordinator.report.text import ABSENT, clean, finite, percent, short_id
+from atoll.coordinator.report.text import ABSENT, clean, finite, percent, short_id, size
 from atoll.coordinator.run.status import (
     Event,
     Gap,
@@ -190,6 +190,19 @@ def gap_text(gap: Gap) -> str:
 def label(peer: PeerStatus) -> str:
     """Return the peer's own name, or the end of its identity."""
     return clean(peer.name, num_max=40) or short_id(peer.peer_id)
+
+
+def reached(peer: PeerStatus, known: Mapping[str, str]) -> str:
+    """Format how others reach a peer, and the relay that it prefers; a dash if it is not known.
+
+    Args:
+        peer: any.
+        known: names by PeerID; a relay that is no peer of the run is the coordinator's node.
+    """
+    if peer.reach != "relayed":
+        return peer.reach or ABSENT
+    relay = known.get(peer.relays[0], "coordinator") if peer.relays else ABSENT
+    return f"relayed by {relay}, {size(peer.relayed_bytes)}"
 
 
 def names(status: RunStatus) -> dict[str, str]:

@@ -97,6 +97,9 @@ class Ports:
 
     def probed(self, peer_id: str, *, is_reached: bool, now_s: float) -> None:
         """Note that a joiner was dialed back: its p2pd starts now."""
+        watched = self._watched.get(peer_id)
+        if watched is not None and is_reached:  # its router forwards the port since then
+            watched.is_hidden = False
         came = peer_id in self._came
         self._came.pop(peer_id, None)
         if came and self.p2p.found != "reached" and len(self._watched) < MAX_WATCHED:

@@ -92,7 +92,7 @@ class P2pdOptions:
 
 def command(control: Path, key: Path, options: P2pdOptions) -> list[str]:
     """Return p2pd's command line."""
-    wide = int(not options.is_loopback_only)  # a loopback peer must not ask a router for ports
+    wide = int(not options.is_loopback_only)
     arguments = [
         f"-listen=/unix{control}",
         f"-id={key}",
@@ -104,7 +104,7 @@ def command(control: Path, key: Path, options: P2pdOptions) -> list[str]:
         "-persistentConnMaxMsgSize=4194304",
         "-relay=0",  # `dht/relaying.py` relays, for admitted peers alone
         f"-autonat={wide}",
-        f"-natPortMap={wide}",
+        "-natPortMap=0",  # `dht/upnp.py` asks the router, before others are told of an address
     ]
     if options.announce:
         arguments.append(f"-announceAddrs={','.join(options.announce)}")

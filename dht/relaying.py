@@ -210,8 +210,9 @@ class Relaying:
         self._secrets = Secrets(identity, run_id)
         self._check = check
         self._admission = admission
-        self.mbit_s = relay_mbit_s
-        self._rate = RateLimit(relay_mbit_s) if relay_mbit_s > 0 else None
+        self.mbit_s = 0.0
+        self._rate: RateLimit | None = None
+        self.allow(relay_mbit_s)
         self._tasks = Tasks()
         self._pairs: Counter[str] = Counter()
         self._joining: dict[socket.socket, str] = {}
@@ -229,6 +230,11 @@ class Relaying:
             doubt: called with the PeerID of a peer that does not answer.
         """
         self._strangers, self._joined, self._doubt = strangers, joined, doubt
+
+    def allow(self, mbit_s: float) -> None:
+        """Carry streams that begin from now on at another rate; 0 carries no more of them."""
+        if mbit_s != self.mbit_s:
+            self.mbit_s, self._rate = mbit_s, RateLimit(mbit_s) if mbit_s > 0 else None
 
     async def close(self) -> None:
         """End all relayed streams."""
@@ -410,11 +416,11 @@ class Relaying:
             await end(*ways, expected=(OSError,))
 
     async def _one_way(self, sender: str, from_: socket.socket, to: socket.socket) -> None:
-        assert self._rate is not None
-        loop = asyncio.get_running_loop()
+        loop, rate = asyncio.get_running_loop(), self._rate
         buffer = memoryview(bytearray(PIECE_BYTES))
         while num_bytes := await loop.sock_recv_into(from_, buffer):
-            await self._rate.take(sender, num_bytes)
+            if (rate := self._rate or rate) is not None:
+                await rate.take(sender, num_bytes)
             await loop.sock_sendall(to, buffer[:num_bytes])
             self.carried_bytes += num_bytes
         with suppress(OSError):

@@ -1,21 +1,24 @@
 #!/usr/bin/env python3
 """Measure runs of peers behind home routers: when they train, how fast, and through whom.
 
-    ./scripts/bench nat                          all topologies (a quarter of an hour), needs root
+    ./scripts/bench nat                          all topologies, three runs of each; needs root
     ./scripts/bench nat --only open,all:symmetric
     ./scripts/bench nat --only relay-killed      a public relay dies in mid-round
-    ./scripts/bench nat --soak 30                30 minutes at 20 Mbit/s and 0.5% loss with kills
+    ./scripts/bench nat --soak 30 --step-ms 80   30 minutes at 20 Mbit/s and 0.5% loss with kills
     ./scripts/bench nat --save                   also write docs/benchmarks/nat.md and .json
-    ./scripts/bench nat --json                   the rows as JSON on the last line
+    ./scripts/bench nat --json                   the results as JSON on the last line
 
 A coordinator with a public address and four peers (real processes) are hosts of `WanLab`, of which
 none, two or all are behind routers of one kind. A row compares a round's seconds on the wire with
-the bound of its topology (`bound_s`). Nobody opens a port.
+the bound of its topology (`bound_s`). Nobody opens a port. Each finished run is kept in a file of
+this commit, so that a bench that was interrupted continues; a run that fails is tried once more.
+Exits with 1 if a target is missed, and with 2 if nothing can be measured.
 """
 
 import argparse
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,14 +26,15 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from bench_allreduce import bound_seconds, lab_is_possible, wire_bytes
-from circumstances import circumstances
+from circumstances import circumstances, commit, today
 
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.dht.testing.wan import Behind, WanLab, WanLink
@@ -39,7 +43,14 @@ ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "nat.json"
 PAGE = ROOT / "docs" / "benchmarks" / "nat.md"
 RELAY_KILLED = "relay-killed"
+SOAK = "soak"
 SOAK_MBIT = 20.0
+SOAK_MTU = 1500  # of the internet: loss strikes packets, and larger ones would be six times fewer
+LOOK_S = 10.0
+FIRST_ROUND_S = 900.0  # of an advised window, which takes minutes on a slow machine
+RUNS = 3
+# docs/benchmarks/nat.md states what each of these is about.
+JOINED_S, RATIO, SHARE, COST_S, UTILISATION = 20.0, 1.3, 0.1, 5.0, 0.95
 SOAK_KINDS: tuple[Behind, ...] = ("port-restricted", "restricted", "symmetric", "double")
 STRIKE_EVERY_S = 120.0
 MARKS = ("<!-- rows of nat.json -->", "<!-- end of rows -->")
@@ -57,6 +68,7 @@ RELAY_MBIT = 100.0  # coordinator.relay_mbit, its default
 PHASES = ("send", "reduce", "vote")
 MODEL = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1206}  # 10 million parameters
 PARAMS = 9_998_208
+Result = TypeVar("Result", "Row", "Killed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +101,16 @@ class Row:
     """of peers behind routers: connected through holes at the end"""
     counted: float
     """fraction of the contributions that rounds included"""
+
+    @property
+    def missed(self) -> list[str]:
+        """The targets that this row misses."""
+        is_shared = self.case.startswith("two:") and self.through_coordinator > SHARE
+        return [
+            *([f"{self.case}: joined after {self.joined_s:.0f} s"] * (self.joined_s > JOINED_S)),
+            *([f"{self.case}: {self.ratio:.2f} times the bound"] * (self.ratio > RATIO)),
+            *([f"{self.case}: {self.through_coordinator:.0%} through the coordinator"] * is_shared),
+        ]
 
 
 def topologies() -> list[Topology]:
@@ -169,10 +191,11 @@ class Case:
             )
         )
 
-    def advised(self) -> RunSpec:
-        """Return the run that `atoll init` advises for these links."""
+    def advised(self, step_ms: float) -> RunSpec:
+        """Return the run that `atoll init` advises for these links; 0 ms: it times a step."""
         path = self.folder / "advised.toml"
         words = [*ATOLL, "init", str(path), "--peers", str(PEERS), "--mbit", f"{SOAK_MBIT:g}"]
+        words += ["--step-ms", f"{step_ms:g}"] if step_ms else []
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         return self.placed(RunSpec.load(path))
 
@@ -216,6 +239,14 @@ class Case:
                 stdout=log,
                 stderr=log,
             )
+
+    def restart_peer(self, host: int) -> None:
+        """Kill a peer, and start it again after some seconds."""
+        child = self.children[f"peer-{host}"]
+        child.kill()
+        child.wait()
+        time.sleep(5.0)
+        self.start_peer(host)
 
     def strike(self, name: str, host: int) -> None:
         """Kill a peer and its p2pd as soon as its host sends bodies."""
@@ -305,6 +336,8 @@ class Soak:
     """A long run of peers that are all behind routers."""
 
     method: str
+    step_ms: float
+    """that the advice was asked for; 0: `atoll init` timed a step"""
     minutes: float
     rounds: int
     kills: int
@@ -313,60 +346,90 @@ class Soak:
     longest_s: float
     """between two rounds"""
     utilisation: float
-    """fraction of the time that peers computed: the mean of all looks at all peers"""
+    """fraction of the time that peers trained: the mean of all looks at all peers that are here"""
     counted: float
     """fraction of the contributions that rounds included"""
     chains: int
     """different chains at the newest position that all peers reported"""
     behind: tuple[Behind, ...] = SOAK_KINDS
 
+    @property
+    def missed(self) -> list[str]:
+        """The targets that this run misses."""
+        return [
+            *([f"{SOAK}: utilisation {self.utilisation:.1%}"] * (self.utilisation < UTILISATION)),
+            *([f"{SOAK}: {self.chains} different chains"] * (self.chains != 1)),
+        ]
 
-def soak(minutes: float, seed: int = 1) -> Soak:
-    """Run four peers behind routers at 20 Mbit/s and 0.5% loss; strike one now and then.
+
+@dataclass(kw_only=True)
+class Looks:
+    """The looks at a long run: its history is longer than a status."""
+
+    rounds: dict[int, dict[str, Any]] = field(default_factory=dict)
+    used: list[float] = field(default_factory=list)
+
+    def take(self, status: dict[str, Any]) -> None:
+        """Note a status; nothing if there was none."""
+        self.rounds |= {row["position"]: row for row in status.get("history", ())}
+        for peer in status.get("peers", ()):
+            # A gone peer keeps its last figure, and before its second window one has none.
+            if peer["state"] not in ("left", "gone") and peer["rounds_seen"] > 1:
+                self.used.append(peer["utilisation"])
+
+    def __str__(self) -> str:
+        used = f"{statistics.mean(self.used):.1%}" if self.used else "not known yet"
+        return f"round {max(self.rounds, default=0)}, utilisation {used}"
+
+
+def soak(minutes: float, step_ms: float, seed: int = 1) -> Soak:
+    """Run four peers behind routers, all links at 20 Mbit/s and 0.5% loss; strike now and then.
 
     Method, windows and codec are those that `atoll init` chooses for this link.
     """
     link = WanLink(up=SOAK_MBIT, down=SOAK_MBIT, loss=0.005)
-    links = [WanLink(), *(replace(link, behind=behind) for behind in SOAK_KINDS)]
-    rng, used, kills, moves = random.Random(seed), [], 0, 0
-    with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
+    links = [link, *(replace(link, behind=behind) for behind in SOAK_KINDS)]
+    rng, looks, kills, moves = random.Random(seed), Looks(), 0, 0
+    with tempfile.TemporaryDirectory() as folder, WanLab(links, mtu=SOAK_MTU) as lab:
         with Case(lab=lab, folder=Path(folder)) as case:
-            spec = case.advised()
+            spec = case.advised(step_ms)
             case.start_coordinator(spec)
             for host in range(1, PEERS + 1):
                 case.start_peer(host)
-            wait_until(lambda: case.position() > 0, CASE_S, case.words)
-            end_s = time.monotonic() + 60 * minutes
-            strike_s = time.monotonic() + STRIKE_EVERY_S
-            while time.monotonic() < end_s - STRIKE_EVERY_S / 2:
-                used += [peer["utilisation"] for peer in case.status().get("peers", [])]
-                if time.monotonic() >= strike_s:
+            wait_until(lambda: case.position() > 0, FIRST_ROUND_S, case.words)
+            began_s = time.monotonic()
+            end_s, strike_s = began_s + 60 * minutes, began_s + STRIKE_EVERY_S
+            while time.monotonic() < end_s:
+                looks.take(case.status())
+                if time.monotonic() >= strike_s and strike_s < end_s - STRIKE_EVERY_S / 2:
                     strike_s += STRIKE_EVERY_S
                     host = rng.randint(1, PEERS)
                     if rng.random() < 0.5:
                         kills += 1
-                        case.children[f"peer-{host}"].kill()
-                        case.children[f"peer-{host}"].wait()
-                        time.sleep(5.0)
-                        case.start_peer(host)
+                        case.restart_peer(host)
                     else:
                         moves += 1
                         lab.readdress(host)
-                time.sleep(10.0)
-            status = case.status()
-    history = sorted(status["history"], key=lambda row: row["position"])
+                passed = (time.monotonic() - began_s) / 60
+                progress(f"{passed:.1f} of {minutes:g} minutes: {looks}")
+                time.sleep(min(LOOK_S, max(0.0, end_s - time.monotonic())))
+            status: dict[str, Any] = {}
+            wait_until(lambda: bool(status.update(case.status()) or status), CASE_S, case.words)
+            looks.take(status)
+    history = [looks.rounds[position] for position in sorted(looks.rounds)]
     gaps = [after["at"] - before["at"] for before, after in pairwise(history)]
     chains: dict[int, set[str]] = {}
     for peer in status["peers"]:
         chains.setdefault(peer["position"], set()).add(peer["chain"])
     return Soak(
         method=f"{spec.outer.method}, {spec.outer.inner_steps} steps",
+        step_ms=step_ms,
         minutes=minutes,
         rounds=status["position"],
         kills=kills,
         moves=moves,
         longest_s=max(gaps),
-        utilisation=statistics.mean(used),
+        utilisation=statistics.mean(looks.used),
         counted=sum(row["members"] for row in history) / (PEERS * len(history)),
         chains=max(map(len, chains.values())),
     )
@@ -383,6 +446,15 @@ class Killed:
     cost_s: float
     without: list[list[str]]
     """names of those left out of each later round, without the killed one"""
+
+    @property
+    def missed(self) -> list[str]:
+        """The targets that this run misses."""
+        left_out = sorted({name for names in self.without for name in names})
+        return [
+            *([f"{RELAY_KILLED}: it cost {self.cost_s:.1f} s"] * (self.cost_s > COST_S)),
+            *([f"{RELAY_KILLED}: left out {', '.join(left_out)}"] * bool(left_out)),
+        ]
 
 
 def kill_a_relay() -> Killed:
@@ -463,48 +535,158 @@ def on_the_wire(row: dict[str, Any]) -> float:
     return sum(row["seconds"].get(phase, 0.0) for phase in PHASES)
 
 
-def table(rows: Sequence[Row]) -> str:
+def progress(text: str) -> None:
+    """Tell who waits that something happens."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+class Kept:
+    """The finished runs of this commit, in a file, for a bench that was interrupted."""
+
+    def __init__(self, path: Path) -> None:
+        """Continue the file if it exists."""
+        self.path = path
+
+    def of(self, case: str, kind: type[Result]) -> list[Result]:
+        """Return the runs of a case; a line that was cut off counts as none."""
+        found = []
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+            try:
+                told = json.loads(line)
+                if told["case"] == case:
+                    found.append(kind(**told["run"]))
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def add(self, case: str, run: "Row | Killed") -> None:
+        """Append a run."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"case": case, "run": asdict(run)}) + "\n")
+
+
+def repeated(
+    case: str, kind: type[Result], kept: Kept, runs: int, one: Callable[[], Result]
+) -> list[Result]:
+    """Return so many runs of a case, with those that were kept; a failed one is tried once more.
+
+    Raises:
+        RuntimeError: two runs failed.
+    """
+    found, failures = kept.of(case, kind)[:runs], 0
+    while len(found) < runs:
+        progress(f"{case}: run {len(found) + 1} of {runs}")
+        try:
+            found.append(one())
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            failures += 1
+            progress(f"{case}: failed: {error}")
+            if failures > 1:
+                raise RuntimeError(f"{case}: two runs failed") from error
+        else:
+            kept.add(case, found[-1])
+            progress(f"{case}: {json.dumps(asdict(found[-1]))}")
+    return found
+
+
+def summary(runs: Sequence[Row]) -> dict[str, Any]:
+    """Return the median of every figure over some runs of a case, and the spread of the ratio."""
+    middle: dict[str, Any] = {"case": runs[0].case}
+    for name in asdict(runs[0]).keys() - {"case"}:
+        middle[name] = statistics.median(getattr(run, name) for run in runs)
+    ratios = [run.ratio for run in runs]
+    spread = {"runs": len(runs), "ratio_low": min(ratios), "ratio_high": max(ratios)}
+    return {**middle, "direct_pairs": round(middle["direct_pairs"]), **spread, **origin()}
+
+
+def killed_summary(runs: Sequence[Killed]) -> dict[str, Any]:
+    """Return the runs in which a relay was killed, with the worst cost."""
+    worst = {"cost_s": max(run.cost_s for run in runs)}
+    return {**worst, "runs": [asdict(run) for run in runs], **origin()}
+
+
+def origin() -> dict[str, str]:
+    """Return when and of which commit something was measured."""
+    return {"date": today(), "commit": commit()}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
     lines = [
         "| peers behind | joined, s | first round, s | round, s | bound, s | ratio | "
-        "through the coordinator | relayed, MB a round | holes | counted |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "lowest to highest | through the coordinator | relayed, MB a round | holes | counted | "
+        "runs | date, commit |",
+        "|---" * 13 + "|",
     ]
     lines += [
-        f"| {row.case} | {row.joined_s:.0f} | {row.first_s:.0f} | {row.round_s:.2f} "
-        f"| {row.bound_s:.2f} | {row.ratio:.2f} | {row.through_coordinator:.1%} "
-        f"| {row.relayed_mb:.1f} | {row.direct_pairs} | {row.counted:.0%} |"
+        f"| {row['case']} | {row['joined_s']:.0f} | {row['first_s']:.0f} | {row['round_s']:.2f} "
+        f"| {row['bound_s']:.2f} | {row['ratio']:.2f} "
+        f"| {row['ratio_low']:.2f} to {row['ratio_high']:.2f} | {row['through_coordinator']:.1%} "
+        f"| {row['relayed_mb']:.1f} | {row['direct_pairs']} | {row['counted']:.0%} "
+        f"| {row['runs']} | {row['date']}, {row['commit']} |"
         for row in rows
     ]
     return "\n".join(lines)
 
 
-def report(rows: Sequence[Row], killed: Killed | None, long_run: Soak | None) -> dict[str, Any]:
-    """Return what --json prints."""
+def killed_table(found: dict[str, Any]) -> str:
+    """Return the runs in which a relay was killed as Markdown."""
+    lines = ["| relay killed | a round, s | that round, s | cost, s | left out | date, commit |"]
+    lines.append("|---" * 6 + "|")
+    for number, run in enumerate(found["runs"], 1):
+        left_out = sorted({name for names in run["without"] for name in names})
+        lines.append(
+            f"| run {number} | {run['round_s']:.1f} | {run['struck_s']:.1f} | {run['cost_s']:.1f} "
+            f"| {', '.join(left_out) or 'nobody'} | {found['date']}, {found['commit']} |"
+        )
+    return "\n".join(lines)
+
+
+def soak_table(found: dict[str, Any]) -> str:
+    """Return the long run as Markdown."""
+    return (
+        "| long run | method | rounds | kills, moves | longest gap, s | utilisation | counted | "
+        f"chains | date, commit |\n{'|---' * 9}|\n"
+        f"| {found['minutes']:g} min | {found['method']} | {found['rounds']} "
+        f"| {found['kills']}, {found['moves']} | {found['longest_s']:.0f} "
+        f"| {found['utilisation']:.1%} | {found['counted']:.0%} | {found['chains']} "
+        f"| {found['date']}, {found['commit']} |"
+    )
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Return all that was measured as Markdown."""
+    parts = [table(found["rows"])] if found["rows"] else []
+    parts += [killed_table(found["relay_killed"])] if found["relay_killed"] else []
+    parts += [soak_table(found["soak"])] if found["soak"] else []
+    return "\n\n".join(parts)
+
+
+def merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return what was saved before with what is new; each result keeps its own date and commit."""
+    before = {name: known[name] for name in ("date", "commit") if name in known}
+    for row in known.get("rows", ()):  # one run each, and one date for all, in older files
+        alone = {"runs": 1, "ratio_low": row["ratio"], "ratio_high": row["ratio"]}
+        row |= {**alone, **before, **row}
+    killed = known.get("relay_killed") or {}
+    by_case = {row["case"]: row for row in [*known.get("rows", ()), *found["rows"]]}
     return {
-        **circumstances(),
-        "params": PARAMS,
-        "relay_mbit": RELAY_MBIT,
-        "rows": [asdict(row) for row in rows],
-        "relay_killed": asdict(killed) if killed is not None else None,
-        "soak": asdict(long_run) if long_run is not None else None,
+        **{name: found[name] for name in ("machine", "params", "relay_mbit")},
+        "rows": [by_case[each.name] for each in topologies() if each.name in by_case],
+        # An older file has one run, timed by another clock.
+        "relay_killed": found["relay_killed"] or (killed if "runs" in killed else None),
+        "soak": found["soak"] or known.get("soak"),
     }
 
 
-def save(found: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Add the report to what was saved, and write the table between the marks of the page."""
-    known = json.loads(SAVED.read_text()) if SAVED.exists() else {}
-    merged = {name: value or known.get(name) for name, value in found.items()}
-    by_case = {row["case"]: row for row in [*known.get("rows", []), *map(asdict, rows)]}
-    merged["rows"] = [by_case[each.name] for each in topologies() if each.name in by_case]
-    SAVED.write_text(json.dumps(merged, indent=1) + "\n")
-    if not rows:
-        return
-    before, rest = PAGE.read_text().split(MARKS[0])
+def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
+    """Add to what was saved, and write the tables between the marks of the page."""
+    everything = merged(json.loads(saved.read_text()) if saved.exists() else {}, found)
+    saved.write_text(json.dumps(everything, indent=1) + "\n")
+    before, rest = page.read_text().split(MARKS[0])
     _, after = rest.split(MARKS[1])
-    head = f"{found['date']}, commit {found['commit']}, {found['machine']}."
-    saved = table([Row(**row) for row in merged["rows"]])
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{head}\n\n{saved}\n\n{MARKS[1]}{after}")
+    told = f"{everything['machine']}.\n\n{tables(everything)}"
+    page.write_text(f"{before}{MARKS[0]}\n\n{told}\n\n{MARKS[1]}{after}")
 
 
 def arguments(cases: Sequence[str]) -> argparse.Namespace:
@@ -515,46 +697,72 @@ def arguments(cases: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", default="", help=f"comma-separated (default all), of: {', '.join(cases)}")
     add("--soak", type=float, default=0, metavar="MIN", help="only the long run, of MIN minutes")
+    add(
+        "--step-ms",
+        type=float,
+        default=0,
+        metavar="MS",
+        help="step time while all peers train, for the advice of the long run (default: timed "
+        "on the idle machine)",
+    )
+    add("--runs", type=int, default=RUNS, help=f"runs of each case (default: {RUNS})")
+    add("--fresh", action="store_true", help="repeat runs that an interrupted bench has kept")
     add("--one-port", action="store_true", help="start the coordinator with --one-port")
-    add("--save", action="store_true", help=f"save the rows in {SAVED.name} and {PAGE.name}")
-    add("--json", action="store_true", help="print the rows as JSON on the last line")
+    add("--save", action="store_true", help=f"save the results in {SAVED.name} and {PAGE.name}")
+    add("--json", action="store_true", help="print the results as JSON on the last line")
     options = parser.parse_args()
     options.only = options.only.split(",") if options.only else list(cases)
     if unknown := set(options.only) - set(cases):
         parser.error(f"no case {', '.join(sorted(unknown))}; choose from {', '.join(cases)}")
+    if options.runs < 1:
+        parser.error("--runs must be at least 1")
     return options
 
 
 def main() -> int:
-    """Measure the cases that are asked for; return 1 if this machine cannot."""
+    """Measure what is asked for; return 1 if a target is missed, 2 if this machine cannot."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts and peers are removed
     known = {topology.name: topology for topology in topologies()}
     options = arguments([*known, RELAY_KILLED])
     if why := lab_is_possible():
         print(f"bench nat: {why}", file=sys.stderr)
-        return 1
-    long_run = soak(options.soak) if options.soak else None
-    if long_run is not None:
-        options.only = []
-        print(json.dumps(asdict(long_run), indent=1))
-    killed = kill_a_relay() if RELAY_KILLED in options.only else None
-    if killed is not None:
-        print(
-            f"a relay killed in mid-round: it took {killed.struck_s:.1f} s, others "
-            f"{killed.round_s:.1f} s; left out later: {killed.without}"
-        )
-    rows = []
-    for name in options.only:
+        return 2
+    port = "-one-port" if options.one_port else ""
+    kept = Kept(Path(tempfile.gettempdir()) / f"atoll-bench-nat-{commit()}{port}.jsonl")
+    if options.fresh:
+        kept.path.unlink(missing_ok=True)
+    found: dict[str, Any] = {
+        **circumstances(),
+        "params": PARAMS,
+        "relay_mbit": RELAY_MBIT,
+        "rows": [],
+        "relay_killed": None,
+        "soak": None,
+    }
+    missed: list[str] = []
+    for name in () if options.soak else options.only:
         if name == RELAY_KILLED:
-            continue
-        rows.append(measure(known[name], is_one_port=options.one_port))
-        print(f"{name}: {json.dumps(asdict(rows[-1]))}", file=sys.stderr, flush=True)
-    print(table(rows))
-    found = report(rows, killed, long_run)
-    if options.save:
-        save(found, rows)
+            deaths = repeated(name, Killed, kept, options.runs, kill_a_relay)
+            found["relay_killed"] = killed_summary(deaths)
+            missed += [each for death in deaths for each in death.missed]
+        else:
+            one = partial(measure, known[name], is_one_port=options.one_port)
+            found["rows"].append(row := summary(repeated(name, Row, kept, options.runs, one)))
+            missed += Row(**{each.name: row[each.name] for each in fields(Row)}).missed
+        if options.save:  # what is finished stays, whatever comes next
+            save(found)
+    if options.soak:
+        long_run = soak(options.soak, options.step_ms)
+        found["soak"] = asdict(long_run) | origin()
+        missed += long_run.missed
+        if options.save:
+            save(found)
+    print(tables(found))
+    for each in missed:
+        print(f"missed: {each}", file=sys.stderr)
     if options.json:
         print(json.dumps(found))
-    return 0
+    return int(bool(missed))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,16 +25,19 @@ DEADLINE_S = 150.0  # three processes that import torch: a few seconds each on a
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 
 
-def write_spec(folder: Path, public: str) -> Path:
+ROUND = re.compile(r"  round +(\d+) .*  (\d+) peers?\b")
+
+
+def write_spec(folder: Path, public: str, *, rounds: int = 4, min_peers: int = 2) -> Path:
     (folder / "text.txt").write_text("Peers behind routers train, and nobody opens a port. " * 2000)
     spec = RunSpec.from_dict(
         {
-            "run": {"name": "home", "rounds": 4},
+            "run": {"name": "home", "rounds": rounds},
             "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
             "data": {"source": str(folder / "text.txt"), "seq_len": 32},
             "inner": {"batch_size": 2, "warmup_steps": 2},
             "outer": {"inner_steps": 4},
-            "round": {"min_peers": 2, "stall_s": 5.0},
+            "round": {"min_peers": min_peers, "stall_s": 5.0},
             "coordinator": {"advertise": public},
         }
     )
@@ -51,6 +55,64 @@ def until(condition, folder):
 
 def words(folder):
     return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in folder.glob("*.log"))
+
+
+def rounds_of(folder, num_peers, after=0):
+    """Return the rounds of so many peers that the coordinator has printed."""
+    found = ROUND.findall((folder / "coordinator.log").read_text())
+    return [int(n) for n, peers in found if int(peers) == num_peers and int(n) > after]
+
+
+def newest(folder):
+    return max((int(n) for n, _ in ROUND.findall((folder / "coordinator.log").read_text())))
+
+
+def test_a_run_at_one_port_outlasts_another_address_and_the_death_of_a_relay(tmp_path):
+    """Two peers are behind routers between which no hole works; the third relays for them."""
+    invite, children = tmp_path / "invite", {}
+    kinds = ("", "double", "symmetric", "")
+    with WanLab([WanLink(behind=kind) for kind in kinds]) as lab:
+
+        def start(host, name, *arguments):
+            with (tmp_path / f"{name}.log").open("w") as log:
+                words_of_it = [*ATOLL, *map(str, arguments)]
+                children[name] = lab.popen(
+                    host, words_of_it, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+
+        def said(name, text):
+            return text in (tmp_path / f"{name}.log").read_text()
+
+        try:
+            spec = write_spec(tmp_path, lab.ip(0), rounds=0, min_peers=3)
+            state = ("--state-dir", tmp_path / "state", "--invite-file", invite)
+            start(0, "coordinator", "coordinator", spec, "--one-port", *state)
+            until(invite.exists, tmp_path)
+            for host, name in enumerate(("ann", "ben", "cy"), 1):
+                options = ("--yes", "--data", tmp_path / "text.txt", "--device", "cpu")
+                options += ("--name", name, "--state-dir", tmp_path / name)
+                start(host, name, "peer", invite, *options)
+            until(lambda: rounds_of(tmp_path, 3), tmp_path)
+            # A relay is named once its record was seen.
+            until(lambda: all(said(n, "relays of this peer") for n in ("ann", "ben")), tmp_path)
+            lab.readdress(1)
+            until(
+                lambda: said("ann", f"reached anew: a router lets nobody in to /ip4/{lab.ip(1)}"),
+                tmp_path,
+            )
+            moved = newest(tmp_path)
+            until(lambda: rounds_of(tmp_path, 3, after=moved), tmp_path)
+            children["cy"].kill()
+            killed = newest(tmp_path)
+            until(lambda: rounds_of(tmp_path, 2, after=killed + 1), tmp_path)
+            for name in ("ann", "ben"):
+                children[name].terminate()
+            assert [children[name].wait(60) for name in ("ann", "ben")] == [0, 0], words(tmp_path)
+        finally:
+            for child in children.values():
+                child.terminate()
+            for child in children.values():
+                child.wait(20)
 
 
 def test_peers_behind_two_kinds_of_routers_make_every_round(tmp_path):

@@ -192,8 +192,10 @@ def details(peer: PeerStatus | None, width: int) -> Content:
 def reach_text(peer: PeerStatus) -> str:
     """Return how others reach a peer; empty if an older version does not report it."""
     if peer.reach == "relayed":
-        return f"by relay, {text.size(peer.relayed_bytes)}"
-    return {"direct": "directly", "hole": "by holes in routers"}.get(peer.reach, "")
+        by = f" {text.short_id(peer.relays[0])}" if peer.relays else ""
+        return f"by relay{by}, {text.size(peer.relayed_bytes)}"
+    told = {"direct": "directly", "upnp": "by UPnP", "hole": "by holes in routers"}
+    return told.get(peer.reach, "")
 
 
 def _rate(mbit_s: float) -> str:

@@ -24,6 +24,7 @@ from atoll.coordinator.report.view import (
     names,
     naming,
     num_present,
+    reached,
     shown_state,
     sorted_peers,
     utilisation,
@@ -48,7 +49,12 @@ MAX_PAIRS = 8  # of peers that cannot reach each other, named in a status
 
 
 def lines(previous: RunStatus | None, current: RunStatus) -> list[str]:
-    """Return the lines for what happened between two states, ordered by the server's time.
+    """Return the lines for what happened between two states, ordered by the server's time."""
+    return [line for _, line in dated_lines(previous, current)]
+
+
+def dated_lines(previous: RunStatus | None, current: RunStatus) -> list[tuple[float, str]]:
+    """Return these lines with their times.
 
     Position and equality decide which rounds and events are new, not time stamps. A state older
     than the previous one, as after a restart of the feed, yields no lines.
@@ -63,9 +69,12 @@ def lines(previous: RunStatus | None, current: RunStatus) -> list[str]:
     # While a run waits, its line says how many are here.
     if previous is not None and "waiting" not in (previous.state, current.state):
         entries += [(current.now, line) for line in _comings(previous, current)]
-    found = [line for _, line in sorted(entries, key=lambda entry: entry[0])]
+    entries.sort(key=lambda entry: entry[0])
     change = _state_change(previous, current)
-    return [*found, *change] if current.state == "finished" else [*change, *found]
+    if current.state == "finished":
+        return [*entries, *((current.now, line) for line in change)]
+    at = min(current.now, entries[0][0] if entries else current.now)
+    return [*((at, line) for line in change), *entries]
 
 
 def _comings(previous: RunStatus, current: RunStatus) -> list[str]:
@@ -208,6 +217,7 @@ async def follow(
     """
     previous = since
     num_failures = 0
+    held: list[tuple[float, str]] = []
     while True:
         try:
             current = await read(feed)
@@ -216,16 +226,24 @@ async def follow(
             if num_failures == 1:
                 write(f"--:--:--  {error}; retrying")
         else:
-            found = lines(previous, current)
             if num_failures:
-                found.insert(0, f"{text.clock_time(current.now)}  reconnected")
-            for line in found:
+                write(f"{text.clock_time(current.now)}  reconnected")
+            held += dated_lines(previous, current)
+            for line in _due(held, current):
                 write(line)
             if _is_over(current):
                 return current
             previous = current if previous is None or not _is_older(current, previous) else previous
             num_failures = 0
         await asyncio.sleep(retry_s(num_failures, interval_s))
+
+
+def _due(held: list[tuple[float, str]], status: RunStatus) -> list[str]:
+    """Take the lines that no round before them can still follow, in order of time."""
+    open_s = min((row.at for row in status.history if not _is_settled(row, status)), default=None)
+    due = [entry for entry in held if open_s is None or entry[0] < open_s]
+    held[:] = [entry for entry in held if entry not in due]
+    return [line for _, line in sorted(due, key=lambda entry: entry[0])]
 
 
 def _is_over(status: RunStatus) -> bool:
@@ -281,6 +299,7 @@ def _peer_table(status: RunStatus) -> list[str]:
             "seen",
         )
     ]
+    known = names(status)
     for peer in sorted_peers(status):
         rows.append(
             (
@@ -293,7 +312,7 @@ def _peer_table(status: RunStatus) -> list[str]:
                 text.size(peer.wire_bytes_sent),
                 text.size(peer.wire_bytes_received),
                 text.percent(utilisation_of(peer)),
-                peer.reach or text.ABSENT,
+                reached(peer, known),
                 f"{text.duration(peer.last_seen_s)} ago",
             )
         )

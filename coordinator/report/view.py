@@ -21,7 +21,7 @@ from atoll.coordinator.run.status import (
     RunStatus,
     seconds_between,
 )
-from atoll.coordinator.run.text import ABSENT, clean, finite, percent, short_id
+from atoll.coordinator.run.text import ABSENT, clean, finite, percent, short_id, size
 
 SHORT_CHARS = 6  # letters by which peers name each other in messages
 _IDENTITY = re.compile(rf"\b[1-9A-HJ-NP-Za-km-z]{{{SHORT_CHARS},128}}\b")  # base58
@@ -190,6 +190,19 @@ def gap_text(gap: Gap) -> str:
 def label(peer: PeerStatus) -> str:
     """Return the peer's own name, or the end of its identity."""
     return clean(peer.name, num_max=40) or short_id(peer.peer_id)
+
+
+def reached(peer: PeerStatus, known: Mapping[str, str]) -> str:
+    """Format how others reach a peer, and the relay that it prefers; a dash if it is not known.
+
+    Args:
+        peer: any.
+        known: names by PeerID; a relay that is no peer of the run is the coordinator's node.
+    """
+    if peer.reach != "relayed":
+        return peer.reach or ABSENT
+    relay = known.get(peer.relays[0], "coordinator") if peer.relays else ABSENT
+    return f"relayed by {relay}, {size(peer.relayed_bytes)}"
 
 
 def names(status: RunStatus) -> dict[str, str]:

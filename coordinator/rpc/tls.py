@@ -56,8 +56,9 @@ async def pinned_certificate(address: str, sha256: bytes, *, timeout_s: float) -
     if not hmac.compare_digest(found, sha256):
         raise WrongCertificate(
             f"{address}: expected the certificate {sha256.hex()[:16]} of the invite, got "
-            f"{found.hex()[:16]}; another coordinator or an attacker answers there: ask the "
-            "organiser for the current invite"
+            f"{found.hex()[:16]}; another coordinator or an attacker answers there, or this "
+            "network's proxy or virus scanner intercepts TLS: ask the organiser for the current "
+            "invite, or use another network"
         )
     return ssl.DER_cert_to_PEM_cert(certificate).encode()
 

@@ -11,9 +11,10 @@
               token        0 to 64 bytes; presented to the coordinator when joining
     checksum  first 6 bytes of SHA-256("atoll1" | payload): detects copying mistakes
 
-The digit after "atoll" is the version of the format. White space is ignored, so an invite wrapped
-by a mail program still works. The token of an invite-only run decides what its holder may do: join,
-for a number of peers and a time, or only watch (`atoll.coordinator.invites`).
+The digit after "atoll" is the version of the format. White space is ignored, and so are quotes
+around it: an invite wrapped by a mail program still works. The token of an invite-only run decides
+what its holder may do: join, for a number of peers and a time, or only watch
+(`atoll.coordinator.invites`).
 
 Exceptions:
 
@@ -40,6 +41,8 @@ VERSION = 1  # raised with a change of the fields: an older peer then names it
 MAX_CHARS = 8192  # 16 addresses and 16 multiaddrs of 200 characters fit
 _PREFIX = f"atoll{VERSION}"
 _CHECKSUM_BYTES = 6  # a damaged invite passes once in 2^48
+# What messages and shells put around it.
+_QUOTES = "\"'`<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
 
 _Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 _Address = Annotated[str, Field(min_length=3, max_length=260, pattern=r"^\S+:\d{1,5}$")]
@@ -128,7 +131,7 @@ def _check(invite: Invite) -> None:
 def _compact(text: str) -> str:
     if len(text) > 2 * MAX_CHARS:
         raise NotAnInvite(f"expected an invite of at most {MAX_CHARS} characters, got {len(text)}")
-    text = "".join(text.split())
+    text = "".join(text.split()).strip(_QUOTES)
     found = re.match(r"atoll(\d+)", text)
     if not found:
         shown = repr(text[:24]) if text else "nothing"

@@ -39,7 +39,7 @@ CANNOT_REACH = (
 """The fact and the remedy, after the names of two peers."""
 
 RunState = Literal["waiting", "training", "stalled", "finished"]
-PeerReach = Literal["", "direct", "hole", "relayed"]
+PeerReach = Literal["", "direct", "upnp", "hole", "relayed"]
 PeerState = Literal[
     "joining", "ready", "training", "syncing", "recovering", "leaving", "left", "gone"
 ]
@@ -199,8 +199,9 @@ class PeerStatus(StatusRecord):
     device: Name = ""
     version: Name = ""
     reach: PeerReach = ""
-    """The way to it: others dial it; or a router refuses all, and peers behind other routers
-    come through holes, or at least one of them through a relay."""
+    """The way to it: others dial it, perhaps at a port that its router forwards by UPnP; or a
+    router lets nobody in, and peers behind other routers come through holes, or at least one of
+    them through a relay."""
     relays: Annotated[list[Name], Field(max_length=16)] = field(default_factory=list)
     """PeerIDs of its relays, the first choice first."""
     relayed_bytes: Count = 0

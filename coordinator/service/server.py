@@ -179,6 +179,8 @@ class Running:
     """What is known of the ports from outside; None without a DHT node."""
     is_behind: bool
     """True if the address to advertise is public, but this machine has private ones alone."""
+    is_elsewhere: bool
+    """True if the address to advertise is not of this machine, and no router explains that."""
 
 
 async def serve(
@@ -273,6 +275,7 @@ async def running(
             is_public=any(map(is_public, [*advertised, *_hosts(invite)])),
             ports=watch.ports,
             is_behind=_is_behind(advertised, split_address(address)[0]),
+            is_elsewhere=_is_elsewhere(advertised, split_address(address)[0]),
         )
 
 
@@ -287,6 +290,27 @@ def _is_behind(advertised: Sequence[str], host: str) -> bool:
     """Return whether a router or a cloud provider holds the public address to advertise."""
     own = _own_address(host) if host in ("0.0.0.0", "::") else [host]
     return any(map(is_public, advertised)) and bool(own) and not any(map(is_public, own))
+
+
+def _is_elsewhere(advertised: Sequence[str], host: str) -> bool:
+    """Return whether the address to advertise is of another machine, as far as can be known here.
+
+    A router may have a public address in front of private ones, but never a private one in front of
+    public ones, nor another public one, or another private one on the same network.
+    """
+    is_ours = any(map(_is_own, advertised))
+    return bool(advertised) and not is_ours and not _is_behind(advertised, host)
+
+
+def _is_own(address: str) -> bool:
+    """Return whether an IP address is one of this machine's: a socket can be bound to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _hosts(invite: Invite) -> list[str]:

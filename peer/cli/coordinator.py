@@ -289,8 +289,10 @@ def about_ports(up: Running) -> list[str]:
         prefix = "warning: " if ports.is_wrong else ""
         return [f"{prefix}found by joiners so far: {ports}"]
     if not up.is_public:
-        return [not_public(spec)]
+        return [*([elsewhere(spec)] if up.is_elsewhere else []), not_public(spec)]
     lines = [str(ports)] if ports is not None else []
+    if up.is_elsewhere:
+        lines.append(elsewhere(spec))
     if up.is_behind:
         lines.append(
             "this machine has only a private address: a router or the cloud provider must "
@@ -306,6 +308,14 @@ def _numbers(spec: RunSpec) -> str:
     both = (spec.coordinator.listen, spec.coordinator.dht_listen)
     numbers = (str(port) for each in both if (port := split_address(each)[1]))
     return " and ".join(dict.fromkeys(numbers))
+
+
+def elsewhere(spec: RunSpec) -> str:
+    """Return the warning about an address to advertise that is another machine's."""
+    return (
+        f"warning: {spec.coordinator.advertise} is no address of this machine, and peers will dial "
+        "it: pass the right one with --advertise, unless something there forwards the ports to here"
+    )
 
 
 def not_public(spec: RunSpec) -> str:

@@ -294,6 +294,9 @@ class LogRun:
     def _on_settled(self, settled: Settled) -> None:
         if not self._env.is_keeper:  # nobody would take it
             self._decisions.put(settled)
+        if not self._catching_up.is_running:
+            members = [member.peer_id for member in settled.applied.entry.members]
+            self._env.company.decided(members, self._env.me.peer_id)
         # What a recovery brings is of rounds that this peer was not in.
         self.reporter.trace(settled, is_recovered=self._catching_up.is_running)
 

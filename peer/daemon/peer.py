@@ -30,6 +30,7 @@ from atoll.dht.identity import Identity, short
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks
+from atoll.dht.upnp import Forwarding
 from atoll.optim.log.entry import Elector
 from atoll.optim.log.replica import Compute
 from atoll.optim.state.layout import Layout
@@ -39,10 +40,10 @@ from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, StateDirectory
 from atoll.peer.daemon.options import PeerOptions
-from atoll.peer.daemon.reach.company import LOOK_EVERY_S, Company, asking
+from atoll.peer.daemon.reach.company import Company, asking
 from atoll.peer.daemon.reach.moves import Moves
 from atoll.peer.daemon.reach.neighbours import Neighbours, expect_free
-from atoll.peer.daemon.reach.reachability import Reach, Reachability, is_direct, probe
+from atoll.peer.daemon.reach.reachability import Reach, Reachability, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox, Reporter
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
@@ -309,7 +310,7 @@ class Peer:
                 me, seen = self._env.me.peer_id, self._env.neighbours.roster.seen
                 trainers = [r.peer_id for r in seen if r.role == "trainer" and r.peer_id != me]
                 await self._env.company.look(trainers)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await self._env.company.pause()
 
     async def _leave(self) -> None:
         """Leave the rounds and the coordinator; closing the node leaves roster and DHT."""
@@ -357,9 +358,10 @@ async def _environment(
     incarnation = ballots.incarnation if ballots is not None else new_incarnation()
     me = Elector(peer_id=identity.peer_id, incarnation=incarnation)
     # What the owner announces is the owner's word: nobody is asked.
-    reach = Reach()
+    reach, forwarding = Reach(), Forwarding()
+    stack.push_async_callback(forwarding.close)
     if not options.announce:
-        reach, listen = await probe(client, listen, paths.reach)
+        reach, listen = await probe(client, listen, paths.reach, forwarding)
     bootstrap = enrolment.own_bootstrap
     node = await Node.start(
         paths.identity,
@@ -374,11 +376,17 @@ async def _environment(
             invite.run_key, invite.run_id, clock=client.now_s, is_evicted=client.is_evicted
         ),
         clock_offset_s=client.clock_offset_s,
-        relay_mbit_s=options.relay_mbit_s if is_direct(reach, bootstrap) else 0.0,
     )
     stack.push_async_callback(node.close)
     stack.push_async_callback(tasks.close, GOODBYE_S)
-    reachability = Reachability(node, reach, bootstrap)
+    reachability = Reachability(
+        node,
+        reach,
+        bootstrap,
+        relay_mbit_s=options.relay_mbit_s,
+        report=lambda text: announcer.show("info", text),
+    )
+    tasks.keep(forwarding.keep)
     if not options.announce:
         announcer.show("info", str(reachability))
     elif any(map(is_public, bootstrap)) and not any(map(is_public, options.announce)):
@@ -409,7 +417,12 @@ async def _environment(
             show=announcer.show,
         ),
         moves=Moves(
-            client, node, reachability, is_asked=not options.announce, report=announcer.show
+            client,
+            node,
+            reachability,
+            forwarding,
+            is_asked=not options.announce,
+            report=announcer.show,
         ),
         outbox=outbox,
         tasks=tasks,

@@ -23,7 +23,7 @@ from typing import Literal
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.text import CleanFormatter, count, loss_text
+from atoll.coordinator.run.text import CleanFormatter, count, loss_text, percent
 from atoll.dht.identity import short
 from atoll.peer.daemon.consent import Ask, Consent
 from atoll.peer.daemon.membership import expect_run
@@ -40,6 +40,8 @@ from atoll.peer.training.trainer import Trainer, TrainerOptions, first_state
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
 STORED_POLL_S = 0.1  # nobody notices so short a delay of the end
+SAY_STORING_S = 2.0  # usually it is done by then
+STOPPING = "stopping: this peer leaves the run and saves its state; Ctrl-C again ends it at once"
 KEEP_POLL_S = 0.2  # how late a keeper's line about a round is
 SAVE_EVERY_S = 60.0  # a killed process loses its last minute, or window, of inner state
 VALIDATE_SHARE = 0.01  # of the time; trainers take turns, so a run has more of it
@@ -151,7 +153,7 @@ def run_peer(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None = No
         Exception: as `join_and_train`.
     """
     stop = Stop()
-    with stop_on_signals(stop.set) as received:
+    with stop_on_signals(stop.set) as received, saying_that_it_stops(stop, on_event):
         join_and_train(options, on_event=on_event, stop=stop, ask=ask)
     return INTERRUPTED if signal.SIGINT in received else OK
 
@@ -196,11 +198,15 @@ def join_and_train(
         try:
             with closing(thread):
                 if thread.value.is_keeper:
-                    return _keep(options, thread.value, narrator, stop)
-                with closing(thread.value.run.reducer(thread)) as reducer:
-                    return _train(options, reducer, narrator, stop)
-        finally:
-            narrator.emit("stopped", "left the run")
+                    is_over = _keep(options, thread.value, narrator, stop)
+                else:
+                    with closing(thread.value.run.reducer(thread)) as reducer:
+                        is_over = _train(options, reducer, narrator, stop)
+        except Exception as error:
+            narrator.emit("stopped", f"left the run: {error}", "error")
+            raise
+        narrator.emit("stopped", "left the run")
+        return is_over
 
 
 def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bool:
@@ -211,7 +217,7 @@ def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bo
         narrator.tell_round(peer)
         if peer.run.progress.is_over(peer.position):
             narrator.tell("info", f"run complete: all {peer.spec.run.rounds} rounds committed")
-            wait_until_stored(peer, STORED_S, stop)
+            wait_until_stored(peer, STORED_S, stop, narrator.tell)
             return True
     return False
 
@@ -257,7 +263,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
     if trainer.finished and not stop.is_set():
         rounds = spec.run.rounds
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
-        wait_until_stored(peer, STORED_S, stop)
+        wait_until_stored(peer, STORED_S, stop, narrator.tell)
     return trainer.finished
 
 
@@ -314,16 +320,17 @@ class Narrator:
     def on_account(self, trainer: Trainer, rounds: int, account: Account) -> None:
         """Report a round that was decided, and the outcome of this peer's work; 0 is no end."""
         stats = trainer.statistics()
+        used = stats.utilisation if stats.spent.total_s else None  # none before a second window
         self._on_event(
             PeerEvent(
                 kind="round",
                 position=account.position,
                 text=f"round {account.position}{f'/{rounds}' if rounds else ''}  "
                 f"loss {loss_text(stats.loss)}  {stats.tokens_per_s:,.0f} tok/s  "
-                f"util {stats.utilisation:.1%}  {account.verdict}",
+                f"util {percent(used, decimals=1)}  {account.verdict}",
                 account=account,
                 tokens_per_s=_finite(stats.tokens_per_s),
-                utilisation=_finite(stats.utilisation),
+                utilisation=used,
                 time_shares=stats.spent.shares(),
             )
         )
@@ -346,17 +353,27 @@ def joined_run(spec: RunSpec, params: int, position: int) -> str:
     )
 
 
-def wait_until_stored(peer: Peer, timeout_s: float, stopping: threading.Event) -> bool:
+def wait_until_stored(
+    peer: Peer, timeout_s: float, stopping: threading.Event, tell: Callable[[Level, str], None]
+) -> bool:
     """Wait until the coordinator has all that a peer has to give it; return whether it has.
 
     Args:
         peer: in its own thread.
         timeout_s: the longest wait; a coordinator that is away may not come back.
         stopping: ends the wait, from another thread or a signal handler.
+        tell: takes what the owner should know of a wait that lasts.
     """
-    deadline_s = time.monotonic() + timeout_s
+    began_s, is_told = time.monotonic(), False
     while not peer.run.stored_all():
-        if time.monotonic() > deadline_s or stopping.wait(STORED_POLL_S):
+        waited_s = time.monotonic() - began_s
+        if waited_s > timeout_s:
+            tell("warning", "the coordinator has not stored the last rounds; they are kept here")
+            return False
+        if waited_s > SAY_STORING_S and not is_told:
+            is_told = True
+            tell("info", f"waiting up to {timeout_s:g} s for the coordinator to store all rounds")
+        if stopping.wait(STORED_POLL_S):
             return False
     return True
 
@@ -395,6 +412,31 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def saying_that_it_stops(stop: Stop, on_event: OnPeerEvent) -> Iterator[None]:
+    """Report a stop at once: leaving takes seconds, in which people press Ctrl-C again.
+
+    A thread does it, because a signal handler may interrupt another line.
+    """
+    woken, is_left = threading.Event(), threading.Event()
+
+    def say() -> None:
+        woken.wait()
+        if not is_left.is_set():
+            on_event(PeerEvent(kind="event", position=0, text=STOPPING))
+
+    teller = threading.Thread(target=say, name="atoll-stop", daemon=True)
+    teller.start()
+    stop.call(woken.set)
+    try:
+        yield
+    finally:
+        if not stop.is_set():
+            is_left.set()
+        woken.set()
+        teller.join()
 
 
 @contextmanager

@@ -138,8 +138,12 @@ class RecentTimes:
             self._ends.append((windows, spent))
 
     def since(self, spent: TimeSpent) -> TimeSpent:
-        """Return what was spent since the oldest end that is kept; nothing without one."""
-        return spent.minus(self._ends[0][1]) if self._ends else TimeSpent()
+        """Return what was spent since the oldest end that is kept; nothing before work began then.
+
+        The first round is decided when the second window has not begun: its share of time is none.
+        """
+        recent = spent.minus(self._ends[0][1]) if self._ends else TimeSpent()
+        return recent if recent.train_s else TimeSpent()
 
 
 @dataclass(kw_only=True)

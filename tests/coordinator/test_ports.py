@@ -76,6 +76,13 @@ def test_a_connection_that_we_may_have_made_proves_nothing(ports: Ports) -> None
     assert ports.p2p.found == "untried" and not ports.is_watching
 
 
+def test_a_joiner_whose_router_opened_its_port_proves_nothing(ports: Ports) -> None:
+    come(ports)
+    ports.probed("A", is_reached=True, now_s=1.0)  # by UPnP, after a first try without
+    assert ports.look({"A"}, DIALED_US, 2.0) == ""
+    assert ports.p2p.found == "untried"
+
+
 def test_a_connection_from_inside_proves_nothing(ports: Ports) -> None:
     come(ports)
     inside = {"A": ["/ip4/10.0.0.9/tcp/4001", f"/ip4/{OURS}/tcp/4001"]}

@@ -132,6 +132,18 @@ def reach_finding(address: str, port: int, *, is_dialed: bool) -> Finding:
     )
 
 
+def upnp_finding(*, is_used: bool, refusal: str) -> Finding:
+    """Judge whether the router forwards ports at our request."""
+    if is_used:
+        return ok("upnp", "the router forwards the peer's port when it is asked to")
+    return note(
+        "upnp",
+        f"the router forwards no port: {refusal}",
+        "turn on UPnP in its settings, so that others can dial the peer with nothing to forward "
+        "by hand",
+    )
+
+
 def nat_finding(own: Sequence[str], seen: str, observed: Sequence[str] = ()) -> Finding:
     """Judge the kind of router from where others see this machine come from.
 

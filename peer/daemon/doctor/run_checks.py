@@ -25,6 +25,7 @@ from atoll.dht.measuring import PathRates, measure
 from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
+from atoll.dht.upnp import Forwarding
 from atoll.peer.daemon.consent import round_bytes
 from atoll.peer.daemon.doctor.health import (
     Finding,
@@ -39,6 +40,7 @@ from atoll.peer.daemon.doctor.health import (
     problem,
     rate_finding,
     reach_finding,
+    upnp_finding,
 )
 from atoll.peer.daemon.membership import StateDirectory, StateDirectoryInUse
 from atoll.peer.daemon.reach.reachability import probe
@@ -105,9 +107,15 @@ async def _ask(
     report(run_finding(status))
     report(clock_finding(joined.clock_offset_s))
     async with asyncio.timeout(STEP_S):
-        reach, listen = await probe(client, listen, paths.reach)
+        forwarding = Forwarding()
+        try:
+            reach, listen = await probe(client, listen, paths.reach, forwarding)
+        finally:
+            await forwarding.close()
     if reach.port:
         report(reach_finding(reach.address, reach.port, is_dialed=reach.is_dialed))
+    if reach.by_upnp or forwarding.refusal:
+        report(upnp_finding(is_used=reach.by_upnp, refusal=forwarding.refusal))
     for finding in pair_findings(status):
         report(finding)
     links = await measured_links(client, joined, paths, listen, status)

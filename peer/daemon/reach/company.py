@@ -1,14 +1,18 @@
 """Company: which other trainers of the run this peer reaches, asked by a call of no effect.
 
 A trainer that reaches no other one would spend the run's rounds on work of its own. It waits
-instead, if the run asks for more than one (docs/protocol.md, part 2, "Alone"). A pair that stays
-apart is reported with the heartbeats, so that people learn of it in the lobby.
+instead, if the run asks for more than one (docs/protocol.md, part 2, "Alone"). With short windows a
+run has many rounds in the seconds after which a peer is sure: so after each round that was its own
+alone it holds the next window back, until another trainer has answered. A pair that stays apart is
+reported with the heartbeats, so that people learn of it in the lobby.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from atoll.coordinator.run.levels import Level
@@ -22,6 +26,7 @@ ALONE_S = 5.0  # without anybody: one call may fail, and the first look at the r
 ASK_S = 7.0  # libp2p does not dial again for 5 s after a failure
 ASKED_AT_ONCE = 8  # of those that are due: bounds the calls of a large run
 AGAIN_S = 10.0  # after an answer; longer in a run in which more than `ASKED_AT_ONCE` are asked
+RESUMES = "another trainer is here; training resumes"
 APART_S = 15.0  # of failures, before a pair is reported: a peer that was killed is gone by then
 
 
@@ -48,18 +53,34 @@ class Company:
     """takes what the owner of this peer should know"""
     clock: Callable[[], float] = time.monotonic
     reaches_nobody: bool = False
-    """True if no other trainer was reached for `ALONE_S`"""
+    """True if no other trainer was reached for `ALONE_S`, or the last of them has left"""
     unreached: tuple[str, ...] = ()
     """PeerIDs of trainers that were not reached for `APART_S`; at most `MAX_UNREACHED`"""
     _asked: dict[str, Asked] = field(default_factory=dict)
     _nobody_since_s: float | None = None
+    _is_in_doubt: bool = False
+    """True after a round of this peer alone, until another trainer has answered"""
+    _is_due_now: asyncio.Event = field(default_factory=asyncio.Event)
     _waiting: dict[int, Callable[[], None]] = field(default_factory=dict)
     """by fragment: what offers this peer's work"""
 
     @property
     def is_alone(self) -> bool:
         """Return whether this peer waits for another one; any thread may ask."""
-        return self.needs_others and self.reaches_nobody
+        return self.needs_others and (self.reaches_nobody or self._is_in_doubt)
+
+    def decided(self, members: Collection[str], me: str) -> None:
+        """Note a round that was decided: after one of this peer alone, ask the others at once."""
+        if self.needs_others and list(members) == [me]:
+            self._is_in_doubt = True
+            self._is_due_now.set()
+
+    async def pause(self) -> None:
+        """Return when the next look is due."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_EVERY_S):
+                await self._is_due_now.wait()
+        self._is_due_now.clear()
 
     def with_others(self, fragment: int, offer: Callable[[], None]) -> None:
         """Offer at once, or as soon as another trainer is reached; the newest of a fragment."""
@@ -78,17 +99,17 @@ class Company:
         Args:
             trainers: PeerIDs of the other ones in the roster.
         """
-        now_s = self.clock()
+        now_s, had_company = self.clock(), bool(self._asked)
         self._asked = {peer: known for peer, known in self._asked.items() if peer in trainers}
         again_s = AGAIN_S * max(1.0, len(trainers) / ASKED_AT_ONCE)
         due = [peer for peer in trainers if self._is_due(peer, now_s, again_s)]
         due.sort(key=lambda peer: self._asked[peer].asked_s if peer in self._asked else -1.0)
         await together(*map(self._look_at, due[:ASKED_AT_ONCE]))
-        self._note(trainers)
+        self._note(trainers, have_left=had_company and not trainers)
 
     def _is_due(self, peer: str, now_s: float, again_s: float) -> bool:
         known = self._asked.get(peer)
-        if known is None or known.failing_since_s is not None:
+        if self._is_in_doubt or known is None or known.failing_since_s is not None:
             return True
         return now_s - known.asked_s >= again_s
 
@@ -102,7 +123,7 @@ class Company:
             failing_since_s=None if is_reached else now_s if since_s is None else since_s,
         )
 
-    def _note(self, trainers: Collection[str]) -> None:
+    def _note(self, trainers: Collection[str], *, have_left: bool) -> None:
         now_s, before = self.clock(), self.unreached
         failing = {
             p: a.failing_since_s for p, a in self._asked.items() if a.failing_since_s is not None
@@ -112,21 +133,20 @@ class Company:
         for peer in self.unreached:
             if peer not in before:
                 self.show("warning", f"this peer and {short(peer)} {CANNOT_REACH}")
-        self._note_nobody(is_now=len(failing) >= len(trainers), trainers=len(trainers))
+        is_nobody_here = len(failing) >= len(trainers)
+        self._note_nobody(is_now=is_nobody_here, trainers=len(trainers), have_left=have_left)
 
-    def _note_nobody(self, *, is_now: bool, trainers: int) -> None:
-        now_s, was_alone = self.clock(), self.is_alone
-        self._nobody_since_s = (self._nobody_since_s or now_s) if is_now else None
-        since_s = self._nobody_since_s
-        self.reaches_nobody = since_s is not None and now_s - since_s >= ALONE_S
-        if self.is_alone and not was_alone:
+    def _note_nobody(self, *, is_now: bool, trainers: int, have_left: bool) -> None:
+        now_s, reached_nobody = self.clock(), self.reaches_nobody
+        if is_now:
+            since_s = self._nobody_since_s = self._nobody_since_s or now_s
+            self.reaches_nobody = have_left or reached_nobody or now_s - since_s >= ALONE_S
+        else:
+            self._nobody_since_s, self.reaches_nobody, self._is_in_doubt = None, False, False
+        if self.needs_others and self.reaches_nobody != reached_nobody:
             whom = "reaches no other trainer" if trainers else "is the only trainer here"
-            self.show(
-                "info",
-                f"waiting for peers: this peer {whom}; training resumes when another one is online",
-            )
-        if was_alone and not self.is_alone:
-            self.show("info", "another trainer is online; training resumes")
+            told = f"waiting for peers: this peer {whom}; training resumes with another"
+            self.show("info", told if self.reaches_nobody else RESUMES)
         if not self.is_alone:
             waiting, self._waiting = self._waiting, {}
             for offer in waiting.values():

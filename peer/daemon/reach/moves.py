@@ -17,6 +17,7 @@ from typing import Literal
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.dht.node import Node
+from atoll.dht.upnp import Forwarding
 from atoll.peer.daemon.doctor.health import own_addresses
 from atoll.peer.daemon.reach.reachability import Reachability, probe_again
 from atoll.peer.rounds.context import OnEvent
@@ -92,6 +93,7 @@ class Moves:
         client: CoordinatorClient,
         node: Node,
         reachability: Reachability,
+        forwarding: Forwarding,
         *,
         is_asked: bool,
         report: OnEvent,
@@ -101,6 +103,7 @@ class Moves:
         self._client = client
         self._node = node
         self._reachability = reachability
+        self._forwarding = forwarding
         self._is_asked = is_asked
         self._report = report
         self._own = own
@@ -142,10 +145,12 @@ class Moves:
 
     async def _ask(self, change: Change) -> None:
         before = self._reachability.reach
-        found = await probe_again(self._client, self._node.daemon.options.listen)
-        if change == "lost" and before.address:
-            # The same router, perhaps with another address, forwards the same ports.
-            found = replace(found, is_dialed=before.is_dialed)
+        listen = self._node.daemon.options.listen
+        found = await probe_again(self._client, listen, self._forwarding)
+        if change == "lost" and before.address and not found.by_upnp:
+            # The same router, perhaps with another address, forwards the same ports, but for those
+            # that it forwarded at our request until it was restarted.
+            found = replace(found, is_dialed=before.is_dialed and not before.by_upnp)
         if found != before:
             self._reachability.take(found)
             self._report("info", f"this machine is reachable again: {self._reachability}")

@@ -194,6 +194,26 @@ def test_follow_reports_a_lost_connection_once_and_ends_with_the_run(sample):
     assert told[-1].startswith("finished after 3 rounds")
 
 
+def test_an_event_waits_for_the_round_before_it(sample):
+    """A round's line is complete some seconds after the round, an event's at once."""
+    before = sample(12)
+    row = sample(13).history[-1]
+    event = Event(at=row.at + 1.0, level="warning", source="", text="a peer fell silent")
+    rows = {"history": [*before.history, row], "position": 13, "events": [event]}
+    steps = [
+        replace(before, now=row.at + 1.5, **rows),
+        replace(sample(13, state="finished"), now=row.at + 9.0, **rows),
+    ]
+    written: list[str] = []
+
+    async def feed():
+        return steps.pop(0)
+
+    asyncio.run(follow(feed, written.append, interval_s=0.0, since=before))
+    told = [line.split()[:2] for line in without_clock(written)]
+    assert told[:2] == [["round", "13/120"], ["warning", "a"]]
+
+
 def test_follow_prints_nothing_that_is_known_already(sample):
     steps, written = [sample(12), sample(13, state="finished")], []
 
@@ -267,13 +287,18 @@ def test_updates_that_are_not_held_are_listed(sample):
 def test_the_status_says_how_each_peer_is_reached(sample):
     status = sample(13)
     first, second, *others = status.peers
-    peers = [replace(first, reach="direct"), replace(second, reach="relayed"), *others]
+    relayed = {"reach": "relayed", "relays": [first.peer_id, "R"], "relayed_bytes": 2_000_000}
+    third, *others = others
+    through_us = replace(third, reach="relayed", relays=["R"])
+    peers = [replace(first, reach="direct"), replace(second, **relayed), through_us, *others]
     told = render_status(replace(status, peers=peers))
     assert f"{ABSENT}  " in told.rpartition("reach")[2]  # an older version says nothing
     reached = [
         line.split() for line in told.splitlines() if " direct " in line or " relayed " in line
     ]
-    assert {words[0] for words in reached} == {first.name, second.name}
+    assert {words[0] for words in reached} == {first.name, second.name, third.name}
+    assert f"relayed by {first.name}, 2.00 MB" in told
+    assert "relayed by coordinator, 0 B" in told
 
 
 def test_a_status_names_a_pair_that_cannot_reach_each_other(sample):

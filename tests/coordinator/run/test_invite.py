@@ -21,6 +21,11 @@ def test_round_trip() -> None:
     assert len(TEXT) < 400
 
 
+@pytest.mark.parametrize("around", ["''", '""', "``", "<>", "\u201c\u201d", "\u00ab\u00bb"])
+def test_quotes_around_it_are_ignored(around: str) -> None:
+    assert Invite.decode(f" {around[0]}{TEXT}{around[1]}\n") == INVITE
+
+
 def test_wrapped_by_a_mail_program() -> None:
     wrapped = "\n  ".join(TEXT[i : i + 60] for i in range(0, len(TEXT), 60))
     assert Invite.decode(f"  {wrapped}\r\n") == INVITE

@@ -14,7 +14,9 @@ from atoll.peer.cli.coordinator import OnePortError, about_ports, add_parser, wi
 from support.organiser import tiny_spec
 
 
-def up(*, is_public: bool, is_behind: bool = False, **found: Any) -> Any:
+def up(
+    *, is_public: bool, is_behind: bool = False, is_elsewhere: bool = False, **found: Any
+) -> Any:
     settings = SimpleNamespace(
         listen="0.0.0.0:7700", dht_listen="0.0.0.0:7701", advertise="run.example.org"
     )
@@ -26,6 +28,7 @@ def up(*, is_public: bool, is_behind: bool = False, **found: Any) -> Any:
         ports=ports,
         is_public=is_public,
         is_behind=is_behind,
+        is_elsewhere=is_elsewhere,
         coordinator=SimpleNamespace(spec=spec),
     )
 
@@ -45,6 +48,12 @@ def test_a_cloud_machine_with_a_private_address_is_not_called_wrong() -> None:
     _, line = about_ports(up(is_public=True, is_behind=True))
     assert "warning" not in line
     assert "must forward TCP ports 7700 and 7701 from run.example.org to it" in line
+
+
+@pytest.mark.parametrize("is_public", [True, False])
+def test_an_address_of_another_machine_is_a_warning(is_public: bool) -> None:
+    told = about_ports(up(is_public=is_public, is_elsewhere=True))
+    assert sum("run.example.org is no address of this machine" in line for line in told) == 1
 
 
 def test_what_joiners_found_comes_before_what_addresses_suggest() -> None:

@@ -39,6 +39,8 @@ def no_torch(monkeypatch):
         (health.clock_finding(0.2), Health.OK),
         (health.clock_finding(-40.0), Health.NOTE),
         (health.reach_finding("203.0.113.7", 4001, is_dialed=True), Health.OK),
+        (health.upnp_finding(is_used=True, refusal=""), Health.OK),
+        (health.upnp_finding(is_used=False, refusal="no router answers"), Health.NOTE),
         (health.reach_finding("203.0.113.7", 4001, is_dialed=False), Health.NOTE),
         (health.nat_finding(["192.168.1.5"], "203.0.113.7"), Health.NOTE),
         (health.nat_finding(["203.0.113.7"], "203.0.113.7"), Health.OK),

@@ -1,11 +1,20 @@
 """Which other trainers a peer reaches, and what it does without any."""
 
+import asyncio
+
 import pytest
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable, Refused
-from atoll.peer.daemon.reach.company import ALONE_S, APART_S, ASKED_AT_ONCE, Company, asking
+from atoll.peer.daemon.reach.company import (
+    ALONE_S,
+    APART_S,
+    ASKED_AT_ONCE,
+    LOOK_EVERY_S,
+    Company,
+    asking,
+)
 
 
 class Desk:
@@ -122,5 +131,46 @@ class Line:
 def test_a_refusal_is_an_answer_and_silence_is_none(error, is_reached):
     async def main():
         assert await asking(Line(error))("b") is is_reached
+
+    run_virtual(main())
+
+
+def test_after_a_round_alone_work_waits_until_somebody_answers():
+    """With short windows a lone peer would spend many rounds before it is sure."""
+    desk, offered = Desk(), []
+    desk.look("b")
+    desk.company.decided(["me", "b"], "me")
+    desk.company.with_others(0, lambda: offered.append(1))
+    desk.company.decided(["b"], "me")  # this peer was late
+    desk.company.with_others(0, lambda: offered.append(2))
+    desk.company.decided(["me"], "me")
+    desk.company.with_others(0, lambda: offered.append(3))
+    assert offered == [1, 2] and desk.company.is_alone
+    desk.silent.add("b")
+    desk.look("b", after_s=0.1)
+    assert offered == [1, 2] and not desk.shown  # b may answer yet
+    desk.silent.clear()
+    desk.asked.clear()
+    desk.look("b", after_s=0.1)
+    assert offered == [1, 2, 3] and desk.asked == ["b"] and not desk.shown
+
+
+def test_a_peer_whose_last_companion_left_is_alone_at_once():
+    desk = Desk()
+    desk.look("b")
+    desk.look(after_s=0.1)
+    assert desk.company.is_alone
+    assert [text.split(":")[0] for _, text in desk.shown] == ["waiting for peers"]
+
+
+def test_the_next_look_comes_at_once_after_a_round_alone_and_else_in_time():
+    async def main():
+        loop, company = asyncio.get_running_loop(), Desk().company
+        began_s = loop.time()
+        company.decided(["me"], "me")
+        await company.pause()
+        assert loop.time() == began_s
+        await company.pause()
+        assert loop.time() == began_s + LOOK_EVERY_S
 
     run_virtual(main())

@@ -7,6 +7,7 @@ import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.dht.identity import Identity
+from atoll.dht.upnp import Forwarding
 from atoll.peer.daemon.reach import moves
 from atoll.peer.daemon.reach.moves import AddressWatch, Moves, network_of
 from atoll.peer.daemon.reach.reachability import Reach, Reachability
@@ -68,6 +69,7 @@ def node():
         seen=(),
         relays=(),
         peer_id="P",
+        relaying=SimpleNamespace(allow=lambda mbit_s: None),
         doubted=doubted,
         transport=SimpleNamespace(connected=A | B, doubt=doubted.append),
         daemon=SimpleNamespace(options=SimpleNamespace(listen=("/ip4/0.0.0.0/tcp/4001",))),
@@ -79,7 +81,7 @@ def peer(monkeypatch):
     """A peer that was dialed at home; `answer` is the coordinator's next one."""
     here = SimpleNamespace(own=HOME, answer=None, client=Client(), node=node(), said=[])
 
-    async def answered(client, listen):
+    async def answered(client, listen, forwarding):
         assert listen == ("/ip4/0.0.0.0/tcp/4001",)
         if here.answer is None:
             raise CoordinatorUnreachable("away")
@@ -91,6 +93,7 @@ def peer(monkeypatch):
         here.client,
         here.node,
         here.reach,
+        Forwarding(),
         is_asked=True,
         report=lambda level, text, key=None: here.said.append(text),
         own=lambda: here.own,
@@ -129,3 +132,18 @@ def test_a_router_with_another_address_forwards_the_same_port(peer):
     peer.answer = Reach(address="203.0.114.10", port=4001, is_dialed=False)
     look(peer, 2.0)
     assert (peer.node.seen, peer.node.relays) == (("/ip4/203.0.114.10/tcp/4001",), ())
+
+
+def test_a_router_that_was_restarted_forwards_nothing_that_it_was_asked_for_before(peer):
+    peer.reach.take(Reach(address="203.0.114.9", port=4001, by_upnp=True))
+    look(peer, 0.0)
+    peer.node.transport.connected = frozenset()
+    peer.answer = Reach(address="203.0.114.10", port=4001, is_dialed=False)
+    look(peer, 2.0)
+    assert (peer.node.seen, peer.node.relays) == ((), (COORDINATOR,))
+    peer.node.transport.connected = A
+    look(peer, 4.0)
+    peer.node.transport.connected = frozenset()
+    peer.answer = Reach(address="203.0.114.11", port=4001, by_upnp=True)
+    look(peer, 6.0)
+    assert peer.node.seen == ("/ip4/203.0.114.11/tcp/4001",) and peer.reach.kind == "upnp"

@@ -14,6 +14,7 @@ def test_waiting_for_the_run_to_begin_is_apart():
     assert times.since(spent(5.0, 3600.0)).utilisation == 1.0  # in the lobby with the first window
     times.mark(0, spent(5.0, 5.0))
     times.mark(1, spent(10.0, 3610.0))
+    assert times.since(spent(10.0, 3612.0)) == TimeSpent()  # the first round is decided
     assert times.since(spent(19.0, 3620.0)).utilisation == 0.9
 
 

@@ -1,0 +1,93 @@
+"""What a peer says when it stops, and of its first round."""
+
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from atoll.coordinator.run.invite import Invite
+from atoll.peer.daemon import process
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.process import (
+    STOPPING,
+    Narrator,
+    RunOptions,
+    Stop,
+    join_and_train,
+    saying_that_it_stops,
+    wait_until_stored,
+)
+from atoll.peer.training.statistics import TimeSpent, TrainerStatistics
+
+
+def test_a_stop_is_answered_at_once_and_once():
+    stop, told, is_told = Stop(), [], threading.Event()
+
+    def take(event):
+        told.append(event.text)
+        is_told.set()
+
+    with saying_that_it_stops(stop, take):
+        stop.set()
+        assert is_told.wait(10)
+        stop.set()
+    assert told == [STOPPING]
+
+
+def test_a_run_that_ends_by_itself_says_nothing_of_a_stop():
+    told = []
+    with saying_that_it_stops(Stop(), told.append):
+        pass
+    assert told == []
+
+
+def test_a_wait_for_the_coordinator_is_not_silent(monkeypatch):
+    monkeypatch.setattr(process, "SAY_STORING_S", 0.0)
+    peer = SimpleNamespace(run=SimpleNamespace(stored_all=lambda: False))
+    told = []
+    stopping = threading.Event()
+    assert not wait_until_stored(peer, 0.01, stopping, lambda level, text: told.append(text))
+    assert [text.split(" for ")[0] for text in told] == [
+        "waiting up to 0.01 s",
+        "the coordinator has not stored the last rounds; they are kept here",
+    ]
+
+
+def test_the_reason_comes_before_the_goodbye(monkeypatch, tmp_path):
+    invite = Invite(
+        addresses=("127.0.0.1:1",), run_id=bytes(32), run_key=bytes(32), tls_sha256=bytes(32)
+    )
+    peer = SimpleNamespace(is_keeper=True, position=7)
+    thread = SimpleNamespace(value=peer, close=lambda: None)
+    monkeypatch.setattr(process, "open_peer", lambda *_, **__: thread)
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(process, "_keep", fail)
+    events = []
+    options = RunOptions(peer=PeerOptions(invite=invite, state_dir=tmp_path / "peer"))
+    (tmp_path / "peer").mkdir()
+    with pytest.raises(OSError, match="no space"):
+        join_and_train(options, on_event=events.append, stop=Stop())
+    last = events[-1]
+    assert (last.kind, last.level) == ("stopped", "error")
+    assert last.text == "left the run: no space left on device"
+
+
+@pytest.mark.parametrize(
+    ("spent", "shown"),
+    [(TimeSpent(), "util -"), (TimeSpent(total_s=10.0, train_s=9.0), "util 90.0%")],
+)
+def test_a_first_round_has_no_utilisation(spent, shown):
+    events = []
+    narrator = Narrator(events.append)
+    narrator.follow(SimpleNamespace(spec=SimpleNamespace(run=SimpleNamespace(rounds=8))))
+    narrator._trainer = SimpleNamespace(
+        statistics=lambda: TrainerStatistics(spent=spent, loss=math.nan)
+    )
+    narrator.on_account(SimpleNamespace(position=1, verdict="counted"))
+    (event,) = events
+    assert shown in event.text.replace("\u2013", "-").replace("\u2014", "-")
+    assert event.utilisation == (spent.train_s / 10.0 if spent.total_s else None)

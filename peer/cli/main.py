@@ -138,8 +138,8 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
 
 def _printable(error: BaseException) -> str:
     """Return the message without what could control a terminal: a refusal is another's text."""
-    from atoll.coordinator.run.text import clean, clean_lines
     from atoll.coordinator.run.spec_problems import SpecError
+    from atoll.coordinator.run.text import clean, clean_lines
     from atoll.peer.lab.children import ChildFailed, ChildRefused
 
     # Only these have several lines of ours; another's line must not pass for one of ours.

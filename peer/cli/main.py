@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     chosen = next((word for word in arguments if not word.startswith("-")), None)
-    module = importlib.import_module(f"atoll.peer.cli.{chosen}") if chosen in SUMMARIES else None
+    module = _load(chosen) if chosen in SUMMARIES else None
     parser = _parser(module, chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -89,6 +89,10 @@ def _main(arguments: Sequence[str]) -> int:
         parser.print_help(sys.stderr)
         return BAD_INPUT
     return _run(module, args)
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"atoll.peer.cli.{name}")
 
 
 def _parser(module: ModuleType | None, chosen: str | None) -> argparse.ArgumentParser:

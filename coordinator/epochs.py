@@ -3,14 +3,16 @@
 Heartbeats alone elect no peer: anyone with an invite can send them under as many keys as it likes.
 
     epoch 0      trainers that answer a `head` call with the chain of the first state
-    later ones   the peers online among the electors, newcomers and members of the newest entries;
-                 if none of them is, those that answer a `head` call with a log that fits
-    keepers      if the spec names keepers, only those of them that answer a `head` call;
+    later ones   the electors online, and half as many newcomers that have been tried; if no elector
+                 is, all such newcomers; then the members with weight of the newest entries; then
+                 those that answer a `head` call with a log that fits
+    keepers      if the spec names keepers, all of them that answer a `head` call, and nobody else;
                  keepers that join wait for an epoch, which opens for them between two rounds
     gossip       whoever reports ready: its one epoch only starts the run, nobody votes in it
 
-If the log here lacks an epoch that the run's key has signed (`EpochSigner`), none is opened: the
-newest record is learned from the peers first, and recovery fetches the entries.
+If the log here lacks an epoch that has left (`EpochSigner`), or rounds that the history knows, none
+is opened: the newest record is learned from the peers first, and recovery fetches the entries. That
+peers answer without it proves nothing, as anyone can answer: only the organiser gives it up.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from atoll.coordinator.policies import (
     can_decide,
     common_position,
     electable,
+    electors_after_stall,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeer
 from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import PeerStatus
-from atoll.coordinator.signing import NONE_SIGNED, EpochSigner
+from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import (
     Elector,
     Entry,
@@ -47,7 +50,7 @@ from atoll.optim.log.replica import LiveReplica
 # voids nothing. In faster runs the replicas go back, and no contribution is lost.
 BETWEEN_ROUNDS_S = 5.0
 NEWEST = 8  # entries whose members may vote: more than a restart of half the swarm takes
-LEARN_S = 60.0  # of answers without a signed epoch: then its record reached no peer
+LEARN_S = 60.0  # of answers, if it is not known which epoch is the newest
 
 
 class Epochs:
@@ -60,6 +63,8 @@ class Epochs:
         signer: EpochSigner,
         min_peers: int,
         min_keepers: int = 0,
+        known_rounds: int = 0,
+        is_evicted: Callable[[str], bool] = lambda peer_id: False,
         report: Callable[[Level, str], None],
     ) -> None:
         """Open epochs of a replica.
@@ -69,8 +74,12 @@ class Epochs:
             signer: signs with the run's key.
             min_peers: trainers that must hold the first state before the first epoch opens.
             min_keepers: keepers that must answer before any epoch opens; 0 if members vote.
+            known_rounds: rounds that the history knows; fewer in the log are a loss.
+            is_evicted: returns whether the organiser put a PeerID out.
             report: logs an event.
         """
+        self._known_rounds = known_rounds
+        self._is_evicted = is_evicted
         self._replica = replica
         self._signer = signer
         self._min_peers = min_peers
@@ -86,10 +95,6 @@ class Epochs:
         self.is_by_heartbeats = False
         """True in a gossip run, which has no votes."""
         self._asked_since_s: float | None = None
-        self._skipped: int | None = None
-        """A signed epoch that no peer holds."""
-        if self.lacks_epochs:
-            self._report_loss()
 
     @property
     def _is_open(self) -> bool:
@@ -97,19 +102,21 @@ class Epochs:
 
     @property
     def lacks_epochs(self) -> bool:
-        """Return whether the key has signed an epoch that is not in the log here, or may have."""
-        opened, highest = self._replica.opened, self._signer.highest
-        if highest is None:
-            return True
-        return highest != self._skipped and highest > (opened.epoch if opened is not None else -1)
+        """Return whether an epoch has left that is not in the log here, or may have."""
+        opened, left = self._replica.opened, self._signer.left
+        return left is None or left > (opened.epoch if opened is not None else -1)
 
     @property
     def lacks_entries(self) -> bool:
-        """Return whether the log here ends before the base of its newest epoch."""
+        """Return whether the log here ends before the base of its newest epoch, or lost rounds."""
         replica, opened = self._replica, self._replica.opened
-        if opened is None or self.is_by_heartbeats:
+        if self.is_by_heartbeats:
             return False
-        return replica.position < opened.base_position or not replica.electorate
+        if replica.position < self._known_rounds:
+            return True
+        return opened is not None and (
+            replica.position < opened.base_position or not replica.electorate
+        )
 
     def retire(self, status: PeerStatus) -> None:
         """Note that a peer resigned: it has not voted from its position on, and never will."""
@@ -132,7 +139,7 @@ class Epochs:
         head = self._replica.head
         if self.lacks_epochs and not self.is_by_heartbeats:
             await self._learn(alive, now_s)
-        elif not self._is_open:
+        elif not self._is_open and not self.lacks_entries:
             await self._open_first(alive, now_s)
         elif self.lacks_entries or not electable(alive, epoch=head.epoch):
             self._progress.pause(now_s)  # nobody to open an epoch with, or nowhere to open it
@@ -164,11 +171,12 @@ class Epochs:
             return await self._open_with(_electors(answers), now_s, because)
         known = await self._replica.compute(self._in_newest_entries)
         peers = electable(alive, epoch=self._replica.head.epoch)
-        electors = [
-            Elector(peer_id=p.peer_id, incarnation=p.incarnation)
-            for p in peers
-            if p.peer_id in known
-        ]
+        electors = electors_after_stall(
+            [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in peers],
+            self._replica.core.voters,
+            position=self._replica.position,
+            known=known,
+        )
         if not electors:
             answers = await self._answers(peers, now_s)
             electors = _electors(await self._replica.compute(self._fitting, answers))
@@ -233,9 +241,11 @@ class Epochs:
     ) -> bool:
         if self._min_keepers and self._is_open:
             self._note_keepers(len(electors))
+        again = self._is_open
+        # One may have been put out while the others were called.
+        electors = [e for e in electors if not self._is_evicted(e.peer_id)]
         if len(electors) < max(1, self._min_keepers):
             return False
-        again = self._is_open
         chosen = choose_electors(electors)
         self._retired.clear()  # peers that resigned are not electors of the new epoch
         highest = self._signer.highest
@@ -244,6 +254,7 @@ class Epochs:
             self._signer.sign,
             above=-1 if highest is None else highest,
             first_term=self._sound_term(chosen) if again and not because else 0,
+            on_stored=self._signer.note,
         )
         self._progress.restart(now_s, again=again and not because)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
@@ -270,7 +281,8 @@ class Epochs:
     def _in_newest_entries(self) -> set[str]:
         """Return the PeerIDs that the newest entries name as electors or members; blocks.
 
-        A member of weight 0 gave no work: keys cost nothing, so it does not vote.
+        They vote only when no elector and no tried newcomer is left. A member of weight 0 gave no
+        work: keys cost nothing, so it does not vote.
         """
         replica = self._replica
         opened = replica.opened.electorate if replica.opened is not None else ()
@@ -319,13 +331,21 @@ class Epochs:
 
     # Epochs that were signed and are not in the log
 
-    def _report_loss(self) -> None:
-        highest = self._signer.highest
-        signed = "may have signed epochs" if highest is None else f"has signed epoch {highest}"
+    def report_loss(self) -> None:
+        """Report what the log here lacks, if anything."""
+        left, rounds = self._signer.left, self._known_rounds
+        if self.lacks_epochs:
+            signed = "may have signed epochs" if left is None else f"has signed epoch {left}"
+            what = f"the run's key {signed}, which the log here lacks"
+        elif self._replica.position < rounds:
+            what = f"the log here ends after round {self._replica.position} of {rounds}"
+        else:
+            return
         self._report(
             "error",
-            f"the run's key {signed}, which the log here lacks: it was lost, or is an old copy. No "
-            "epoch opens until peers have sent the newest one; keep the peers running",
+            f"{what}: it was lost, or is an old copy. No epoch opens until peers have sent what is "
+            "missing; keep the peers running. If none has it any more, restart with --accept-loss: "
+            "the run then continues from the log here",
         )
 
     async def _learn(self, alive: Sequence[KnownPeer], now_s: float) -> None:
@@ -334,22 +354,16 @@ class Epochs:
         if self.heads is None or not alive:
             return
         answers = await self.heads.of([m.status.peer_id for m in alive], now_s)
-        if await self._adopt_newest(answers) and not self.lacks_epochs:
-            return
-        if len(answers) < self._min_peers:
+        await self._adopt_newest(answers)
+        opened = self._replica.opened
+        if self._signer.left is not None or opened is None or len(answers) < self._min_peers:
             self._asked_since_s = None
             return
+        # Nothing here says which epoch is the newest. A peer may answer with an old one, so all
+        # that answer within a while are heard.
         self._asked_since_s = now_s if self._asked_since_s is None else self._asked_since_s
-        # One that no peer holds was signed just before a crash, or never: its number is skipped.
         if now_s - self._asked_since_s >= LEARN_S:
-            self._skip_missing()
-
-    def _skip_missing(self) -> None:
-        opened = self._replica.opened
-        if self._signer.highest is None:
-            self._signer.note(opened.epoch if opened is not None else NONE_SIGNED)
-        self._skipped = self._signer.highest
-        self._report("warning", f"no peer holds epoch {self._skipped}; the next one is above it")
+            self._signer.note(opened.epoch)
 
     async def _adopt_newest(self, answers: Sequence[PeerHead]) -> bool:
         """Adopt the newest epoch in the answers; return False if it is none that is new here."""
@@ -365,7 +379,8 @@ class Epochs:
         if not record:
             return False
         await self._replica.adopt(record)
-        self._signer.note(newest)
+        if self._signer.left is not None:
+            self._signer.note(newest)
         self._report("warning", f"epoch {newest} learned from peers; fetching its entries")
         return True
 

@@ -1250,12 +1250,20 @@ class LiveReplica(ReplicaView):
         *,
         above: int = -1,
         first_term: int = 0,
+        on_stored: Callable[[int], None] = lambda epoch: None,
     ) -> Epoch:
-        """Sign and begin a new epoch at the head; see `Replica.open_epoch`."""
+        """Sign and begin a new epoch at the head; see `Replica.open_epoch`.
+
+        `on_stored` gets its number in the thread, before the loop can read the record.
+        """
         core = self.core
-        return await self.change(
-            lambda: core.open_epoch(electorate, sign, above=above, first_term=first_term)
-        )
+
+        def work() -> Epoch:
+            opened = core.open_epoch(electorate, sign, above=above, first_term=first_term)
+            on_stored(opened.epoch)
+            return opened
+
+        return await self.change(work)
 
     # Changes
 

@@ -124,7 +124,7 @@ def test_a_coordinator_mends_its_log_from_donors(
             assert sum("the log on disk is damaged" in text for text in texts) == 1
             one = net.client(0)
             await one.join()
-            coordinator.ask_heads_with(answering(swarm, donor))
+            coordinator.ask_head_with(answering(swarm, donor))
             catching_up = coordinator.recover_with(recovering(StoreSource(donor)))
             for _ in range(int(4 * LAG_S)):
                 clock.now_s += 1.0

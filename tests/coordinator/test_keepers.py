@@ -90,7 +90,7 @@ async def hall(folder: Path) -> AsyncIterator[Hall]:
     async with kit.net(folder, spec=SPEC) as net:
         found = Hall(net=net)
         net.up.coordinator._steady = lambda: found.now_s
-        net.up.coordinator.ask_heads_with(kit.answering(net.up.coordinator))
+        net.up.coordinator.ask_head_with(kit.answering(net.up.coordinator))
         _, found.keeper_token = issue(folder, kind="keeper", uses=9)
         yield found
 

@@ -7,7 +7,8 @@ Heartbeats alone elect no peer: anyone with an invite can send them under as man
                  is, all such newcomers; then the members with weight of the newest entries; then
                  those that answer a `head` call with a log that fits
     keepers      if the spec names keepers, all of them that answer a `head` call, and nobody else;
-                 keepers that join wait for an epoch, which opens for them between two rounds
+                 keepers that join wait for an epoch, which opens for them between two rounds, as
+                 one does at once without a keeper that was evicted
     gossip       whoever reports ready: its one epoch only starts the run, nobody votes in it
 
 If the log here lacks an epoch that has left (`EpochSigner`), or rounds that the history knows, none
@@ -150,7 +151,7 @@ class Epochs:
         elif self._progress.is_stalled(now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
-            await self._let_keepers_in(alive, now_s)
+            await self._change_keepers(alive, now_s)
 
     def _is_lone(self, alive: Sequence[KnownPeer]) -> bool:
         """Return whether a single trainer is online in a run that asks for more.
@@ -203,13 +204,17 @@ class Epochs:
         if len(electors) >= (self._min_keepers or self._min_peers):
             await self._open_with(electors, now_s)
 
-    async def _let_keepers_in(self, alive: Sequence[KnownPeer], now_s: float) -> None:
-        """Open an epoch for keepers that have waited, when everybody stands at the head."""
+    async def _change_keepers(self, alive: Sequence[KnownPeer], now_s: float) -> None:
+        """Open an epoch for keepers that have waited, or without one that was evicted.
+
+        It opens when everybody stands at the head.
+        """
         head, present = self._replica.head, self._replica.electorate
         online = electable(alive, epoch=head.epoch, role="keeper")
         here = [Elector(peer_id=s.peer_id, incarnation=s.incarnation) for s in online]
         waiting = self._keepers_waiting.due(here, present, now_s)
-        if not waiting or now_s - self._progress.since_s > BETWEEN_ROUNDS_S:
+        out = sum(self._is_evicted(keeper.peer_id) for keeper in present)
+        if not (waiting or out) or now_s - self._progress.since_s > BETWEEN_ROUNDS_S:
             return
         asked_s = asyncio.get_running_loop().time()
         answers = await self._answers(online, now_s)
@@ -221,9 +226,10 @@ class Epochs:
         is_whole = all(keeper in named for keeper in here if keeper in present)
         at_head = all((h.position, h.chain) == (head.position, head.chain) for h in answers)
         joined = sum(keeper in named for keeper in waiting)
-        if joined and is_whole and at_head and self._replica.head == head:
-            because = f": {joined} keeper{'' if joined == 1 else 's'} joined"
-            await self._open_with(named, now_s, because)
+        if (joined or out) and is_whole and at_head and self._replica.head == head:
+            changes = [(joined, "joined"), (out, "evicted")]
+            told = (f"{n} keeper{'' if n == 1 else 's'} {how}" for n, how in changes if n)
+            await self._open_with(named, now_s, f": {', '.join(told)}")
 
     def _note_keepers(self, here: int) -> None:
         """Report that keepers are missing, whenever their number changes."""

@@ -87,7 +87,6 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILE = "tokenizer.z"
 PORTS_FILE = "ports.json"
 _TCP_PORT = re.compile(r"/tcp/(\d+)")
-MAX_CALLS = 512  # at once; gRPC refuses more
 MANY_EPOCHS = 1 << 20  # above all that were signed, if nothing says how many
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
 _DAMAGED = "damaged; restore a copy, or start the run in a new directory"
@@ -535,7 +534,8 @@ async def _listen(
     host, port = split_address(listen)
     port = port or _remembered_port(state_dir / "port")  # so that invites stay valid
     is_shared = listen == coordinator.spec.coordinator.dht_listen and bool(split_address(listen)[1])
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    # No limit of gRPC's own, which refuses whoever comes late: `Service` bounds calls by caller.
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((service.handler(),))
     bound = _bind(server, *(("127.0.0.1", 0) if is_shared else (host, port)), coordinator.keys)
     front = await _shared(stack, host, port, bound) if is_shared else None

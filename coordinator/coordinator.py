@@ -272,7 +272,7 @@ class Coordinator:
             recover,
             on_taken=self._on_recovered,
             report=self._events.report,
-            lacks_bodies=bool(self._damage.bodies),
+            lacks_some=bool(self._damage.bodies or self.replica.store.uncertified()),
         )
         return self._catching_up
 

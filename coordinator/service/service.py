@@ -303,6 +303,8 @@ class Service:
             if not records:
                 return
             for record in records:
+                if not record.certificate:  # it was damaged on the disk
+                    return
                 header = pb.EntryHeader(
                     epoch=record.epoch,
                     position=record.position,

@@ -391,7 +391,7 @@ class Publisher:
 
     async def _publish_stored(self, position: int) -> bool:
         record = await self._env.compute(self._replica.store.get, position)
-        if record is None:
+        if record is None or not record.certificate:
             return False
         try:
             body = await self._env.compute(self._replica.store.body, position)

@@ -198,6 +198,26 @@ def test_a_certificate_comes_back_only_if_it_holds(log: Log) -> None:
     assert replica.store.uncertified() == []
 
 
+def test_a_damaged_entry_is_served_by_nobody(tmp_path: Path) -> None:
+    """A joiner would take its donor for a liar."""
+
+    async def main() -> None:
+        folder, swarm = tmp_path / "run", kit.Swarm()
+        async with kit.net(folder, swarm) as net:
+            one, *_ = await net.started()
+            for _ in range(5):
+                entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+                assert await net.publish(one, entry, body)
+        flip(folder / "log", "entries", "certificate", "position = 3")
+        async with kit.net(folder, swarm) as net:
+            client = net.client(0)
+            await client.join()
+            assert [each.position async for each in client.fetch_entries(0, 5)] == [0, 1, 2]
+            assert [each.position async for each in client.fetch_entries(4, 1)] == [4]
+
+    kit.run(main())
+
+
 @pytest.mark.parametrize(
     ("table", "column", "where"),
     [

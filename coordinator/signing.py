@@ -41,9 +41,11 @@ class EpochSigner:
         """Read the highest number; `sign` signs with the run's key."""
         self._path = path
         self._sign = sign
+        self.highest: int | None
+        """The highest epoch that was signed, -1 before the first; None if that is not known."""
+        self.left: int | None
+        """The highest epoch that can have left; None as above."""
         self.highest, self.left = read_signed(path)
-        """The highest epoch that was signed, and the highest that can have left; -1 before the
-        first, None if that is not known."""
 
     def note(self, epoch: int) -> None:
         """Keep an epoch that was signed and is in a log, unless a higher one is known."""

@@ -91,11 +91,12 @@ class Service:
 
     def _method(self, method: Any) -> Any:  # noqa: ANN401
         serve = getattr(self, f"_{method.name.lower()}")
-        make, guard = grpc.stream_unary_rpc_method_handler, self._guarded
         if method.streams_out:
-            make, guard = grpc.stream_stream_rpc_method_handler, self._guarded_stream
+            make, guarded = grpc.stream_stream_rpc_method_handler, self._guarded_stream(serve)
+        else:
+            make, guarded = grpc.stream_unary_rpc_method_handler, self._guarded(serve)
         return make(
-            guard(serve),
+            guarded,
             request_deserializer=_reader(method.request),
             response_serializer=method.reply.SerializeToString,
         )

@@ -118,10 +118,10 @@ def test_whoever_holds_most_makes_room() -> None:
                     for _ in range(4):
                         await asyncio.sleep(0)
 
-            await enter("a", "a", "a", "a")  # its own oldest
-            assert ended == ["a"] and tasks[0].done() and len(places) == 3
-            await enter("b", "c", "d")  # the oldest of whoever has most
-            assert ended == ["a", "a"] and tasks[1].done() and len(places) == 5
+            await enter("b", "a", "a", "a", "a")  # its own oldest
+            assert ended == ["a"] and tasks[1].done() and len(places) == 4
+            await enter("c", "d")  # the oldest of whoever has most
+            assert ended == ["a", "a"] and tasks[2].done() and len(places) == 5
             for task in tasks:
                 task.cancel()
         assert len(places) == 0 and not places._held

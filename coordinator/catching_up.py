@@ -123,7 +123,7 @@ class CatchUp:
             store = self._replica.store
             if self._tries_for_damaged and not (store.gaps() or store.uncertified()):
                 self._tries_for_damaged = 0
-                self._log_event("info", "what was damaged came again from the peers")
+                self._log_event("info", "damaged records recovered from peers")
                 self._on_taken(())
             self._failure = ""
         except (RecoveryError, StoreError, *DISK_ERRORS) as error:

@@ -1,7 +1,7 @@
 """Faults of other peers, and bans for those that repeat them.
 
 Every peer judges by what it saw itself: as an owner the cells, as a leader the reports.
-Accusations are not passed on, so nobody can have another one barred. The one exception proves
+Accusations are not passed on, so no peer can have another one barred. The one exception proves
 itself: two signatures that contradict each other (`evidence.py`) bar their signer for good. So does
 the run's key: a peer that the organiser evicts is asked nothing and followed nowhere. Being
 slow, dying or being cut off is no fault: it is dealt with in its round. A peer that holds its
@@ -88,7 +88,7 @@ class Conduct:
         self._out[peer] = why
 
     def is_out(self, peer: str) -> bool:
-        """Return whether a peer is barred for good."""
+        """Return whether a peer is barred permanently."""
         return peer in self._out or self._is_evicted(peer)
 
     def fault(self, peer: str, why: Fault, now: float) -> Barred | None:

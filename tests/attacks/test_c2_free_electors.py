@@ -124,7 +124,7 @@ def test_a_member_of_weight_0_is_elected_by_no_entry(tmp_path: Path) -> None:
     kit.run(main())
 
 
-def test_keys_that_contributed_once_do_not_outvote_the_electors_in_an_epoch(tmp_path: Path) -> None:
+def test_keys_that_contributed_once_do_not_outvote_the_electors(tmp_path: Path) -> None:
     """Whoever stops a run for a minute had all of its keys made electors."""
 
     async def main() -> None:

@@ -79,7 +79,7 @@ def test_who_is_evicted_is_out_until_the_list_says_otherwise() -> None:
     assert conduct.is_out("bad") and not conduct.is_out("good")
     barred = conduct.barred("bad", 0.0)
     assert barred is not None and barred.why == Fault.EVICTED
-    assert "left out for good" in str(barred)
+    assert "permanently" in str(barred)
     conduct.bar_for_good("bad", Fault.EQUIVOCATION)
     barred = conduct.barred("bad", 0.0)
     assert barred is not None and barred.why == Fault.EQUIVOCATION

@@ -23,7 +23,7 @@ from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, OnTaken, Recovered
 from atoll.optim.log.store import StoreError
 
 SETTLING_S = 300.0  # a change that has begun hashes and writes a whole model before it ends
-TRIES_FOR_BODIES = 12  # a minute; then what no peer has kept stays a gap
+TRIES_FOR_DAMAGED = 12  # a minute; then what no peer has kept stays a gap
 LAG_S = 5.0  # without progress; meanwhile peers prune more, and asking them where they are is cheap
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class CatchUp:
         *,
         on_taken: Callable[[Sequence[Taken]], None],
         report: Callable[[Level, str], None],
-        lacks_bodies: bool = False,
+        lacks_some: bool = False,
     ) -> None:
         """Watch a replica.
 
@@ -84,9 +84,10 @@ class CatchUp:
             recover: brings it up to the peers'.
             on_taken: gets the recovered entries.
             report: logs an event.
-            lacks_bodies: old bodies were dropped as damaged; look for a peer that has them.
+            lacks_some: old bodies or certificates were dropped as damaged; look for a peer that
+                has them.
         """
-        self._tries_for_bodies = TRIES_FOR_BODIES if lacks_bodies else 0
+        self._tries_for_damaged = TRIES_FOR_DAMAGED if lacks_some else 0
         self._replica = replica
         self._recover = recover
         self._on_taken = on_taken
@@ -103,10 +104,10 @@ class CatchUp:
         # A replica that diverged no longer updates its state: only its log can fall behind.
         replica = self._replica
         position = replica.position if replica.diverged else replica.state.position
-        if self._tries_for_bodies:
+        if self._tries_for_damaged:
             furthest = max(furthest, position + 1)
         if not running and self._lag.is_due(position, furthest, now_s):
-            self._tries_for_bodies = max(0, self._tries_for_bodies - 1)
+            self._tries_for_damaged = max(0, self._tries_for_damaged - 1)
             self._task = self._tasks.spawn(self._run())
 
     async def close(self) -> None:
@@ -119,9 +120,10 @@ class CatchUp:
             recovered = await self._recover(self._replica, positions.append)
             if recovered is not None:
                 self._report(recovered, before, await self._note(positions))
-            if self._tries_for_bodies and not self._replica.store.gaps():
-                self._tries_for_bodies = 0
-                self._log_event("info", "damaged updates recovered from peers")
+            store = self._replica.store
+            if self._tries_for_damaged and not (store.gaps() or store.uncertified()):
+                self._tries_for_damaged = 0
+                self._log_event("info", "damaged records recovered from peers")
                 self._on_taken(())
             self._failure = ""
         except (RecoveryError, StoreError, *DISK_ERRORS) as error:

@@ -19,7 +19,7 @@ from atoll.coordinator.catching_up import CatchUp, Recover, Taken
 from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
-from atoll.coordinator.heads import AskHeads, Heads
+from atoll.coordinator.heads import AskHead, Heads
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.policies import PublisherChoice, common_position, window_s
@@ -73,10 +73,14 @@ class Coordinator:
         signer: EpochSigner,
         desk: InviteDesk,
         damage: Damage,
+        accept_loss: bool = False,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`replica` has resumed; `clock` returns seconds since 1970, `steady` monotonic ones."""
+        """`replica` has resumed; `clock` returns seconds since 1970, `steady` monotonic ones.
+
+        With `accept_loss` the run continues from the log here, whatever the history knows.
+        """
         self.spec = spec
         self._codec = spec.method().codec.spec
         self.keys = keys
@@ -109,9 +113,13 @@ class Coordinator:
             signer=signer,
             min_peers=spec.round.min_peers,
             min_keepers=spec.round.min_keepers,
+            known_rounds=0 if accept_loss else history.last_round(),
+            is_evicted=self.admission.is_evicted,
             report=events.report,
         )
         self._epochs.is_by_heartbeats = not self._logged
+        if self._logged:
+            self._epochs.report_loss()
         self._introduce: Callable[[bytes], Awaitable[bytes]] | None = None
         self._damage = damage
         if damage:
@@ -124,6 +132,8 @@ class Coordinator:
         self._gaps = replica.store.gaps()
         self._divergence_reported = False
         self._ask_from_s = 0.0
+        self._looking: asyncio.Task[None] | None = None
+        """Looks whether an epoch is due."""
         started = replica.store.note("started")
         self._started_s = float(started) if started else None
         if self._is_finished():
@@ -260,7 +270,7 @@ class Coordinator:
             recover,
             on_taken=self._on_recovered,
             report=self._events.report,
-            lacks_bodies=bool(self._damage.bodies),
+            lacks_some=bool(self._damage.bodies or self.replica.store.uncertified()),
         )
         return self._catching_up
 
@@ -268,7 +278,7 @@ class Coordinator:
         """Answer questions for records of peers by `introduce` from now on."""
         self._introduce = introduce
 
-    def ask_heads_with(self, ask: AskHeads) -> None:
+    def ask_head_with(self, ask: AskHead) -> None:
         """Let epochs be opened with peers that answer a call."""
         self._epochs.heads = Heads(ask)
 
@@ -297,7 +307,7 @@ class Coordinator:
             self.replica.store,
             num_fragments=num_fragments,
             # The entries come again from the peers.
-            keeps_later=self._epochs.lacks_epochs or bool(self._damage),
+            keeps_later=self._epochs.lacks_epochs or self._epochs.lacks_entries,
         )
 
     def _mean_valid_loss(self) -> float | None:
@@ -326,21 +336,34 @@ class Coordinator:
         for peer_id in self.admission.refresh():
             self.presence.put_out(peer_id)
         self.presence.look(now_s)
-        alive = self.presence.alive(now_s)
-        self._epochs.note(alive, now_s)
-        if not self.finished.is_set() and (self._logged or self.replica.opened is None):
-            await self._epochs.look(alive, now_s, self._round_s(now_s))
-            if self._started_s is None and self.replica.opened is not None:
-                self._started_s = self._clock()
-                self.replica.store.put_note("started", repr(self._started_s).encode())
+        self._epochs.note(self.presence.alive(now_s), now_s)
+        await self._look_for_epochs(now_s)
         if self._catching_up is not None:
             self._catching_up.look(self._claimed(now_s), now_s)
         if self._models is not None:
             self._models.look(self._position(now_s), now_s)
         await self.presence.save_when_due(now_s)
 
+    async def _look_for_epochs(self, now_s: float) -> None:
+        """Open an epoch if one is due; peers that do not answer hold up nothing else."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(now_s))
+        looking = self._looking
+        if (await asyncio.wait({looking}, timeout=TICK_S))[0]:
+            looking.result()
+
+    async def _look(self, now_s: float) -> None:
+        if not self.finished.is_set() and (self._logged or self.replica.opened is None):
+            await self._epochs.look(self.presence.alive(now_s), now_s, self._round_s(now_s))
+            if self._started_s is None and self.replica.opened is not None:
+                self._started_s = self._clock()
+                self.replica.store.put_note("started", repr(self._started_s).encode())
+
     async def close(self) -> None:
         """Write the last checkpoint and the peers' statuses."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await self._checkpoints.close()
         self.presence.save()
 

@@ -3,14 +3,17 @@
 Heartbeats alone elect no peer: anyone with an invite can send them under as many keys as it likes.
 
     epoch 0      trainers that answer a `head` call with the chain of the first state
-    later ones   the peers online among the electors, newcomers and members of the newest entries;
-                 if none of them is, those that answer a `head` call with a log that fits
-    keepers      if the spec names keepers, only those of them that answer a `head` call;
-                 keepers that join wait for an epoch, which opens for them between two rounds
+    later ones   the electors online, and half as many newcomers that have been tried; if no elector
+                 is, all such newcomers; then the members with weight of the newest entries; then
+                 those that answer a `head` call with a log that fits
+    keepers      if the spec names keepers, all of them that answer a `head` call, and nobody else;
+                 keepers that join wait for an epoch, which opens for them between two rounds, as
+                 one does at once without a keeper that was evicted
     gossip       whoever reports ready: its one epoch only starts the run, nobody votes in it
 
-If the log here lacks an epoch that the run's key has signed (`EpochSigner`), none is opened: the
-newest record is learned from the peers first, and recovery fetches the entries.
+If the log here lacks an epoch that has left (`EpochSigner`), or rounds that the history knows, none
+is opened: the newest record is learned from the peers first, and recovery fetches the entries. That
+peers answer without it proves nothing, as anyone can answer: only the organiser gives it up.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from atoll.coordinator.policies import (
     can_decide,
     common_position,
     electable,
+    electors_after_stall,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeer
 from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import PeerStatus
-from atoll.coordinator.signing import NONE_SIGNED, EpochSigner
+from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import (
     Elector,
     Entry,
@@ -48,14 +52,14 @@ from atoll.optim.log.replica import LiveReplica
 # voids nothing. In faster runs the replicas go back, and no contribution is lost.
 BETWEEN_ROUNDS_S = 5.0
 NEWEST = 8  # entries whose members may vote: more than a restart of half the swarm takes
-LEARN_S = 60.0  # of answers without a signed epoch: then its record reached no peer
+LEARN_S = 60.0  # of answers, if it is not known which epoch is the newest
 
 
 class Cause(Enum):
     """A reason to open an epoch in a run that does not stand still."""
 
     ELECTORS_LEFT = "electors left"
-    KEEPERS_JOINED = "keepers joined"
+    KEEPERS_CHANGED = "keepers joined, or were evicted"
 
 
 class Epochs:
@@ -68,6 +72,8 @@ class Epochs:
         signer: EpochSigner,
         min_peers: int,
         min_keepers: int = 0,
+        known_rounds: int = 0,
+        is_evicted: Callable[[str], bool] = lambda peer_id: False,
         report: Callable[[Level, str], None],
     ) -> None:
         """Open epochs of a replica.
@@ -77,8 +83,12 @@ class Epochs:
             signer: signs with the run's key.
             min_peers: trainers that must hold the first state before the first epoch opens.
             min_keepers: keepers that must answer before any epoch opens; 0 if members vote.
+            known_rounds: rounds that the history knows; fewer in the log are a loss.
+            is_evicted: returns whether the organiser put a PeerID out.
             report: logs an event.
         """
+        self._known_rounds = known_rounds
+        self._is_evicted = is_evicted
         self._replica = replica
         self._signer = signer
         self._min_peers = min_peers
@@ -94,10 +104,6 @@ class Epochs:
         self.is_by_heartbeats = False
         """True in a gossip run, which has no votes."""
         self._asked_since_s: float | None = None
-        self._skipped: int | None = None
-        """A signed epoch that no peer holds."""
-        if self.lacks_epochs:
-            self._report_loss()
 
     @property
     def _is_open(self) -> bool:
@@ -105,19 +111,21 @@ class Epochs:
 
     @property
     def lacks_epochs(self) -> bool:
-        """Return whether the key has signed an epoch that is not in the log here, or may have."""
-        opened, highest = self._replica.opened, self._signer.highest
-        if highest is None:
-            return True
-        return highest != self._skipped and highest > (opened.epoch if opened is not None else -1)
+        """Return whether an epoch has left that is not in the log here, or may have."""
+        opened, left = self._replica.opened, self._signer.left
+        return left is None or left > (opened.epoch if opened is not None else -1)
 
     @property
     def lacks_entries(self) -> bool:
-        """Return whether the log here ends before the base of its newest epoch."""
+        """Return whether the log here ends before the base of its newest epoch, or lost rounds."""
         replica, opened = self._replica, self._replica.opened
-        if opened is None or self.is_by_heartbeats:
+        if self.is_by_heartbeats:
             return False
-        return replica.position < opened.base_position or not replica.electorate
+        if replica.position < self._known_rounds:
+            return True
+        return opened is not None and (
+            replica.position < opened.base_position or not replica.electorate
+        )
 
     def retire(self, status: PeerStatus) -> None:
         """Note that a peer resigned: it has not voted from its position on, and never will."""
@@ -140,7 +148,7 @@ class Epochs:
         head = self._replica.head
         if self.lacks_epochs and not self.is_by_heartbeats:
             await self._learn(alive, now_s)
-        elif not self._is_open:
+        elif not self._is_open and not self.lacks_entries:
             await self._open_first(alive, now_s)
         elif self.lacks_entries or not electable(alive, epoch=head.epoch):
             self._progress.pause(now_s)  # nobody to open an epoch with, or nowhere to open it
@@ -156,7 +164,7 @@ class Epochs:
         elif self._progress.is_stalled(now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
-            await self._let_keepers_in(alive, now_s)
+            await self._change_keepers(alive, now_s)
 
     def _is_lone(self, alive: Sequence[KnownPeer]) -> bool:
         """Return whether a single trainer is online in a run that asks for more.
@@ -176,11 +184,12 @@ class Epochs:
             return await self._open_with(_electors(answers), now_s, cause)
         known = await self._replica.compute(self._in_newest_entries)
         peers = electable(alive, epoch=self._replica.head.epoch)
-        electors = [
-            Elector(peer_id=p.peer_id, incarnation=p.incarnation)
-            for p in peers
-            if p.peer_id in known
-        ]
+        electors = electors_after_stall(
+            [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in peers],
+            self._replica.core.voters,
+            position=self._replica.position,
+            known=known,
+        )
         if not electors:
             answers = await self._answers(peers, now_s)
             electors = _electors(await self._replica.compute(self._fitting, answers))
@@ -207,13 +216,17 @@ class Epochs:
         if len(electors) >= (self._min_keepers or self._min_peers):
             await self._open_with(electors, now_s)
 
-    async def _let_keepers_in(self, alive: Sequence[KnownPeer], now_s: float) -> None:
-        """Open an epoch for keepers that have waited, when everybody stands at the head."""
+    async def _change_keepers(self, alive: Sequence[KnownPeer], now_s: float) -> None:
+        """Open an epoch for keepers that have waited, or without one that was evicted.
+
+        It opens when everybody stands at the head.
+        """
         head, present = self._replica.head, self._replica.electorate
         online = electable(alive, epoch=head.epoch, role="keeper")
         here = [Elector(peer_id=s.peer_id, incarnation=s.incarnation) for s in online]
         waiting = self._keepers_waiting.due(here, present, now_s)
-        if not waiting or now_s - self._progress.since_s > BETWEEN_ROUNDS_S:
+        out = sum(self._is_evicted(keeper.peer_id) for keeper in present)
+        if not (waiting or out) or now_s - self._progress.since_s > BETWEEN_ROUNDS_S:
             return
         asked_s = asyncio.get_running_loop().time()
         answers = await self._answers(online, now_s)
@@ -225,8 +238,10 @@ class Epochs:
         is_whole = all(keeper in named for keeper in here if keeper in present)
         at_head = all((h.position, h.chain) == (head.position, head.chain) for h in answers)
         joined = sum(keeper in named for keeper in waiting)
-        if joined and is_whole and at_head and self._replica.head == head:
-            await self._open_with(named, now_s, Cause.KEEPERS_JOINED, joined)
+        if (joined or out) and is_whole and at_head and self._replica.head == head:
+            changes = [(joined, "joined"), (out, "evicted")]
+            told = (f"{n} keeper{'' if n == 1 else 's'} {how}" for n, how in changes if n)
+            await self._open_with(named, now_s, Cause.KEEPERS_CHANGED, ", ".join(told))
 
     def _note_keepers(self, here: int) -> None:
         """Report that keepers are missing, whenever their number changes."""
@@ -244,13 +259,16 @@ class Epochs:
         electors: Sequence[Elector],
         now_s: float,
         cause: Cause | None = None,
-        joined: int = 0,
+        changes: str = "",
     ) -> bool:
         if self._min_keepers and self._is_open:
             self._note_keepers(len(electors))
+        again = self._is_open
+        # One may have been put out while the others were called.
+        electors = [e for e in electors if not self._is_evicted(e.peer_id)]
         if len(electors) < max(1, self._min_keepers):
             return False
-        is_stuck = self._is_open and cause is None
+        is_stuck = again and cause is None
         chosen = choose_electors(electors)
         self._retired.clear()  # peers that resigned are not electors of the new epoch
         highest = self._signer.highest
@@ -259,6 +277,7 @@ class Epochs:
             self._signer.sign,
             above=-1 if highest is None else highest,
             first_term=self._sound_term(chosen) if is_stuck else 0,
+            on_stored=self._signer.note,
         )
         self._progress.restart(now_s, again=is_stuck)
         text = f"epoch {opened.epoch} opened at position {opened.base_position}"
@@ -267,7 +286,7 @@ class Epochs:
         because = {
             None: "",
             Cause.ELECTORS_LEFT: ": electors left",
-            Cause.KEEPERS_JOINED: f": {joined} keeper{'' if joined == 1 else 's'} joined",
+            Cause.KEEPERS_CHANGED: f": {changes}",
         }[cause]
         self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")
         return True
@@ -290,7 +309,8 @@ class Epochs:
     def _in_newest_entries(self) -> set[str]:
         """Return the PeerIDs that the newest entries name as electors or members; blocks.
 
-        A member of weight 0 gave no work: keys cost nothing, so it does not vote.
+        They vote only when no elector and no tried newcomer is left. A member of weight 0 gave no
+        work: keys cost nothing, so it does not vote.
         """
         replica = self._replica
         opened = replica.opened.electorate if replica.opened is not None else ()
@@ -339,13 +359,21 @@ class Epochs:
 
     # Epochs that were signed and are not in the log
 
-    def _report_loss(self) -> None:
-        highest = self._signer.highest
-        signed = "may have signed epochs" if highest is None else f"has signed epoch {highest}"
+    def report_loss(self) -> None:
+        """Report what the log here lacks, if anything."""
+        left, rounds = self._signer.left, self._known_rounds
+        if self.lacks_epochs:
+            signed = "may have signed epochs" if left is None else f"has signed epoch {left}"
+            what = f"the run's key {signed}, which the log here lacks"
+        elif self._replica.position < rounds:
+            what = f"the log here ends after round {self._replica.position} of {rounds}"
+        else:
+            return
         self._report(
             "error",
-            f"the run's key {signed}, which the log here lacks: it was lost, or is an old copy. No "
-            "epoch opens until peers have sent the newest one; keep the peers running",
+            f"{what}: it was lost, or is an old copy. No epoch opens until peers have sent what is "
+            "missing; keep the peers running. If none has it any more, restart with --accept-loss: "
+            "the run then continues from the log here",
         )
 
     async def _learn(self, alive: Sequence[KnownPeer], now_s: float) -> None:
@@ -354,22 +382,16 @@ class Epochs:
         if self.heads is None or not alive:
             return
         answers = await self.heads.of([m.status.peer_id for m in alive], now_s)
-        if await self._adopt_newest(answers) and not self.lacks_epochs:
-            return
-        if len(answers) < self._min_peers:
+        await self._adopt_newest(answers)
+        opened = self._replica.opened
+        if self._signer.left is not None or opened is None or len(answers) < self._min_peers:
             self._asked_since_s = None
             return
+        # Nothing here says which epoch is the newest. A peer may answer with an old one, so all
+        # that answer within a while are heard.
         self._asked_since_s = now_s if self._asked_since_s is None else self._asked_since_s
-        # One that no peer holds was signed just before a crash, or never: its number is skipped.
         if now_s - self._asked_since_s >= LEARN_S:
-            self._skip_missing()
-
-    def _skip_missing(self) -> None:
-        opened = self._replica.opened
-        if self._signer.highest is None:
-            self._signer.note(opened.epoch if opened is not None else NONE_SIGNED)
-        self._skipped = self._signer.highest
-        self._report("warning", f"no peer holds epoch {self._skipped}; the next one is above it")
+            self._signer.note(opened.epoch)
 
     async def _adopt_newest(self, answers: Sequence[PeerHead]) -> bool:
         """Adopt the newest epoch in the answers; return False if it is none that is new here."""
@@ -385,7 +407,8 @@ class Epochs:
         if not record:
             return False
         await self._replica.adopt(record)
-        self._signer.note(newest)
+        if self._signer.left is not None:
+            self._signer.note(newest)
         self._report("warning", f"epoch {newest} learned from peers; fetching its entries")
         return True
 

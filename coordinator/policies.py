@@ -14,7 +14,8 @@ from urllib.parse import unquote
 
 from atoll.coordinator.presence import KnownPeer
 from atoll.coordinator.run.status import PeerStatus
-from atoll.optim.log.entry import Elector, Trust, is_quorum, max_liars
+from atoll.optim.log.electorate import NEW_PER_OLD, TRIAL_ENTRIES, Succession
+from atoll.optim.log.entry import Elector, Newcomer, Trust, is_quorum, max_liars
 
 STALL_S = 60.0  # without progress for this long a new epoch opens (docs/protocol.md, part 1)
 MAX_STALL_S = 3600.0  # each epoch without progress doubles the wait for the next, up to this
@@ -59,6 +60,41 @@ def electable(
         and member.status.state in states
         and 0 < len(member.status.incarnation) <= MAX_INCARNATION_CHARS
     ]
+
+
+def electors_after_stall(
+    online: Sequence[Elector],
+    voters: Succession,
+    *,
+    position: int,
+    known: Collection[str],
+) -> list[Elector]:
+    """Return the electors of an epoch that opens because a run with a log stands still.
+
+    Whoever can stop the run could otherwise bring in any number of keys that contributed once.
+
+    Args:
+        online: the peers that may vote, under the incarnations that they have now.
+        voters: at the head of the log.
+        position: of the head.
+        known: PeerIDs of the newest entries; they vote only if nobody else is left.
+    """
+    present = {elector.peer_id for elector in voters.electorate}
+    by_peer = {elector.peer_id: elector for elector in online}
+    stay = [elector for elector in online if elector.peer_id in present]
+    tried = [
+        by_peer[n.peer_id]
+        for n in voters.newcomers
+        if n.peer_id in by_peer and n.peer_id not in present and is_tried(n, position)
+    ]
+    if stay:
+        return [*stay, *tried[: max(1, int(NEW_PER_OLD * len(stay)))]]
+    return tried or [elector for elector in online if elector.peer_id in known]
+
+
+def is_tried(newcomer: Newcomer, position: int) -> bool:
+    """Return whether a newcomer has contributed for long enough to vote."""
+    return position - newcomer.since >= TRIAL_ENTRIES
 
 
 def can_decide(

@@ -1,10 +1,15 @@
 """The highest epoch that the run's key has signed, kept apart from the log.
 
-    epoch.signed    a number in ASCII, -1 before the first epoch; next to keys.json, 0600
+    epoch.signed    "SIGNED" or "SIGNED LEFT" in ASCII, -1 for none; beside keys.json, 0600
 
 A log can be lost, or restored from an old copy. A coordinator that then took the log's word would
 sign an epoch of a number that peers hold already, with another base: two logs of one run. So the
 number is on disk, synced, before a signature leaves, and nothing at or below it is signed again.
+
+The second number is the newest epoch whose record can have left for anybody, if that is not the
+first: it is raised once the record is in the log, before anybody can read it there. After a crash
+between the two, the number in between is skipped, because no peer has it. An epoch that left and is
+not in the log is with the peers, however few of them say so.
 
 Exceptions:
 
@@ -36,14 +41,24 @@ class EpochSigner:
         """Read the highest number; `sign` signs with the run's key."""
         self._path = path
         self._sign = sign
-        self.highest: int | None = read_signed(path)
+        self.highest: int | None
         """The highest epoch that was signed, -1 before the first; None if that is not known."""
+        self.left: int | None
+        """The highest epoch that can have left; None as above."""
+        self.highest, self.left = read_signed(path)
 
     def note(self, epoch: int) -> None:
-        """Keep an epoch that was signed, unless a higher one is known."""
-        if self.highest is None or epoch > self.highest:
-            _write(self._path, epoch)
-            self.highest = epoch
+        """Keep an epoch that was signed and is in a log, unless a higher one is known."""
+        if self.left is None or epoch > self.left:
+            self._keep(epoch if self.highest is None else max(epoch, self.highest), epoch)
+
+    def accept_loss(self, epoch: int) -> None:
+        """Expect no epoch above this one in the log; their numbers stay signed."""
+        self._keep(epoch if self.highest is None else self.highest, epoch)
+
+    def _keep(self, highest: int, left: int) -> None:
+        _write(self._path, highest, left)
+        self.highest, self.left = highest, left
 
     def sign(self, payload: bytes) -> bytes:
         """Sign an epoch's payload (`epoch_payload`).
@@ -58,22 +73,28 @@ class EpochSigner:
                 f"{epoch}; fetch the newer epoch from peers first"
             )
         # First on disk: a crash between the two skips a number, which harms nothing.
-        self.note(epoch)
+        self._keep(epoch, NONE_SIGNED if self.left is None else self.left)
         return self._sign(payload)
 
 
-def read_signed(path: Path) -> int | None:
-    """Return the highest epoch that was signed, -1 before the first; None if not known."""
-    with contextlib.suppress(OSError, ValueError):  # damaged is the same as missing: ask the peers
-        return max(NONE_SIGNED, int(path.read_text(encoding="ascii")))
-    return None
+def read_signed(path: Path) -> tuple[int, int] | tuple[None, None]:
+    """Return the highest epoch that was signed and the highest that can have left.
+
+    Each is -1 before the first. None if they are not known: damaged is the same as missing.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        signed, *left = map(int, path.read_text(encoding="ascii").split())
+        if len(left) <= 1:
+            highest = max(NONE_SIGNED, signed)
+            return highest, min(highest, max(NONE_SIGNED, left[0] if left else highest))
+    return None, None
 
 
-def _write(path: Path, epoch: int) -> None:
+def _write(path: Path, signed: int, left: int) -> None:
     partial = path.with_name(f".{path.name}.new")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(b"%d\n" % epoch)
+        file.write(b"%d\n" % signed if signed == left else b"%d %d\n" % (signed, left))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -27,6 +27,8 @@ from attacks_rows import peak_mb
 from hivemind.dht.storage import DictionaryDHTValue
 
 from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint
+from atoll.coordinator.epochs import LEARN_S
+from atoll.coordinator.heads import PATIENCE_S, PeerHead
 from atoll.coordinator.policies import CALL_BURST, STALL_S, CallLimits
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
@@ -34,9 +36,11 @@ from atoll.coordinator.run.addresses import split_address
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
 from atoll.coordinator.service import server
+from atoll.coordinator.service.service import UNBEGUN_OF_ONE
 from atoll.dht.bindings import DHTProtocol, PeerID
 from atoll.dht.identity import Identity
 from atoll.dht.tasks import beside
+from atoll.optim.log.entry import Newcomer
 from atoll.optim.state.layout import Layout
 from atoll.peer.cli import main as cli
 from atoll.peer.errors import DataError, ModelError
@@ -45,7 +49,7 @@ from atoll.peer.training.trainer import build_model, open_corpus
 from support import kit
 from support.donors import Clock
 from support.evil_coordinator import EvilCoordinator
-from support.strangers import ROSTER_ID, admission, members, signed
+from support.strangers import ROSTER_ID, admission, begin_calls, members, signed
 
 KEYS = 9  # of one invite, as in the review of the protocol
 PEERS = 5_000
@@ -130,21 +134,22 @@ async def _c1(folder: Path) -> Happened:
     shutil.rmtree(folder / "log")
     async with kit.net(folder, swarm) as net:
         coordinator, clock = net.up.coordinator, Clock()
-        coordinator._steady, coordinator._epochs.heads = clock, None
+        coordinator._steady = clock
         clients = [net.client(index) for index in range(3)]
         for client in clients:
             await client.join()
-        for _ in range(2 * int(STALL_S)):
+        for _ in range(2 * int(STALL_S + LEARN_S)):
             clock.now_s += 1.0
             for index, client in enumerate(clients):
                 await client.heartbeat(swarm.status(index))
             await coordinator.tick()
         said = next(e.text for e in coordinator.status().events if "lacks" in e.text)
         opened = coordinator.replica.opened
-        epochs = "no epoch" if opened is None else f"epoch {opened}"
+        epochs = "no epoch" if opened is None else f"epoch {opened.epoch}"
         return Happened(
             held=opened is None,
-            happened=f"signed {epochs} beside three ready peers; reported: {_first_line(said)}",
+            happened=f"signed {epochs} with three fresh peers, which answered for four minutes; "
+            f"reported: {_first_line(said)}",
         )
 
 
@@ -164,6 +169,42 @@ async def _c2(folder: Path) -> Happened:
             held=state == "waiting" and electorate == honest,
             happened=f"the run was {state}; with three honest peers, {len(electorate - honest)} of "
             f"the keys and {len(electorate & honest)} of the peers are electors",
+        )
+
+
+async def _c2_stall(folder: Path) -> Happened:
+    async with kit.net(folder) as net:
+        coordinator, clock = net.up.coordinator, Clock()
+        coordinator._steady = clock
+        clients = await net.started()
+        entry, body = net.swarm.entry(net.run_id, coordinator.head())
+        keys = [Identity.ephemeral() for _ in range(KEYS)]
+        more = [entry.members[0].model_copy(update={"peer_id": key.peer_id}) for key in keys]
+        waiting = tuple(Newcomer(peer_id=key.peer_id, since=0, last=0) for key in keys)
+        members = (*entry.members, *more)
+        entry = entry.model_copy(update={"members": members, "newcomers": waiting})
+        assert await net.publish(clients[0], entry, body)
+        fakes = [newcomer(net, key) for key in keys]
+        for fake in fakes:
+            await fake.join()
+        for _ in range(int(STALL_S)):
+            clock.now_s += 5.0
+            for key, fake in zip(keys, fakes, strict=True):
+                status = PeerStatus(
+                    peer_id=key.peer_id, incarnation="1", state="training", position=1
+                )
+                await fake.heartbeat(status)
+            for index, client in enumerate(clients):
+                await client.heartbeat(net.swarm.status(index, state="syncing", position=1))
+            await coordinator.tick()
+            if coordinator.head().epoch:
+                break
+        electorate = {e.peer_id for e in coordinator.replica.electorate}
+        elected = len(electorate & {key.peer_id for key in keys})
+        return Happened(
+            held=coordinator.head().epoch == 1 and elected == 0,
+            happened=f"epoch {coordinator.head().epoch} has {len(electorate)} electors, {elected} "
+            "of them keys",
         )
 
 
@@ -252,6 +293,97 @@ async def _c6(folder: Path) -> Happened:
             held=len(found) == 1,
             happened=f"kept {net.up.coordinator.head().position} of 5 entries; reported: "
             f"{_first_line(found[0]) if found else 'nothing'}",
+        )
+
+
+async def _c6_certificate(folder: Path) -> Happened:
+    swarm = kit.Swarm()
+    async with kit.net(folder, swarm) as net:
+        one, *_ = await net.started()
+        for _ in range(5):
+            entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+            assert await net.publish(one, entry, body)
+        whole = net.up.coordinator.replica.store.headers(0, 5)
+    with contextlib.closing(sqlite3.connect(folder / "log" / "log.sqlite")) as db, db:
+        flipped = bytearray(whole[3].certificate)
+        flipped[len(flipped) // 2] ^= 0x10
+        db.execute("UPDATE entries SET certificate = ? WHERE position = 3", (bytes(flipped),))
+    async with kit.net(folder, swarm) as net:
+        client = net.client(0)
+        await client.join()
+        served = [row.position async for row in client.fetch_entries(0, 5)]
+        replica = net.up.coordinator.replica
+        lacks = replica.store.uncertified()
+        await replica.add_certificate(3, whole[3].entry, whole[3].certificate)
+        is_whole = replica.store.headers(0, 5) == whole
+        return Happened(
+            held=lacks == [3] and served == [0, 1, 2] and is_whole,
+            happened=f"found at {lacks}, entries {served} were served until a donor's certificate "
+            f"{'was' if is_whole else 'was NOT'} put back",
+        )
+
+
+async def _c7(folder: Path) -> Happened:
+    swarm = kit.Swarm()
+    async with kit.net(folder, swarm) as net:
+        coordinator = net.up.coordinator
+        answer, keys = (
+            kit.answering(coordinator, swarm),
+            [Identity.ephemeral() for _ in range(KEYS)],
+        )
+
+        async def ask(peer_id: str) -> PeerHead | None:
+            if peer_id in {key.peer_id for key in keys}:
+                await asyncio.Event().wait()
+            return await answer(peer_id)
+
+        coordinator.ask_head_with(ask)
+        for key in keys:
+            client = newcomer(net, key)
+            await client.join()
+            await client.heartbeat(PeerStatus(peer_id=key.peer_id, incarnation="1", state="ready"))
+        for index in range(3):
+            client = net.client(index)
+            await client.join()
+            await client.heartbeat(swarm.status(index))
+        began_s, longest_s = time.perf_counter(), 0.0
+        while coordinator.replica.opened is None:
+            tick_s = time.perf_counter()
+            await coordinator.tick()
+            longest_s = max(longest_s, time.perf_counter() - tick_s)
+            if time.perf_counter() - began_s > 5 * PATIENCE_S:
+                break
+        opened_s = time.perf_counter() - began_s
+        elected = len(coordinator.replica.electorate)
+        return Happened(
+            held=elected == 3 and opened_s < 2 * PATIENCE_S and longest_s < 2.0,
+            happened=f"the first epoch opened after {opened_s:.0f} s with {elected} electors; a "
+            f"tick of the coordinator took {longest_s:.1f} s at most",
+        )
+
+
+async def _d5_calls(folder: Path) -> Happened:
+    async with kit.net(folder) as net:
+        one, *_ = await net.started()
+        calls = await begin_calls(net.stack, net.up.invite, 9, 60)
+        worst_ms, failed = 0.0, Counter[str]()
+        for _ in range(20):
+            for act in (
+                one.heartbeat(net.swarm.status(0)),
+                newcomer(net, Identity.ephemeral()).join(),
+            ):
+                began_s = time.perf_counter()
+                try:
+                    await act
+                except CoordinatorError as error:
+                    failed[_first_line(error)] += 1
+                worst_ms = max(worst_ms, 1000 * (time.perf_counter() - began_s))
+        left = sum(not call.done() for call in calls)
+        text = f"; refused: {failed.most_common(1)[0][0]}" if failed else ""
+        return Happened(
+            held=not failed and left <= UNBEGUN_OF_ONE,
+            happened=f"{left} of {len(calls)} calls are left; of 20 reports and 20 joins "
+            f"{failed.total()} failed, the slowest took {worst_ms:.0f} ms{text}",
         )
 
 
@@ -390,12 +522,19 @@ def _o4(folder: Path) -> Happened:
 DOORS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "c1": ("a coordinator that lost its log begins the run again", _c1),
     "c2": (f"{KEYS} keys of one invite send heartbeats alone", _c2),
+    "c2-stall": (
+        f"{KEYS} keys that contributed once, beside three electors, stop a run",
+        _c2_stall,
+    ),
     "c3": (f"{PEERS:,} keys report at once", _c3),
     "c4": ("an evicted peer reports and joins again", _c4),
     "c5": (f"one source joins {int(CALL_BURST) + CALLS} times at once", _c5),
     "c6": ("a bit of the coordinator's log flips on the disk", _c6),
+    "c6-certificate": ("a bit of a certificate flips on the disk", _c6_certificate),
+    "c7": (f"{KEYS} keys report ready and never answer", _c7),
     "d3": (f"a member stores a dictionary of {RECORDS:,} records, five times", _d3),
     "d5": (f"{IDLE} idle connections to the coordinator", _d5),
+    "d5-calls": ("a stranger begins 540 calls from nine connections, and sends nothing", _d5_calls),
     "o1": ("a run's model is a function of the library that truncates a file", _o1),
     "o2": ("a checkpoint's model is code beside it", _o2),
     "o3": ("a run's data is `~/.ssh`", _o3),

@@ -218,6 +218,12 @@ async def _p14(scene: Scene) -> None:
         await scene.let_join(lambda: tasks.spawn(hog()))
 
 
+def _c4(scene: Scene) -> None:
+    honest = scene.peers[:-1]
+    attackers.evict(scene.patch, honest, scene.liar)
+    attackers.stay(scene.patch, scene.liar, honest[0])
+
+
 ATTACKS: dict[str, Attack] = {
     "none": Attack(what="no attack", begin=lambda scene: None),
     "p1": Attack(
@@ -292,6 +298,11 @@ ATTACKS: dict[str, Attack] = {
         keepers=7,
     ),
     "p14": Attack(what="a member reads bulk data slowly in all slots", begin=_p14, saw=newcomers),
+    "c4-elector": Attack(
+        what="an evicted elector says that it stands at the head, and leads in silence",
+        begin=_c4,
+        saw=electors,
+    ),
     "random": Attack(what="an elector lies at random (seed 2)", begin=lambda scene: None),
 }
 """By name; the liar at random takes over its peer before the run starts."""

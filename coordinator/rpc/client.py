@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +154,16 @@ class CoordinatorClient(StatusClient):
     def is_evicted(self, peer_id: str) -> bool:
         """Return True if the organiser put a peer out, as far as the coordinator has reported."""
         return peer_id in self._evicted.peer_ids
+
+    @property
+    def evictions(self) -> bytes:
+        """The newest signed list of evictions, for a start without the coordinator."""
+        return self._evicted_record
+
+    def recall_evictions(self, record: bytes) -> None:
+        """Take a list that an earlier process got; a damaged one is as good as none."""
+        with suppress(BadReply):
+            self._take_evicted(record)
 
     @property
     def joined(self) -> bool:

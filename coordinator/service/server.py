@@ -56,7 +56,7 @@ import grpc
 from atoll.coordinator.catching_up import CatchUp, Recover
 from atoll.coordinator.coordinator import TICK_S, Coordinator
 from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
-from atoll.coordinator.heads import AskHeads
+from atoll.coordinator.heads import AskHead
 from atoll.coordinator.history import History
 from atoll.coordinator.invites import BASE_FILE, InviteDesk
 from atoll.coordinator.ports import Ports
@@ -87,7 +87,7 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILE = "tokenizer.z"
 PORTS_FILE = "ports.json"
 _TCP_PORT = re.compile(r"/tcp/(\d+)")
-MAX_CALLS = 512  # at once; gRPC refuses more
+MANY_EPOCHS = 1 << 20  # above all that were signed, if nothing says how many
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
 _DAMAGED = "damaged; restore a copy, or start the run in a new directory"
 
@@ -122,7 +122,7 @@ class FirstNode(Protocol):
         ...
 
     @property
-    def ask_heads(self) -> AskHeads:
+    def ask_head(self) -> AskHead:
         """Asks peers where they stand in the log."""
         ...
 
@@ -221,8 +221,12 @@ async def running(
     *,
     start_node: StartNode | None = None,
     tokenizer: Callable[[], bytes] | None = None,
+    accept_loss: bool = False,
 ) -> AsyncIterator[Running]:
-    """Run a coordinator inside the block."""
+    """Run a coordinator inside the block.
+
+    With `accept_loss` it continues from its own log, whatever it has known beyond that.
+    """
     async with contextlib.AsyncExitStack() as stack:
         advertised = await _resolved(spec.coordinator.advertise)  # before anything is written
         stack.enter_context(_locked(state_dir))
@@ -234,9 +238,16 @@ async def running(
         packed = await asyncio.to_thread(_tokenizer, spec, tokenizer, state_dir / TOKENIZER_FILE)
         replica = LiveReplica(core, compute=asyncio.to_thread)
         stack.push_async_callback(replica.close)  # after all that reads it
-        signer = _signer(keys, replica, state_dir, may_be_lost=had_genesis and not had_log)
         history = History(state_dir / "history.db")
         stack.callback(history.close)
+        signer = _signer(
+            keys,
+            replica,
+            history,
+            state_dir,
+            may_be_lost=had_genesis and not had_log,
+            accept_loss=accept_loss,
+        )
         nodes: list[FirstNode] = []
         coordinator = Coordinator(
             spec=spec,
@@ -248,6 +259,7 @@ async def running(
             signer=signer,
             desk=InviteDesk(state_dir, keys.token),
             damage=damage,
+            accept_loss=accept_loss,
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )
         stack.push_async_callback(coordinator.close)
@@ -341,7 +353,7 @@ def _fetching(coordinator: Coordinator, node: FirstNode) -> CatchUp | KeptModels
     """Start what keeps the coordinator's state up to date."""
     if isinstance(coordinator.replica.core, ModelKeeper):
         return coordinator.fetch_models_with(node.fetch_model(coordinator.replica))
-    coordinator.ask_heads_with(node.ask_heads)
+    coordinator.ask_head_with(node.ask_head)
     coordinator.introduce_with(node.introduce)
     return coordinator.recover_with(node.recover)
 
@@ -422,12 +434,24 @@ def _resume(
 
 
 def _signer(
-    keys: RunKeys, replica: LiveReplica, state_dir: Path, *, may_be_lost: bool
+    keys: RunKeys,
+    replica: LiveReplica,
+    history: History,
+    state_dir: Path,
+    *,
+    may_be_lost: bool,
+    accept_loss: bool,
 ) -> EpochSigner:
-    """Return what signs the epochs, which knows of those in the log."""
+    """Return what signs the epochs, which knows of those in the log and in the history."""
     signer = EpochSigner(state_dir / SIGNED_FILE, keys.sign)
-    if replica.opened is not None:
-        signer.note(replica.opened.epoch)
+    here = NONE_SIGNED if replica.opened is None else replica.opened.epoch
+    known = max([here, *(summary.epoch for summary in history.rounds(1))])
+    if accept_loss:
+        if signer.highest is None:
+            signer.note(known + MANY_EPOCHS)
+        signer.accept_loss(here)
+    elif known > NONE_SIGNED:
+        signer.note(known)
     elif signer.highest is None and not may_be_lost:
         signer.note(NONE_SIGNED)  # a new directory, or one whose log was there and has no epoch
     return signer
@@ -461,7 +485,7 @@ def _is_unused(state_dir: Path) -> bool:
     """
     has_log = (state_dir / WHOLE / LOG_FILE).exists()
     has_genesis = (state_dir / "genesis.root").exists()
-    return has_log == has_genesis and read_signed(state_dir / SIGNED_FILE) == NONE_SIGNED
+    return has_log == has_genesis and read_signed(state_dir / SIGNED_FILE)[0] == NONE_SIGNED
 
 
 def _forget_start(state_dir: Path) -> None:
@@ -534,7 +558,8 @@ async def _listen(
     host, port = split_address(listen)
     port = port or _remembered_port(state_dir / "port")  # so that invites stay valid
     is_shared = listen == coordinator.spec.coordinator.dht_listen and bool(split_address(listen)[1])
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    # No limit of gRPC's own, which refuses whoever comes late: `Service` bounds calls by caller.
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((service.handler(),))
     bound = _bind(server, *(("127.0.0.1", 0) if is_shared else (host, port)), coordinator.keys)
     front = await _shared(stack, host, port, bound) if is_shared else None

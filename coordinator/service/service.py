@@ -2,7 +2,11 @@
 
 A client can harm nothing but its own call: gRPC bounds messages before they are parsed, decoders
 bound records, the entry's certificate bounds bodies, and the call of a client that neither sends
-nor reads is ended.
+nor reads is ended. Any stranger can begin calls, so what a call without its first message may take
+is bounded by address (`places.py`); what peers stream to themselves, by PeerID.
+
+To gRPC the requests of every method are a stream, which looks the same on the wire: it would wait
+for a single one itself, without a deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -34,6 +38,7 @@ from atoll.coordinator.rpc.messages import (
     SERVICE,
 )
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
+from atoll.coordinator.service.places import Places
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.optim.log.entry import Claim
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
@@ -46,6 +51,11 @@ _Call = Any
 """grpc.aio.ServicerContext; grpc has no types."""
 
 MAX_PUBLISHERS = 4  # bodies received at once, which bounds memory
+FIRST_MESSAGE_S = 5.0  # it leaves with the call; one of 2 MiB takes 5 s at 3.4 Mbit/s
+# Calls without their first message, which holds up to 4 MiB: 128 MiB of one address, if it sends
+# that within 5 s. Peers behind one router use a place for a round trip.
+UNBEGUN_OF_ONE, MAX_UNBEGUN = 32, 1024
+FETCHES_OF_ONE, MAX_FETCHES = 8, 256  # a joiner has two or three
 
 
 class Service:
@@ -62,10 +72,15 @@ class Service:
         self._packed_tokenizer = tokenizer
         self._receiving: set[int] = set()
         self._calls = CallLimits()
+        self._unbegun = Places(of_one=UNBEGUN_OF_ONE, total=MAX_UNBEGUN)
+        self._fetches = Places(of_one=FETCHES_OF_ONE, total=MAX_FETCHES)
+
+    def _source(self, context: _Call) -> str:
+        return source_of(self.true_caller(context.peer()))
 
     def _pace(self, context: _Call) -> None:
         """Refuse the calls of an address that makes far too many of them."""
-        if not self._calls.take(source_of(self.true_caller(context.peer())), time.monotonic()):
+        if not self._calls.take(self._source(context), time.monotonic()):
             raise Refusal(RefusalStatus.RESOURCE_EXHAUSTED, "too many calls; slow down")
 
     def handler(self) -> Any:  # noqa: ANN401  # grpc has no types
@@ -75,17 +90,69 @@ class Service:
         )
 
     def _method(self, method: Any) -> Any:  # noqa: ANN401
-        kinds: dict[tuple[bool, bool], tuple[Any, Callable[[Any], Any]]] = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, _guard_call),
-            (True, True): (grpc.stream_stream_rpc_method_handler, _guard_stream),
-            (False, True): (grpc.unary_stream_rpc_method_handler, _guard_stream),
-        }
-        make, guard = kinds[method.streams_in, method.streams_out]
+        serve = getattr(self, f"_{method.name.lower()}")
+        if method.streams_out:
+            make, guarded = grpc.stream_stream_rpc_method_handler, self._guarded_stream(serve)
+        else:
+            make, guarded = grpc.stream_unary_rpc_method_handler, self._guarded(serve)
         return make(
-            guard(getattr(self, f"_{method.name.lower()}")),
+            guarded,
             request_deserializer=_reader(method.request),
             response_serializer=method.reply.SerializeToString,
         )
+
+    def _guarded(
+        self, serve: Callable[[Any, _Call], Awaitable[T]]
+    ) -> Callable[[AsyncIterator[Any], _Call], Awaitable[T]]:
+        """Bound the wait of a call; answer errors with a status that reveals nothing else."""
+
+        async def call(requests: AsyncIterator[Any], context: _Call) -> T:
+            try:
+                return await serve(await self._first(requests, context), context)
+            except Exception as error:
+                code, text = _answer(error)
+            await context.abort(code, text)
+            raise AssertionError("abort returned")
+
+        return call
+
+    def _guarded_stream(
+        self, serve: Callable[[Any, _Call, AsyncIterator[Any]], AsyncGenerator[Any]]
+    ) -> Callable[[AsyncIterator[Any], _Call], Awaitable[None]]:
+        """Guard a method that streams replies; end the call of a reader that stalls."""
+
+        async def call(requests: AsyncIterator[Any], context: _Call) -> None:
+            try:
+                first = await self._first(requests, context)
+                replies = serve(first, context, requests)
+                async with self._place(first), contextlib.aclosing(replies):
+                    async for reply in replies:
+                        async with asyncio.timeout(PROGRESS_TIMEOUT_S):
+                            await context.write(reply)
+                return
+            except Exception as error:
+                code, text = _answer(error)
+            await context.abort(code, text)
+
+        return call
+
+    async def _first(self, requests: AsyncIterator[Any], context: _Call) -> Any:  # noqa: ANN401
+        """Return the first message of a call."""
+        try:
+            async with self._unbegun.held(self._source(context), FIRST_MESSAGE_S):
+                return _expect_parsed(await anext(requests, _MALFORMED))
+        except TimeoutError:
+            raise Refusal(
+                RefusalStatus.RESOURCE_EXHAUSTED,
+                f"expected a message within {FIRST_MESSAGE_S:.0f} s, or fewer calls at once",
+            ) from None
+
+    def _place(self, first: Any) -> contextlib.AbstractAsyncContextManager[None]:  # noqa: ANN401
+        """Return what bounds the calls that stream for as long as their reader takes."""
+        if not isinstance(first, pb.FetchRequest):
+            return contextlib.nullcontext()
+        self._authenticate(first.auth)
+        return self._fetches.held(first.auth.peer_id)
 
     async def _challenge(self, request: pb.ChallengeRequest, _: _Call) -> pb.ChallengeReply:
         _expect_size("peer_id", request.peer_id, 128)
@@ -173,12 +240,10 @@ class Service:
         )
 
     async def _publish(
-        self, requests: AsyncIterator[pb.PublishRequest], call: _Call
-    ) -> AsyncIterator[pb.PublishReply]:
+        self, first: pb.PublishRequest, call: _Call, parts: AsyncIterator[pb.PublishRequest]
+    ) -> AsyncGenerator[pb.PublishReply]:
         self._pace(call)
-        parts = aiter(requests)
-        first = await _next(parts)
-        if first is None or first.WhichOneof("part") != "header":
+        if first.WhichOneof("part") != "header":
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected a header first")
         claim = await self._claim(first.header)
         accepted = False
@@ -215,8 +280,9 @@ class Service:
         finally:
             self._receiving.discard(position)
 
-    async def _fetch(self, request: pb.FetchRequest, _: _Call) -> AsyncIterator[pb.FetchReply]:
-        self._authenticate(request.auth)
+    async def _fetch(
+        self, request: pb.FetchRequest, _: _Call, __: AsyncIterator[Any]
+    ) -> AsyncGenerator[pb.FetchReply]:
         kinds: dict[str | None, Callable[[Any], AsyncIterator[pb.FetchReply]]] = {
             "entries": self._entries,
             "snapshot": self._snapshot,
@@ -238,6 +304,8 @@ class Service:
             if not records:
                 return
             for record in records:
+                if not record.certificate:  # it was damaged on the disk
+                    return
                 header = pb.EntryHeader(
                     epoch=record.epoch,
                     position=record.position,
@@ -383,41 +451,6 @@ def _read_leaves(info: SnapshotInfo, indices: range) -> Iterator[tuple[int, byte
             yield index, file.read(LEAF_BYTES)
 
 
-def _guard_call(
-    method: Callable[[Any, _Call], Awaitable[T]],
-) -> Callable[[Any, _Call], Awaitable[T]]:
-    """Answer errors with a status that reveals nothing of the service's internals."""
-
-    async def call(request: Any, context: _Call) -> T:  # noqa: ANN401
-        try:
-            return await method(_expect_parsed(request), context)
-        except Exception as error:
-            code, text = _answer(error)
-        await context.abort(code, text)
-        raise AssertionError("abort returned")
-
-    return call
-
-
-def _guard_stream(
-    method: Callable[[Any, _Call], AsyncIterator[T]],
-) -> Callable[[Any, _Call], Awaitable[None]]:
-    """Guard a method that streams replies; end the call of a reader that stalls."""
-
-    async def call(request: Any, context: _Call) -> None:  # noqa: ANN401
-        try:
-            replies = method(_expect_parsed(request), context)
-            async with contextlib.aclosing(replies):  # type: ignore[type-var]
-                async for reply in replies:
-                    await asyncio.wait_for(context.write(reply), PROGRESS_TIMEOUT_S)
-            return
-        except Exception as error:
-            code, text = _answer(error)
-        await context.abort(code, text)
-
-    return call
-
-
 def _answer(error: Exception) -> tuple[Any, str]:
     if isinstance(error, Refusal):
         return grpc.StatusCode[error.status.name], str(error)[:500]
@@ -426,6 +459,8 @@ def _answer(error: Exception) -> tuple[Any, str]:
     if isinstance(error, NotStored):
         return grpc.StatusCode.NOT_FOUND, str(error)[:500]
     if isinstance(error, TimeoutError):
-        return grpc.StatusCode.DEADLINE_EXCEEDED, "the call is ended: nothing was read in time"
+        return grpc.StatusCode.DEADLINE_EXCEEDED, (
+            "the call is ended: nothing was read in time, or too many run at once"
+        )
     log.error("a call failed", exc_info=error)
     return grpc.StatusCode.INTERNAL, "the coordinator failed at this call; its log gives the reason"

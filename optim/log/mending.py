@@ -1,12 +1,14 @@
 """Mending a log on disk: finding flipped bits by the digests, and dropping what they spoiled.
 
-A disk or memory flips bits that SQLite does not notice. Everything in a log but the certificates is
-under a digest: entries under their chain, bodies under their entries, epoch records under the run's
-signature, snapshots under their leaves (which loading verifies) and the chain. What does not fit is
-dropped, never guessed; peers send it again:
+A disk or memory flips bits that SQLite does not notice. Everything in a log is under a digest:
+entries under their chain, bodies under their entries, epoch records under the run's signature,
+snapshots under their leaves (which loading verifies) and the chain. Certificates, which any quorum
+of votes may replace, have a checksum in the store. What does not fit is dropped, never guessed;
+peers send it again:
 
     an entry             it goes, and all after it
     a body               after the newest snapshot, as an entry; before it, alone
+    a certificate        it goes alone; nobody gets its entry from here until it is back
     a snapshot, epoch    it goes
 
 The check reads the whole log once, about 1 GB a second.
@@ -18,8 +20,17 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from zlib import crc32
 
-from atoll.optim.log.entry import Entry, LogError, SignedEpoch, extend_chain, sha256, split_body
+from atoll.optim.log.entry import (
+    Certificate,
+    Entry,
+    LogError,
+    SignedEpoch,
+    extend_chain,
+    sha256,
+    split_body,
+)
 from atoll.optim.log.store import LogStore, StoreCorrupt, StoredEntry, StoreError
 from atoll.optim.state.layout import LayoutError
 
@@ -35,20 +46,24 @@ class Damage:
     entries: int = 0
     bodies: list[int] = field(default_factory=list)
     """Positions of entries that stay, without their bodies."""
+    certificates: list[int] = field(default_factory=list)
+    """Positions of entries that stay, without their certificates."""
     snapshots: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.entries or self.bodies or self.snapshots or self.epochs)
+        found = (self.bodies, self.certificates, self.snapshots, self.epochs)
+        return bool(self.entries) or any(found)
 
     def __str__(self) -> str:
         """Return one line for people."""
         found = []
         if self.entries:
             found.append(f"{self.entries} entries from round {(self.entries_from or 0) + 1} on")
-        if self.bodies:
-            rounds = ", ".join(str(position + 1) for position in self.bodies[:8])
-            found.append(f"the updates of rounds {rounds}{', ...' * (len(self.bodies) > 8)}")
+        for name, positions in (("updates", self.bodies), ("certificates", self.certificates)):
+            if positions:
+                rounds = ", ".join(str(position + 1) for position in positions[:8])
+                found.append(f"the {name} of rounds {rounds}{', ...' * (len(positions) > 8)}")
         for name, numbers in (("snapshots", self.snapshots), ("epochs", self.epochs)):
             if numbers:
                 found.append(f"{name} {', '.join(map(str, numbers[:8]))}")
@@ -70,6 +85,7 @@ def mend(store: LogStore, *, verify_run: Callable[[bytes, bytes], bool]) -> Dama
         chains = _mend_entries(store, damage)
         _mend_snapshots(store, chains, damage)
         _mend_bodies(store, damage)
+        _mend_certificates(store, damage)
     return damage
 
 
@@ -142,6 +158,31 @@ def _body_fits(store: LogStore, record: StoredEntry) -> bool:
         split_body(entry, store.body(record.position))
     except (LogError, StoreError):
         return False
+    return True
+
+
+def _mend_certificates(store: LogStore, damage: Damage) -> None:
+    start, stop = store.base[0], store.head.position
+    for first in range(start, stop, PAGE):
+        checks, unchecked = store.certificate_checks(first, PAGE), list[tuple[int, bytes]]()
+        for record in store.headers(first, PAGE):
+            check = checks.get(record.position)
+            is_whole = check == crc32(record.certificate)
+            if check is None and (is_whole := _decodes(record.certificate)):
+                unchecked.append((record.position, record.certificate))
+            if not is_whole:
+                damage.certificates.append(record.position)
+        store.check_certificates(unchecked)
+    for position in damage.certificates:
+        store.put_certificate(position, b"")
+
+
+def _decodes(certificate: bytes) -> bool:
+    """Return whether a certificate of an earlier version of the log has its form at least."""
+    try:
+        Certificate.decode(certificate)
+    except LogError:
+        return not certificate  # it is known to be gone
     return True
 
 

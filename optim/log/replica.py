@@ -908,6 +908,21 @@ class Replica(ReplicaView):
         split_body(Entry.decode(record.entry), memoryview(body))
         self.store.add_body(position, body)
 
+    def add_certificate(self, position: int, entry: bytes, certificate: bytes) -> None:
+        """Put back the certificate of a stored entry.
+
+        Raises:
+            LogError: the entry is another one, or the certificate does not hold.
+        """
+        record, opened = self.store.get(position), self.opened
+        if record is None or record.entry != entry:
+            raise ChainMismatch(f"expected entry {position} as it is stored here, got another")
+        votes = Certificate.decode(certificate)
+        if opened is not None and position >= opened.base_position:  # before, the chain proves it
+            electorate = self.electorate_at(position)
+            check_certificate(Entry.decode(entry), votes, electorate, self._verify, self.trust)
+        self.store.put_certificate(position, certificate)
+
     # Epochs
 
     def read_epoch(self, record: bytes) -> Epoch:
@@ -1224,6 +1239,10 @@ class LiveReplica(ReplicaView):
         """Put back the body of a stored entry; see `Replica.add_body`."""
         await self.compute(self.core.add_body, position, body)
 
+    async def add_certificate(self, position: int, entry: bytes, certificate: bytes) -> None:
+        """Put back the certificate of a stored entry; see `Replica.add_certificate`."""
+        await self.compute(self.core.add_certificate, position, entry, certificate)
+
     async def resume(self) -> bool:
         """Take up what is stored; see `Replica.resume`."""
         # No move: how long the run has stood here is not known to a process that begins.
@@ -1250,12 +1269,20 @@ class LiveReplica(ReplicaView):
         *,
         above: int = -1,
         first_term: int = 0,
+        on_stored: Callable[[int], None] = lambda epoch: None,
     ) -> Epoch:
-        """Sign and begin a new epoch at the head; see `Replica.open_epoch`."""
+        """Sign and begin a new epoch at the head; see `Replica.open_epoch`.
+
+        `on_stored` gets its number in the thread, before the loop can read the record.
+        """
         core = self.core
-        return await self.change(
-            lambda: core.open_epoch(electorate, sign, above=above, first_term=first_term)
-        )
+
+        def work() -> Epoch:
+            opened = core.open_epoch(electorate, sign, above=above, first_term=first_term)
+            on_stored(opened.epoch)
+            return opened
+
+        return await self.change(work)
 
     # Changes
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import Any
+from zlib import crc32
 
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, OuterState, StateError
@@ -64,6 +65,12 @@ CREATE TABLE snapshots (
 _INDEXES = """
 CREATE INDEX IF NOT EXISTS held ON entries (position, body_bytes) WHERE has_body AND body_bytes;
 CREATE INDEX IF NOT EXISTS gone ON entries (position) WHERE has_body = 0;
+CREATE INDEX IF NOT EXISTS bare ON entries (position) WHERE certificate = x'';
+"""
+
+# Nothing else covers the bytes of a certificate. A log of an earlier version has no such table.
+_CHECKS = """
+CREATE TABLE IF NOT EXISTS checks (position INTEGER PRIMARY KEY, certificate INTEGER NOT NULL);
 """
 
 
@@ -114,7 +121,7 @@ def _prepare(db: sqlite3.Connection, path: Path, run_id: bytes, *, fsync: bool) 
     if version == 0:
         _create(db, run_id)
     _expect_run(db, run_id, path)
-    db.executescript(_INDEXES)
+    db.executescript(_INDEXES + _CHECKS)
     # After a kill, WAL holds the calls that returned. NORMAL syncs at checkpoints alone: a loss of
     # power may cost the last calls, never the file.
     db.execute("PRAGMA journal_mode = WAL")
@@ -381,6 +388,7 @@ class LogStore:
             with self._changing():
                 row = (position, epoch, entry, certificate, chain, len(body), 1)
                 self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                self._check([(position, certificate)])
                 self._insert_body(position, memoryview(body))
             self.prune()
             return True
@@ -406,6 +414,7 @@ class LogStore:
                 raise OutOfOrder(f"expected position {self.head.position}, got {position}")
             with self._changing():
                 self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                self._check([(position, certificate)])
 
     def get(self, position: int) -> StoredEntry | None:
         """Return the entry at a position, if it is here."""
@@ -452,6 +461,30 @@ class LogStore:
             for position in positions:
                 self._drop_body(position)
 
+    def certificate_checks(self, start: int, count: int) -> dict[int, int]:
+        """Return the CRC-32 of certificates by position; none of a log of an earlier version."""
+        query = "SELECT position, certificate FROM checks WHERE position >= ? AND position < ?"
+        with self._lock:
+            return dict(self._db.execute(query, (start, start + count)).fetchall())
+
+    def check_certificates(self, certificates: Sequence[tuple[int, bytes]]) -> None:
+        """Begin to check certificates that are stored, by position."""
+        with self._lock, self._db:
+            self._check(certificates)
+
+    def put_certificate(self, position: int, certificate: bytes) -> None:
+        """Replace the certificate of a stored entry, verified by the caller; empty: it is gone."""
+        with self._lock, self._db:
+            query = "UPDATE entries SET certificate = ? WHERE position = ?"
+            self._db.execute(query, (certificate, position))
+            self._check([(position, certificate)])
+
+    def uncertified(self) -> list[int]:
+        """Return the positions of the entries whose certificates are gone."""
+        query = "SELECT position FROM entries WHERE certificate = x'' ORDER BY 1"
+        with self._lock:
+            return [row[0] for row in self._db.execute(query).fetchall()]
+
     def drop_snapshots(self, positions: Sequence[int]) -> None:
         """Drop damaged snapshots, which need not be readable."""
         with self._lock, self._db:
@@ -493,6 +526,7 @@ class LogStore:
             beyond = [p for p in self.snapshot_positions() if p > position]
             with self._changing():
                 self._db.execute("DELETE FROM bodies WHERE position >= ?", (position,))
+                self._db.execute("DELETE FROM checks WHERE position >= ?", (position,))
                 query = "DELETE FROM entries WHERE position >= ?"
                 gone = self._db.execute(query, (position,)).rowcount
                 files = self._snapshots.forget(beyond)
@@ -505,6 +539,7 @@ class LogStore:
             with self._changing():
                 self._db.execute("DELETE FROM bodies")
                 self._db.execute("DELETE FROM entries")
+                self._db.execute("DELETE FROM checks")
                 self._put_meta("base_position", str(position).encode())
                 self._put_meta("base_chain", chain)
                 files = self._snapshots.forget(self.snapshot_positions())
@@ -620,6 +655,10 @@ class LogStore:
         with self._lock, self._db:
             yield
             self._first_with_bodies = self._find_first_with_bodies()
+
+    def _check(self, certificates: Sequence[tuple[int, bytes]]) -> None:
+        rows = [(position, crc32(certificate)) for position, certificate in certificates]
+        self._db.executemany("INSERT OR REPLACE INTO checks VALUES (?, ?)", rows)
 
     def _find_first_with_bodies(self) -> int:
         gap = self._one("SELECT max(position) FROM entries WHERE has_body = 0")[0]

@@ -85,6 +85,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Run a keeper on this machine too, in a process that ends with this one; for runs "
         'with electors = "keepers".',
     )
+    parser.add_argument(
+        "--accept-loss",
+        action="store_true",
+        help="Continue from the log here although it lacks rounds or epochs that no peer has any "
+        "more; what peers hold beyond it is void.",
+    )
     parser.add_argument("--quiet", action="store_true", help="Print no line per round.")
     add_stop_with_stdin(parser)
 
@@ -115,7 +121,15 @@ def run(args: argparse.Namespace) -> int:
             write_invite(args.invite_file, str(up.invite))
 
     return asyncio.run(
-        _serve(spec, genesis, state_dir, on_ready=on_ready, quiet=args.quiet, has_keeper=args.keep)
+        _serve(
+            spec,
+            genesis,
+            state_dir,
+            on_ready=on_ready,
+            quiet=args.quiet,
+            has_keeper=args.keep,
+            accept_loss=args.accept_loss,
+        )
     )
 
 
@@ -182,6 +196,7 @@ async def _serve(
     on_ready: Callable[[Running], None],
     quiet: bool,
     has_keeper: bool,
+    accept_loss: bool,
 ) -> int:
     from atoll.coordinator.service.server import running
     from atoll.dht.tasks import Tasks
@@ -198,6 +213,7 @@ async def _serve(
         state_dir,
         start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
         tokenizer=lambda: read_tokenizer(spec),
+        accept_loss=accept_loss,
     ) as up:
         on_ready(up)
         async with Tasks() as telling:

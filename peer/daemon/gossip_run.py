@@ -52,6 +52,7 @@ from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.meeting import GossipWindow
 from atoll.peer.gossip.messages import GossipHead
 from atoll.peer.gossip.snapshots import fetch_state
+from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.context import RoundSettings
 
 PATIENCE_STALLS = 40  # a meeting that breaks and leaves a doubt takes about thirty
@@ -118,6 +119,7 @@ class GossipRun:
             settings=RoundSettings(stall_s=spec.round.stall_s, grace_s=spec.round.grace_s),
             compute=env.compute,
             on_event=env.report,
+            conduct=Conduct(is_evicted=env.client.is_evicted),
             last_round=spec.run.rounds,
             ready_in_s=progress.ready_in_s,
         )

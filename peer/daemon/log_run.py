@@ -48,6 +48,7 @@ from atoll.peer.daemon.reporting import Heartbeats, Reporter, RoundsView
 from atoll.peer.errors import SetupError
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import CoordinatorSource, RosterSources
+from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
 
@@ -104,6 +105,7 @@ class LogRun:
             compute=env.compute,
             on_event=env.report,
             ready_in_s=(lambda: None) if env.is_keeper else self.progress.ready_in_s,
+            conduct=Conduct(is_evicted=env.client.is_evicted),
             rule=rule_of(spec.round.reducer),
             on_evidence=env.outbox.evidence.append,
         )
@@ -392,7 +394,7 @@ class Publisher:
 
     async def _publish_stored(self, position: int) -> bool:
         record = await self._env.compute(self._replica.store.get, position)
-        if record is None:
+        if record is None or not record.certificate:
             return False
         try:
             body = await self._env.compute(self._replica.store.body, position)

@@ -72,9 +72,11 @@ class Membership:
     admission: bytes
     bootstrap: tuple[str, ...]
     role: Role = "trainer"
+    evictions: bytes = b""
+    """The signed list of the peers that are out."""
 
     @classmethod
-    def of(cls, joined: Joined, invite: Invite) -> Membership:
+    def of(cls, joined: Joined, invite: Invite, evictions: bytes) -> Membership:
         """Take what is kept of an answer."""
         return cls(
             spec=joined.spec,
@@ -83,6 +85,7 @@ class Membership:
             admission=joined.admission,
             bootstrap=joined.bootstrap or invite.bootstrap,
             role=joined.role,
+            evictions=evictions,
         )
 
     def to_json(self, run_id: bytes) -> bytes:
@@ -95,6 +98,7 @@ class Membership:
             "admission": self.admission.hex(),
             "bootstrap": list(self.bootstrap),
             "role": self.role,
+            "evictions": self.evictions.hex(),
         }
         return json.dumps(fields).encode()
 
@@ -110,6 +114,7 @@ class Membership:
             bootstrap=tuple(fields["bootstrap"]),
             # Absent in what an older version wrote; the others check the admission, not this.
             role="keeper" if fields.get("role") == "keeper" else "trainer",
+            evictions=bytes.fromhex(fields.get("evictions", "")),
         )
 
 
@@ -275,13 +280,14 @@ class Enrolment:
                 earlier = directory.recall()
                 if earlier is not None and time.monotonic() - began_s > OFFLINE_S:
                     show("warning", f"starting without the coordinator: {error}")
+                    client.recall_evictions(earlier.evictions)
                     # The run's own address comes first among those that were kept.
                     own = earlier.bootstrap[:1]
                     return cls(directory, invite, earlier, own_bootstrap=own), None
                 text = f"{error}; retrying in {pause_s:.1f} s"
                 show("warning", text, key=("cannot join", type(error)))
             else:
-                membership = Membership.of(joined, invite)
+                membership = Membership.of(joined, invite, client.evictions)
                 directory.remember(membership)
                 own = membership.bootstrap
                 return cls(directory, invite, membership, own_bootstrap=own), joined
@@ -289,11 +295,17 @@ class Enrolment:
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
-    def renew(self, joined: Joined) -> None:
+    def renew(self, joined: Joined, evictions: bytes) -> None:
         """Take a later answer of the coordinator."""
-        self.membership = Membership.of(joined, self._invite)
+        self.membership = Membership.of(joined, self._invite, evictions)
         self._own_bootstrap = self.membership.bootstrap
         self._directory.remember(self.membership)
+
+    def keep_evictions(self, record: bytes) -> None:
+        """Keep a newer list of evictions."""
+        if record != self.membership.evictions:
+            self.membership = replace(self.membership, evictions=record)
+            self._directory.remember(self.membership)
 
     def keep_addresses(self, known: Sequence[str]) -> None:
         """Keep addresses of other peers, for a start while the coordinator is away."""

@@ -112,7 +112,7 @@ class Environment:
         """
         joined = await self.client.join()
         self.node.transport.admission = joined.admission
-        self.enrolment.renew(joined)
+        self.enrolment.renew(joined, self.client.evictions)
         return joined
 
     async def fetch_state(self, memory_numel: int, position: int | None = None) -> OuterState:

@@ -539,6 +539,7 @@ class Heartbeats:
                 await self._env.node.roster.hear(beat.roster)
         if beat.bootstrap:
             self._env.node.bootstrap = beat.bootstrap
+        self._env.enrolment.keep_evictions(self._env.client.evictions)
         await self._listener.heed(beat)
         return beat
 

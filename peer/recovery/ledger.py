@@ -6,15 +6,17 @@ peer has kept the bodies that it lacks, or when its own snapshots cannot be read
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.run.levels import LOGGING
 from atoll.coordinator.run.text import clean
 from atoll.dht.roster import PeerRecord, Roster, RosterError
-from atoll.dht.tasks import together
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError
 from atoll.optim.log.entry import LogError
 from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
@@ -25,6 +27,8 @@ from atoll.peer.rounds.messages import Head
 
 CONNECT_S = 10.0  # a peer of the roster may be gone
 STALL_S = 5.0  # patience with a donor; nobody waits for the coordinator
+RECORDS_S = 1.0  # the roster as calls of one look read it
+READ_S = 2.0  # most of a peer's patience (`heads.PATIENCE_S`) is for its own dial
 
 _log = logging.getLogger(__name__)
 
@@ -56,22 +60,21 @@ class LedgerRecovery:
         return await recovery.run()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LedgerHeads:
-    """Asks peers where they stand; see `atoll.coordinator.heads.AskHeads`."""
+    """Asks a peer where it stands; see `atoll.coordinator.heads.AskHead`."""
 
     me: str
     """The PeerID of the coordinator's node."""
     transport: Transport
     roster: Roster
+    _records: dict[str, PeerRecord] = field(default_factory=dict)
+    _read_at: float = -math.inf
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def __call__(self, peer_ids: Sequence[str]) -> list[PeerHead]:
-        """Return the answers of those of these peers that answer."""
-        records = await _peers_of(self.roster)
-        asking = (self._ask(peer_id, records.get(peer_id)) for peer_id in peer_ids)
-        return [head for head in await together(*asking) if head is not None]
-
-    async def _ask(self, peer_id: str, record: PeerRecord | None) -> PeerHead | None:
+    async def __call__(self, peer_id: str) -> PeerHead | None:
+        """Return a peer's answer; None without one."""
+        record = (await self._known()).get(peer_id)
         try:
             if record is not None:  # else it may be connected all the same
                 await self.transport.connect(peer_id, record.addresses, timeout_s=CONNECT_S)
@@ -89,6 +92,17 @@ class LedgerHeads:
             chain=head.chain,
             epoch_record=head.epoch_record,
         )
+
+    async def _known(self) -> dict[str, PeerRecord]:
+        """Return the roster, which the calls of one look read once."""
+        loop = asyncio.get_running_loop()
+        async with self._reading:
+            if loop.time() - self._read_at > RECORDS_S:
+                with contextlib.suppress(TimeoutError):  # then those of before
+                    async with asyncio.timeout(READ_S):
+                        self._records = await _peers_of(self.roster)
+                self._read_at = loop.time()
+        return self._records
 
 
 async def _peers_of(roster: Roster) -> dict[str, PeerRecord]:

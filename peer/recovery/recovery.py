@@ -119,7 +119,8 @@ class Recovery:
             ahead = now_ahead
             snapshot = await self._pass(ahead, used, snapshot)
         else:
-            raise NoDonor("the log advances faster than this replica can follow")
+            raise NoDonor("the log moves on faster than this replica can follow")
+        await self._fill_certificates(self._answered)
         if not used and snapshot is None:
             if replica.is_ledger:
                 await self._fill_gaps(self._answered)
@@ -429,6 +430,20 @@ class Recovery:
                 await self._replica.add_body(position, body)
                 return True
         return False
+
+    async def _fill_certificates(self, donors: Sequence[Donor]) -> None:
+        """Fetch the certificates that were damaged here."""
+        for position in self._replica.store.uncertified():
+            for donor in donors:
+                with suppress(*FETCH_ERRORS):
+                    for decided in await donor.source.headers(position, position + 1):
+                        await self._replica.add_certificate(
+                            position, decided.entry, decided.certificate
+                        )
+                        break
+                    else:
+                        continue
+                    break
 
     async def _fetch_snapshot(
         self, position: int, root: bytes, holders: Sequence[Source], used: set[str]

@@ -2,7 +2,8 @@
 
 Every peer judges by what it saw itself: as an owner the cells, as a leader the reports.
 Accusations are not passed on, so no peer can have another one barred. The one exception proves
-itself: two signatures that contradict each other (`evidence.py`) bar their signer for good. Being
+itself: two signatures that contradict each other (`evidence.py`) bar their signer for good. So does
+the run's key: a peer that the organiser evicts is asked nothing and followed nowhere. Being
 slow, dying or being cut off is no fault: it is dealt with in its round. A peer that holds its
 stream open time and again and sends far less than it has declared has a record of its own
 (`Context.lags`): owners expect no cells of it for a while, and nothing else changes.
@@ -43,6 +44,7 @@ class Fault(StrEnum):
     BAD_VOTE = "bad-vote"
     BAD_WEIGHT = "bad-weight"
     EQUIVOCATION = "equivocation"
+    EVICTED = "evicted by the organiser"
     NO_PROGRESS = "no-progress"
 
 
@@ -75,9 +77,11 @@ class FaultCount:
 class Conduct:
     """A score for every peer that broke a rule. Times are seconds on one clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_evicted: Callable[[str], bool] = lambda peer_id: False) -> None:
+        """Nobody has; `is_evicted` returns whether the organiser put a PeerID out."""
         self._records: dict[str, FaultCount] = {}
         self._out: dict[str, Fault] = {}
+        self._is_evicted = is_evicted
 
     def bar_for_good(self, peer: str, why: Fault) -> None:
         """Leave a peer out as long as this process lives."""
@@ -85,7 +89,7 @@ class Conduct:
 
     def is_out(self, peer: str) -> bool:
         """Return whether a peer is barred permanently."""
-        return peer in self._out
+        return peer in self._out or self._is_evicted(peer)
 
     def fault(self, peer: str, why: Fault, now: float) -> Barred | None:
         """Note a fault; the bar that it earns, if it is one too many."""
@@ -104,8 +108,8 @@ class Conduct:
 
     def barred(self, peer: str, now: float) -> Barred | None:
         """The bar under which a peer is, if any."""
-        if peer in self._out:
-            return Barred(left_s=float("inf"), why=self._out[peer])
+        if self.is_out(peer):
+            return Barred(left_s=float("inf"), why=self._out.get(peer, Fault.EVICTED))
         record = self._records.get(peer)
         if record is None or now >= record.until:
             return None

@@ -500,6 +500,8 @@ class Rounds:
             f"round {entry.position + 1}: two certified entries: the log has forked; only a new "
             "epoch can rejoin it",
         )
+        if not known.certificate:  # it was damaged on the disk
+            return
         other_certificate = Certificate.decode(known.certificate)
         trust = self._ctx.replica.trust
         for evidence in double_votes(
@@ -562,7 +564,7 @@ class Rounds:
         """Forward an entry that is here already, as long as it is the newest."""
         store, last = self._ctx.replica.store, self._ctx.replica.position - 1
         known = await self._ctx.compute(store.get, last)
-        if known is not None and known.entry == record:
+        if known is not None and known.entry == record and known.certificate:
             decided = Decided(entry=known.entry, certificate=known.certificate)
             self._dissemination.pass_on(decided, tell)
 

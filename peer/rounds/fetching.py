@@ -322,6 +322,8 @@ class Archive:
             for row in rows:
                 if sent >= MAX_SPAN_BYTES:  # the caller takes no more, and asks again
                     break
+                if not row.certificate:  # it was damaged on the disk
+                    break
                 sent += len(row.entry) + len(row.certificate)
                 decided = Decided(entry=row.entry, certificate=row.certificate)
                 await out.send(decided.encode())

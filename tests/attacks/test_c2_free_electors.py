@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll.coordinator.heads import AGAIN_S, FRESH_S, Heads, PeerHead
+from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.rpc.client import CoordinatorClient
+from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht.identity import Identity
+from atoll.optim.log.entry import Newcomer
 from support import kit
+
+LONG = RunSpec.from_dict(kit.SPEC.model_dump() | {"run": {"name": "test", "rounds": 20}})
 
 
 class Clock:
@@ -64,22 +67,19 @@ def test_a_later_epoch_is_for_those_in_the_log_or_with_a_log(
             keys = [Identity.ephemeral() for _ in range(5)]
             fakes = [await joined(net, key) for key in keys]
 
-            async def ask(peer_ids: Sequence[str]) -> list[PeerHead]:
-                chain = coordinator.head().chain if answers == "fits" else b"x" * 32
-                return [
-                    PeerHead(
-                        peer_id=p,
-                        incarnation="1",
-                        epoch=0,
-                        position=1,
-                        chain=chain,
-                        epoch_record=b"",
-                    )
-                    for p in peer_ids
-                    if answers and p == keys[0].peer_id
-                ]
+            async def ask(peer_id: str) -> PeerHead | None:
+                if not answers or peer_id != keys[0].peer_id:
+                    return None
+                return PeerHead(
+                    peer_id=peer_id,
+                    incarnation="1",
+                    epoch=0,
+                    position=1,
+                    chain=coordinator.head().chain if answers == "fits" else b"x" * 32,
+                    epoch_record=b"",
+                )
 
-            coordinator.ask_heads_with(ask)
+            coordinator.ask_head_with(ask)
 
             async def stall(honest: bool) -> None:
                 for _ in range(2 * int(STALL_S) + 5):
@@ -124,33 +124,47 @@ def test_a_member_of_weight_0_is_elected_by_no_entry(tmp_path: Path) -> None:
     kit.run(main())
 
 
-def test_a_silent_peer_is_not_called_at_every_look() -> None:
-    calls: list[list[str]] = []
-
-    async def ask(peer_ids: Sequence[str]) -> list[PeerHead]:
-        calls.append(list(peer_ids))
-        return [
-            PeerHead(
-                peer_id=p, incarnation="1", epoch=0, position=0, chain=b"c" * 32, epoch_record=b""
-            )
-            for p in peer_ids
-            if p == "here"
-        ] + [
-            PeerHead(
-                peer_id="uninvited",
-                incarnation="1",
-                epoch=0,
-                position=0,
-                chain=b"c" * 32,
-                epoch_record=b"",
-            )
-        ]
+def test_keys_that_contributed_once_do_not_outvote_the_electors(tmp_path: Path) -> None:
+    """Whoever stops a run for a minute had all of its keys made electors."""
 
     async def main() -> None:
-        heads = Heads(ask)
-        for now_s in (0.0, 0.5, FRESH_S + AGAIN_S):
-            answers = await heads.of(["here", "silent"], now_s)
-            assert [head.peer_id for head in answers] == ["here"]
-        assert calls == [["here", "silent"]] * 2
+        async with kit.net(tmp_path / "run", spec=LONG) as net:
+            coordinator, clock = net.up.coordinator, Clock()
+            coordinator._steady = clock
+            clients = await net.started()
+            keys = [Identity.ephemeral() for _ in range(9)]
+            waiting = tuple(
+                Newcomer(peer_id=key.peer_id, since=number, last=10)
+                for number, key in enumerate(keys)  # of these, three have been tried
+            )
+            for _ in range(11):
+                entry, body = net.swarm.entry(net.run_id, coordinator.head())
+                more = [
+                    entry.members[0].model_copy(update={"peer_id": key.peer_id}) for key in keys
+                ]
+                members = (*entry.members, *more)
+                entry = entry.model_copy(update={"members": members, "newcomers": waiting})
+                assert await net.publish(clients[0], entry, body)
+            fakes = [await joined(net, key) for key in keys]
+
+            async def stall(honest: int) -> set[str]:
+                before = coordinator.head().epoch
+                for _ in range(int(STALL_S)):
+                    clock.now_s += 5.0  # half of the silence allowed to a peer
+                    for key, client in zip(keys, fakes, strict=True):
+                        await client.heartbeat(ready(key, state="training", position=11))
+                    for index, client in enumerate(clients[:honest]):
+                        status = net.swarm.status(index, state="syncing", position=11)
+                        await client.heartbeat(status)
+                    await coordinator.tick()
+                    if coordinator.head().epoch > before:
+                        break
+                return {e.peer_id for e in coordinator.replica.electorate}
+
+            tried = [key.peer_id for key in keys[:3]]
+            honest = [identity.peer_id for identity in net.swarm.identities]
+            assert await stall(3) == {*honest, tried[0]}  # at most half as many as the present ones
+            assert await stall(2) == {*honest[:2], tried[0], tried[1]}
+            assert await stall(0) == {*tried[:2], tried[2]}  # no more than those that were tried
 
     kit.run(main())

@@ -145,6 +145,12 @@ def test_an_evicted_peer_is_out_within_a_heartbeat_and_stays_out(tmp_path: Path)
             fresh = net.client(1)
             await fresh.join()
             assert fresh.is_evicted(bad.peer_id)  # learned when it joined
+        # A peer that starts without the coordinator has what its last process heard.
+        again = net.client(1)
+        again.recall_evictions(fresh.evictions[:-1] + b"x")
+        assert not again.is_evicted(bad.peer_id)
+        again.recall_evictions(fresh.evictions)
+        assert again.is_evicted(bad.peer_id)
 
     kit.run(main())
 

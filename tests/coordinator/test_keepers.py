@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atoll.coordinator.coordinator import Coordinator
-from atoll.coordinator.invites import issue
+from atoll.coordinator.heads import PeerHead
+from atoll.coordinator.invites import evict, issue
 from atoll.coordinator.policies import KEEPER_WAIT_S, STALL_S
 from atoll.coordinator.report.plain import render_status
 from atoll.coordinator.report.view import waits_for
@@ -90,7 +91,7 @@ async def hall(folder: Path) -> AsyncIterator[Hall]:
     async with kit.net(folder, spec=SPEC) as net:
         found = Hall(net=net)
         net.up.coordinator._steady = lambda: found.now_s
-        net.up.coordinator.ask_heads_with(kit.answering(net.up.coordinator))
+        net.up.coordinator.ask_head_with(kit.answering(net.up.coordinator))
         _, found.keeper_token = issue(folder, kind="keeper", uses=9)
         yield found
 
@@ -207,6 +208,53 @@ def test_a_keeper_that_joins_enters_between_two_rounds(tmp_path: Path) -> None:
             assert any("with 4 keepers: 1 keeper joined" in text for text in it.texts())
             await it.pass_time(KEEPER_WAIT_S / 4)
             assert it.coordinator.head().epoch == 1  # nobody waits
+
+    kit.run(main())
+
+
+def test_an_evicted_keeper_loses_its_vote_between_two_rounds(tmp_path: Path) -> None:
+    """No entry changes the keepers, so it led and voted until the run stood still."""
+
+    async def main() -> None:
+        async with hall(tmp_path / "run") as it:
+            await started(it)
+            await it.publish()
+            await it.pass_time(10)
+            bad, *good = it.keepers
+            evict(tmp_path / "run", bad.peer_id, at_s=it.coordinator.now_s())
+            await it.coordinator.tick()  # in the middle of a round
+            del it.here[bad]
+            assert it.coordinator.head().epoch == 0
+            await it.publish()
+            await it.pass_time(2)
+            assert it.coordinator.head().epoch == 1
+            assert it.electors() == {keeper.peer_id for keeper in good}
+            assert any("with 2 keepers: 1 keeper evicted" in text for text in it.texts())
+            await it.pass_time(2)
+            assert it.coordinator.head().epoch == 1  # once
+
+    kit.run(main())
+
+
+def test_no_epoch_elects_whoever_is_evicted_while_it_is_called(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with hall(tmp_path / "run") as it:
+            for keeper in it.keepers:
+                await it.join(keeper, keeper=True)
+            for _ in range(2):
+                await it.join(Identity.ephemeral(), keeper=False)
+            bad = it.keepers[0].peer_id
+            answer = kit.answering(it.coordinator)
+
+            async def ask(peer_id: str) -> PeerHead | None:
+                if not it.coordinator.admission.is_evicted(bad):
+                    evict(tmp_path / "run", bad, at_s=it.coordinator.now_s())
+                    it.coordinator.admission.refresh()
+                return await answer(peer_id)
+
+            it.coordinator.ask_head_with(ask)
+            await it.pass_time(1, state="ready")
+            assert it.electors() == {keeper.peer_id for keeper in it.keepers[1:]}
 
     kit.run(main())
 

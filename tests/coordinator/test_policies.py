@@ -7,11 +7,13 @@ from atoll.coordinator.policies import (
     can_decide,
     common_position,
     electable,
+    electors_after_stall,
     window_s,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeers, Presence
 from atoll.coordinator.run.status import PeerStatus
-from atoll.optim.log.entry import Elector
+from atoll.optim.log.electorate import TRIAL_ENTRIES, Succession
+from atoll.optim.log.entry import Elector, Newcomer
 
 
 def peer(peer_id: str, **changes: object) -> PeerStatus:
@@ -197,3 +199,32 @@ def test_a_pair_that_stays_apart_is_logged_once() -> None:
     presence.look(3.0)
     (text,) = logged
     assert text.startswith("a and b cannot reach each other")
+
+
+def elector(peer_id: str, incarnation: str = "1") -> Elector:
+    return Elector(peer_id=peer_id, incarnation=incarnation)
+
+
+def after_stall(online: str, *, known: str = "") -> str:
+    """Return who votes of those online: a to d do now, p to t were tried, x and y were not."""
+    voters = Succession(
+        electorate=tuple(map(elector, "abcd")),
+        newcomers=(
+            *(Newcomer(peer_id=peer_id, since=0, last=9) for peer_id in "pqrst"),
+            *(Newcomer(peer_id=peer_id, since=9 - TRIAL_ENTRIES + 1, last=9) for peer_id in "xy"),
+        ),
+    )
+    found = electors_after_stall(
+        [elector(peer_id, "2") for peer_id in online], voters, position=9, known=set(known)
+    )
+    assert all(each.incarnation == "2" for each in found)
+    return "".join(each.peer_id for each in found)
+
+
+def test_an_epoch_keeps_the_electors_and_half_as_many_tried_newcomers() -> None:
+    assert after_stall("abcdpqrstxyz", known="abcdpxyz") == "abcdpq"
+    assert after_stall("xyzrb", known="bxyz") == "br"
+    assert after_stall("xyzb", known="bxyz") == "b"
+    assert after_stall("xyzsr", known="xyz") == "rs"  # no elector: all that were tried
+    assert after_stall("xyz", known="xz") == "xz"  # nor those
+    assert after_stall("z") == ""

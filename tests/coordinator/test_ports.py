@@ -182,9 +182,8 @@ class FakeNode:
     async def recover(self, *_: object) -> None:
         """Nobody is there to recover from."""
 
-    async def ask_heads(self, _: object) -> list[Any]:
+    async def ask_head(self, _: str) -> None:
         """Nobody answers."""
-        return []
 
     async def introduce(self, _: bytes) -> bytes:
         """Nobody is known."""

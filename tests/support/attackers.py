@@ -2,7 +2,9 @@
 
 import asyncio
 import weakref
+from contextlib import suppress
 
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import (
     Certificate,
@@ -259,3 +261,44 @@ async def preempt(liar, keepers, every_s=0.05):
         calls = (liar.ctx.transport.call(name, "prepare", ask, timeout_s=2) for name in names)
         await asyncio.gather(*calls, return_exceptions=True)
         await asyncio.sleep(every_s)
+
+
+def evict(patch, peers, liar):
+    """The organiser puts a peer out, as the others hear with their next heartbeats."""
+    name = liar.identity.peer_id
+
+    def check(remote, _):
+        if remote == name:
+            raise Refused(RefusalCode.NOT_ADMITTED, "the organiser has evicted this peer")
+
+    for peer in peers:
+        patch.setattr(peer.transport.handlers, "check", check)
+        patch.setattr(peer.ctx.conduct, "_is_evicted", lambda peer_id: peer_id == name)
+
+
+def stay(patch, liar, honest):
+    """C4: an evicted elector says that it stands where the others do, and leads in silence."""
+    head = liar.rounds.head
+
+    def at_head(known):
+        replica = honest.replica
+        place = {"epoch": replica.epoch, "position": replica.position, "chain": replica.chain}
+        return head(known).model_copy(update=place)
+
+    async def lead(remote, stream):
+        async def live():
+            while True:
+                await stream.send(ALIVE, timeout_s=2)
+                await asyncio.sleep(0.3)
+
+        async def read():
+            while await stream.recv(timeout_s=60) is not None:
+                pass
+
+        with suppress(TransportError, BaseExceptionGroup):
+            async with asyncio.TaskGroup() as both:
+                both.create_task(live())
+                both.create_task(read())
+
+    patch.setattr(liar.rounds, "head", at_head)
+    patch.setitem(liar.transport.handlers._streams, "round", lead)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from atoll.coordinator.heads import AskHeads, PeerHead
+from atoll.coordinator.heads import AskHead, PeerHead
 from atoll.optim.log.replica import LiveReplica, Recovered, Replica
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import Source
@@ -76,20 +76,17 @@ def recovering(*sources: Source) -> Callable[..., Awaitable[Recovered | None]]:
     return recover
 
 
-def answering(swarm: kit.Swarm, donor: Replica) -> AskHeads:
-    async def ask(peer_ids: Sequence[str]) -> list[PeerHead]:
-        ours = {identity.peer_id for identity in swarm.identities}
-        return [
-            PeerHead(
-                peer_id=peer_id,
-                incarnation="1",
-                epoch=donor.epoch,
-                position=donor.position,
-                chain=donor.chain,
-                epoch_record=donor.epoch_record,
-            )
-            for peer_id in peer_ids
-            if peer_id in ours
-        ]
+def answering(swarm: kit.Swarm, donor: Replica) -> AskHead:
+    async def ask(peer_id: str) -> PeerHead | None:
+        if peer_id not in {identity.peer_id for identity in swarm.identities}:
+            return None
+        return PeerHead(
+            peer_id=peer_id,
+            incarnation="1",
+            epoch=donor.epoch,
+            position=donor.position,
+            chain=donor.chain,
+            epoch_record=donor.epoch_record,
+        )
 
     return ask

@@ -13,7 +13,7 @@ import torch
 
 from atoll.coordinator.checkpoints import load_checkpoint
 from atoll.coordinator.coordinator import Coordinator
-from atoll.coordinator.heads import AskHeads, PeerHead
+from atoll.coordinator.heads import AskHead, PeerHead
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
@@ -163,7 +163,7 @@ class Net:
         return published.accepted
 
 
-def answering(coordinator: Coordinator, swarm: Swarm | None = None) -> AskHeads:
+def answering(coordinator: Coordinator, swarm: Swarm | None = None) -> AskHead:
     """Return a call that peers answer, each with what its last heartbeat said.
 
     Args:
@@ -171,22 +171,19 @@ def answering(coordinator: Coordinator, swarm: Swarm | None = None) -> AskHeads:
         swarm: its peers answer; None: everyone answers.
     """
 
-    async def ask(peer_ids: Sequence[str]) -> list[PeerHead]:
-        statuses = {m.status.peer_id: m.status for m in coordinator.presence.peers.all()}
-        known = set(statuses)
-        ours = {identity.peer_id for identity in swarm.identities} if swarm else known
-        return [
-            PeerHead(
-                peer_id=peer_id,
-                incarnation=statuses[peer_id].incarnation,
-                epoch=statuses[peer_id].epoch,
-                position=statuses[peer_id].position,
-                chain=coordinator.head().chain,
-                epoch_record=coordinator.replica.epoch_record,
-            )
-            for peer_id in peer_ids
-            if peer_id in ours
-        ]
+    async def ask(peer_id: str) -> PeerHead | None:
+        known = coordinator.presence.peers.get(peer_id)
+        ours = {identity.peer_id for identity in swarm.identities} if swarm else {peer_id}
+        if known is None or peer_id not in ours:
+            return None
+        return PeerHead(
+            peer_id=peer_id,
+            incarnation=known.status.incarnation,
+            epoch=known.status.epoch,
+            position=known.status.position,
+            chain=coordinator.head().chain,
+            epoch_record=coordinator.replica.epoch_record,
+        )
 
     return ask
 
@@ -198,7 +195,7 @@ async def net(
     async with contextlib.AsyncExitStack() as stack:
         up = await stack.enter_async_context(running(spec, genesis, state_dir, **options))
         swarm = swarm or Swarm()
-        up.coordinator.ask_heads_with(answering(up.coordinator, swarm))
+        up.coordinator.ask_head_with(answering(up.coordinator, swarm))
         yield Net(up=up, swarm=swarm, stack=stack)
 
 

@@ -26,9 +26,15 @@ def module(run_id: bytes = RUN) -> Module:
 
 
 def open_replica(
-    folder: Path, keys: RunKeys, *, is_ledger: bool = True, run_id: bytes = RUN, **store: Any
+    folder: Path,
+    keys: RunKeys,
+    *,
+    is_ledger: bool = True,
+    run_id: bytes = RUN,
+    resumes: bool = True,
+    **store: Any,
 ) -> Replica:
-    """A replica that holds the first state, or what is stored in the folder."""
+    """A replica that holds the first state, or what is stored in the folder, if it resumes."""
     genesis = kit.genesis()
     chain = genesis_chain(run_id, genesis.root())
     replica = Replica(
@@ -40,7 +46,7 @@ def open_replica(
     )
     if not replica.store.snapshot_positions():
         replica.store.save_snapshot(genesis, chain)
-    assert replica.resume()
+    assert not resumes or replica.resume()
     return replica
 
 

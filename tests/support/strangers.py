@@ -6,6 +6,8 @@ import time
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.node import DHTNode as PlainNode
 
+from atoll.coordinator.rpc.messages import SERVICE
+from atoll.coordinator.rpc.tls import pinned_channel
 from atoll.coordinator.run.admission import Admission, AdmissionCheck
 from atoll.dht import clock
 from atoll.dht.bindings import DHTID, P2P
@@ -85,3 +87,14 @@ def signed(identity, credential=b"", **changes):
     plain = record(identity.peer_id, **changes)
     data = sign_record(plain, identity, run_id=RUN.hex(), credential=credential)
     return identity.peer_id, data, plain.expires_at
+
+
+async def begin_calls(stack, invite, connections, calls):
+    """Begin calls of a coordinator without any message; `stack` ends them."""
+    begun = []
+    for _ in range(connections):
+        channel = await pinned_channel(invite.addresses[0], invite.tls_sha256, timeout_s=5)
+        stack.push_async_callback(channel.close)
+        begin = channel.stream_unary(f"/{SERVICE}/Heartbeat")
+        begun += [begin() for _ in range(calls)]
+    return begun

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from atoll.coordinator.catching_up import Recover
 from atoll.coordinator.gossip import FetchModel
-from atoll.coordinator.heads import AskHeads
+from atoll.coordinator.heads import AskHead
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
@@ -90,7 +90,7 @@ class BootstrapNode:
         )
 
     @property
-    def ask_heads(self) -> AskHeads:
+    def ask_head(self) -> AskHead:
         """Asks peers where they stand in the log."""
         return LedgerHeads(
             me=self._node.peer_id, transport=self._node.transport, roster=self._node.roster

@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -280,9 +280,9 @@ class FakeNode:
     async def recover(self, replica: LiveReplica, on_taken: Callable[[int], None]) -> None:
         """Nobody is there to recover from."""
 
-    async def ask_heads(self, peer_ids: Sequence[str]) -> list[PeerHead]:
+    async def ask_head(self, peer_id: str) -> PeerHead | None:
         """Nobody answers."""
-        return []
+        return None
 
     async def introduce(self, question: bytes) -> bytes:
         """Nobody is known."""
@@ -385,7 +385,7 @@ spec.loader.exec_module(kit)
 from atoll.coordinator.service.server import serve
 
 def ready(up):
-    up.coordinator.ask_heads_with(kit.answering(up.coordinator))
+    up.coordinator.ask_head_with(kit.answering(up.coordinator))
     print(up.invite, flush=True)
 
 asyncio.run(serve(kit.SPEC, kit.genesis, Path(sys.argv[2]), stop=asyncio.Event(),

@@ -95,7 +95,9 @@ def peer_of_a_log(folder):
         Elector(peer_id="ann", incarnation="1"),
         paths=PeerPaths(root=folder),
         identity=types.SimpleNamespace(sign=lambda data: data),
-        client=types.SimpleNamespace(fetch_snapshot=nobody, join=nobody),
+        client=types.SimpleNamespace(
+            fetch_snapshot=nobody, join=nobody, is_evicted=lambda peer_id: False
+        ),
         node=types.SimpleNamespace(transport=MemoryNetwork().transport("ann")),
         neighbours=types.SimpleNamespace(
             roster=MemoryBoard().roster("ann"), publish=nothing, connect=nothing

@@ -38,6 +38,7 @@ def membership():
         genesis_root=b"\x02" * 32,
         admission=b"\x00\xff",
         bootstrap=("/ip4/127.0.0.1/tcp/1/p2p/a",),
+        evictions=b"signed",
     )
 
 

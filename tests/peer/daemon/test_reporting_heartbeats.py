@@ -29,6 +29,7 @@ class Client:
         self.answer = {}
         self.beats, self.published, self.joins = [], [], 0
         self.refuse_from = 1 << 40  # entries from here on do not get through
+        self.evictions = b""
 
     async def heartbeat(self, status, *, events, traces, leaving, retired, roster=b"", evidence):
         if self.failures:
@@ -65,12 +66,15 @@ class Peer:
         self.peer = swarm_peer
         self.client = Client()
         self.source = CoordinatorSource(self.client, b"", snapshot_every=2)
-        self.said, self.joined, self.tasks = [], [], []
+        self.said, self.joined, self.tasks, self.evictions = [], [], [], []
         self.catch_ups = 0
         self.env = environment(
             swarm_peer.ctx.me,
             client=self.client,
-            enrolment=types.SimpleNamespace(renew=self.joined.append),
+            enrolment=types.SimpleNamespace(
+                renew=lambda joined, evictions: self.joined.append(joined),
+                keep_evictions=self.evictions.append,
+            ),
             tasks=types.SimpleNamespace(spawn=self.spawn),
             report=lambda level, text, key=None: self.said.append(f"{level}: {text}"),
         )
@@ -105,6 +109,15 @@ def with_peer(tmp_path, use, *, position=0, body_budget_bytes=None):
             await swarm.stop()
 
     run_virtual(main())
+
+
+def test_a_list_of_evictions_is_kept_with_each_answer(tmp_path):
+    async def use(peer):
+        peer.client.evictions = b"list"
+        await peer.heartbeats.beat()
+        assert peer.evictions == [b"list"]
+
+    with_peer(tmp_path, use)
 
 
 def test_evidence_is_handed_in_once_although_a_heartbeat_fails(tmp_path):

@@ -18,12 +18,12 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
 
-from atoll.coordinator.report.text import CleanFormatter, count, loss_text
+from atoll.coordinator.report.text import CleanFormatter, count, loss_text, size
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import short
-from atoll.peer.daemon.consent import Ask, Consent
+from atoll.peer.daemon.consent import Ask, Consent, disk_bytes, memory_bytes
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import open_peer
 from atoll.peer.daemon.options import PeerOptions
@@ -341,7 +341,8 @@ def joined_run(spec: RunSpec, params: int, position: int) -> str:
     rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
     return (
         f"run {spec.run.name}: {model} with {count(params)} parameters, {spec.outer.method} of "
-        f"{spec.outer.inner_steps} steps, data {spec.data.source}, {rounds}"
+        f"{spec.outer.inner_steps} steps, data {spec.data.source}, {rounds}; needs about "
+        f"{size(memory_bytes(params))} of memory and {size(disk_bytes(spec, params))} of disk"
     )
 
 

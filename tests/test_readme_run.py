@@ -139,7 +139,8 @@ class Reader:
         path = self.folder / "RUN.toml"
         text = path.read_text(encoding="utf-8")
         for name, value in changes.items():
-            text, count = re.subn(rf"(?m)^#? ?{name} = .*$", f"{name} = {value}", text)
+            field = rf"^{name} = .*$" if re.search(rf"(?m)^{name} = ", text) else rf"^# {name} = .*$"
+            text, count = re.subn(field, f"{name} = {value}", text, flags=re.MULTILINE)
             assert count == 1, name
         path.write_text(text, encoding="utf-8")
 
@@ -183,7 +184,9 @@ def test_the_commands_of_the_readme_work_in_the_order_of_a_run(reader):
     peer.end()
     assert coordinator.end() == INTERRUPTED
 
-    reader.edit(electors='"keepers"', name='"keepers"')
+    # Another organiser: with two runs on one machine, `atoll invite` asks which one is meant.
+    reader.environment["XDG_STATE_HOME"] = str(reader.folder / "state-of-keepers")
+    reader.edit(electors='"keepers"')
     keeping = reader.start("atoll coordinator RUN.toml --keep")
     reader.take_invite(keeping, "second")
     assert "atoll1" in reader.run("atoll invite --role keeper --expires 1d")

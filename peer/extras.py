@@ -1,18 +1,19 @@
-"""Import optional packages when they are needed; name the extra to install if they are missing."""
+"""Import optional packages when they are needed; name what to install if they are missing."""
 
 import importlib
 from types import ModuleType
 
 from atoll.peer.errors import ExtraMissing
 
-# Optional packages and the extra in pyproject.toml that brings each.
-EXTRA_OF = {
-    "datasets": "data",
-    "huggingface_hub": "data",
-    "matplotlib": "lab",
-    "pyarrow": "data",
-    "textual": "dashboard",
-    "tokenizers": "data",
+# Modules of optional packages, and what pip installs for each. Atoll itself is on no index, so an
+# advice to install an extra of it by name would fetch whatever somebody else registers there.
+PACKAGE_OF = {
+    "datasets": "datasets",
+    "huggingface_hub": "datasets",
+    "matplotlib": "matplotlib",
+    "pyarrow": "pyarrow",
+    "textual": "textual",
+    "tokenizers": "tokenizers",
 }
 
 
@@ -32,5 +33,5 @@ def extra(name: str, purpose: str) -> ModuleType:
     except ImportError as error:
         raise ExtraMissing(
             f"{purpose} needs the package {package!r}, which is not installed; "
-            f'install it with: pip install "atoll[{EXTRA_OF[package]}]"'
+            f"install it with: pip install {PACKAGE_OF[package]}"
         ) from error

@@ -5,6 +5,8 @@ import configparser
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,23 @@ def test_a_unit_starts_a_command_that_exists(name):
     words = shlex.split(unit["Service"]["ExecStart"])
     understood(words)
     assert words[words.index("--state-dir") + 1] == f"%S/{unit['Service']['StateDirectory']}"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+@pytest.mark.parametrize("name", ["atoll-peer", "atoll-coordinator"])
+def test_systemd_accepts_a_unit(name, tmp_path):
+    text = (DEPLOY / f"{name}.service").read_text(encoding="utf-8")
+    # Neither Atoll nor its user is installed where the tests run.
+    text = re.sub("^ExecStart=.*$", "ExecStart=/bin/true", text, flags=re.MULTILINE)
+    text = re.sub("^User=.*$", "User=root", text, flags=re.MULTILINE)
+    (tmp_path / f"{name}.service").write_text(text, encoding="utf-8")
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / f"{name}.service")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["peer", "coordinator"])

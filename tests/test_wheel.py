@@ -171,4 +171,4 @@ def test_a_peer_trains_without_any_extra(environment, tmp_path):
         finally:
             coordinator.terminate()
     assert shown.returncode == 2
-    assert 'pip install "atoll[dashboard]"' in shown.stderr
+    assert "pip install textual" in shown.stderr

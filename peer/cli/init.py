@@ -69,11 +69,24 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for line in chosen.why:
         print(line)
+    for line in left_open(chosen.spec, args.peers):
+        print(line)
     print(f"Wrote {path}. Next: atoll coordinator {path}")
     return 0
 
 
+def left_open(spec: "RunSpec", peers: int | None) -> list[str]:
+    """Return what a run of several peers keeps from its defaults and its organiser may not want."""
+    if peers is None or peers == 1:
+        return []
+    begins = f"The run begins with {spec.round.min_peers} peers (round.min_peers)"
+    ends = f"ends after {spec.run.rounds} rounds" if spec.run.rounds else "has no end"
+    return [f"{begins} and {ends} (run.rounds)."]
+
+
 def _expect_new(path: Path) -> None:
+    if path.is_dir():
+        raise ExistsError(f"{path} is a folder; name a file in it: {path / 'RUN.toml'}")
     if path.exists():
         raise ExistsError(f"{path} exists and was not changed; choose another name or move it")
 

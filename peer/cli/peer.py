@@ -216,12 +216,12 @@ def _multiaddr(text: str) -> str:
 
 
 def _dialed(text: str) -> str:
-    address = _multiaddr(text)
-    if not re.search(r"/tcp/[1-9]\d*(/|$)", address):
+    # Before the import of libp2p's parser, which takes seconds.
+    if not re.search(r"/tcp/[1-9]\d*(/|$)", text):
         raise argparse.ArgumentTypeError(
             f"expected an address with a port such as /ip4/203.0.113.7/tcp/4001, got {text!r}"
         )
-    return address
+    return _multiaddr(text)
 
 
 def _expect_device(name: str) -> None:

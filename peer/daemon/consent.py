@@ -94,7 +94,6 @@ def request_of(
     own = with_own_files(spec, data=data, tokenizer=tokenizer)
     is_sent = tokenizer is None and spec.data.tokenizer_bytes is not None
     rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
-    disk = spec.round.log_mb * 10**6 + DISK_BYTES * layout.numel
     traffic = round_bytes(spec, layout)
     lines = (
         "the run asks this machine for the following:",
@@ -102,16 +101,25 @@ def request_of(
         f"model: {_model(spec)}",
         f"parameters: {layout.numel:,}",
         f"data: {_data(own, is_own=data is not None)}",
-        f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own.data.tokenizer)}",
+        f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
-        f"memory: about {size(MEMORY_BYTES + MEMORY_PER_PARAM * layout.numel)}, and that of the "
-        "model's activations",
-        f"disk: about {size(disk)}",
+        f"memory: about {size(memory_bytes(layout.numel))}, and that of the model's activations",
+        f"disk: about {size(disk_bytes(spec, layout.numel))}",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
     )
     asked = f"atoll consent v1\0{spec.digest()}\0{layout.numel}".encode()
     return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
+
+
+def memory_bytes(params: int) -> int:
+    """Return about how much memory a training peer takes, without the model's activations."""
+    return MEMORY_BYTES + MEMORY_PER_PARAM * params
+
+
+def disk_bytes(spec: RunSpec, params: int) -> int:
+    """Return about how much disk a training peer takes: log, snapshots and saved state."""
+    return spec.round.log_mb * 10**6 + DISK_BYTES * params
 
 
 def _request_of_keeper(spec: RunSpec, layout: Layout) -> Request:
@@ -161,23 +169,32 @@ def _model(spec: RunSpec) -> str:
 
 
 def _data(spec: RunSpec, *, is_own: bool) -> str:
-    source = spec.data.source
+    source, checked = spec.data.source, _digest(spec.data.sha256)
     if source.startswith(HUB) or spec.data.format == "hf":
         split = f" split {spec.data.split}," * (spec.data.split != "train")
         at = f", revision {spec.data.revision[:12]}" if spec.data.revision else ""
         return f"{source.removeprefix(HUB)},{split} streamed from the Hugging Face hub{at}"
     if source == STDLIB:
-        return "the source code of Python's standard library, on this machine"
-    return f"{source}, on this machine" + (" (--data)" if is_own else "")
+        return f"the source code of Python's standard library, on this machine{checked}"
+    if is_own:
+        return f"{source}, on this machine (--data)"
+    return f"{source}, on this machine{checked}"
 
 
 def _sent_tokenizer(spec: RunSpec) -> str:
-    sha256, length = spec.data.tokenizer_sha256 or "", spec.data.tokenizer_bytes or 0
-    return f"sent with the run, {size(length)}, SHA-256 {sha256[:12]}"
+    length = spec.data.tokenizer_bytes or 0
+    return f"sent with the run, {size(length)}{_digest(spec.data.tokenizer_sha256)}"
 
 
-def _tokenizer(name: str) -> str:
-    return "bytes, built in" if name == BYTES else f"{name}, on this machine (--tokenizer)"
+def _tokenizer(spec: RunSpec) -> str:
+    name = spec.data.tokenizer
+    if name == BYTES:
+        return "bytes, built in"
+    return f"{name}, on this machine (--tokenizer){_digest(spec.data.tokenizer_sha256)}"
+
+
+def _digest(sha256: str | None) -> str:
+    return f", SHA-256 {sha256[:12]}" if sha256 else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from typing import Literal
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.text import CleanFormatter, count, loss_text, percent
+from atoll.coordinator.run.text import CleanFormatter, count, loss_text, percent, size
 from atoll.dht.identity import short
-from atoll.peer.daemon.consent import Ask, Consent
+from atoll.peer.daemon.consent import Ask, Consent, disk_bytes, memory_bytes
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import open_peer
 from atoll.peer.daemon.options import PeerOptions
@@ -349,7 +349,8 @@ def joined_run(spec: RunSpec, params: int, position: int) -> str:
     rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
     return (
         f"run {spec.run.name}: {model} with {count(params)} parameters, {spec.outer.method} of "
-        f"{spec.outer.inner_steps} steps, data {spec.data.source}, {rounds}"
+        f"{spec.outer.inner_steps} steps, data {spec.data.source}, {rounds}; needs about "
+        f"{size(memory_bytes(params))} of memory and {size(disk_bytes(spec, params))} of disk"
     )
 
 

@@ -182,6 +182,8 @@ def _split_once(
     train_N: Tokens, valid_N: Tokens, fraction: float, needed: int
 ) -> tuple[Tokens, Tokens]:
     all_N = np.concatenate([train_N, valid_N]) if len(valid_N) else train_N
+    if not len(all_N):
+        raise DataError("found no text; name a file or a folder that has some")
     if len(all_N) < 2 * needed:
         raise DataError(
             f"expected at least {2 * needed} tokens of text (one sequence of {needed} for training "

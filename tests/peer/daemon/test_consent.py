@@ -99,6 +99,14 @@ def test_a_custom_model_and_the_owners_files_are_shown_as_such():
     )
 
 
+def test_text_and_tokenizer_of_the_run_are_shown_with_their_digests():
+    data = {"source": "/corpus", "sha256": "ab" * 32}
+    tokenizer = {"tokenizer": "/t.json", "tokenizer_sha256": "cd" * 32}
+    lines = request_of(RunSpec.from_dict({"data": data | tokenizer}), LAYOUT).lines
+    assert "data: /corpus, on this machine, SHA-256 abababababab" in lines
+    assert "tokenizer: /t.json, on this machine (--tokenizer), SHA-256 cdcdcdcdcdcd" in lines
+
+
 def test_a_data_set_of_the_hub_is_shown_as_such():
     spec = RunSpec.from_dict({"data": {"source": "hf:some/name"}})
     assert "data: some/name, streamed from the Hugging Face hub" in request_of(spec, LAYOUT).lines

@@ -86,7 +86,8 @@ def test_what_a_peer_joins_is_one_line():
     spec = RunSpec.from_dict({"run": {"name": "big", "rounds": 200}})
     line = joined_run(spec, 934_848, 150)
     assert line.startswith("run big: nano with 935k parameters, diloco of 30 steps")
-    assert line.endswith("50 of 200 rounds left")
+    assert "50 of 200 rounds left" in line
+    assert line.endswith("needs about 634 MB of memory and 553 MB of disk")
 
 
 def test_a_round_is_fields_and_not_only_a_sentence(capsys):

@@ -423,13 +423,16 @@ def test_a_missing_extra_is_said_with_its_cure(monkeypatch, tmp_path, package, o
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        ExtraMissing, match=r'is not installed; install it with: pip install "atoll\['
-    ):
+    with pytest.raises(ExtraMissing, match=r"is not installed; install it with: pip install "):
         data.open_corpus(seq_len=16, **options)
 
 
 # --- missing and empty data
+
+
+def test_an_empty_folder_is_said_to_have_no_text(tmp_path):
+    with pytest.raises(DataError, match="found no text; name a file or a folder that has some"):
+        data.open_corpus(str(tmp_path), seq_len=16)
 
 
 def test_a_missing_source_says_what_is_possible():

@@ -9,10 +9,13 @@ from atoll.peer.errors import ExtraMissing
 EXTRA_OF = {
     "datasets": "data",
     "huggingface_hub": "data",
+    "lm_eval": "eval",
     "matplotlib": "lab",
+    "peft": "hf",
     "pyarrow": "data",
     "textual": "dashboard",
     "tokenizers": "data",
+    "transformers": "hf",
 }
 
 

@@ -150,11 +150,17 @@ def round_bytes(spec: RunSpec, layout: Layout) -> int:
 
 def _model(spec: RunSpec) -> str:
     model = spec.model
-    name = f"{model.preset}, built in"
+    name = f"{model.preset}, built in" if model.init is None else "of the Llama family, built in"
     if model.custom is not None:
         name = f"{model.custom}, code on this machine"
         if model.source_sha256 is not None:
             name += f" with the SHA-256 {model.source_sha256[:12]}"
+    if model.init is not None:
+        name += f"; begins with the weights {model.init} (SHA-256 {(model.init_sha256 or '')[:12]})"
+    if model.lora is not None:
+        name += (
+            f"; only adapters of rank {model.lora.rank} are trained, on your copy of the weights"
+        )
     changed = ", ".join(f"{key}={value}" for key, value in model.overrides.items())
     compiled = "; compiled with torch.compile" if spec.inner.compile else ""
     return name + (f"; {changed}" if changed else "") + compiled
@@ -189,6 +195,7 @@ class Consent:
     allowed: Allowed
     data: str | None = None
     tokenizer: str | None = None
+    init: str | None = None
     yes: bool = False
     """the owner has said yes in advance"""
     ask: Ask | None = None
@@ -227,7 +234,11 @@ class Consent:
 
     def _own_spec(self, spec: RunSpec) -> RunSpec:
         return with_own_files(
-            spec, data=self.data, tokenizer=self.tokenizer, sent_tokenizer=self.paths.tokenizer
+            spec,
+            data=self.data,
+            tokenizer=self.tokenizer,
+            init=self.init,
+            sent_tokenizer=self.paths.tokenizer,
         )
 
     @property

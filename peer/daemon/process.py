@@ -57,6 +57,8 @@ class RunOptions:
     """Path of the data on this machine; one that the spec names is not read."""
     tokenizer: str | None = None
     """Path of the tokenizer on this machine; one that the spec names is not read."""
+    init: str | None = None
+    """Folder of weights on this machine; one that the spec names is not read."""
     allow_models: frozenset[str] = frozenset()
     """Custom models that the spec may name, as `module:function`."""
     any_model_source: bool = False
@@ -69,7 +71,7 @@ class RunOptions:
     @property
     def allowed(self) -> Allowed:
         """Return what the spec may name on this machine."""
-        own = {path for path in (self.data, self.tokenizer) if path is not None}
+        own = {path for path in (self.data, self.tokenizer, self.init) if path is not None}
         return Allowed(
             models=self.allow_models,
             files=frozenset(own),
@@ -83,6 +85,7 @@ class RunOptions:
             spec,
             data=self.data,
             tokenizer=self.tokenizer,
+            init=self.init,
             sent_tokenizer=self._sent_tokenizer,
         )
 
@@ -178,6 +181,7 @@ def join_and_train(
                     allowed=options.allowed,
                     data=options.data,
                     tokenizer=options.tokenizer,
+                    init=options.init,
                     yes=options.yes,
                     ask=ask,
                     show=lambda line: narrator.tell("info", line),

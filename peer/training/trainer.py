@@ -45,6 +45,8 @@ from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.remarks import Remark, expect_text, remarks
 from atoll.peer.training.devices import Device
+from atoll.peer.training.hf import lora
+from atoll.peer.training.hf.beginning import begin_, with_shape
 from atoll.peer.training.learner import Evaluator, Learner
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.statistics import (
@@ -648,21 +650,32 @@ def open_tokenizer(spec: RunSpec, allowed: Allowed | None = None) -> data.Tokeni
 
 
 def build_model(
-    spec: RunSpec, vocab_size: int, allowed: Allowed | None = None, *, own_loop: bool = False
+    spec: RunSpec,
+    vocab_size: int,
+    allowed: Allowed | None = None,
+    *,
+    own_loop: bool = False,
+    is_first: bool = False,
 ) -> nn.Module:
     """Build the model of a run on the CPU, with weights drawn from the run's seed.
+
+    If the spec names weights, frozen parameters are theirs.
 
     Args:
         spec: the spec of the run.
         vocab_size: number of tokens of the run's tokenizer.
         allowed: custom models that this machine's owner lets the spec name; none by default.
         own_loop: accept a model that takes no tokens, which only a loop of its own can train.
+        is_first: take the trained parameters from those weights too, as for the first state.
 
     Raises:
-        ModelError: the preset, the overrides or the custom model are not usable.
+        ModelError: the preset, the overrides, the custom model or the weights are not usable.
+        ExtraMissing: the spec names adapters, and `peft` is not installed.
     """
     allowed = allowed or Allowed()
-    return models.build(
+    if spec.model.init in allowed.files:
+        spec = with_shape(spec)
+    model = models.build(
         spec.model.preset,
         custom=spec.model.custom,
         overrides=spec.model.overrides,
@@ -673,6 +686,8 @@ def build_model(
         source_sha256=None if allowed.any_source else spec.model.source_sha256,
         own_loop=own_loop,
     )
+    begin_(model, spec, files=allowed.files, is_first=is_first)
+    return model
 
 
 def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> OuterState:
@@ -684,7 +699,7 @@ def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> O
         SetupError: the model or the tokenizer is not usable.
     """
     vocab_size = open_tokenizer(spec, allowed).vocab_size
-    model = build_model(spec, vocab_size, allowed, own_loop=own_loop)
+    model = build_model(spec, vocab_size, allowed, own_loop=own_loop, is_first=True)
     layout = Layout.of(model)
     return spec.method().genesis(layout, layout.flatten(model))
 
@@ -710,10 +725,12 @@ def expect_params(spec: RunSpec, vocab_size: int, claimed: int) -> None:
         vocab_size=vocab_size,
         seq_len=spec.data.seq_len,
     )
-    if config.num_params != claimed:
+    adapters = spec.model.lora
+    trained = config.num_params if adapters is None else lora.num_params(config, adapters)
+    if trained != claimed:
         raise ModelError(
             f"expected a model of {claimed:,} parameters, as was claimed, got a spec of one with "
-            f"{config.num_params:,}; ask the organiser, and check --tokenizer"
+            f"{trained:,}; ask the organiser, and check --tokenizer"
         )
 
 

@@ -102,6 +102,10 @@ class JsonTokenizer:
         self.end_token: int | None = next((i for i in known if i is not None), None)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def text_of(self, token: int) -> str:
+        """Return a token as the file spells it."""
+        return str(self._tokenizer.id_to_token(token))
+
     def encode(self, data: bytes) -> Tokens:
         """Return the tokens, as uint16 if they fit, else uint32; replace invalid UTF-8."""
         text = data.decode(errors="replace")
@@ -139,10 +143,16 @@ def open_tokenizer(name: str, *, sha256: str | None = None) -> Tokenizer:
     """Return the tokenizer of a run.
 
     Args:
-        name: `"bytes"`, or the path of a `tokenizers` JSON file.
+        name: `"bytes"`, or the path of a `tokenizers` JSON file or of a folder with one.
         sha256: digest of that file, in hex; None accepts any.
 
     Raises:
         DataError: the extra is not installed, or the file is missing, another or not a tokenizer.
     """
-    return ByteTokenizer() if name == BYTES else JsonTokenizer(Path(name).expanduser(), sha256)
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(tokenizer_file(name), sha256)
+
+
+def tokenizer_file(name: str) -> Path:
+    """Return the file that a tokenizer's path means: in a folder, as of Hugging Face, its JSON."""
+    path = Path(name).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path

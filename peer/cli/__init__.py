@@ -40,6 +40,7 @@ SUMMARIES = {
     "rounds": "list committed rounds",
     "sample": "generate text from a checkpoint",
     "export": "write a checkpoint as a model of Hugging Face",
+    "tokenizer": "train a tokenizer",
     "simulate": "compare methods in one process: loss, bytes and time",
 }
 

@@ -39,6 +39,7 @@ SUMMARIES = {
     "status": "print the state of a run once",
     "rounds": "list committed rounds",
     "sample": "generate text from a checkpoint",
+    "eval": "measure a checkpoint: bits a byte, or tasks",
     "export": "write a checkpoint as a model of Hugging Face",
     "tokenizer": "train a tokenizer",
     "simulate": "compare methods in one process: loss, bytes and time",

@@ -7,11 +7,9 @@ for `connect`. Commands go through the parsers of the command line. `NOT_RUN` na
 import argparse
 import inspect
 import re
-import shlex
 import sys
 import threading
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,9 @@ from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import DiLoCo, InProcessGroup, outer_defaults
-from atoll.peer.cli import SUMMARIES, main
 from atoll.peer.daemon import network
 from atoll.peer.daemon.reducer import RunReducer
+from support.pages import blocks, commands_in, parse_command, run
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/library.md"]
@@ -37,33 +35,6 @@ NOT_RUN = {
 PROGRAMS = {"./scripts/demo": "demo", "./scripts/test": None}
 
 
-@dataclass(frozen=True)
-class Block:
-    page: str
-    line: int
-    language: str
-    text: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def blocks(page):
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    start = None
-    for number, line in enumerate(lines, start=1):
-        if not line.startswith("```"):
-            continue
-        if start is None:
-            start = number
-            continue
-        text = "\n".join(lines[start : number - 1]) + "\n"
-        yield Block(page, start + 1, lines[start - 1][3:], text)
-        start = None
-    assert start is None, f"{page}:{start}: a block without an end"
-
-
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -72,23 +43,8 @@ def of(language):
     return [each for each in chosen if each.text.splitlines()[0] not in NOT_RUN]
 
 
-def commands_in(page):
-    """The commands of `atoll` in a page's text, outside its blocks."""
-    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
-    return re.findall(r"`(atoll [^`]+)`", text.replace("\n", " "))
-
-
 def parse(command):
-    words = shlex.split(command, comments=True)
-    if words[0] in PROGRAMS:
-        assert (ROOT / words[0]).stat().st_mode & 0o100
-        words = ["atoll", PROGRAMS[words[0]], *words[1:]]
-    assert words[0] == "atoll"
-    assert words[1] in (*SUMMARIES, None)
-    if len(words) == 2:  # the name of a command, or a script that takes no options of one
-        return
-    parser = main._parser(main._load(words[1]), words[1])
-    parser.parse_args(words[1:])
+    parse_command(command, PROGRAMS)
 
 
 class Llama(nn.Module):
@@ -136,11 +92,6 @@ def names():
         "batches": list(torch.randn(6, 4, 8)),
         "loss_of": lambda model, batch: model(batch).square().mean(),
     }
-
-
-def run(block, namespace):
-    source = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
-    exec(compile(source, str(ROOT / block.page), "exec"), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,6 +7,7 @@ Each field's own type and range is checked here; combinations of fields are chec
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -166,6 +167,11 @@ class ModelSection(Section):
         "them; those of the built-in model are qkv, attention.out, gate_up and ffn.out.",
         examples=[{"rank": 8, "alpha": 16, "targets": ["qkv", "out", "gate_up"]}],
     )
+
+    @property
+    def title(self) -> str:
+        """What the model is called: its function, the folder that it begins with, or its preset."""
+        return self.custom or (self.preset if self.init is None else PurePath(self.init).name)
 
     @field_validator("custom")
     @classmethod

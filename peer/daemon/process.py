@@ -341,7 +341,7 @@ class Narrator:
 
 def joined_run(spec: RunSpec, params: int, position: int) -> str:
     """Return what a peer takes part in, and how much of it is left, as one line."""
-    left, model = spec.run.rounds - position, spec.model.custom or spec.model.preset
+    left, model = spec.run.rounds - position, spec.model.title
     rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
     return (
         f"run {spec.run.name}: {model} with {count(params)} parameters, {spec.outer.method} of "

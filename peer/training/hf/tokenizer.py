@@ -14,13 +14,18 @@ from atoll.peer.errors import DataError
 from atoll.peer.training.data.tokens import BYTES, Tokenizer, tokenizer_file
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
+"""Files beside tokenizer.json that say how `transformers` uses it."""
 
 
 def files_of(name: str, opened: Tokenizer, *, context: int) -> dict[str, str]:
     """Return the texts of a tokenizer's files by name.
 
+    A folder of Hugging Face gives its own: they have the chat template, for example.
+
     Args:
-        name: `"bytes"`, or the path of a `tokenizers` JSON file on this machine.
+        name: `"bytes"`, or the path of a `tokenizers` JSON file on this machine, or of a folder
+            with one.
         opened: that tokenizer.
         context: tokens that the model takes.
 
@@ -28,6 +33,10 @@ def files_of(name: str, opened: Tokenizer, *, context: int) -> dict[str, str]:
         DataError: the file cannot be read.
     """
     text = byte_level() if name == BYTES else _read(tokenizer_file(name))
+    folder = Path(name).expanduser()
+    if name != BYTES and (folder / CONFIG).is_file():
+        beside = {each: _read(folder / each) for each in BESIDE if (folder / each).is_file()}
+        return {FILE: text} | beside
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,

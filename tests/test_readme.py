@@ -16,10 +16,15 @@ import pytest
 import torch
 from torch import nn
 
+from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import DiLoCo, InProcessGroup, outer_defaults
+from atoll.optim.state.layout import Layout
 from atoll.peer.daemon import network
 from atoll.peer.daemon.reducer import RunReducer
+from atoll.peer.training.permission import Allowed
+from atoll.peer.training.trained import load_checkpoint
+from atoll.peer.training.trainer import build_model
 from support.pages import blocks, commands_in, parse_command, run
 
 ROOT = Path(__file__).parents[1]
@@ -61,9 +66,28 @@ class Llama(nn.Module):
         return types.SimpleNamespace(loss=None, logits=logits) if return_dict else (logits,)
 
 
+def write_checkpoint(folder):
+    """Write `my_models.py` of the page, and a checkpoint of its model."""
+    (folder / "my_models.py").write_text(
+        "from torch import nn\n"
+        "from atoll.peer.training.models import model\n\n\n"
+        "@model\n"
+        "def build(*, vocab_size, seq_len):\n"
+        "    return nn.Sequential(nn.Embedding(vocab_size, 4), nn.Linear(4, vocab_size))\n"
+    )
+    spec = RunSpec.from_dict({"model": {"custom": "my_models:build"}})
+    model = build_model(spec, 256, Allowed.everything_in(spec))
+    state = spec.method().genesis(layout := Layout.of(model), layout.flatten(model))
+    (folder / "checkpoints").mkdir()
+    save_checkpoint(
+        folder / "checkpoints" / "my-run-00000000.safetensors",
+        Checkpoint(spec=spec, run_id=b"r" * 32, epoch=0, position=0, chain=b"c" * 32, state=state),
+    )
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder, a reducer for `connect` and a stand-in for `transformers`."""
+    """A folder, a reducer for `connect`, a checkpoint and a stand-in for `transformers`."""
 
     def connect(*arguments, **options):
         signature.bind(*arguments, **options)
@@ -77,7 +101,11 @@ def place(tmp_path, monkeypatch):
     hub.LlamaConfig, hub.LlamaForCausalLM = argparse.Namespace, Llama
     monkeypatch.setitem(sys.modules, "transformers", hub)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    write_checkpoint(tmp_path)
+    yield tmp_path
+    sys.modules.pop("my_models", None)
 
 
 @pytest.fixture
@@ -164,6 +192,7 @@ REFERENCE = {
     "advance": DiLoCo.advance,
     "resize": DiLoCo.resize,
     "build_model": RunReducer.build_model,
+    "load_checkpoint": load_checkpoint,
 }
 
 

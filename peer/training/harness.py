@@ -9,6 +9,7 @@ computed one at a time with the model's own context; longer ones lose their begi
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,34 +88,37 @@ def language_model(trained: Trained, device: Device) -> Any:  # noqa: ANN401 - o
         ExtraMissing: `lm-eval` is not installed.
     """
     base = extra("lm_eval.api.model", "--tasks").TemplateLM
-    scorer = Scorer(trained, device)
+    return types.new_class("AtollLM", (_Answers, base))(Scorer(trained, device))
 
-    class AtollLM(base):  # type: ignore[misc]
-        """The harness's view of a model of a checkpoint."""
 
-        @property
-        def eot_token_id(self) -> int:
-            return scorer.start
+class _Answers:
+    """The methods that `TemplateLM` leaves open."""
 
-        def tok_encode(
-            self, string: str, add_special_tokens: bool | None = None, **_: object
-        ) -> list[int]:
-            return scorer.encode(string)
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        self._scorer = scorer
 
-        def _loglikelihood_tokens(
-            self, requests: Sequence[Any], disable_tqdm: bool = False, **_: object
-        ) -> list[tuple[float, bool]]:
-            return [scorer.likelihood(context, more) for _, context, more in requests]
+    @property
+    def eot_token_id(self) -> int:
+        return self._scorer.start
 
-        def loglikelihood_rolling(
-            self, requests: Sequence[Any], disable_tqdm: bool = False
-        ) -> list[float]:
-            return [scorer.rolling(request.args[0]) for request in requests]
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
+        return self._scorer.encode(string)
 
-        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            return [scorer.continued(*request.args) for request in requests]
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, **_: object
+    ) -> list[tuple[float, bool]]:
+        return [self._scorer.likelihood(context, more) for _, context, more in requests]
 
-    return AtollLM()
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        return [self._scorer.rolling(request.args[0]) for request in requests]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        return [self._scorer.continued(*request.args) for request in requests]
 
 
 class Scorer:

@@ -46,7 +46,7 @@ from atoll.peer.training.data import load as data
 from atoll.peer.training.data.remarks import Remark, expect_text, remarks
 from atoll.peer.training.devices import Device
 from atoll.peer.training.hf import lora
-from atoll.peer.training.hf.beginning import begin_, with_shape
+from atoll.peer.training.hf.beginning import begin_, expect_init, with_shape
 from atoll.peer.training.learner import Evaluator, Learner
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.statistics import (
@@ -673,6 +673,8 @@ def build_model(
         ExtraMissing: the spec names adapters, and `peft` is not installed.
     """
     allowed = allowed or Allowed()
+    if spec.model.lora is not None:  # adapters alone say nothing of the size beneath them
+        expect_init(spec, allowed.files)
     if spec.model.init in allowed.files:
         spec = with_shape(spec)
     model = models.build(

@@ -33,9 +33,10 @@ def with_shape(spec: RunSpec) -> RunSpec:
         return spec
     found = llama.overrides_of(WeightFolder(spec.model.init).config)
     given = dict(spec.model.overrides)
-    # A run may give the model fewer positions than it was trained with.
     for name, value in given.items():
-        if name in found and name != "max_seq_len" and found[name] != value:
+        # A run may give the model fewer positions than it was trained with.
+        fits = value == found.get(name) or (name == "max_seq_len" and value <= found[name])
+        if name in found and not fits:
             raise ModelError(
                 f"model.overrides sets {name}={value}, but config.json in {spec.model.init!r} "
                 f"states {found[name]}; omit it"

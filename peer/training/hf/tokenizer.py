@@ -72,7 +72,7 @@ def byte_level() -> str:
         "trim_offsets": True,
         "use_regex": False,
     }
-    fields = {
+    fields: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

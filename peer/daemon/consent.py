@@ -38,7 +38,7 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
-from atoll.peer.training.models import expect_source
+from atoll.peer.training.models import expect_source, preset
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.trainer import expect_params, open_tokenizer
 
@@ -50,6 +50,7 @@ KEEPER_DISK_BYTES = 3 * 8  # the three snapshots alone
 # and the gradient, parameters and momentum of the run, a decoded update.
 MEMORY_BYTES = 600 * 10**6
 MEMORY_PER_PARAM = 4 * 9
+FROZEN_BYTES = 4 * 2  # the trainer's and the validation's
 ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
 
 Ask = Callable[[], Awaitable[bool]]
@@ -96,6 +97,7 @@ def request_of(
     rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
     disk = spec.round.log_mb * 10**6 + DISK_BYTES * layout.numel
     traffic = round_bytes(spec, layout)
+    memory = MEMORY_BYTES + MEMORY_PER_PARAM * layout.numel + FROZEN_BYTES * _params_beneath(spec)
     lines = (
         "the run asks this machine for the following:",
         f"run: {spec.run.name}, {rounds}",
@@ -104,8 +106,7 @@ def request_of(
         f"data: {_data(own, is_own=data is not None)}",
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own.data.tokenizer)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
-        f"memory: about {size(MEMORY_BYTES + MEMORY_PER_PARAM * layout.numel)}, and that of the "
-        "model's activations",
+        f"memory: about {size(memory)}, and that of the model's activations",
         f"disk: about {size(disk)}",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
@@ -146,6 +147,16 @@ def round_bytes(spec: RunSpec, layout: Layout) -> int:
         back = up if method.reduction == "pairs" else down
         total += up.max_body_bytes(1) + back.max_body_bytes(peers)
     return total
+
+
+def _params_beneath(spec: RunSpec) -> int:
+    """Return the number of frozen parameters beneath adapters, as far as the spec states it."""
+    model, vocab_size = spec.model, spec.model.overrides.get("vocab_size")
+    if model.lora is None or model.custom is not None or type(vocab_size) is not int:
+        return 0
+    return preset(
+        model.preset, model.overrides, vocab_size=vocab_size, seq_len=spec.data.seq_len
+    ).num_params
 
 
 def _model(spec: RunSpec) -> str:

@@ -315,10 +315,15 @@ class Trainer:
         return self._evaluator.loss(params_N, between=between)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a restart needs to resume with the same bits."""
+        """Return the state that a restart needs to resume with the same bits.
+
+        Frozen parameters are left out: they are the model's from the beginning.
+        """
+        worker, frozen = self.worker.state_dict(), self._frozen()
+        worker["model"] = {k: v for k, v in worker["model"].items() if k not in frozen}
         return {
             "peer_id": self.options.peer_id,
-            "worker": self.worker.state_dict(),
+            "worker": worker,
             "stream": self._stream.state_dict(),
             "progress": vars(self._progress).copy(),
             "valid": [self._statistics.valid_loss, self._statistics.valid_position],
@@ -348,7 +353,8 @@ class Trainer:
         self._progress = TrainerCounters(**(state["progress"] | ({} if exact else here)))
         try:
             if exact:
-                self.worker.load_state_dict(state["worker"])
+                whole = {**state["worker"]["model"], **self._frozen()}
+                self.worker.load_state_dict({**state["worker"], "model": whole})
             else:
                 self.learner.optimizer.load_state_dict(state["worker"]["inner"])
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
@@ -358,6 +364,10 @@ class Trainer:
         valid_loss, valid_position = state["valid"]
         self._recent.clear()
         self._publish(valid_loss=valid_loss, valid_position=valid_position)
+
+    def _frozen(self) -> dict[str, Tensor]:
+        named = self.learner.model.named_parameters(remove_duplicate=False)
+        return {name: param.detach() for name, param in named if not param.requires_grad}
 
     def save(self, path: Path) -> None:
         """Write the state to a file, atomically.

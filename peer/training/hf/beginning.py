@@ -32,11 +32,11 @@ def with_shape(spec: RunSpec) -> RunSpec:
     if spec.model.init is None or spec.model.custom is not None:
         return spec
     found = llama.overrides_of(WeightFolder(spec.model.init).config)
-    given = dict(spec.model.overrides)
+    given, positions = dict(spec.model.overrides), int(found["max_seq_len"])
     for name, value in given.items():
         # A run may give the model fewer positions than it was trained with.
-        fits = value == found.get(name) or (name == "max_seq_len" and value <= found[name])
-        if name in found and not fits:
+        is_shorter = name == "max_seq_len" and type(value) is int and value <= positions
+        if name in found and found[name] != value and not is_shorter:
             raise ModelError(
                 f"model.overrides sets {name}={value}, but config.json in {spec.model.init!r} "
                 f"states {found[name]}; omit it"

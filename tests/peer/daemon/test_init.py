@@ -1,11 +1,15 @@
 """Peers of a run that begins with weights: with a copy of them, and without."""
 
+import dataclasses
+
 import pytest
 
+from atoll.optim.state.layout import Layout
+from atoll.peer.daemon.consent import request_of
 from atoll.peer.errors import ModelError
 from atoll.peer.training import trainer
 from atoll.peer.training.hf.folder import weights_digest
-from support.weights import spec_of, write_folder
+from support.weights import SHAPE, spec_of, write_folder
 
 
 def run_of(kit, folder, **model):
@@ -41,6 +45,20 @@ def test_a_peer_without_the_weights_fetches_the_first_state(organise, kit, start
     assert daemon.join() is True
     (peer,) = organiser.status().peers
     assert peer.state_digest == organiser.up.coordinator.replica.state.root().hex()
+
+
+def test_the_owner_is_told_of_the_weights(kit, base):
+    layout = Layout(names=("a",), shapes=((10**6,),))
+    plain = request_of(run_of(kit, base), layout).lines
+    model = next(line for line in plain if line.startswith("model: "))
+    assert f"Llama family, built in; begins with the weights {base} (SHA-256 " in model
+    folder = base.with_name("wide")  # 7.7M values beneath, 8 bytes each
+    write_folder(folder, dataclasses.replace(SHAPE, num_layers=1, ffn_dim=80_000))
+    adapted = request_of(run_of(kit, folder, lora={"rank": 2}), layout).lines
+    assert any("only adapters of rank 2 are trained, on your copy" in line for line in adapted)
+    told = [next(each for each in lines if "memory: " in each) for lines in (plain, adapted)]
+    assert told[0].startswith("memory: about 636 MB")
+    assert told[1].startswith("memory: about 698 MB")
 
 
 def test_a_peer_without_the_weights_beneath_adapters_is_refused(organise, kit, start, base):

@@ -327,6 +327,31 @@ def test_only_adapters_are_trained_and_travel(folder):
     assert {p.requires_grad for p in model.parameters()} == {True, False}
 
 
+def test_the_saved_state_of_adapters_is_small_and_resumes_exactly(folder, tmp_path):
+    spec = adapted_spec(folder)
+
+    def new():
+        allowed = Allowed.everything_in(spec)
+        return Trainer(
+            spec,
+            InProcessGroup(1, lr=0.7, momentum=0.5).member(0),
+            TrainerOptions(device="cpu", allowed=allowed),
+            corpus=corpus(),
+            model=build_model(spec, 256, allowed),
+        )
+
+    one, two = new(), new()
+    for _ in range(3):
+        one.step()
+    one.save(tmp_path / "trainer")
+    weights = (folder / "model.safetensors").stat().st_size
+    assert (tmp_path / "trainer").stat().st_size < 0.5 * weights  # with moments and residual
+    two.load(tmp_path / "trainer")
+    one.step(), two.step()
+    parameters = (each.learner.model.state_dict() for each in (one, two))
+    assert all(map(torch.equal, *(state.values() for state in parameters)))
+
+
 def test_peers_draw_the_same_adapters_and_begin_as_the_base(folder):
     spec = adapted_spec(folder)
     before = torch.get_rng_state()

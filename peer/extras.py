@@ -10,10 +10,13 @@ from atoll.peer.errors import ExtraMissing
 PACKAGE_OF = {
     "datasets": "datasets",
     "huggingface_hub": "datasets",
+    "lm_eval": "lm-eval",
     "matplotlib": "matplotlib",
+    "peft": "peft",
     "pyarrow": "pyarrow",
     "textual": "textual",
     "tokenizers": "tokenizers",
+    "transformers": "transformers",
 }
 
 

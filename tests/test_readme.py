@@ -7,22 +7,25 @@ for `connect`. Commands go through the parsers of the command line. `NOT_RUN` na
 import argparse
 import inspect
 import re
-import shlex
 import sys
 import threading
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import DiLoCo, InProcessGroup, outer_defaults
-from atoll.peer.cli import SUMMARIES, main
+from atoll.optim.state.layout import Layout
 from atoll.peer.daemon import network
 from atoll.peer.daemon.reducer import RunReducer
+from atoll.peer.training.permission import Allowed
+from atoll.peer.training.trained import load_checkpoint
+from atoll.peer.training.trainer import build_model
+from support.pages import blocks, commands_in, parse_command, run
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/library.md"]
@@ -37,33 +40,6 @@ NOT_RUN = {
 PROGRAMS = {"./scripts/demo": "demo", "./scripts/test": None}
 
 
-@dataclass(frozen=True)
-class Block:
-    page: str
-    line: int
-    language: str
-    text: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def blocks(page):
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    start = None
-    for number, line in enumerate(lines, start=1):
-        if not line.startswith("```"):
-            continue
-        if start is None:
-            start = number
-            continue
-        text = "\n".join(lines[start : number - 1]) + "\n"
-        yield Block(page, start + 1, lines[start - 1][3:], text)
-        start = None
-    assert start is None, f"{page}:{start}: a block without an end"
-
-
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -72,23 +48,8 @@ def of(language):
     return [each for each in chosen if each.text.splitlines()[0] not in NOT_RUN]
 
 
-def commands_in(page):
-    """The commands of `atoll` in a page's text, outside its blocks."""
-    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
-    return re.findall(r"`(atoll [^`]+)`", text.replace("\n", " "))
-
-
 def parse(command):
-    words = shlex.split(command, comments=True)
-    if words[0] in PROGRAMS:
-        assert (ROOT / words[0]).stat().st_mode & 0o100
-        words = ["atoll", PROGRAMS[words[0]], *words[1:]]
-    assert words[0] == "atoll"
-    assert words[1] in (*SUMMARIES, None)
-    if len(words) == 2:  # the name of a command, or a script that takes no options of one
-        return
-    parser = main._parser(main._load(words[1]), words[1])
-    parser.parse_args(words[1:])
+    parse_command(command, PROGRAMS)
 
 
 class Llama(nn.Module):
@@ -105,9 +66,28 @@ class Llama(nn.Module):
         return types.SimpleNamespace(loss=None, logits=logits) if return_dict else (logits,)
 
 
+def write_checkpoint(folder):
+    """Write `my_models.py` of the page, and a checkpoint of its model."""
+    (folder / "my_models.py").write_text(
+        "from torch import nn\n"
+        "from atoll.peer.training.models import model\n\n\n"
+        "@model\n"
+        "def build(*, vocab_size, seq_len):\n"
+        "    return nn.Sequential(nn.Embedding(vocab_size, 4), nn.Linear(4, vocab_size))\n"
+    )
+    spec = RunSpec.from_dict({"model": {"custom": "my_models:build"}})
+    model = build_model(spec, 256, Allowed.everything_in(spec))
+    state = spec.method().genesis(layout := Layout.of(model), layout.flatten(model))
+    (folder / "checkpoints").mkdir()
+    save_checkpoint(
+        folder / "checkpoints" / "my-run-00000000.safetensors",
+        Checkpoint(spec=spec, run_id=b"r" * 32, epoch=0, position=0, chain=b"c" * 32, state=state),
+    )
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder, a reducer for `connect` and a stand-in for `transformers`."""
+    """A folder, a reducer for `connect`, a checkpoint and a stand-in for `transformers`."""
 
     def connect(*arguments, **options):
         signature.bind(*arguments, **options)
@@ -121,7 +101,11 @@ def place(tmp_path, monkeypatch):
     hub.LlamaConfig, hub.LlamaForCausalLM = argparse.Namespace, Llama
     monkeypatch.setitem(sys.modules, "transformers", hub)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    write_checkpoint(tmp_path)
+    yield tmp_path
+    sys.modules.pop("my_models", None)
 
 
 @pytest.fixture
@@ -136,11 +120,6 @@ def names():
         "batches": list(torch.randn(6, 4, 8)),
         "loss_of": lambda model, batch: model(batch).square().mean(),
     }
-
-
-def run(block, namespace):
-    source = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
-    exec(compile(source, str(ROOT / block.page), "exec"), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -218,6 +197,7 @@ REFERENCE = {
     "advance": DiLoCo.advance,
     "resize": DiLoCo.resize,
     "build_model": RunReducer.build_model,
+    "load_checkpoint": load_checkpoint,
 }
 
 

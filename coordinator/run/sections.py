@@ -7,6 +7,7 @@ Each field's own type and range is checked here; combinations of fields are chec
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -28,6 +29,7 @@ from atoll.optim.schedules import QSR, Rate
 
 _CUSTOM_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _REVISION = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)
+_LAYER_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _OWN_KEYS = {
@@ -90,10 +92,33 @@ class RunSection(Section):
         return value
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): all that is trained, if a run has them."""
+
+    rank: int = Field(default=8, ge=1, le=1024, description="Rank of each adapter.")
+    alpha: float = Field(
+        default=16.0, gt=0, le=65_536, description="Scale: an adapter counts alpha / rank times."
+    )
+    targets: list[str] = Field(
+        default=["qkv", "out", "gate_up"],
+        min_length=1,
+        max_length=64,
+        description="Names of the layers that get an adapter, or ends of their names.",
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _targets(cls, value: list[str]) -> list[str]:
+        wrong = [name for name in value if not _LAYER_NAME.fullmatch(name)]
+        if wrong or len(set(value)) != len(value):
+            raise ValueError("expected distinct names of layers, such as ['qkv', 'ffn.out']")
+        return value
+
+
 class ModelSection(Section):
     """The model to train."""
 
-    later: ClassVar[tuple[str, ...]] = ("source_sha256",)
+    later: ClassVar[tuple[str, ...]] = ("source_sha256", "init", "init_sha256", "lora")
 
     preset: str = Field(
         default="nano",
@@ -119,6 +144,34 @@ class ModelSection(Section):
         description="Changed fields of the preset, or arguments of the custom function.",
         examples=[{"num_layers": 6}],
     )
+    init: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Weights with which the run begins: a folder with config.json and safetensors "
+        "files, as Hugging Face models have. Without a custom model it must be of the Llama "
+        "family; it replaces the preset. Peers fetch the first state from the coordinator, or name "
+        "their copy of the folder with --init; with LoRA or frozen parameters they must.",
+        examples=["SmolLM2-135M"],
+    )
+    init_sha256: Sha256 | None = Field(
+        default=None,
+        description="SHA-256 of those weights: of the names, types, shapes and values of the "
+        "tensors, in whatever files. Default: that of the organiser's folder at the run's first "
+        "start.",
+        examples=[EXAMPLE_SHA256],
+    )
+    lora: LoraSection | None = Field(
+        default=None,
+        description="Low-rank adapters (LoRA): only they are trained and travel, and every peer "
+        "needs the weights beneath them (init). `targets` are names of linear layers or ends of "
+        "them; those of the built-in model are qkv, attention.out, gate_up and ffn.out.",
+        examples=[{"rank": 8, "alpha": 16, "targets": ["qkv", "out", "gate_up"]}],
+    )
+
+    @property
+    def title(self) -> str:
+        """What the model is called: its function, the folder that it begins with, or its preset."""
+        return self.custom or (self.preset if self.init is None else PurePath(self.init).name)
 
     @field_validator("custom")
     @classmethod
@@ -178,7 +231,8 @@ class DataSection(Section):
         default="bytes",
         min_length=1,
         description="Tokenizer: 'bytes' (256 tokens, nothing to download) or the path of a "
-        "tokenizers JSON file on the organiser's machine. It travels with the run if it has at "
+        "tokenizers JSON file, or of a folder with a tokenizer.json, on the organiser's machine "
+        "(`atoll tokenizer` trains one). It travels with the run if it has at "
         "most 4 MiB compressed; for a larger one each peer names its copy with --tokenizer.",
     )
     tokenizer_sha256: Sha256 | None = Field(

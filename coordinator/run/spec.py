@@ -103,6 +103,12 @@ class RunSpec(Section):
         model, data = self.model, self.data
         if model.source_sha256 is not None and model.custom is None:
             raise ValueError("model.source_sha256: is for a custom model; remove it")
+        if model.init_sha256 is not None and model.init is None:
+            raise ValueError("model.init_sha256: is of the weights in model.init; remove it")
+        if model.lora is not None and model.init is None and model.custom is None:
+            raise ValueError(
+                "model.lora: adapts weights that exist; name their folder as model.init"
+            )
         if data.tokenizer_bytes is not None and data.tokenizer_sha256 is None:
             raise ValueError("data.tokenizer_bytes: needs data.tokenizer_sha256; remove it")
         is_hub = data.source.startswith("hf:") or data.format == "hf"
@@ -292,6 +298,8 @@ def _render_value(key: str, value: object, examples: list[Any]) -> str:
 
 
 def _toml_value(value: object) -> str:
+    if isinstance(value, Section):
+        value = value.model_dump(mode="json")
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False)

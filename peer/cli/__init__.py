@@ -13,12 +13,14 @@ import difflib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 __all__ = [
     "SUMMARIES",
     "Subparsers",
     "add_allow_model",
+    "add_checkpoint",
     "add_stop_with_stdin",
     "new_parser",
     "print_json",
@@ -37,6 +39,9 @@ SUMMARIES = {
     "status": "print the state of a run once",
     "rounds": "list committed rounds",
     "sample": "generate text from a checkpoint",
+    "eval": "measure a checkpoint: bits a byte, or tasks",
+    "export": "write a checkpoint as a model of Hugging Face",
+    "tokenizer": "train a tokenizer",
     "simulate": "compare methods in one process: loss, bytes and time",
 }
 
@@ -82,6 +87,29 @@ def add_allow_model(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Accept a custom model whose source differs from the organiser's (default: refuse).",
     )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add a checkpoint, and the options that allow what it names."""
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="Checkpoint of a run (.safetensors), or a folder: the newest one in it.",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="Tokenizer file on this machine, such as tokenizer.json in a peer's state directory. "
+        "A path that the checkpoint names is never read.",
+    )
+    parser.add_argument(
+        "--init",
+        metavar="PATH",
+        help="Folder of the weights with which the run began, if it trained adapters or left "
+        "parameters frozen.",
+    )
+    add_allow_model(parser)
 
 
 def add_stop_with_stdin(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "tokenizer, disk, traffic) and asks once; the answer is kept in the state\n"
         "directory. It exits with 1 if you decline, and with 2 without a terminal.\n"
         "Custom models run only with --allow-model, and files are read only with\n"
-        "--data and --tokenizer.",
+        "--data, --tokenizer and --init.",
         examples="atoll peer INVITE\n"
         "atoll peer INVITE --yes\n"
         "atoll peer INVITE --allow-model my_package.models:build --data /data/corpus\n"
@@ -67,6 +67,12 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PATH",
         help="Copy of the run's tokenizer file (default: the one that travels with the run, if it "
         "does). A path that the run names is never read.",
+    )
+    parser.add_argument(
+        "--init",
+        metavar="PATH",
+        help="Copy of the folder of weights with which the run begins (default: the first state "
+        "comes from the coordinator). A path that the run names is never read.",
     )
     add_allow_model(parser)
     parser.add_argument(
@@ -148,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         data=args.data,
         tokenizer=args.tokenizer,
+        init=args.init,
         allow_models=frozenset(args.allow_model),
         any_model_source=args.any_model_source,
         yes=args.yes,
@@ -156,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
     _expect_device(args.device)
     _expect_data(args.data)
     _expect_tokenizer(args.tokenizer)
+    _expect_weights(args.init)
     if args.json:  # read by a program, which cannot show anybody what the run asks for
         return run_peer(options, on_event=_as_json)
     is_here = sys.stdin.isatty() and sys.stderr.isatty() and not args.stop_with_stdin
@@ -247,10 +255,18 @@ def _expect_data(source: str | None) -> None:
 def _expect_tokenizer(path: str | None) -> None:
     """Refuse a missing tokenizer at once, not after joining."""
     from atoll.peer.errors import DataError
-    from atoll.peer.training.data.tokens import BYTES
+    from atoll.peer.training.data.tokens import BYTES, tokenizer_file
 
-    if path is not None and path != BYTES and not Path(path).expanduser().is_file():
+    if path is not None and path != BYTES and not tokenizer_file(path).is_file():
         raise DataError(f"--tokenizer {path!r} does not exist; name a tokenizers JSON file")
+
+
+def _expect_weights(path: str | None) -> None:
+    """Refuse missing weights at once, not after joining."""
+    from atoll.peer.training.hf.folder import WeightFolder
+
+    if path is not None:
+        WeightFolder(path)
 
 
 async def _ask() -> bool:

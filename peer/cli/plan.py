@@ -152,7 +152,7 @@ def how_timed(args: argparse.Namespace) -> str:
 
 def _heading(args: argparse.Namespace, spec: "RunSpec", setting: "Setting", model: Any) -> str:  # noqa: ANN401 - a module
     how = how_timed(args)
-    name = spec.model.custom or spec.model.preset
+    name = spec.model.title
     plural = "" if setting.peers == 1 else "s"
     return (
         f"{name}, {_params(model) / 1e6:.3g}M parameters; {setting.peers} peer{plural}, "

@@ -4,9 +4,8 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from atoll.peer.cli import Subparsers, add_allow_model, new_parser, print_json
+from atoll.peer.cli import Subparsers, add_checkpoint, new_parser, print_json
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -15,14 +14,13 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "sample",
         description="Generate a continuation of a prompt with the model of a checkpoint. Custom\n"
-        "models run only with --allow-model, and files are read only with --tokenizer.",
+        "models run only with --allow-model, and files are read only with --tokenizer\n"
+        "and --init.",
         examples="atoll sample run-00000012.safetensors --prompt 'def '\n"
         "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json\n"
         "atoll sample theirs.safetensors --allow-model my_package.models:build",
     )
-    parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="Checkpoint of a run (.safetensors)."
-    )
+    add_checkpoint(parser)
     parser.add_argument("--prompt", default="", help="Text to continue (default: none).")
     parser.add_argument(
         "--max-tokens",
@@ -48,13 +46,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--device", default="auto", help="auto, cuda, cuda:1, mps or cpu (default: auto)."
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="Tokenizer file on this machine, such as tokenizer.json in a peer's state directory. "
-        "A path that the checkpoint names is never read.",
-    )
-    add_allow_model(parser)
     parser.add_argument("--json", action="store_true", help="Print one line of JSON when done.")
 
 
@@ -77,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         allow_models=args.allow_model,
         any_model_source=args.any_model_source,
         tokenizer=args.tokenizer,
+        init=args.init,
     )
     if args.json:
         return _print_json(args.prompt, pieces)

@@ -38,7 +38,7 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
-from atoll.peer.training.models import expect_source
+from atoll.peer.training.models import expect_source, preset
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.trainer import expect_params, open_tokenizer
 
@@ -50,6 +50,7 @@ KEEPER_DISK_BYTES = 3 * 8  # the three snapshots alone
 # and the gradient, parameters and momentum of the run, a decoded update.
 MEMORY_BYTES = 600 * 10**6
 MEMORY_PER_PARAM = 4 * 9
+FROZEN_BYTES = 4 * 2  # the trainer's and the validation's
 ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
 
 Ask = Callable[[], Awaitable[bool]]
@@ -103,7 +104,7 @@ def request_of(
         f"data: {_data(own, is_own=data is not None)}",
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
-        f"memory: about {size(memory_bytes(layout.numel))}, and that of the model's activations",
+        f"memory: about {size(memory_bytes(spec, layout.numel))}, and that of the model's activations",
         f"disk: about {size(disk_bytes(spec, layout.numel))}",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
@@ -112,9 +113,9 @@ def request_of(
     return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
 
 
-def memory_bytes(params: int) -> int:
+def memory_bytes(spec: RunSpec, params: int) -> int:
     """Return about how much memory a training peer takes, without the model's activations."""
-    return MEMORY_BYTES + MEMORY_PER_PARAM * params
+    return MEMORY_BYTES + MEMORY_PER_PARAM * params + FROZEN_BYTES * _params_beneath(spec)
 
 
 def disk_bytes(spec: RunSpec, params: int) -> int:
@@ -156,13 +157,29 @@ def round_bytes(spec: RunSpec, layout: Layout) -> int:
     return total
 
 
+def _params_beneath(spec: RunSpec) -> int:
+    """Return the number of frozen parameters beneath adapters, as far as the spec states it."""
+    model, vocab_size = spec.model, spec.model.overrides.get("vocab_size")
+    if model.lora is None or model.custom is not None or type(vocab_size) is not int:
+        return 0
+    return preset(
+        model.preset, model.overrides, vocab_size=vocab_size, seq_len=spec.data.seq_len
+    ).num_params
+
+
 def _model(spec: RunSpec) -> str:
     model = spec.model
-    name = f"{model.preset}, built in"
+    name = f"{model.preset}, built in" if model.init is None else "of the Llama family, built in"
     if model.custom is not None:
         name = f"{model.custom}, code on this machine"
         if model.source_sha256 is not None:
             name += f" with the SHA-256 {model.source_sha256[:12]}"
+    if model.init is not None:
+        name += f"; begins with the weights {model.init} (SHA-256 {(model.init_sha256 or '')[:12]})"
+    if model.lora is not None:
+        name += (
+            f"; only adapters of rank {model.lora.rank} are trained, on your copy of the weights"
+        )
     changed = ", ".join(f"{key}={value}" for key, value in model.overrides.items())
     compiled = "; compiled with torch.compile" if spec.inner.compile else ""
     return name + (f"; {changed}" if changed else "") + compiled
@@ -206,6 +223,7 @@ class Consent:
     allowed: Allowed
     data: str | None = None
     tokenizer: str | None = None
+    init: str | None = None
     yes: bool = False
     """the owner has said yes in advance"""
     ask: Ask | None = None
@@ -244,7 +262,11 @@ class Consent:
 
     def _own_spec(self, spec: RunSpec) -> RunSpec:
         return with_own_files(
-            spec, data=self.data, tokenizer=self.tokenizer, sent_tokenizer=self.paths.tokenizer
+            spec,
+            data=self.data,
+            tokenizer=self.tokenizer,
+            init=self.init,
+            sent_tokenizer=self.paths.tokenizer,
         )
 
     @property

@@ -61,6 +61,8 @@ class RunOptions:
     """Path of the data on this machine; one that the spec names is not read."""
     tokenizer: str | None = None
     """Path of the tokenizer on this machine; one that the spec names is not read."""
+    init: str | None = None
+    """Folder of weights on this machine; one that the spec names is not read."""
     allow_models: frozenset[str] = frozenset()
     """Custom models that the spec may name, as `module:function`."""
     any_model_source: bool = False
@@ -73,7 +75,7 @@ class RunOptions:
     @property
     def allowed(self) -> Allowed:
         """Return what the spec may name on this machine."""
-        own = {path for path in (self.data, self.tokenizer) if path is not None}
+        own = {path for path in (self.data, self.tokenizer, self.init) if path is not None}
         return Allowed(
             models=self.allow_models,
             files=frozenset(own),
@@ -87,6 +89,7 @@ class RunOptions:
             spec,
             data=self.data,
             tokenizer=self.tokenizer,
+            init=self.init,
             sent_tokenizer=self._sent_tokenizer,
         )
 
@@ -184,6 +187,7 @@ def join_and_train(
                     allowed=options.allowed,
                     data=options.data,
                     tokenizer=options.tokenizer,
+                    init=options.init,
                     yes=options.yes,
                     ask=ask,
                     show=lambda line: narrator.tell("info", line),
@@ -345,12 +349,12 @@ class Narrator:
 
 def joined_run(spec: RunSpec, params: int, position: int) -> str:
     """Return what a peer takes part in, and how much of it is left, as one line."""
-    left, model = spec.run.rounds - position, spec.model.custom or spec.model.preset
+    left, model = spec.run.rounds - position, spec.model.title
     rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
     return (
         f"run {spec.run.name}: {model} with {count(params)} parameters, {spec.outer.method} of "
         f"{spec.outer.inner_steps} steps, data {spec.data.source}, {rounds}; needs about "
-        f"{size(memory_bytes(params))} of memory and {size(disk_bytes(spec, params))} of disk"
+        f"{size(memory_bytes(spec, params))} of memory and {size(disk_bytes(spec, params))} of disk"
     )
 
 

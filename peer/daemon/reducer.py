@@ -272,6 +272,7 @@ class RunReducer(Reducer):
         allow_model: str | None = None,
         any_source: bool = False,
         tokenizer: str | None = None,
+        init: str | None = None,
     ) -> nn.Module:
         """Build the run's model from its spec, on the CPU; joining replaces its weights.
 
@@ -281,6 +282,8 @@ class RunReducer(Reducer):
             any_source: accept a custom model of another source than the run's.
             tokenizer: this machine's copy of the tokenizer, if the spec names a file. One that
                 travels with the run is fetched, and kept in the state directory.
+            init: this machine's copy of the weights with which the run begins, needed if some of
+                them stay frozen.
 
         Raises:
             ModelError: the model is not allowed, is of another source, or cannot be built.
@@ -303,11 +306,13 @@ class RunReducer(Reducer):
             )
         allowed = Allowed(
             models=frozenset({allow_model} if allow_model else ()),
-            files=frozenset({tokenizer} if tokenizer else ()),
+            files=frozenset(name for name in (tokenizer, init) if name is not None),
             sent_tokenizer=sent,
             any_source=any_source,
         )
-        spec = with_own_files(self.spec, data=None, tokenizer=tokenizer, sent_tokenizer=sent)
+        spec = with_own_files(
+            self.spec, data=None, tokenizer=tokenizer, init=init, sent_tokenizer=sent
+        )
         vocab_size = open_tokenizer(spec, allowed).vocab_size
         return build_model(spec, vocab_size, allowed, own_loop=True)
 

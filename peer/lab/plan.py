@@ -36,6 +36,8 @@ from atoll.optim.state.layout import Fragment, Layout, codec_of
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
+from atoll.peer.training.hf import lora
+from atoll.peer.training.hf.beginning import with_shape
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import build_model
 
@@ -298,12 +300,13 @@ def bare_model(spec: RunSpec) -> nn.Module:
     vocab_size = data.open_tokenizer(spec.data.tokenizer).vocab_size
     if spec.model.custom is not None:
         return build_model(spec, vocab_size, Allowed.everything_in(spec))  # a file of one's own
+    overrides = with_shape(spec).model.overrides
     with torch.device("meta"):
-        return models.Decoder(
+        model = models.Decoder(
             models.preset(
-                spec.model.preset,
-                spec.model.overrides,
-                vocab_size=vocab_size,
-                seq_len=spec.data.seq_len,
+                spec.model.preset, overrides, vocab_size=vocab_size, seq_len=spec.data.seq_len
             )
         )
+        if spec.model.lora is not None:
+            lora.inject_(model, spec.model.lora, seed=spec.run.seed)
+        return model

@@ -4,6 +4,8 @@ A run keeps the digests with which it began: they are in the spec that its id co
 takes them from the state directory. `RUN.toml` may name them itself.
 
     model.source_sha256     of the file that defines the custom model's function
+    model.init_sha256       of the weights with which the run begins (`hf.folder`);
+                            `model.overrides` gets the shape of their model
     data.tokenizer_sha256   of the tokenizer's file; `data.tokenizer_bytes` if it is small enough to
                             travel with the run
     data.revision           the commit of a Hugging Face data set
@@ -23,7 +25,9 @@ from atoll.peer.training import models
 from atoll.peer.training.data.documents import text_digest, text_size
 from atoll.peer.training.data.hub import HUB, newest_revision
 from atoll.peer.training.data.tokenizer_trial import TrialFailed, try_tokenizer
-from atoll.peer.training.data.tokens import BYTES, expect_digest
+from atoll.peer.training.data.tokens import BYTES, expect_digest, tokenizer_file
+from atoll.peer.training.hf.beginning import with_shape
+from atoll.peer.training.hf.folder import weights_digest
 
 MAX_TEXT_BYTES = 1 << 30  # read once more at the first start: some seconds
 
@@ -47,7 +51,9 @@ def with_digests(spec: RunSpec, stored: RunSpec | None, say: Say = lambda line: 
     fields = spec.model_dump(mode="json")
     for section, values in found.items():
         for name, value in values.items():
-            if fields[section].get(name) is None and value is not None:
+            if name == "overrides":
+                fields[section][name] = value | fields[section][name]
+            elif fields[section].get(name) is None and value is not None:
                 fields[section][name] = value
     return type(spec).from_dict(fields, source="RUN.toml with its digests")
 
@@ -58,7 +64,7 @@ def read_tokenizer(spec: RunSpec) -> bytes:
     Raises:
         DataError: it cannot be read, or is another than the spec states.
     """
-    path = Path(spec.data.tokenizer).expanduser()
+    path = tokenizer_file(spec.data.tokenizer)
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -76,6 +82,9 @@ def _kept(spec: RunSpec, stored: RunSpec) -> dict[str, dict[str, Any]]:
     kept: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
     if spec.model.custom == model.custom:
         kept["model"] = {"source_sha256": model.source_sha256}
+        if spec.model.init is not None and spec.model.init == model.init:
+            shape = model.overrides if model.custom is None else {}
+            kept["model"] |= {"init_sha256": model.init_sha256, "overrides": shape}
     if spec.data.tokenizer == data.tokenizer:
         kept["data"] |= {
             "tokenizer_sha256": data.tokenizer_sha256,
@@ -94,6 +103,24 @@ def _computed(spec: RunSpec, say: Say) -> dict[str, dict[str, Any]]:
 
 
 def _of_model(spec: RunSpec, say: Say) -> dict[str, Any]:
+    return _of_source(spec, say) | _of_weights(spec, say)
+
+
+def _of_weights(spec: RunSpec, say: Say) -> dict[str, Any]:
+    init, stated = spec.model.init, spec.model.init_sha256
+    if init is None:
+        return {}
+    shape = with_shape(spec).model.overrides  # before the longer read
+    digest = weights_digest(init, say)
+    if stated not in (None, digest):
+        raise ModelError(
+            f"the weights in {init!r} have the SHA-256 {digest}, but model.init_sha256 states "
+            "another; correct it, or omit it"
+        )
+    return {"init_sha256": digest, "overrides": shape}
+
+
+def _of_source(spec: RunSpec, say: Say) -> dict[str, Any]:
     custom = spec.model.custom
     if custom is None:
         return {}

@@ -7,6 +7,7 @@ owner allows each other name, exactly as the spec spells it:
     custom model    `--allow-model module:function`
     data            `--data PATH`, which also replaces the spec's source
     tokenizer       `--tokenizer PATH`, which also replaces the spec's
+    weights         `--init PATH`, which also replaces the spec's; needed if parameters are frozen
 
 A tokenizer that travels with the run is no file of this machine's owner: the peer keeps it in its
 own state directory, and reads it there if it has the digest that the spec states.
@@ -21,10 +22,11 @@ from pathlib import Path
 from typing import Self
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.peer.errors import DataError
+from atoll.peer.errors import DataError, ModelError
 from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
+from atoll.peer.training.hf.beginning import expect_init
 from atoll.peer.training.models import expect_allowed
 
 # A bare word may be a loader of the `datasets` package: `hf:text` reads the working directory.
@@ -38,7 +40,7 @@ class Allowed:
     models: frozenset[str] = frozenset()
     """Custom models, as `module:function`."""
     files: frozenset[str] = frozenset()
-    """Data sources and tokenizers, as the spec spells them."""
+    """Data sources, tokenizers and folders of weights, as the spec spells them."""
     sent_tokenizer: Path | None = None
     """The tokenizer that travelled with the run."""
     any_source: bool = False
@@ -50,18 +52,24 @@ class Allowed:
         custom = spec.model.custom
         return cls(
             models=frozenset() if custom is None else frozenset({custom}),
-            files=frozenset({spec.data.source, spec.data.tokenizer}),
+            files=frozenset(
+                name
+                for name in (spec.data.source, spec.data.tokenizer, spec.model.init)
+                if name is not None
+            ),
         )
 
     def expect(self, spec: RunSpec) -> None:
         """Check a whole spec; import and open nothing.
 
         Raises:
-            ModelError: the custom model is not allowed.
+            ModelError: the custom model is not allowed, or weights beneath adapters are not.
             DataError: the data or the tokenizer is not allowed.
         """
         if spec.model.custom is not None:
             expect_allowed(spec.model.custom, self.models)
+        if spec.model.lora is not None:  # other weights come with the run's first state
+            expect_init(spec, self.files)
         self.expect_data(spec)
         self.expect_tokenizer(spec)
 
@@ -111,6 +119,8 @@ def options_for(spec: RunSpec) -> list[str]:
     options, nothing = [], Allowed()
     if spec.model.custom is not None:
         options.append(f"--allow-model {spec.model.custom}")
+    if spec.model.lora is not None and spec.model.init is not None:
+        options.append("--init PATH")
     for option, expect in (
         ("--data PATH", nothing.expect_data),
         ("--tokenizer PATH", nothing.expect_tokenizer),
@@ -125,19 +135,30 @@ def options_for(spec: RunSpec) -> list[str]:
 
 
 def with_own_files(
-    spec: RunSpec, *, data: str | None, tokenizer: str | None, sent_tokenizer: Path | None = None
+    spec: RunSpec,
+    *,
+    data: str | None,
+    tokenizer: str | None,
+    init: str | None = None,
+    sent_tokenizer: Path | None = None,
 ) -> RunSpec:
-    """Return a spec that names the owner's data and tokenizer instead of its own.
+    """Return a spec that names the owner's data, tokenizer and weights instead of its own.
 
     Args:
         spec: the spec of the run.
         data: the owner's data; None for the spec's.
         tokenizer: the owner's tokenizer; None for the one that travels with the run, or the spec's.
+        init: the owner's folder of weights; None for the spec's.
         sent_tokenizer: where this machine keeps the one that travels with the run.
 
     Raises:
         DataError: the run's tokenizer is built in and the owner's is not, or the reverse.
+        ModelError: the run begins with no weights, and the owner names some.
     """
+    if init is not None:
+        if spec.model.init is None:
+            raise ModelError("the run begins with fresh parameters, not with weights; omit --init")
+        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"init": init})})
     if tokenizer is not None and (tokenizer == BYTES) != (spec.data.tokenizer == BYTES):
         is_file = spec.data.tokenizer != BYTES
         raise DataError(

@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
+from atoll.coordinator.checkpoints import Checkpoint
 from atoll.peer.errors import SetupError
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
-from atoll.peer.training.permission import Allowed, with_own_files
-from atoll.peer.training.trainer import build_model, expect_params, open_tokenizer
+from atoll.peer.training.trained import load_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +50,7 @@ def sample(
     allow_models: Collection[str] = (),
     any_model_source: bool = False,
     tokenizer: str | None = None,
+    init: str | None = None,
 ) -> Iterator[str]:
     """Continue a text with the model of a checkpoint.
 
@@ -64,6 +64,7 @@ def sample(
         allow_models: custom models that the checkpoint may name; it was written by anyone.
         any_model_source: accept a custom model of another source than the one that was trained.
         tokenizer: the tokenizer's file on this machine; one that the checkpoint names is not read.
+        init: folder of the weights with which the run began, if it trained adapters.
 
     Returns:
         Pieces of text, often single characters.
@@ -72,32 +73,24 @@ def sample(
         CheckpointError: the checkpoint is missing or damaged.
         LayoutError: its parameters do not fit its model.
         SetupError: its model or its tokenizer is not allowed, or not usable here, or of another
-            size; the device is not
-            usable; or an option is negative or not finite.
+            size; the device is not usable; or an option is negative or not finite.
     """
-    if isinstance(checkpoint, Path):
-        checkpoint = load_checkpoint(_newest(checkpoint))
-    spec = with_own_files(checkpoint.spec, data=None, tokenizer=tokenizer)
-    files = frozenset() if tokenizer is None else frozenset({tokenizer})
-    allowed = Allowed(models=frozenset(allow_models), files=files, any_source=any_model_source)
-    chosen = Device.choose(device, spec.inner.precision)
-    opened = open_tokenizer(spec, allowed)
-    expect_params(spec, opened.vocab_size, checkpoint.layout.numel)
-    model = build_model(spec, opened.vocab_size, allowed)
-    checkpoint.layout.load_(model, checkpoint.params_N)
-    context = spec.data.seq_len
-    return generate(
-        model, opened, prompt, options or SamplingOptions(), context=context, device=chosen
+    trained = load_checkpoint(
+        checkpoint,
+        allow_model=allow_models,
+        any_source=any_model_source,
+        tokenizer=tokenizer,
+        init=init,
     )
-
-
-def _newest(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    files = list(path.glob("*.safetensors"))
-    if not files:
-        raise SetupError(f"expected a checkpoint (*.safetensors) in {path}, got none")
-    return max(files, key=lambda file: file.stat().st_mtime_ns)
+    spec = trained.spec
+    return generate(
+        trained.model,
+        trained.tokenizer,
+        prompt,
+        options or SamplingOptions(),
+        context=spec.data.seq_len,
+        device=Device.choose(device, spec.inner.precision),
+    )
 
 
 def generate(

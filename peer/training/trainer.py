@@ -45,6 +45,8 @@ from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.remarks import Remark, expect_text, remarks
 from atoll.peer.training.devices import Device
+from atoll.peer.training.hf import lora
+from atoll.peer.training.hf.beginning import begin_, expect_init, with_shape
 from atoll.peer.training.learner import Evaluator, Learner
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.statistics import (
@@ -314,10 +316,15 @@ class Trainer:
         return self._evaluator.loss(params_N, between=between)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a restart needs to resume with the same bits."""
+        """Return the state that a restart needs to resume with the same bits.
+
+        Frozen parameters are left out: they are the model's from the beginning.
+        """
+        worker, frozen = self.worker.state_dict(), self._frozen()
+        worker["model"] = {k: v for k, v in worker["model"].items() if k not in frozen}
         return {
             "peer_id": self.options.peer_id,
-            "worker": self.worker.state_dict(),
+            "worker": worker,
             "stream": self._stream.state_dict(),
             "progress": vars(self._progress).copy(),
             "valid": [self._statistics.valid_loss, self._statistics.valid_position],
@@ -347,7 +354,8 @@ class Trainer:
         self._progress = TrainerCounters(**(state["progress"] | ({} if exact else here)))
         try:
             if exact:
-                self.worker.load_state_dict(state["worker"])
+                whole = {**state["worker"]["model"], **self._frozen()}
+                self.worker.load_state_dict({**state["worker"], "model": whole})
             else:
                 self.learner.optimizer.load_state_dict(state["worker"]["inner"])
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
@@ -357,6 +365,10 @@ class Trainer:
         valid_loss, valid_position = state["valid"]
         self._recent.clear()
         self._publish(valid_loss=valid_loss, valid_position=valid_position)
+
+    def _frozen(self) -> dict[str, Tensor]:
+        named = self.learner.model.named_parameters(remove_duplicate=False)
+        return {name: param.detach() for name, param in named if not param.requires_grad}
 
     def save(self, path: Path) -> None:
         """Write the state to a file, atomically.
@@ -649,21 +661,34 @@ def open_tokenizer(spec: RunSpec, allowed: Allowed | None = None) -> data.Tokeni
 
 
 def build_model(
-    spec: RunSpec, vocab_size: int, allowed: Allowed | None = None, *, own_loop: bool = False
+    spec: RunSpec,
+    vocab_size: int,
+    allowed: Allowed | None = None,
+    *,
+    own_loop: bool = False,
+    is_first: bool = False,
 ) -> nn.Module:
     """Build the model of a run on the CPU, with weights drawn from the run's seed.
+
+    If the spec names weights, frozen parameters are theirs.
 
     Args:
         spec: the spec of the run.
         vocab_size: number of tokens of the run's tokenizer.
         allowed: custom models that this machine's owner lets the spec name; none by default.
         own_loop: accept a model that takes no tokens, which only a loop of its own can train.
+        is_first: take the trained parameters from those weights too, as for the first state.
 
     Raises:
-        ModelError: the preset, the overrides or the custom model are not usable.
+        ModelError: the preset, the overrides, the custom model or the weights are not usable.
+        ExtraMissing: the spec names adapters, and `peft` is not installed.
     """
     allowed = allowed or Allowed()
-    return models.build(
+    if spec.model.lora is not None:  # adapters alone say nothing of the size beneath them
+        expect_init(spec, allowed.files)
+    if spec.model.init in allowed.files:
+        spec = with_shape(spec)
+    model = models.build(
         spec.model.preset,
         custom=spec.model.custom,
         overrides=spec.model.overrides,
@@ -674,6 +699,8 @@ def build_model(
         source_sha256=None if allowed.any_source else spec.model.source_sha256,
         own_loop=own_loop,
     )
+    begin_(model, spec, files=allowed.files, is_first=is_first)
+    return model
 
 
 def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> OuterState:
@@ -685,7 +712,7 @@ def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> O
         SetupError: the model or the tokenizer is not usable.
     """
     vocab_size = open_tokenizer(spec, allowed).vocab_size
-    model = build_model(spec, vocab_size, allowed, own_loop=own_loop)
+    model = build_model(spec, vocab_size, allowed, own_loop=own_loop, is_first=True)
     layout = Layout.of(model)
     return spec.method().genesis(layout, layout.flatten(model))
 
@@ -711,10 +738,12 @@ def expect_params(spec: RunSpec, vocab_size: int, claimed: int) -> None:
         vocab_size=vocab_size,
         seq_len=spec.data.seq_len,
     )
-    if config.num_params != claimed:
+    adapters = spec.model.lora
+    trained = config.num_params if adapters is None else lora.num_params(config, adapters)
+    if trained != claimed:
         raise ModelError(
             f"expected a model of {claimed:,} parameters, as was claimed, got a spec of one with "
-            f"{config.num_params:,}; ask the organiser, and check --tokenizer"
+            f"{trained:,}; ask the organiser, and check --tokenizer"
         )
 
 

@@ -9,6 +9,7 @@ from atoll.optim.state.layout import Layout
 from atoll.peer.cli import main as cli
 from atoll.peer.errors import DataError, ModelError
 from atoll.peer.training.sampling import sample
+from support.weights import SHAPE, write_folder
 
 HUBCONF = """
 from pathlib import Path
@@ -62,3 +63,27 @@ def test_a_checkpoint_of_another_size_builds_no_model(tmp_path):
     path = write(tmp_path / "a.safetensors", model={"overrides": {"num_layers": 10**9}})
     with pytest.raises(ModelError, match="expected a model of 8 parameters, as was claimed"):
         sample(path, "def ", device="cpu")
+
+
+def adapters(path, **overrides):
+    """A checkpoint of eight trained values, above weights of a size of its writer's choice."""
+    lora = {"rank": 1, "targets": ["attention.out"]}
+    model = {"init": "/etc", "lora": lora, "overrides": {"dim": 4, "num_heads": 1, **overrides}}
+    return write(path, model=model)
+
+
+def test_no_weights_that_a_checkpoint_names_are_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("atoll.peer.training.hf.folder._files_of", lambda path: 1 / 0)
+    path = adapters(tmp_path / "a.safetensors", num_layers=1, vocab_size=10**12)
+    for command in (["sample"], ["eval"], ["export", "--out", str(tmp_path / "out")]):
+        assert cli.main([command[0], str(path), *command[1:]]) == 2
+        assert "name your copy with --init PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"vocab_size": 10**12}, {"max_seq_len": 10**12}])
+def test_a_size_beneath_adapters_that_is_not_the_owners_is_refused(tmp_path, capsys, wrong):
+    shape = {"dim": 4, "num_layers": 1, "num_heads": 1}
+    write_folder(tmp_path / "base", type(SHAPE)(**shape, ffn_dim=8, vocab_size=256))
+    path = adapters(tmp_path / "a.safetensors", num_layers=1, **wrong)
+    assert cli.main(["sample", str(path), "--init", str(tmp_path / "base")]) == 2
+    assert "but config.json in" in capsys.readouterr().err

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import RunStatus
 from atoll.coordinator.service.server import running
-from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.reach.bootstrap import BootstrapNode
+from atoll.peer.training import trainer
+from atoll.peer.training.digests import read_tokenizer
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import build_model
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 DEADLINE_S = 60.0
@@ -35,9 +35,7 @@ def tiny_spec(**sections) -> RunSpec:
 
 
 def first_state(spec: RunSpec) -> OuterState:
-    model = build_model(spec, 256, Allowed.everything_in(spec), own_loop=True)
-    layout = Layout.of(model)
-    return spec.method().genesis(layout, layout.flatten(model))
+    return trainer.first_state(spec, Allowed.everything_in(spec), own_loop=True)
 
 
 @dataclass
@@ -89,6 +87,7 @@ class Organiser:
             lambda: first_state(self.spec),
             self.folder,
             start_node=lambda request: BootstrapNode.start(request, admission_s=3600.0),
+            tokenizer=lambda: read_tokenizer(self.spec),
         ) as self.up:
             self.invite = self.up.invite
             ready.set()

@@ -1,6 +1,9 @@
 """Tokenizers: bytes, or a `tokenizers` JSON file."""
 
 import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +47,10 @@ class Tokenizer(Protocol):
         """Return a fresh decoder."""
         ...
 
+    def num_bytes(self, tokens: Sequence[int]) -> int:
+        """Return the length in UTF-8 of the text that tokens stand for; end tokens have none."""
+        ...
+
 
 class ByteTokenizer:
     """256 tokens, one per byte."""
@@ -58,6 +65,10 @@ class ByteTokenizer:
     def decoder(self) -> TextDecoder:
         """Return a decoder that waits for the rest of a character."""
         return _ByteDecoder()
+
+    def num_bytes(self, tokens: Sequence[int]) -> int:
+        """Return the number of tokens that are no end."""
+        return sum(token != self.end_token for token in tokens)
 
 
 class _ByteDecoder:
@@ -102,6 +113,10 @@ class JsonTokenizer:
         self.end_token: int | None = next((i for i in known if i is not None), None)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def text_of(self, token: int) -> str:
+        """Return a token as the file spells it."""
+        return str(self._tokenizer.id_to_token(token))
+
     def encode(self, data: bytes) -> Tokens:
         """Return the tokens, as uint16 if they fit, else uint32; replace invalid UTF-8."""
         text = data.decode(errors="replace")
@@ -111,6 +126,30 @@ class JsonTokenizer:
     def decoder(self) -> TextDecoder:
         """Return a decoder that waits for the rest of a character."""
         return _JsonDecoder(self._tokenizer, self._new_stream(skip_special_tokens=True))
+
+    def num_bytes(self, tokens: Sequence[int]) -> int:
+        """Return the length of the text.
+
+        It is exact if the tokenizer is of bytes (byte-level BPE). Else a character that is cut at
+        either end counts as a replacement character, and a space at the beginning may be lost.
+        """
+        if self._lengths is None:
+            return len(self._tokenizer.decode(list(tokens), skip_special_tokens=True).encode())
+        return sum(self._lengths[token] for token in tokens)
+
+    @cached_property
+    def _lengths(self) -> list[int] | None:
+        """Bytes of each token; None if the letters of a token are not its bytes."""
+        fields = json.loads(self._tokenizer.to_str())
+        decoder = fields["decoder"] or {}
+        if not any(each.get("type") == "ByteLevel" for each in decoder.get("decoders", [decoder])):
+            return None
+        lengths = [0] * self.vocab_size
+        for text, token in fields["model"]["vocab"].items():
+            lengths[token] = len(text)
+        for added in fields["added_tokens"]:
+            lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+        return lengths
 
 
 class _JsonDecoder:
@@ -139,10 +178,16 @@ def open_tokenizer(name: str, *, sha256: str | None = None) -> Tokenizer:
     """Return the tokenizer of a run.
 
     Args:
-        name: `"bytes"`, or the path of a `tokenizers` JSON file.
+        name: `"bytes"`, or the path of a `tokenizers` JSON file or of a folder with one.
         sha256: digest of that file, in hex; None accepts any.
 
     Raises:
         DataError: the extra is not installed, or the file is missing, another or not a tokenizer.
     """
-    return ByteTokenizer() if name == BYTES else JsonTokenizer(Path(name).expanduser(), sha256)
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(tokenizer_file(name), sha256)
+
+
+def tokenizer_file(name: str) -> Path:
+    """Return the file that a tokenizer's path means: in a folder, as of Hugging Face, its JSON."""
+    path = Path(name).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path

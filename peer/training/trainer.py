@@ -147,6 +147,15 @@ class Trainer:
             total_steps=self.timetable.total_steps,
             optimizer=method.inner,
         )
+        if spec.model.custom is not None:
+            with self.device.autocast():
+                models.expect_runs(
+                    spec.model.custom,
+                    model,
+                    self.device.device,
+                    vocab_size=self.corpus.tokenizer.vocab_size,
+                    seq_len=spec.data.seq_len,
+                )
         self._stream = self.corpus.stream(
             seed=spec.run.seed,
             peer_id=self.options.peer_id,

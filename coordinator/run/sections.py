@@ -240,10 +240,11 @@ class InnerSection(Section):
     compile: bool = Field(
         default=False, description="Compile the model with torch.compile (slower to start)."
     )
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Precision of the forward pass: auto (bfloat16 on CUDA, else float32), float32 "
-        "or bfloat16. Parameters are always float32.",
+        description="Precision of the forward pass: auto (bfloat16 on CUDA, float16 with a scaled "
+        "loss on older cards, else float32), float32, bfloat16 or float16. Parameters are always "
+        "float32.",
     )
 
     @property

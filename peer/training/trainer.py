@@ -31,7 +31,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from atoll.coordinator.run.spec import RunSpec
@@ -223,8 +222,10 @@ class Trainer:
 
         Raises:
             TrainingFailed: `MAX_DROPPED` windows in a row ended in non-finite numbers.
+            DeviceError: the device does not hold a single sequence.
             OSError: the state cannot be saved.
         """
+        self.device.activate()
         try:
             while not self._stopping.is_set() and not self.finished:
                 self.step()
@@ -252,11 +253,11 @@ class Trainer:
         self._size_window()
         # Dropout of this step follows from its name, so a restart repeats it.
         name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
-        torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         inner = self.spec.inner
         batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
         began_s, apart_s = self.options.clock(), self._apart_s()
-        gradient = self.learner.gradient(batches, step=self.schedule_step)
+        gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
         self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
         self._progress.since_commit += 1
@@ -316,7 +317,10 @@ class Trainer:
         """
         if self._evaluator is None or self._evaluator.num_batches != batches:
             self._evaluator = Evaluator(
-                self.learner.model, validation(self.spec, self.corpus, batches), self.device
+                self.learner.model,
+                validation(self.spec, self.corpus, batches),
+                self.device,
+                fit=lambda: self.learner.fit,
             )
         params_N = self.worker.synced_N if params_N is None else params_N
         return self._evaluator.loss(params_N, between=between)
@@ -326,6 +330,7 @@ class Trainer:
         return {
             "peer_id": self.options.peer_id,
             "worker": self.worker.state_dict(),
+            "learner": self.learner.state_dict(),
             "stream": self._stream.state_dict(),
             "progress": vars(self._progress).copy(),
             "valid": [self._statistics.valid_loss, self._statistics.valid_position],
@@ -361,6 +366,8 @@ class Trainer:
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             self._progress = before
             raise SavedStateError(f"the saved state does not fit this model: {error}") from error
+        if "learner" in state:  # older states have none
+            self.learner.load_state_dict(state["learner"])
         self._stream.load_state_dict(state["stream"])
         valid_loss, valid_position = state["valid"]
         self._recent.clear()

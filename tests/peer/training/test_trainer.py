@@ -72,8 +72,8 @@ def poison(trainer, *, steps, with_gradient=False):
     honest = trainer.learner.gradient
     left = iter(range(steps))
 
-    def gradient(batches, *, step):
-        found = honest(batches, step=step)
+    def gradient(batches, **options):
+        found = honest(batches, **options)
         if next(left, None) is None:
             return found
         for param in trainer.learner.model.parameters():

@@ -1,8 +1,8 @@
 """How much of a step's batch a device holds at once: the run's batch stays what it is.
 
 The batch of a step is cut into pieces of whole sequences. The gradients of the pieces add up to
-that of the batch, each weighted by the targets that it counts, so it equals the gradient of the
-whole batch up to rounding, however small the pieces are and however short the last one is.
+that of the batch, each weighted by its sequences, so it equals the gradient of the whole batch up
+to rounding, however small the pieces are and however short the last one is.
 
 A device that runs out of memory takes pieces of half the size. If single sequences are too much, it
 recomputes the activations of blocks in the backward pass, and starts again from whole batches.
@@ -10,7 +10,7 @@ recomputes the activations of blocks in the backward pass, and starts again from
 # B sequences, T positions
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -67,31 +67,6 @@ class Fit:
         return cls(sequences=sequences, recompute=recompute)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A part of a step's batch."""
-
-    tokens_BT: Tensor  # noqa: N815
-    """`(B, T + 1)`"""
-    targets: int
-    """Targets that its mean loss counts, above 0."""
-
-
-def pieces(
-    batches: Sequence[Tensor], sequences: int, document_end: int | None = None
-) -> Iterator[Piece]:
-    """Cut the micro-batches of a step into pieces.
-
-    Args:
-        batches: int64 tokens `(B, T + 1)` each, on the CPU.
-        sequences: sequences of a piece, at most.
-        document_end: token after which no target counts; None counts all.
-    """
-    for batch in batches:
-        for tokens_BT in batch.split(sequences):
-            inputs_BT = tokens_BT[:, :-1]
-            targets = inputs_BT.numel()
-            if document_end is not None:
-                targets -= int((inputs_BT == document_end).sum())
-            if targets:
-                yield Piece(tokens_BT=tokens_BT, targets=targets)
+def pieces(batches: Sequence[Tensor], sequences: int) -> list[Tensor]:
+    """Cut the micro-batches of a step into pieces of at most so many sequences."""
+    return [piece for batch in batches for piece in batch.split(sequences)]

@@ -23,7 +23,7 @@ from atoll.optim.state.layout import Layout
 from atoll.peer.errors import DeviceError
 from atoll.peer.training import models
 from atoll.peer.training.devices import Device, is_out_of_memory
-from atoll.peer.training.fit import Fit, Piece, pieces
+from atoll.peer.training.fit import Fit, pieces
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +75,9 @@ class Learner:
             betas=(inner.beta1, inner.beta2),
             weight_decay=inner.weight_decay,
             fused=True if device.device.type in ("cpu", "cuda") else None,
+            quantized=inner.state == "8bit",
         )
         self._inner, self._total_steps = inner, total_steps
-        self._document_end = models.document_end(model)
         self._scaler = device.scaler()
         self._forward: nn.Module = self.model
         if inner.compile:
@@ -154,14 +154,11 @@ class Learner:
         self.clear()
         if seed is not None:
             torch.manual_seed(seed)
-        parts = list(pieces(batches, self.fit.sequences, self._document_end))
-        targets = sum(part.targets for part in parts)
-        if not targets:
-            return Gradient(loss=math.nan, norm=math.nan)  # documents without text
+        sequences = sum(map(len, batches))
         loss = torch.zeros((), device=self.device.device)
-        for part in parts:
-            # The quotient of equal parts is a whole number, without rounding.
-            loss += self._backward(part, targets / part.targets)
+        for piece in pieces(batches, self.fit.sequences):
+            # The quotient of equal pieces is a whole number, without rounding.
+            loss += self._backward(piece, sequences / len(piece))
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         # A clip norm of 0 clips nothing; the norm is measured all the same.
@@ -184,8 +181,8 @@ class Learner:
             ) from error
         return smaller
 
-    def _backward(self, part: Piece, share: float) -> Tensor:
-        tokens_BT = self.device.put(part.tokens_BT)
+    def _backward(self, piece: Tensor, share: float) -> Tensor:
+        tokens_BT = self.device.put(piece)
         try:
             # `torch.compile` only wraps the model: the first call compiles, and may fail.
             return self._accumulate(tokens_BT, share)
@@ -242,19 +239,17 @@ class Evaluator:
             params_N: parameters in the order of the model's layout.
             between: called before each batch; an exception from it ends the measurement.
         """
-        end, fit = models.document_end(self._model), self._fit()
-        total, targets = 0.0, 0
+        fit, total = self._fit(), 0.0
         with _put_back(self._model), torch.no_grad(), self._device.autocast():
             self._layout.load_(self._model, params_N)
             self._model.eval()
             for batch in self._batches:
                 between()
-                for part in pieces([batch], fit.sequences if fit else len(batch), end):
-                    tokens_BT = self._device.put(part.tokens_BT)
+                for piece in pieces([batch], fit.sequences if fit else len(batch)):
+                    tokens_BT = self._device.put(piece)
                     loss = models.loss_of(self._model, tokens_BT[:, :-1], tokens_BT[:, 1:])
-                    total += float(loss.cpu()) * part.targets
-                    targets += part.targets
-        return total / targets if targets else math.nan
+                    total += float(loss.cpu()) * len(piece)
+        return total / sum(map(len, self._batches))
 
 
 @contextmanager

@@ -63,7 +63,6 @@ _without_tokens: set[object] = set()
 INIT_STD = 0.02  # GPT-2's; larger values make the first steps of wide models unstable
 
 LOGITS = 1 << 26  # values that exist at once: 256 MiB in float32, and as much for their gradient
-IGNORED = -100  # torch's mark of a target that does not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +239,8 @@ class Decoder(nn.Module):
     recomputes: bool = False
     """Whether blocks compute their activations again in the backward pass, to save memory."""
     document_end: int | None = None
-    """Token behind which another document begins, which neither attends to the one before nor is
-    predicted from it; None takes a sequence for one document."""
+    """Token that ends a document and begins the next one, which attends to nothing before it; None
+    takes a sequence for one document."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Draw fresh weights from torch's current random state."""
@@ -274,8 +273,9 @@ class Decoder(nn.Module):
         Returns:
             Logits `(B, T, V)`, or the mean cross-entropy in nats as a float32 scalar.
         """
-        end = self.document_end
-        mask_B1TT = None if end is None else same_document(tokens_BT, end)
+        mask_B1TT = None
+        if self.document_end is not None:
+            mask_B1TT = same_document(tokens_BT, self.document_end)
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             if self.recomputes and torch.is_grad_enabled():
@@ -296,15 +296,16 @@ class Decoder(nn.Module):
         x_BTD = self.norm(x_BTD)
         if targets_BT is None:
             return cast(Tensor, self.head(x_BTD))
-        if end is not None:
-            targets_BT = targets_BT.masked_fill(tokens_BT == end, IGNORED)
         return loss_after(self.head, x_BTD, targets_BT, width=self.config.vocab_size)
 
 
 def same_document(tokens_BT: Tensor, end: int) -> Tensor:
-    """Return which positions each one attends to, bool `(B, 1, T, T)`: earlier, same document."""
-    ends_BT = tokens_BT == end
-    document_BT = ends_BT.cumsum(1, dtype=torch.int32) - ends_BT.int()  # an end is of its own
+    """Return which positions each one attends to, bool `(B, 1, T, T)`: earlier, same document.
+
+    The end of a document is predicted from it, and is itself the first position of the next one: so
+    every target counts, and none is predicted from another document.
+    """
+    document_BT = (tokens_BT == end).cumsum(1, dtype=torch.int32)
     same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
     return same_BTT.tril()[:, None]
 
@@ -323,12 +324,12 @@ def loss_after(head: nn.Module, x_BTD: Tensor, targets_BT: Tensor, *, width: int
     Args:
         head: gives `(..., width)` for `(..., D)`, each position by itself.
         x_BTD: what goes into the head.
-        targets_BT: int64; `IGNORED` ones do not count.
+        targets_BT: int64.
         width: V.
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
     if len(targets_N) * width <= LOGITS:
-        return F.cross_entropy(head(x_BTD).float().flatten(0, 1), targets_N, ignore_index=IGNORED)
+        return F.cross_entropy(head(x_BTD).float().flatten(0, 1), targets_N)
     rows = max(1, LOGITS // width)
     total = torch.zeros((), device=x_ND.device)
     for x_RD, targets_R in zip(x_ND.split(rows), targets_N.split(rows), strict=True):
@@ -347,21 +348,15 @@ def loss_after(head: nn.Module, x_BTD: Tensor, targets_BT: Tensor, *, width: int
         else:
             part = _summed(head, x_RD, targets_R)
         total = total + part
-    return total / (targets_N != IGNORED).sum()
+    return total / len(targets_N)
 
 
 def _summed(head: nn.Module, x_RD: Tensor, targets_R: Tensor) -> Tensor:
-    logits_RV = head(x_RD).float()
-    return F.cross_entropy(logits_RV, targets_R, reduction="sum", ignore_index=IGNORED)
-
-
-def document_end(model: nn.Module) -> int | None:
-    """Return the token after which a model counts no target; None if it counts all."""
-    return model.document_end if isinstance(model, Decoder) else None
+    return F.cross_entropy(head(x_RD).float(), targets_R, reduction="sum")
 
 
 def separate_documents(model: nn.Module, end: int | None) -> None:
-    """Let documents that share a sequence neither attend to nor predict each other.
+    """Let no document attend to another one in its sequence.
 
     Raises:
         ModelError: the model is a custom one, or the tokenizer has no token that ends a document.

@@ -19,7 +19,12 @@ from atoll.peer.training import models
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
 from atoll.peer.training.permission import Allowed, with_own_files
-from atoll.peer.training.trainer import build_model, expect_params, open_tokenizer
+from atoll.peer.training.trainer import (
+    build_model,
+    expect_params,
+    open_tokenizer,
+    separate_documents,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,7 @@ def sample(
     opened = open_tokenizer(spec, allowed)
     expect_params(spec, opened.vocab_size, checkpoint.layout.numel)
     model = build_model(spec, opened.vocab_size, allowed)
+    separate_documents(spec, model, opened)
     checkpoint.layout.load_(model, checkpoint.params_N)
     context = spec.data.seq_len
     return generate(

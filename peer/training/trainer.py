@@ -138,6 +138,7 @@ class Trainer:
         self.corpus = corpus or open_corpus(spec, allowed)
         if model is None:
             model = build_model(spec, self.corpus.tokenizer.vocab_size, allowed)
+        separate_documents(spec, model, self.corpus.tokenizer)
         self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
         self.learner = Learner(
             model,
@@ -689,6 +690,12 @@ def build_model(
         source_sha256=None if allowed.any_source else spec.model.source_sha256,
         own_loop=own_loop,
     )
+
+
+def separate_documents(spec: RunSpec, model: nn.Module, tokenizer: data.Tokenizer) -> None:
+    """Let a model tell documents apart if the run packs them so; raise ModelError if it cannot."""
+    if spec.data.packing == "documents":
+        models.separate_documents(model, tokenizer.end_token)
 
 
 def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> OuterState:

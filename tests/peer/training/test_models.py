@@ -444,22 +444,21 @@ def test_a_document_does_not_see_the_one_before(kv_heads):
     first, second = sequences_of((1, 2, 3), (9, 8, 7)), sequences_of((4, 5, 6), (9, 8, 7))
     with torch.no_grad():
         one, other = model(first), model(second)
-        alone = model(sequences_of((9, 8, 7)))
-    torch.testing.assert_close(one[:, 4:], other[:, 4:])
-    torch.testing.assert_close(one[:, 4:], alone, rtol=1e-4, atol=1e-6)  # RoPE is relative
-    assert not torch.allclose(one[:, :4], other[:, :4])
+        alone = model(sequences_of((), (9, 8, 7)))
+    torch.testing.assert_close(one[:, 3:], other[:, 3:])  # the end of the first begins the second
+    torch.testing.assert_close(one[:, 3:], alone, rtol=1e-4, atol=1e-6)  # RoPE is relative
+    assert not torch.allclose(one[:, :3], other[:, :3])
+    assert not torch.allclose(one[:, 4], model(first[:, 4:])[:, 0])  # it sees that end
 
 
-def test_a_document_is_not_predicted_from_the_one_before():
-    model = small()
+def test_documents_share_a_sequence_as_if_each_had_its_own():
+    model, documents = small(), ((1, 2, 3), (9, 8, 7), (5,))
     models.separate_documents(model, END)
-    batch = sequences_of((1, 2, 3), (9, 8, 7), (5,))
-    inputs, targets = batch[:, :-1], batch[:, 1:]
-    logits = model(inputs).flatten(0, 1)
-    counted = inputs.flatten() != END
-    expected = nn.functional.cross_entropy(logits[counted], targets.flatten()[counted])
-    torch.testing.assert_close(models.loss_of(model, inputs, targets), expected)
-    assert int((~counted).sum()) == 2
+    batch = sequences_of((), *documents)
+    shared = models.loss_of(model, batch[:, :-1], batch[:, 1:])
+    alone = [sequences_of((), each) for each in documents]
+    sums = [models.loss_of(model, b[:, :-1], b[:, 1:]) * (b.numel() - 1) for b in alone]
+    torch.testing.assert_close(shared, sum(sums) / (batch.numel() - 1))
 
 
 def test_documents_can_be_told_apart_only_by_built_in_models_with_an_end(custom):
@@ -467,5 +466,3 @@ def test_documents_can_be_told_apart_only_by_built_in_models_with_an_end(custom)
         models.separate_documents(custom("my_models:logits"), END)
     with pytest.raises(ModelError, match="needs a tokenizer that ends documents"):
         models.separate_documents(small(), None)
-    assert models.document_end(custom("my_models:logits")) is None
-    assert models.document_end(small()) is None

@@ -619,3 +619,11 @@ def test_a_run_that_ends_in_the_middle_of_a_window_ends_there(corpus):
     told = trainer.statistics()
     assert (told.phase, told.steps, told.position) == ("finished", 3, 6)
     assert told.valid_position == 6
+
+
+def test_documents_that_share_a_sequence_are_told_apart_if_the_run_says_so(corpus):
+    packed = make(corpus, make_spec(data={"packing": "documents"}))
+    assert packed.learner.model.document_end == corpus.tokenizer.end_token
+    packed.run()
+    assert packed.finished
+    assert make(corpus).learner.model.document_end is None

@@ -375,7 +375,7 @@ class Trainer:
         self._publish(valid_loss=valid_loss, valid_position=valid_position)
 
     def save(self, path: Path) -> None:
-        """Write the state to a file, atomically.
+        """Write the state to a file, atomically; training stands still meanwhile.
 
         Raises:
             OSError: the file cannot be written; an older one remains intact.
@@ -505,7 +505,9 @@ class Trainer:
     def _begin_save(self, path: Path) -> None:
         """Copy the state; another thread writes it while training goes on."""
         began_s = self.options.clock()
-        copy, run = saved.copied(self.state_dict()), self.spec.digest()
+        state, run = self.state_dict(), self.spec.digest()
+        # A commit replaces the synced parameters, and changes none.
+        copy = saved.copied(state, constant=[state["worker"]["synced_N"]])
         self._saving = self._writer.submit(self._write, path, copy, run, began_s)
         self._saved_at_s = self.options.clock()
         self._save_s += self._saved_at_s - began_s

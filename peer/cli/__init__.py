@@ -36,6 +36,7 @@ SUMMARIES = {
     "dashboard": "watch a run in the terminal",
     "status": "print the state of a run once",
     "rounds": "list committed rounds",
+    "shards": "tokenise the text of a run once, for fast starts",
     "sample": "generate text from a checkpoint",
     "simulate": "compare methods in one process: loss, bytes and time",
 }

@@ -42,6 +42,7 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
+from atoll.peer.training.data.prefetch import Prefetched
 from atoll.peer.training.data.remarks import Remark, expect_text, remarks
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator, Learner
@@ -156,11 +157,13 @@ class Trainer:
                     vocab_size=self.corpus.tokenizer.vocab_size,
                     seq_len=spec.data.seq_len,
                 )
-        self._stream = self.corpus.stream(
-            seed=spec.run.seed,
-            peer_id=self.options.peer_id,
-            batch_size=spec.inner.batch_size,
-            seq_len=spec.data.seq_len,
+        self._stream = Prefetched(
+            self.corpus.stream(
+                seed=spec.run.seed,
+                peer_id=self.options.peer_id,
+                batch_size=spec.inner.batch_size,
+                seq_len=spec.data.seq_len,
+            )
         )
         self._reducer = WatchedReducer(reducer, self._committed)
         at = self.options.position
@@ -237,6 +240,7 @@ class Trainer:
             if self.options.state_path is not None:
                 self.save(self.options.state_path)
         finally:
+            self._stream.close()
             self._writer.shutdown()
             self._publish(phase="finished" if self.finished else "stopped")
 

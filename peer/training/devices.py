@@ -114,7 +114,7 @@ def _best_name() -> str:
 def _has_bfloat16(device: torch.device) -> bool:
     # torch asks the current device, and by default counts cards that emulate it, slowly.
     with nullcontext() if device.index is None else torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _best_precision(device: torch.device, has_bfloat16: bool) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from atoll.peer.errors import SavedStateError
@@ -69,4 +70,4 @@ class Fit:
 
 def pieces(batches: Sequence[Tensor], sequences: int) -> list[Tensor]:
     """Cut the micro-batches of a step into pieces of at most so many sequences."""
-    return [piece for batch in batches for piece in batch.split(sequences)]
+    return [piece for batch in batches for piece in torch.split(batch, sequences)]

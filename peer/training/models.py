@@ -332,7 +332,7 @@ def loss_after(head: nn.Module, x_BTD: Tensor, targets_BT: Tensor, *, width: int
         return F.cross_entropy(head(x_BTD).float().flatten(0, 1), targets_N)
     rows = max(1, LOGITS // width)
     total = torch.zeros((), device=x_ND.device)
-    for x_RD, targets_R in zip(x_ND.split(rows), targets_N.split(rows), strict=True):
+    for x_RD, targets_R in zip(torch.split(x_ND, rows), torch.split(targets_N, rows), strict=True):
         if torch.is_grad_enabled():
             part = cast(
                 Tensor,

@@ -21,7 +21,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import safetensors
 import torch
@@ -173,7 +173,7 @@ def _write(file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Te
 def _raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor; it lies on the CPU in one piece, or is copied there."""
     on_cpu = tensor.detach().cpu().contiguous()
-    return cast(memoryview, on_cpu.reshape(-1).view(torch.uint8).numpy().data)
+    return on_cpu.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

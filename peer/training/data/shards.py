@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, overload
 
 import numpy as np
 
@@ -49,12 +49,24 @@ class TokenFiles:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, places: Tokens) -> Tokens:
-        """Return the tokens at some places, in the shape of these.
+    @overload
+    def __getitem__(self, places: slice) -> Self: ...
+    @overload
+    def __getitem__(self, places: Tokens) -> Tokens: ...
+    def __getitem__(self, places: Tokens | slice) -> Tokens | Self:
+        """Return the tokens at some places, in the shape of these; or those of a run, not read yet.
 
         Raises:
             DataError: a token is none of the tokenizer's.
         """
+        if isinstance(places, slice):
+            start, stop, _ = places.indices(len(self))
+            begins = [0, *self._ends]
+            cuts = [
+                file[max(0, start - begin) : max(0, stop - begin)]
+                for file, begin in zip(self._files, begins, strict=False)
+            ]
+            return type(self)(cuts, self._vocab_size)
         found = np.empty(places.shape, dtype=np.uint32)
         file_of = np.searchsorted(self._ends, places, side="right")
         for index in np.unique(file_of):

@@ -107,6 +107,13 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     assert np.array_equal(found[np.arange(60)], tokens)
 
 
+def test_a_run_of_the_tokens_is_cut_out_without_reading_it():
+    files = shards.TokenFiles([np.arange(start, start + 5, dtype="u2") for start in (0, 5, 10)], 15)
+    for start, stop in [(0, 15), (3, 12), (5, 10), (6, 6), (14, 99)]:
+        cut = files[start:stop]
+        assert cut[np.arange(len(cut))].tolist() == list(range(15))[start:stop]
+
+
 def test_shards_are_not_written_over(spec, tmp_path):
     make_shards(spec, tmp_path / "out")
     with pytest.raises(DataError, match="holds shards already; choose another folder"):

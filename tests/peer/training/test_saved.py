@@ -161,7 +161,7 @@ def test_a_save_makes_no_second_copy_of_what_it_writes(tmp_path):
     assert equal(saved.load(tmp_path / "state", kind="k", run="r"), tree)
 
 
-def test_a_copy_holds_the_values_of_its_moment_and_shares_what_never_changes():
+def test_a_copy_is_of_its_moment_and_shares_what_never_changes():
     changes, stays = torch.ones(3), torch.ones(3)
     copy = saved.copied({"changes": changes, "stays": stays}, constant=[stays])
     changes.zero_()

@@ -688,9 +688,7 @@ def build(*, vocab_size, seq_len):
 """
 
 
-def test_a_model_that_needs_a_gpu_begins_a_run_without_one_and_is_refused_by_a_peer(
-    corpus, tmp_path, monkeypatch
-):
+def test_a_model_that_needs_a_gpu_begins_a_run_without_one(corpus, tmp_path, monkeypatch):
     (tmp_path / "gpu_only.py").write_text(GPU_ONLY)
     monkeypatch.syspath_prepend(tmp_path)
     spec = make_spec(model={"custom": "gpu_only:build", "overrides": {}})

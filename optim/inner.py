@@ -1,6 +1,6 @@
 """Inner optimizers by name: what trains a model between two syncs.
 
-adamw   torch's, arXiv:1711.05101
+adamw   torch's, arXiv:1711.05101; or with moments of 8 bits (`atoll.optim.quantized`)
 muon    Muon for hidden matrices, AdamW for the rest
 lion    arXiv:2302.06675
 sgd     without momentum; for methods that keep their own, it only carries the rate
@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from atoll.optim.methods.base import InnerName, MethodError
+from atoll.optim.quantized import adamw_8bit
 
 
 class ByParameter(Optimizer):
@@ -244,6 +245,7 @@ def build(
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.1,
     fused: bool | None = None,
+    quantized: bool = False,
 ) -> Optimizer:
     """Return an optimizer over a model's trainable parameters; vectors, as norms, do not decay.
 
@@ -254,13 +256,18 @@ def build(
         betas: AdamW's, Muon's for what it gives to AdamW.
         weight_decay: decoupled.
         fused: whether AdamW takes torch's fused kernels; None leaves it to torch.
+        quantized: whether AdamW keeps its moments in 8 bits.
 
     Raises:
-        MethodError: when there is no such optimizer.
+        MethodError: when there is no such optimizer, or the package for 8 bits is missing.
     """
+    if quantized and name != "adamw":
+        raise MethodError(f"only adamw keeps its moments in 8 bits, got {name!r}")
     if name == "muon":
         return Muon(muon_groups(model, weight_decay=weight_decay), lr=lr, betas=betas)
     groups = decay_groups(model, weight_decay)
+    if quantized:
+        return adamw_8bit(groups, lr=lr, betas=betas)
     if name == "adamw":
         return AdamW(groups, lr=lr, betas=betas, fused=fused)
     if name == "lion":

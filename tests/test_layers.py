@@ -32,6 +32,7 @@ ROOMS = (
     "optim.reduction",
     "optim.reducer",
     "optim.methods",
+    "optim.quantized",
     "optim.inner",
     "optim.schedules",
     "optim.log",

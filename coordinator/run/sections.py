@@ -191,6 +191,7 @@ class DataSection(Section):
         "same_text",
         "tokenizer_sha256",
         "tokenizer_bytes",
+        "packing",
     )
 
     source: str = Field(
@@ -259,6 +260,12 @@ class DataSection(Section):
         description="Fraction of the files (or documents) held out for validation.",
     )
     seq_len: int = Field(default=128, ge=8, le=1_048_576, description="Sequence length in tokens.")
+    packing: Literal["stream", "documents"] = Field(
+        default="stream",
+        description="Attention over documents that share a sequence: stream (each position attends "
+        "to all before it) or documents (to those of its own document; for built-in models and "
+        "tokenizers with an end token).",
+    )
 
     @field_validator("revision")
     @classmethod
@@ -270,6 +277,8 @@ class DataSection(Section):
 
 class InnerSection(Section):
     """The inner optimizer: AdamW, run by each peer on its own between two rounds."""
+
+    later: ClassVar[tuple[str, ...]] = ("state",)
 
     lr: float = Field(default=1.5e-3, gt=0, le=10, description="Peak learning rate.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of the first moment.")
@@ -291,13 +300,19 @@ class InnerSection(Section):
     )
     batch_size: int = Field(default=8, ge=1, description="Sequences per micro-batch of one peer.")
     grad_accumulation: int = Field(default=1, ge=1, description="Micro-batches per inner step.")
+    state: Literal["fp32", "8bit"] = Field(
+        default="fp32",
+        description="Format of AdamW's moments: fp32 (8 bytes per parameter), or 8bit (2 bytes; "
+        "each peer needs the package torchao).",
+    )
     compile: bool = Field(
         default=False, description="Compile the model with torch.compile (slower to start)."
     )
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Precision of the forward pass: auto (bfloat16 on CUDA, else float32), float32 "
-        "or bfloat16. Parameters are always float32.",
+        description="Precision of the forward pass: auto (bfloat16 on CUDA, float16 with a scaled "
+        "loss on older cards, else float32), float32, bfloat16 or float16. Parameters are always "
+        "float32.",
     )
 
     @property

@@ -92,6 +92,16 @@ class RunSpec(Section):
                 f"compression.feedback: must be 0 with the unbiased codec {method.codec.spec!r} "
                 f"(feedback makes it diverge), got {method.feedback}"
             )
+        if self.inner.state == "8bit" and method.inner != "adamw":
+            raise ValueError(
+                f"inner.state: '8bit' is for AdamW, and {method.name!r} trains with "
+                f"{method.inner}; remove it"
+            )
+        if self.data.packing == "documents" and self.model.custom is not None:
+            raise ValueError(
+                "data.packing: 'documents' is for the built-in models; a custom model masks what "
+                "it attends to itself; remove it"
+            )
         if method.reduction != "mean" and self.round.reducer != "mean":
             raise ValueError(
                 f"round.reducer: must be 'mean' with {method.name!r}, whose contributions are not "

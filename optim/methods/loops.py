@@ -149,7 +149,8 @@ class BufferWatch:
 
 def _sums(model: nn.Module) -> dict[str, float]:
     buffers = ((n, b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel())
-    return {name: float(buffer.detach().double().sum()) for name, buffer in buffers}
+    # On the CPU: MPS has no float64.
+    return {name: float(buffer.detach().cpu().double().sum()) for name, buffer in buffers}
 
 
 def named(names: Sequence[str]) -> str:

@@ -38,6 +38,7 @@ SUMMARIES = {
     "dashboard": "watch a run in the terminal",
     "status": "print the state of a run once",
     "rounds": "list committed rounds",
+    "shards": "tokenise the text of a run once, for fast starts",
     "sample": "generate text from a checkpoint",
     "eval": "measure a checkpoint: bits a byte, or tasks",
     "export": "write a checkpoint as a model of Hugging Face",

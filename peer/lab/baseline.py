@@ -23,6 +23,7 @@ from atoll.peer.training.trainer import (
     TrainingFailed,
     build_model,
     open_corpus,
+    separate_documents,
     validation,
 )
 
@@ -146,6 +147,7 @@ class _Baseline:
         self._spec = spec
         chosen = Device.choose(device, spec.inner.precision)
         model = build_model(spec, corpus.tokenizer.vocab_size)
+        separate_documents(spec, model, corpus.tokenizer)
         self._evaluator = Evaluator(model, validation(spec, corpus, valid_batches), chosen)
         self._layout = Layout.of(model)
         num_fragments = len(spec.method().fragments(self._layout))

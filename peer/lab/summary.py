@@ -34,7 +34,12 @@ from atoll.peer.training import saved
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import build_model, open_corpus, validation
+from atoll.peer.training.trainer import (
+    build_model,
+    open_corpus,
+    separate_documents,
+    validation,
+)
 
 FP32_BYTES = 4
 
@@ -235,6 +240,7 @@ def held_out_loss(spec: RunSpec, checkpoint: Checkpoint) -> float:
     corpus = open_corpus(spec, own)
     device = Device.choose("cpu")
     model = build_model(spec, corpus.tokenizer.vocab_size, own)
+    separate_documents(spec, model, corpus.tokenizer)
     return Evaluator(model, validation(spec, corpus), device).loss(checkpoint.params_N)
 
 

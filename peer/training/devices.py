@@ -1,17 +1,29 @@
 """Choice of the device and the number format for training.
 
-Parameters and optimizer state are float32 on every device; `bfloat16` means autocast in the
-forward and backward pass. The outer state always stays on the CPU.
+Parameters and optimizer state are float32 on every device; `bfloat16` and `float16` mean autocast
+in the forward and backward pass, `float16` with a scaled loss. The outer state always stays on the
+CPU. Nothing on a device is float64, which MPS lacks.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from atoll.peer.errors import DeviceError
 
-PRECISIONS = ("auto", "float32", "bfloat16")
+PRECISIONS = ("auto", "float32", "bfloat16", "float16")
+FAST_FLOAT16 = (7, 0)  # compute capability; older cards multiply float16 no faster than float32
+
+# torch raises `OutOfMemoryError` on CUDA alone; elsewhere, and within CUDA's libraries, only the
+# text of a RuntimeError names the reason.
+_OUT_OF_MEMORY = (
+    "MPS backend out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +33,7 @@ class Device:
     device: torch.device
     """Device of the parameters and batches."""
     precision: str
-    """`"float32"` or `"bfloat16"`."""
+    """`"float32"`, `"bfloat16"` or `"float16"`."""
 
     @classmethod
     def choose(cls, name: str = "auto", precision: str = "auto") -> "Device":
@@ -29,8 +41,8 @@ class Device:
 
         Args:
             name: `auto` (the first available of cuda, mps and cpu) or a torch device name.
-            precision: one of `PRECISIONS`; `auto` is bfloat16 on CUDA devices that support it,
-                float32 elsewhere.
+            precision: one of `PRECISIONS`; `auto` is bfloat16 on CUDA devices that compute in it,
+                float16 on those that compute in that one alone, float32 elsewhere.
 
         Raises:
             DeviceError: the device or precision is unknown or not available.
@@ -40,11 +52,13 @@ class Device:
             raise DeviceError(
                 f"unknown precision {precision!r}; expected one of {', '.join(PRECISIONS)}"
             )
-        has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported()
+        has_bfloat16 = device.type != "cuda" or _has_bfloat16(device)
         if precision == "auto":
-            precision = "bfloat16" if device.type == "cuda" and has_bfloat16 else "float32"
+            precision = _best_precision(device, has_bfloat16)
         if precision == "bfloat16" and not has_bfloat16:
-            raise DeviceError(f"{device} has no bfloat16; set precision to float32 in [inner]")
+            raise DeviceError(
+                f"{device} does not compute in bfloat16; set precision to auto in [inner]"
+            )
         return cls(device=device, precision=precision)
 
     @property
@@ -54,16 +68,62 @@ class Device:
             return torch.cuda.get_device_name(self.device)
         return self.device.type
 
+    def activate(self) -> None:
+        """Make the device the current one of this thread: some kernels look at nothing else."""
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
+
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context manager for a forward pass."""
-        lower = self.precision == "bfloat16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lower)
+        if self.precision == "float32":
+            return nullcontext()
+        dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Return what keeps gradients within the range of float16; None where nothing is needed."""
+        return torch.amp.GradScaler(self.device.type) if self.precision == "float16" else None
+
+    def put(self, tokens_BT: Tensor) -> Tensor:
+        """Copy tokens to the device; the copy may still be under way."""
+        if self.device.type == "cuda":
+            return tokens_BT.pin_memory().to(self.device, non_blocking=True)
+        return tokens_BT.to(self.device)
+
+    def release(self) -> None:
+        """Give back memory that the process no longer uses: torch keeps it in pieces."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif self.device.type == "mps":
+            torch.mps.empty_cache()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a device, or the host, had too little memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _best_name() -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    # torch asks the current device, and by default counts cards that emulate it, slowly.
+    with nullcontext() if device.index is None else torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def _best_precision(device: torch.device, has_bfloat16: bool) -> str:
+    if device.type != "cuda":
+        return "float32"
+    if has_bfloat16:
+        return "bfloat16"
+    fast = torch.cuda.get_device_capability(device) >= FAST_FLOAT16
+    return "float16" if fast else "float32"
 
 
 def _device(name: str) -> torch.device:

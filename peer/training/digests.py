@@ -192,7 +192,7 @@ def _of_text(spec: RunSpec, say: Say) -> dict[str, Any]:
         )
     except (DataError, OSError):
         digest, is_small = None, True  # peers may have it all the same
-    if digest is not None:
+    if digest:
         return {"sha256": digest}
     if data.same_text:
         raise DataError(

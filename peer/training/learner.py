@@ -6,12 +6,12 @@ the lab uses it alone.
 # B sequences, T positions, N parameters
 """
 
-import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from atoll.coordinator.run.sections import InnerSection
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
 from atoll.optim.state.layout import Layout
+from atoll.peer.errors import DeviceError
 from atoll.peer.training import models
-from atoll.peer.training.devices import Device
+from atoll.peer.training.devices import Device, is_out_of_memory
+from atoll.peer.training.fit import Fit, pieces
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +64,10 @@ class Learner:
             total_steps: inner steps of the run; 0 for a run without an end.
             optimizer: name of the inner optimizer.
         """
+        device.activate()
         self.model = model.to(device.device)
         self.device = device
+        self.fit = Fit(sequences=inner.batch_size)
         self.optimizer = build(
             optimizer,
             self.model,
@@ -71,70 +75,157 @@ class Learner:
             betas=(inner.beta1, inner.beta2),
             weight_decay=inner.weight_decay,
             fused=True if device.device.type in ("cpu", "cuda") else None,
+            quantized=inner.state == "8bit",
         )
         self._inner, self._total_steps = inner, total_steps
+        self._scaler = device.scaler()
         self._forward: nn.Module = self.model
         if inner.compile:
             self._forward = cast(nn.Module, torch.compile(self.model))
 
-    def gradient(self, batches: Sequence[Tensor], *, step: int) -> Gradient:
+    def gradient(
+        self, batches: Sequence[Tensor], *, step: int, seed: int | None = None
+    ) -> Gradient:
         """Compute the clipped mean gradient of micro-batches and set the learning rate.
+
+        If the device runs out of memory, `fit` becomes smaller for good, and the step is repeated.
 
         Args:
             batches: int64 tokens `(B, T + 1)` each.
             step: step of the run that the schedule follows.
+            seed: seeds dropout; None continues with torch's random state.
+
+        Raises:
+            DeviceError: the device does not hold a single sequence.
         """
         rate = self._inner.rate.at(step, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.clear()
-        loss = torch.zeros((), device=self.device.device)
-        for batch in batches:
-            loss += self._backward(batch, len(batches))
-        # A clip norm of 0 clips nothing; the norm is measured all the same.
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self._inner.clip_norm or math.inf
-        )
-        loss_value, norm_value = torch.stack((loss, norm.float())).tolist()  # one wait for the GPU
-        return Gradient(loss=loss_value, norm=norm_value)
+        tried = self.fit
+        while True:
+            try:
+                found = self._attempt(batches, seed)
+                break
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                smaller = self._smaller(error)
+            # Only now: within the handler, the traceback keeps the activations alive.
+            self.clear()
+            self.device.release()
+            self.use(smaller)
+        if self.fit != tried:
+            _log.warning(
+                "out of memory on %s with %s; this peer continues with %s, and the batch of a step "
+                "stays the run's",
+                self.device.label,
+                tried,
+                self.fit,
+            )
+        return found
+
+    def use(self, fit: Fit) -> None:
+        """Compute gradients in this way from now on."""
+        if fit.recompute:
+            models.recompute_activations(self.model)
+        self.fit = fit
 
     def clear(self) -> None:
         """Drop the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _backward(self, batch: Tensor, parts: int) -> Tensor:
-        tokens_BT = batch.to(self.device.device, non_blocking=True)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart on the same device needs beside model and optimizer."""
+        state: dict[str, Any] = {"device": self.device.label, "fit": self.fit.to_dict()}
+        return state | ({"scaler": self._scaler.state_dict()} if self._scaler is not None else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; another device finds a fit of its own.
+
+        Raises:
+            SavedStateError: the state is of another batch.
+        """
+        if state["device"] == self.device.label:
+            self.use(Fit.from_dict(state["fit"], self._inner.batch_size))
+        if self._scaler is not None and "scaler" in state:
+            self._scaler.load_state_dict(dict(state["scaler"]))
+
+    def _attempt(self, batches: Sequence[Tensor], seed: int | None) -> Gradient:
+        self.clear()
+        if seed is not None:
+            torch.manual_seed(seed)
+        sequences = sum(map(len, batches))
+        loss = torch.zeros((), device=self.device.device)
+        for piece in pieces(batches, self.fit.sequences):
+            # The quotient of equal pieces is a whole number, without rounding.
+            loss += self._backward(piece, sequences / len(piece))
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        # A clip norm of 0 clips nothing; the norm is measured all the same.
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self._inner.clip_norm or math.inf
+        )
+        both = torch.stack((loss, norm.float())).cpu()  # one wait for the GPU
+        if self._scaler is not None:
+            self._scaler.update()  # after an overflow, whose norm is not finite, scale less
+        loss_value, norm_value = both.tolist()
+        return Gradient(loss=loss_value, norm=norm_value)
+
+    def _smaller(self, error: RuntimeError) -> Fit:
+        can_recompute = models.can_recompute(self.model)
+        smaller = self.fit.smaller(self._inner.batch_size, can_recompute=can_recompute)
+        if smaller is None:
+            raise DeviceError(
+                f"the model does not fit on {self.device.label}: out of memory with {self.fit}; "
+                "end other programs that use this device, or choose another one with --device"
+            ) from error
+        return smaller
+
+    def _backward(self, piece: Tensor, share: float) -> Tensor:
+        tokens_BT = self.device.put(piece)
         try:
             # `torch.compile` only wraps the model: the first call compiles, and may fail.
-            return self._accumulate(tokens_BT, parts)
+            return self._accumulate(tokens_BT, share)
         except Exception as error:
             if not _is_compiler_error(error):
                 raise
             _log.warning("torch.compile failed; training continues without it: %s", error)
             self._forward = self.model
-            return self._accumulate(tokens_BT, parts)
+            return self._accumulate(tokens_BT, share)
 
-    def _accumulate(self, tokens_BT: Tensor, parts: int) -> Tensor:
+    def _accumulate(self, tokens_BT: Tensor, share: float) -> Tensor:
         with self.device.autocast():
-            loss = models.loss_of(self._forward, tokens_BT[:, :-1], tokens_BT[:, 1:]) / parts
-        loss.backward()  # type: ignore[no-untyped-call]
+            loss = models.loss_of(self._forward, tokens_BT[:, :-1], tokens_BT[:, 1:]) / share
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach().float()
 
 
 class Evaluator:
-    """Measures the loss on fixed batches with its own copy of the model."""
+    """Measures the loss of given parameters on fixed batches, in a model that is in use.
 
-    def __init__(self, model: nn.Module, batches: Iterable[Tensor], device: Device) -> None:
-        """Copy the model to the device.
+    The model's own values wait in host memory meanwhile, so its device holds one model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Tensor],
+        device: Device,
+        *,
+        fit: Callable[[], Fit | None] = lambda: None,
+    ) -> None:
+        """Move the model to the device.
 
         Args:
             model: a module that is not compiled.
             batches: int64 tokens `(B, T + 1)` each.
             device: device to compute on.
+            fit: returns how many sequences the device holds at once; by default whole batches.
         """
-        self._model = copy.deepcopy(model).to(device.device).eval()
-        self._layout = Layout.of(self._model)
-        self._batches, self._device = list(batches), device
+        self._model = model.to(device.device)
+        self._layout = Layout.of(model)
+        self._batches, self._device, self._fit = list(batches), device, fit
 
     @property
     def num_batches(self) -> int:
@@ -142,21 +233,39 @@ class Evaluator:
         return len(self._batches)
 
     def loss(self, params_N: Tensor, *, between: Callable[[], object] = lambda: None) -> float:
-        """Return the mean loss in nats per token.
+        """Return the mean loss in nats per token; leave the model as it was.
 
         Args:
             params_N: parameters in the order of the model's layout.
             between: called before each batch; an exception from it ends the measurement.
         """
-        self._layout.load_(self._model, params_N)
-        total = torch.zeros((), dtype=torch.float64)
-        with torch.no_grad(), self._device.autocast():
+        fit, total = self._fit(), 0.0
+        with _put_back(self._model), torch.no_grad(), self._device.autocast():
+            self._layout.load_(self._model, params_N)
+            self._model.eval()
             for batch in self._batches:
                 between()
-                tokens_BT = batch.to(self._device.device)
-                loss = models.loss_of(self._model, tokens_BT[:, :-1], tokens_BT[:, 1:])
-                total += loss.double().cpu()
-        return float(total) / len(self._batches)
+                for piece in pieces([batch], fit.sequences if fit else len(batch)):
+                    tokens_BT = self._device.put(piece)
+                    loss = models.loss_of(self._model, tokens_BT[:, :-1], tokens_BT[:, 1:])
+                    total += float(loss.cpu()) * len(piece)
+        return total / sum(map(len, self._batches))
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Give a model its values and modes back, whatever happens in between."""
+    modes = [(module, module.training) for module in model.modules()]
+    held = [*(param for param in model.parameters() if param.requires_grad), *model.buffers()]
+    values = [value.detach().to("cpu", copy=True) for value in held]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, before in zip(held, values, strict=True):
+                value.copy_(before)
+        for module, training in modes:
+            module.training = training
 
 
 def _is_compiler_error(error: Exception) -> bool:

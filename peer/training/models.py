@@ -33,6 +33,7 @@ keep anything it learns in a buffer.
 # B sequences, T positions, V vocabulary, D width, H heads, K key/value heads, E width of a head
 """
 
+import copy
 import hashlib
 import importlib
 import importlib.util
@@ -47,6 +48,7 @@ from typing import Any, TypeVar, cast, overload
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from atoll.peer.errors import ModelError
 
@@ -59,6 +61,8 @@ _without_tokens: set[object] = set()
 """Marked functions whose models take something other than tokens."""
 
 INIT_STD = 0.02  # GPT-2's; larger values make the first steps of wide models unstable
+
+LOGITS = 1 << 26  # values that exist at once: 256 MiB in float32, and as much for their gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +186,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.dim, heads * self.head_dim, False)
         self.out = nn.Linear(config.dim, config.dim, False)
 
-    def forward(self, x_BTD: Tensor, rope: Rope) -> Tensor:
-        """Mix each position of `x_BTD` with itself and the earlier ones."""
+    def forward(self, x_BTD: Tensor, rope: Rope, mask_B1TT: Tensor | None = None) -> Tensor:
+        """Mix each position of `x_BTD` with itself and the earlier ones, or those of a mask."""
         batch, length, _ = x_BTD.shape
         qkv_BTHE = self.qkv(x_BTD).view(batch, length, -1, self.head_dim)
         rotated, value = qkv_BTHE.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
@@ -192,7 +196,8 @@ class Attention(nn.Module):
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask_B1TT,
+            is_causal=mask_B1TT is None,
             enable_gqa=self.kv_heads != self.num_heads,
         )
         return cast(Tensor, self.out(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1)))
@@ -222,14 +227,20 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, rope: Rope) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: Rope, mask_B1TT: Tensor | None = None) -> Tensor:
         """Return the residual stream after the block."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask_B1TT)
         return cast(Tensor, x_BTD + self.ffn(self.ffn_norm(x_BTD)))
 
 
 class Decoder(nn.Module):
     """A decoder-only transformer; the module docstring lists its sources."""
+
+    recomputes: bool = False
+    """Whether blocks compute their activations again in the backward pass, to save memory."""
+    document_end: int | None = None
+    """Token that ends a document and begins the next one, which attends to nothing before it; None
+    takes a sequence for one document."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Draw fresh weights from torch's current random state."""
@@ -262,16 +273,124 @@ class Decoder(nn.Module):
         Returns:
             Logits `(B, T, V)`, or the mean cross-entropy in nats as a float32 scalar.
         """
+        mask_B1TT = None
+        if self.document_end is not None:
+            mask_B1TT = same_document(tokens_BT, self.document_end)
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD, self.rope)
-        logits_BTV = cast(Tensor, self.head(self.norm(x_BTD)))
-        return logits_BTV if targets_BT is None else cross_entropy(logits_BTV, targets_BT)
+            if self.recomputes and torch.is_grad_enabled():
+                # The blocks draw no random numbers.
+                x_BTD = cast(
+                    Tensor,
+                    checkpoint(
+                        block,
+                        x_BTD,
+                        self.rope,
+                        mask_B1TT,
+                        use_reentrant=False,
+                        preserve_rng_state=False,
+                    ),
+                )
+            else:
+                x_BTD = block(x_BTD, self.rope, mask_B1TT)
+        x_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return cast(Tensor, self.head(x_BTD))
+        return loss_after(self.head, x_BTD, targets_BT, width=self.config.vocab_size)
+
+
+def same_document(tokens_BT: Tensor, end: int) -> Tensor:
+    """Return which positions each one attends to, bool `(B, 1, T, T)`: earlier, same document.
+
+    The end of a document is predicted from it, and is itself the first position of the next one: so
+    every target counts, and none is predicted from another document.
+    """
+    document_BT = (tokens_BT == end).cumsum(1, dtype=torch.int32)
+    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    return same_BTT.tril()[:, None]
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats, computed in float32."""
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+    return loss_after(nn.Identity(), logits_BTV, targets_BT, width=logits_BTV.shape[-1])
+
+
+def loss_after(head: nn.Module, x_BTD: Tensor, targets_BT: Tensor, *, width: int) -> Tensor:
+    """Return the mean cross-entropy in nats of the logits that a head gives.
+
+    If the logits are more than `LOGITS` values, only those of some positions exist at a time: they
+    are computed again in the backward pass. This costs one more product by the head.
+
+    Args:
+        head: gives `(..., width)` for `(..., D)`, each position by itself.
+        x_BTD: what goes into the head.
+        targets_BT: int64.
+        width: V.
+    """
+    x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+    if len(targets_N) * width <= LOGITS:
+        return F.cross_entropy(head(x_BTD).float().flatten(0, 1), targets_N)
+    rows = max(1, LOGITS // width)
+    total = torch.zeros((), device=x_ND.device)
+    for x_RD, targets_R in zip(torch.split(x_ND, rows), torch.split(targets_N, rows), strict=True):
+        if torch.is_grad_enabled():
+            part = cast(
+                Tensor,
+                checkpoint(
+                    _summed,
+                    head,
+                    x_RD,
+                    targets_R,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                ),
+            )
+        else:
+            part = _summed(head, x_RD, targets_R)
+        total = total + part
+    return total / len(targets_N)
+
+
+def _summed(head: nn.Module, x_RD: Tensor, targets_R: Tensor) -> Tensor:
+    return F.cross_entropy(head(x_RD).float(), targets_R, reduction="sum")
+
+
+def separate_documents(model: nn.Module, end: int | None) -> None:
+    """Let no document attend to another one in its sequence.
+
+    Raises:
+        ModelError: the model is a custom one, or the tokenizer has no token that ends a document.
+    """
+    if not isinstance(model, Decoder):
+        raise ModelError(
+            "data.packing = 'documents' is for the built-in models: a custom model sees the end "
+            "of a document in its tokens, and masks what it attends to itself; remove the setting"
+        )
+    if end is None:
+        raise ModelError(
+            "data.packing = 'documents' needs a tokenizer that ends documents with a token of its "
+            "own, and this one has none; remove the setting"
+        )
+    model.document_end = end
+
+
+def can_recompute(model: nn.Module) -> bool:
+    """Return whether `recompute_activations` changes anything in a model."""
+    return isinstance(model, Decoder) or callable(
+        getattr(model, "gradient_checkpointing_enable", None)
+    )
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Keep only the inputs of blocks for the backward pass, which then takes a forward pass more.
+
+    Built-in models and those of `transformers` can; others stay as they are.
+    """
+    if isinstance(model, Decoder):
+        model.recomputes = True
+    elif can_recompute(model):
+        enable = cast("Callable[..., None]", model.gradient_checkpointing_enable)
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def preset(
@@ -392,7 +511,7 @@ def build(
         model = _call_custom(custom, function, keywords)
         _check_parameters(custom, model)
         if takes_tokens:
-            _check_on_tokens(custom, model, vocab_size, seq_len)
+            _check_shapes(custom, model, seq_len)
         return model
 
 
@@ -514,9 +633,40 @@ def _check_parameters(custom: str, model: nn.Module) -> None:
         raise ModelError(f"model {custom!r} must have trainable parameters, all floating-point")
 
 
-def _check_on_tokens(custom: str, model: nn.Module, vocab_size: int, seq_len: int) -> None:
-    """Run one tiny forward and backward pass; raise ModelError if it breaks the contract."""
-    tokens_BT = torch.arange(2 * min(seq_len, 8)).view(2, -1) % vocab_size
+def _check_shapes(custom: str, model: nn.Module, seq_len: int) -> None:
+    """Raise ModelError if a model's result has a shape that breaks the contract.
+
+    A copy without values computes it. Any other failure means nothing yet: some kernels run on a
+    GPU only, and some results depend on values.
+    """
+    tokens_BT = torch.zeros(2, min(seq_len, 8), dtype=torch.int64, device="meta")
+    try:
+        empty = copy.deepcopy(model, _without_values(model))
+        with torch.no_grad():
+            loss_of(empty, tokens_BT, tokens_BT)
+    except ModelError as error:
+        raise ModelError(f"model {custom!r}: {error}") from error
+    except Exception:
+        return  # `expect_runs` reports it, on the device of a peer that trains
+
+
+def _without_values(model: nn.Module) -> dict[int, Any]:
+    """Return what `deepcopy` takes instead of each parameter and buffer."""
+    memo: dict[int, Any] = {id(value): value.to("meta") for value in model.buffers()}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+    return memo
+
+
+def expect_runs(
+    custom: str, model: nn.Module, device: torch.device, *, vocab_size: int, seq_len: int
+) -> None:
+    """Run one tiny forward and backward pass of a custom model on the device that it is on.
+
+    Raises:
+        ModelError: it breaks the contract.
+    """
+    tokens_BT = (torch.arange(2 * min(seq_len, 8)).view(2, -1) % vocab_size).to(device)
     try:
         loss = loss_of(model, tokens_BT, tokens_BT)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -15,18 +15,15 @@ A reader MUST compare the digest before it uses a value, and MUST refuse another
 Errors are `SavedStateError`.
 """
 
-import errno
 import hashlib
 import json
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -34,11 +31,26 @@ from atoll.peer.errors import SavedStateError
 
 FORMAT = "atoll-saved-1"
 
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of the dtypes in a safetensors file."""
+
 
 def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
     """Write a tree of dicts, lists, numbers, strings, bytes and tensors.
 
-    The old file stays in place until the new one is on disk.
+    The old file stays in place until the new one is on disk. Nothing is copied but what lies on
+    another device, a tensor at a time: nobody may change the tree meanwhile.
 
     Args:
         path: file to write; its folder must exist.
@@ -50,7 +62,9 @@ def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
         TypeError: the tree holds a value of another type.
         OSError: the file cannot be written, for example because the disk is full.
     """
-    write(path, copied(tree), kind=kind, run=run)
+    tensors: dict[str, Tensor] = {}
+    whole = Copied(text=json.dumps(_pack(tree, tensors)), tensors=tensors)
+    write(path, whole, kind=kind, run=run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +74,26 @@ class Copied:
     text: str
     """the tree as JSON, without its tensors"""
     tensors: Mapping[str, Tensor]
-    """copies on the CPU, by name"""
+    """by name"""
 
 
-def copied(tree: Mapping[str, Any]) -> Copied:
-    """Copy a tree; raise TypeError if it holds a value of another type than `save` takes."""
+def copied(tree: Mapping[str, Any], *, constant: Sequence[Tensor] = ()) -> Copied:
+    """Copy a tree to the CPU.
+
+    Args:
+        tree: tree to copy, as `save` takes it.
+        constant: tensors of the tree on the CPU that nobody ever changes; they are not copied.
+
+    Raises:
+        TypeError: the tree holds a value of another type.
+    """
     tensors: dict[str, Tensor] = {}
-    return Copied(text=json.dumps(_pack(tree, tensors)), tensors=tensors)
+    text = json.dumps(_pack(tree, tensors))
+    kept = {id(tensor) for tensor in constant}
+    for name, tensor in tensors.items():
+        if id(tensor) not in kept:
+            tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    return Copied(text=text, tensors=tensors)
 
 
 def write(path: Path, copy: Copied, *, kind: str, run: str) -> None:
@@ -75,11 +102,13 @@ def write(path: Path, copy: Copied, *, kind: str, run: str) -> None:
     metadata["sha256"] = _digest(metadata, copy.tensors)
     partial = path.with_name(path.name + ".partial")
     try:
-        safetensors.torch.save_file(dict(copy.tensors), partial, metadata)
-        _sync(partial)
+        with partial.open("wb") as file:
+            _write(file, metadata, copy.tensors)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
-    except safetensors.SafetensorError as error:
-        raise _os_error(error, path) from None
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
     _sync(path.parent)  # the folder holds the name
@@ -119,11 +148,32 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise SavedStateError(f"{path} is damaged ({error}); move it away") from error
 
 
-def _os_error(error: safetensors.SafetensorError, path: Path) -> OSError:
-    # safetensors reports the system's error number only in its text: '... (os error 28)'.
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    number = int(found[1]) if found else errno.EIO
-    return OSError(number, os.strerror(number) if found else str(error), str(path))
+def _write(file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, a tensor at a time: the library makes bytes of all of them first.
+
+    The widest values come first, so that each tensor is aligned.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), int(name)))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {
+            "dtype": DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(_raw(tensors[name]))
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor; it lies on the CPU in one piece, or is copied there."""
+    on_cpu = tensor.detach().cpu().contiguous()
+    return on_cpu.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
@@ -133,7 +183,7 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors, key=int):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_raw(tensor))
     return digest.hexdigest()
 
 
@@ -147,8 +197,10 @@ def _sync(path: Path) -> None:
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401 - a tree of anything
     if isinstance(value, Tensor):
+        if value.dtype not in DTYPES:
+            raise TypeError(f"cannot save a tensor of {value.dtype}")
         name = str(len(tensors))
-        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        tensors[name] = value
         return {"tensor": name}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}

@@ -14,7 +14,12 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.errors import SetupError
 from atoll.peer.training.data.tokens import Tokenizer
 from atoll.peer.training.permission import Allowed, with_own_files
-from atoll.peer.training.trainer import build_model, expect_params, open_tokenizer
+from atoll.peer.training.trainer import (
+    build_model,
+    expect_params,
+    open_tokenizer,
+    separate_documents,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,7 @@ def load_checkpoint(
     opened = open_tokenizer(spec, allowed)
     expect_params(spec, opened.vocab_size, checkpoint.layout.numel)
     model = build_model(spec, opened.vocab_size, allowed)
+    separate_documents(spec, model, opened)
     checkpoint.layout.load_(model, checkpoint.params_N)
     return Trained(model=model, spec=spec, tokenizer=opened, position=checkpoint.position)
 

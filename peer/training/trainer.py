@@ -31,7 +31,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from atoll.coordinator.run.spec import RunSpec
@@ -43,6 +42,7 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
+from atoll.peer.training.data.prefetch import Prefetched
 from atoll.peer.training.data.remarks import Remark, expect_text, remarks
 from atoll.peer.training.devices import Device
 from atoll.peer.training.hf import lora
@@ -142,6 +142,7 @@ class Trainer:
         self.corpus = corpus or open_corpus(spec, allowed)
         if model is None:
             model = build_model(spec, self.corpus.tokenizer.vocab_size, allowed)
+        separate_documents(spec, model, self.corpus.tokenizer)
         self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
         self.learner = Learner(
             model,
@@ -150,11 +151,22 @@ class Trainer:
             total_steps=self.timetable.total_steps,
             optimizer=method.inner,
         )
-        self._stream = self.corpus.stream(
-            seed=spec.run.seed,
-            peer_id=self.options.peer_id,
-            batch_size=spec.inner.batch_size,
-            seq_len=spec.data.seq_len,
+        if spec.model.custom is not None:
+            with self.device.autocast():
+                models.expect_runs(
+                    spec.model.custom,
+                    model,
+                    self.device.device,
+                    vocab_size=self.corpus.tokenizer.vocab_size,
+                    seq_len=spec.data.seq_len,
+                )
+        self._stream = Prefetched(
+            self.corpus.stream(
+                seed=spec.run.seed,
+                peer_id=self.options.peer_id,
+                batch_size=spec.inner.batch_size,
+                seq_len=spec.data.seq_len,
+            )
         )
         self._reducer = WatchedReducer(reducer, self._committed)
         at = self.options.position
@@ -217,8 +229,10 @@ class Trainer:
 
         Raises:
             TrainingFailed: `MAX_DROPPED` windows in a row ended in non-finite numbers.
+            DeviceError: the device does not hold a single sequence.
             OSError: the state cannot be saved.
         """
+        self.device.activate()
         try:
             while not self._stopping.is_set() and not self.finished:
                 self.step()
@@ -229,6 +243,7 @@ class Trainer:
             if self.options.state_path is not None:
                 self.save(self.options.state_path)
         finally:
+            self._stream.close()
             self._writer.shutdown()
             self._publish(phase=TrainerPhase.FINISHED if self.finished else TrainerPhase.STOPPED)
 
@@ -246,11 +261,11 @@ class Trainer:
         self._size_window()
         # Dropout of this step follows from its name, so a restart repeats it.
         name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
-        torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         inner = self.spec.inner
         batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
         began_s, apart_s = self.options.clock(), self._apart_s()
-        gradient = self.learner.gradient(batches, step=self.schedule_step)
+        gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
         self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
         self._progress.since_commit += 1
@@ -310,7 +325,10 @@ class Trainer:
         """
         if self._evaluator is None or self._evaluator.num_batches != batches:
             self._evaluator = Evaluator(
-                self.learner.model, validation(self.spec, self.corpus, batches), self.device
+                self.learner.model,
+                validation(self.spec, self.corpus, batches),
+                self.device,
+                fit=lambda: self.learner.fit,
             )
         params_N = self.worker.synced_N if params_N is None else params_N
         return self._evaluator.loss(params_N, between=between)
@@ -325,6 +343,7 @@ class Trainer:
         return {
             "peer_id": self.options.peer_id,
             "worker": worker,
+            "learner": self.learner.state_dict(),
             "stream": self._stream.state_dict(),
             "progress": vars(self._progress).copy(),
             "valid": [self._statistics.valid_loss, self._statistics.valid_position],
@@ -361,6 +380,8 @@ class Trainer:
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             self._progress = before
             raise SavedStateError(f"the saved state does not fit this model: {error}") from error
+        if "learner" in state:  # older states have none
+            self.learner.load_state_dict(state["learner"])
         self._stream.load_state_dict(state["stream"])
         valid_loss, valid_position = state["valid"]
         self._recent.clear()
@@ -371,7 +392,7 @@ class Trainer:
         return {name: param.detach() for name, param in named if not param.requires_grad}
 
     def save(self, path: Path) -> None:
-        """Write the state to a file, atomically.
+        """Write the state to a file, atomically; training stands still meanwhile.
 
         Raises:
             OSError: the file cannot be written; an older one remains intact.
@@ -501,7 +522,9 @@ class Trainer:
     def _begin_save(self, path: Path) -> None:
         """Copy the state; another thread writes it while training goes on."""
         began_s = self.options.clock()
-        copy, run = saved.copied(self.state_dict()), self.spec.digest()
+        state, run = self.state_dict(), self.spec.digest()
+        # A commit replaces the synced parameters, and changes none.
+        copy = saved.copied(state, constant=[state["worker"]["synced_N"]])
         self._saving = self._writer.submit(self._write, path, copy, run, began_s)
         self._saved_at_s = self.options.clock()
         self._save_s += self._saved_at_s - began_s
@@ -701,6 +724,12 @@ def build_model(
     )
     begin_(model, spec, files=allowed.files, is_first=is_first)
     return model
+
+
+def separate_documents(spec: RunSpec, model: nn.Module, tokenizer: data.Tokenizer) -> None:
+    """Let a model tell documents apart if the run packs them so; raise ModelError if it cannot."""
+    if spec.data.packing == "documents":
+        models.separate_documents(model, tokenizer.end_token)
 
 
 def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> OuterState:

@@ -24,6 +24,7 @@ from atoll.peer.training.data.documents import (
     TextDigest,
     goes_to_validation,
 )
+from atoll.peer.training.data.shards import TokenFiles
 from atoll.peer.training.data.tokens import Tokenizer, Tokens
 
 SPOOL_BYTES = 1 << 30  # more tokens than this move from memory to an unnamed temporary file
@@ -106,7 +107,7 @@ class _TokenSpool:
 
 
 class LocalCorpus(Corpus):
-    """Text that is read and tokenised as a whole.
+    """Text that is read and tokenised as a whole, or was before.
 
     Training draws sequences at random offsets, with replacement; a sequence may span documents.
     """
@@ -114,8 +115,8 @@ class LocalCorpus(Corpus):
     def __init__(
         self,
         *,
-        train_N: Tokens,
-        valid_N: Tokens,
+        train_N: Tokens | TokenFiles,
+        valid_N: Tokens | TokenFiles,
         tokenizer: Tokenizer,
         summary: TextSummary | None = None,
     ) -> None:
@@ -194,7 +195,9 @@ def _split_once(
     return all_N[:cut], all_N[cut:]
 
 
-def even_windows(tokens_N: Tokens, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
+def even_windows(
+    tokens_N: Tokens | TokenFiles, batches: int, batch_size: int, seq_len: int
+) -> list[Tensor]:
     """Return batches `(B, T + 1)` of sequences spaced evenly over the tokens."""
     last = len(tokens_N) - (seq_len + 1)
     starts = np.linspace(0, last, batches * batch_size).astype(np.int64)
@@ -204,7 +207,7 @@ def even_windows(tokens_N: Tokens, batches: int, batch_size: int, seq_len: int) 
     ]
 
 
-def _gather(tokens_N: Tokens, starts_B: np.ndarray[Any, Any], seq_len: int) -> Tensor:
+def _gather(tokens_N: Tokens | TokenFiles, starts_B: np.ndarray[Any, Any], seq_len: int) -> Tensor:
     places_BT = starts_B[:, None] + np.arange(seq_len + 1)
     return torch.from_numpy(tokens_N[places_BT].astype(np.int64))
 
@@ -216,7 +219,9 @@ def stream_key(seed: int, peer_id: str) -> int:
 
 
 class _RandomWindows(TokenStream):
-    def __init__(self, tokens_N: Tokens, key: int, batch_size: int, seq_len: int) -> None:
+    def __init__(
+        self, tokens_N: Tokens | TokenFiles, key: int, batch_size: int, seq_len: int
+    ) -> None:
         self._tokens_N, self._key = tokens_N, key
         self._batch_size, self._seq_len = batch_size, seq_len
         self._batches = 0

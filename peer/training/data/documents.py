@@ -5,6 +5,7 @@ Sources:
     stdlib      source of the Python standard library, without tests and generated tables
     a file      text, `.jsonl` (one object per line, the text in `text_field`) or `.parquet`
     a folder    the text, jsonl and parquet files under it, except hidden ones
+    shards      a folder of tokens (`atoll.peer.training.data.shards`); they hold no documents
 
 Text and jsonl files may be compressed (`.gz`, `.bz2`, `.xz`); their documents have the names that
 they have without. Other compressed files and archives are binary files, and no binary file is read.
@@ -27,6 +28,7 @@ from typing import IO, Any, cast
 
 from atoll.peer.errors import DataError
 from atoll.peer.extras import extra
+from atoll.peer.training.data.shards import is_shards, read_header
 
 STDLIB = "stdlib"
 NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -106,8 +108,13 @@ def expect_no_arrow(path: Path) -> None:
 def text_digest(source: str, *, format: str = "auto", text_field: str = "text") -> str:
     """Return the digest of a local text, in hex.
 
+    That of shards is what they were made of; empty if they do not state it.
+
     Args, raises: as `documents`.
     """
+    if is_shards(source):
+        text = read_header(Path(source).expanduser()).get("text", {})
+        return str(text.get("sha256", ""))
     digest = TextDigest()
     for document in documents(source, format=format, text_field=text_field):
         digest.add(document)
@@ -115,13 +122,13 @@ def text_digest(source: str, *, format: str = "auto", text_field: str = "text") 
 
 
 def text_size(source: str) -> int:
-    """Return the size in bytes of a local source's files, as they are on the disk.
+    """Return the size in bytes of a local source's files, as they are on the disk; 0 of shards.
 
     Raises:
         DataError: there is no such file or folder.
     """
-    if source == STDLIB:
-        return 0  # some 10 MB
+    if source == STDLIB or is_shards(source):
+        return 0  # some 10 MB; nobody reads all of the shards
     expect_source(source)
     path = Path(source).expanduser()
     return sum(file.stat().st_size for file in ([path] if path.is_file() else _visible_files(path)))

@@ -2,7 +2,7 @@
 
 Each peer draws its own stream and can resume it exactly. The text comes from files on this machine
 (`documents.py`) or from a Hugging Face data set in streaming mode (`hub.py`): `hf:NAME`, or the
-bare name with the format `hf`.
+bare name with the format `hf`. Text that was tokenised before comes from shards (`shards.py`).
 
 Tokens are bytes, with a zero byte at the end of each document, or those of a `tokenizers` JSON
 file, with its end token if it has one (`tokens.py`). A hash of its name decides whether a document
@@ -10,8 +10,11 @@ is used for validation, so the split is the same on every machine. A corpus of t
 uses its tail instead (`corpus.py`).
 """
 
+from pathlib import Path
+from typing import Any
+
 from atoll.peer.errors import DataError
-from atoll.peer.training.data.corpus import Corpus, LocalCorpus, TokenStream
+from atoll.peer.training.data.corpus import Corpus, LocalCorpus, TextSummary, TokenStream
 from atoll.peer.training.data.documents import (
     Document,
     Found,
@@ -20,6 +23,7 @@ from atoll.peer.training.data.documents import (
     goes_to_validation,
 )
 from atoll.peer.training.data.hub import HUB, HubCorpus
+from atoll.peer.training.data.shards import is_shards, open_part, read_header
 from atoll.peer.training.data.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 
 __all__ = [
@@ -54,7 +58,7 @@ def open_corpus(
     """Open the text of a run.
 
     Args:
-        source: `"stdlib"`, a file, a folder or `"hf:NAME"`.
+        source: `"stdlib"`, a file, a folder (of text, or of shards) or `"hf:NAME"`.
         format: one of `FORMATS`, for files and folders.
         tokenizer: `"bytes"` or the path of a `tokenizers` JSON file.
         tokenizer_sha256: digest of that file, in hex; None accepts any.
@@ -81,6 +85,8 @@ def open_corpus(
             public=public,
         )
     expect_source(source)
+    if is_shards(source):
+        return _open_shards(Path(source).expanduser(), opened, min_tokens=seq_len + 1)
     found = Found()
     try:
         return LocalCorpus.read(
@@ -95,3 +101,32 @@ def open_corpus(
         raise DataError(f"data source {source!r}: {error}{skipped}") from error
     except OSError as error:
         raise DataError(f"data source {source!r} cannot be read: {error}") from error
+
+
+def _open_shards(folder: Path, tokenizer: Tokenizer, *, min_tokens: int) -> Corpus:
+    header = read_header(folder)
+    if header["vocab_size"] != tokenizer.vocab_size:
+        raise DataError(
+            f"the shards in {folder} are of a tokenizer of {header['vocab_size']} tokens, and the "
+            f"run's has {tokenizer.vocab_size}; write them again with the run's"
+        )
+    train, valid = (open_part(folder, header, part) for part in ("train", "valid"))
+    if min(len(train), len(valid)) < min_tokens:
+        raise DataError(
+            f"expected at least {min_tokens} tokens each for training and validation in the shards "
+            f"in {folder}, got {len(train)} and {len(valid)}; add shards or reduce seq_len"
+        )
+    text: dict[str, Any] = header.get("text", {})
+    summary = TextSummary(
+        files=_count(text.get("files")),
+        num_bytes=_count(text.get("num_bytes")),
+        train_tokens=len(train),
+        valid_tokens=len(valid),
+        sha256=str(text.get("sha256", "")),
+        not_read=str(text.get("not_read", "")),
+    )
+    return LocalCorpus(train_N=train, valid_N=valid, tokenizer=tokenizer, summary=summary)
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int else 0

@@ -97,6 +97,8 @@ def test_all_problems_are_listed_with_their_lines() -> None:
         ("[model]\ncustom = 'model'", "'module:function'"),
         ("[compression]\ncodec = 'in8'", "int8"),
         ("[data]\nformat = 'csv'", "'parquet'"),
+        ("[data]\npacking = 'documents'\n[model]\ncustom = 'm:f'", "is for the built-in models"),
+        ("[inner]\nstate = '8bit'\n[outer]\nmethod = 'muloco'", "'muloco' trains with muon"),
         ("[inner]\nlr = nan", "finite"),
         ("[inner]\nlr = '0.1'", "number"),
         ("run = 3", "expected a section such as [run], got 3"),
@@ -246,6 +248,18 @@ def test_digests_are_part_of_the_run_only_if_they_are_there() -> None:
 def test_digests_that_fit_nothing_are_refused(section: dict[str, Any], told: str) -> None:
     with pytest.raises(SpecError, match=told):
         RunSpec.from_dict(section)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"), [("data", "packing", "documents"), ("inner", "state", "8bit")]
+)
+def test_a_later_setting_is_part_of_the_run_only_if_it_is_made(
+    section: str, key: str, value: str
+) -> None:
+    before, after = RunSpec(), RunSpec.from_dict({section: {key: value}})
+    assert f'"{key}":'.encode() not in before.canonical()
+    assert RunSpec.from_json(after.canonical()) == after
+    assert after.digest() != before.digest()
 
 
 def test_liars_are_tolerated_only_among_keepers() -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import json
 import re
@@ -13,6 +14,7 @@ from atoll.peer.errors import DataError, ExtraMissing
 from atoll.peer.training.data import corpus as corpus_module
 from atoll.peer.training.data import documents
 from atoll.peer.training.data import load as data
+from atoll.peer.training.data.prefetch import Prefetched
 from atoll.peer.training.data.remarks import expect_text, remarks
 
 WORDS = ["the sea", "a low island", "closed ring", "of coral", "round a lagoon"]
@@ -489,6 +491,18 @@ def test_a_streamed_data_set_resumes_exactly(hub):
     after = stream(opened(hub))
     after.load_state_dict(state)
     assert all(torch.equal(after.next_batch(), batch) for batch in expected[25:])
+
+
+def test_a_streamed_data_set_is_drawn_ahead_in_the_same_order(hub):
+    plain = stream(opened(hub))
+    expected = [plain.next_batch() for _ in range(60)]  # more than one pass
+    with contextlib.closing(Prefetched(stream(opened(hub)))) as ahead:
+        assert all(torch.equal(ahead.next_batch(), batch) for batch in expected[:25])
+        state = json.loads(json.dumps(ahead.state_dict()))
+    with contextlib.closing(Prefetched(stream(opened(hub)))) as ahead:
+        ahead.next_batch()
+        ahead.load_state_dict(state)
+        assert all(torch.equal(ahead.next_batch(), batch) for batch in expected[25:])
 
 
 def test_a_streamed_data_set_starts_again_at_its_end(hub):

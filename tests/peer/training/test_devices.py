@@ -1,10 +1,11 @@
+import contextlib
 import re
 
 import pytest
 import torch
 
 from atoll.peer.errors import DeviceError
-from atoll.peer.training.devices import Device
+from atoll.peer.training.devices import PRECISIONS, Device, is_out_of_memory
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def no_accelerator(monkeypatch):
 def one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
 
 
 def test_auto_is_the_cpu_where_there_is_nothing_else(no_accelerator):
@@ -55,16 +56,75 @@ def test_a_second_gpu_that_is_not_there_is_refused(one_gpu):
         Device.choose("cuda:1")
 
 
-def test_an_old_gpu_falls_back_or_says_so(one_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    assert Device.choose().precision == "float32"
-    with pytest.raises(DeviceError, match="cuda has no bfloat16; set precision to float32"):
+@pytest.mark.parametrize(
+    ("capability", "precision"), [((7, 5), "float16"), ((7, 0), "float16"), ((6, 1), "float32")]
+)
+def test_an_old_gpu_takes_what_it_computes_in(one_gpu, monkeypatch, capability, precision):
+    def is_supported(including_emulation):
+        return including_emulation  # every card emulates
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert Device.choose().precision == precision
+    with pytest.raises(DeviceError, match="cuda does not compute in bfloat16; set precision to au"):
         Device.choose(precision="bfloat16")
 
 
+def test_a_second_gpu_is_asked_itself_and_becomes_the_current_one(one_gpu, monkeypatch):
+    current = [torch.device("cuda:0")]
+
+    @contextlib.contextmanager
+    def on(device):
+        before, current[0] = current[0], device
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: current[0].index == 1
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    assert Device.choose("cuda:0").precision == "float16"
+    second = Device.choose("cuda:1")
+    assert second.precision == "bfloat16"
+    assert current == [torch.device("cuda:0")]
+    second.activate()
+    assert current == [torch.device("cuda:1")]
+
+
 def test_an_unknown_precision_is_refused():
-    with pytest.raises(DeviceError, match="unknown precision 'float16'; expected one of auto"):
-        Device.choose("cpu", "float16")
+    with pytest.raises(DeviceError, match="unknown precision 'float8'; expected one of auto"):
+        Device.choose("cpu", "float8")
+
+
+def test_only_float16_needs_a_scaled_loss():
+    scalers = {name: Device.choose("cpu", name).scaler() for name in PRECISIONS}
+    assert [name for name, scaler in scalers.items() if scaler is not None] == ["float16"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 8.77 GB)"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_a_device_without_memory_is_told_from_other_errors(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_this_machine_says_it_in_these_words():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
 
 
 def test_autocast_lowers_products_only():

@@ -51,10 +51,10 @@ class Seen:
         self.trainer, self.schedule, self.windows = trainer, [], []
         gradient = trainer.learner.gradient
 
-        def noted(batches, *, step):
+        def noted(batches, *, step, seed):
             self.schedule.append(step)
             self.windows.append(trainer.worker.inner_steps)
-            return gradient(batches, step=step)
+            return gradient(batches, step=step, seed=seed)
 
         trainer.learner.gradient = noted
 

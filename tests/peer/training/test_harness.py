@@ -101,4 +101,4 @@ def test_a_missing_harness_is_said_with_its_cure(tmp_path, monkeypatch, capsys):
         lambda *a, **k: types.SimpleNamespace(spec=spec_of(), position=0),
     )
     assert cli.main(["eval", "x.safetensors", "--tasks", "coral"]) == 2
-    assert 'pip install "atoll[eval]"' in capsys.readouterr().err
+    assert "pip install lm-eval" in capsys.readouterr().err

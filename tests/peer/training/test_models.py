@@ -201,6 +201,14 @@ def images(channels=3): return nn.Conv2d(channels, 4, 3)
 def pixels(*, vocab_size, seq_len): return nn.Conv2d(3, 4, 3)
 @model(tokens=False)
 def constant(): return nn.Identity()
+class Kernel(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, 8)
+    def forward(self, tokens_BT):
+        raise RuntimeError("FlashAttention only supports CUDA")
+@model
+def kernel(*, vocab_size, seq_len): return Kernel(vocab_size)
 @model
 def raises(*, vocab_size, seq_len): raise RuntimeError("no weights here")
 number = 3
@@ -253,9 +261,31 @@ def test_a_model_without_tokens_needs_parameters(custom):
         custom("my_models:constant", own_loop=True)
 
 
+def run_on_cpu(model):
+    models.expect_runs("my_models:f", model, torch.device("cpu"), vocab_size=64, seq_len=16)
+
+
 def test_a_model_that_fails_on_tokens_names_the_mark(custom):
+    model = custom("my_models:pixels", own_loop=True)  # its own loop may give it pixels
     with pytest.raises(ModelError, match=r"mark its function with @model\(tokens=False\)"):
-        custom("my_models:pixels", own_loop=True)
+        run_on_cpu(model)
+
+
+def test_a_model_that_runs_is_left_without_gradients(custom):
+    model = custom("my_models:logits")
+    run_on_cpu(model)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_building_a_model_runs_none_of_its_kernels(custom):
+    model = custom("my_models:kernel")
+    with pytest.raises(ModelError, match=r"failed on tokens of shape .*FlashAttention only"):
+        run_on_cpu(model)
+
+
+def test_a_result_of_another_shape_is_found_without_values(custom):
+    with pytest.raises(ModelError, match="must return a scalar, got shape"):
+        custom("my_models:vector")
 
 
 def test_targets_may_be_called_labels():
@@ -289,7 +319,7 @@ def test_a_custom_model_is_seeded(custom):
 )
 def test_a_custom_model_that_breaks_the_contract_is_refused(custom, name, message):
     with pytest.raises(ModelError, match=re.escape(message)):
-        custom(name)
+        run_on_cpu(custom(name))
 
 
 def test_custom_overrides_that_the_function_lacks_are_named(custom):
@@ -312,3 +342,127 @@ def test_the_number_of_parameters_is_known_without_the_model(name, changes):
     with torch.device("meta"):
         model = models.Decoder(config)
     assert config.num_params == sum(param.numel() for param in model.parameters())
+
+
+# --- less memory
+
+
+def gradients(model, change=lambda model: None, batch=None):
+    change(model)
+    tokens_BT = tokens() if batch is None else batch
+    loss = models.loss_of(model, tokens_BT[:, :-1], tokens_BT[:, 1:])
+    loss.backward()
+    return [loss.detach(), *(param.grad for param in model.parameters())]
+
+
+def expect_close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("logits", [64, 64 * 7, 1])
+def test_a_loss_in_parts_has_the_gradient_of_the_whole(monkeypatch, logits, tied):
+    expected = gradients(small(tied=tied))
+    monkeypatch.setattr(models, "LOGITS", logits)
+    expect_close(gradients(small(tied=tied)), expected)
+
+
+def test_a_loss_in_parts_never_holds_all_logits(monkeypatch):
+    def sizes_in(model):
+        sizes = []
+
+        def keep(value):
+            sizes.append(value.numel())
+            return value
+
+        model.head.register_forward_hook(lambda module, args, out: sizes.append(out.numel()))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            gradients(model)
+        return sizes
+
+    whole = tokens()[:, 1:].numel() * 64
+    assert whole in sizes_in(small())
+    monkeypatch.setattr(models, "LOGITS", 5 * 64)
+    assert whole not in sizes_in(small())
+
+
+def test_a_custom_models_logits_are_widened_in_parts(monkeypatch, custom):
+    expected = gradients(custom("my_models:logits"))
+    monkeypatch.setattr(models, "LOGITS", 3 * 64)
+    expect_close(gradients(custom("my_models:logits")), expected)
+
+
+def test_a_loss_in_parts_needs_no_gradient(monkeypatch):
+    model = small()
+    with torch.no_grad():
+        expected = models.loss_of(model, tokens(), tokens())
+        monkeypatch.setattr(models, "LOGITS", 64)
+        torch.testing.assert_close(models.loss_of(model, tokens(), tokens()), expected)
+
+
+def test_recomputed_activations_give_the_same_bits():
+    kept, again = small(num_layers=3), small(num_layers=3)
+    calls = []
+    again.blocks[1].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    expected = gradients(kept)
+    found = gradients(again, models.recompute_activations)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert len(calls) == 2
+    assert models.can_recompute(again)
+
+
+def test_models_of_transformers_recompute_by_their_own_switch(custom):
+    given = []
+
+    class Causal(nn.Module):
+        def gradient_checkpointing_enable(self, **options):
+            given.append(options)
+
+    assert models.can_recompute(Causal())
+    models.recompute_activations(Causal())
+    assert given == [{"gradient_checkpointing_kwargs": {"use_reentrant": False}}]
+    plain = custom("my_models:logits")
+    assert not models.can_recompute(plain)
+    models.recompute_activations(plain)  # it stays as it is
+
+
+# --- documents that share a sequence
+
+END = 63
+
+
+def sequences_of(*documents):
+    """One sequence of documents, each with its end."""
+    return torch.tensor([[token for each in documents for token in (*each, END)]])
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1])
+def test_a_document_does_not_see_the_one_before(kv_heads):
+    model = small(num_kv_heads=kv_heads)
+    models.separate_documents(model, END)
+    first, second = sequences_of((1, 2, 3), (9, 8, 7)), sequences_of((4, 5, 6), (9, 8, 7))
+    with torch.no_grad():
+        one, other = model(first), model(second)
+        alone = model(sequences_of((), (9, 8, 7)))
+    torch.testing.assert_close(one[:, 3:], other[:, 3:])  # the end of the first begins the second
+    torch.testing.assert_close(one[:, 3:], alone, rtol=1e-4, atol=1e-6)  # RoPE is relative
+    assert not torch.allclose(one[:, :3], other[:, :3])
+    assert not torch.allclose(one[:, 4], model(first[:, 4:])[:, 0])  # it sees that end
+
+
+def test_documents_share_a_sequence_as_if_each_had_its_own():
+    model, documents = small(), ((1, 2, 3), (9, 8, 7), (5,))
+    models.separate_documents(model, END)
+    batch = sequences_of((), *documents)
+    shared = models.loss_of(model, batch[:, :-1], batch[:, 1:])
+    alone = [sequences_of((), each) for each in documents]
+    sums = [models.loss_of(model, b[:, :-1], b[:, 1:]) * (b.numel() - 1) for b in alone]
+    torch.testing.assert_close(shared, sum(sums) / (batch.numel() - 1))
+
+
+def test_documents_can_be_told_apart_only_by_built_in_models_with_an_end(custom):
+    with pytest.raises(ModelError, match="is for the built-in models"):
+        models.separate_documents(custom("my_models:logits"), END)
+    with pytest.raises(ModelError, match="needs a tokenizer that ends documents"):
+        models.separate_documents(small(), None)

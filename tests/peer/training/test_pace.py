@@ -33,9 +33,9 @@ class Clock:
     def charge(self, trainer, step_s, valid_s):
         gradient, evaluate = trainer.learner.gradient, trainer.evaluate
 
-        def timed_gradient(batches, *, step):
+        def timed_gradient(batches, *, step, seed):
             self.now_s += step_s
-            return gradient(batches, step=step)
+            return gradient(batches, step=step, seed=seed)
 
         def timed_evaluate(**_):
             self.now_s += valid_s
@@ -157,9 +157,9 @@ def test_a_step_in_which_the_machine_slept_asks_for_no_rest(corpus):
     trainer._stopping.wait = rested.append
     for step_s in [1.0, 1.0, 1.0, 3600.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]:
 
-        def timed(batches, *, step, step_s=step_s):
+        def timed(batches, *, step, seed, step_s=step_s):
             clock.now_s += step_s
-            return gradient(batches, step=step)
+            return gradient(batches, step=step, seed=seed)
 
         trainer.learner.gradient = timed
         trainer.step()

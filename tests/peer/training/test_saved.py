@@ -1,13 +1,17 @@
 import errno
+import json
 import math
 import resource
 import struct
+import tracemalloc
 
 import pytest
+import safetensors
 import torch
 
 from atoll.peer.errors import SavedStateError
 from atoll.peer.training import saved
+from support.accelerator import DEVICE, Accelerator
 
 TREE = {
     "numbers": [1, 2.5, -0.1, True, None, "text", math.inf],
@@ -128,3 +132,54 @@ def test_a_failed_save_leaves_the_old_file(path):
         saved.save(path, {1.5: 2}, kind="trainer", run="r1")
     assert equal(load(path), TREE)
     assert [p.name for p in path.parent.iterdir()] == ["state"]
+
+
+def test_the_file_is_a_safetensors_file_with_aligned_tensors(path):
+    with safetensors.safe_open(path, framework="pt") as file:
+        kinds = {name: file.get_tensor(name).dtype for name in file.keys()}
+    assert sorted(map(str, kinds.values())) == sorted(
+        ["torch.float32"] * 3 + ["torch.bool", "torch.bfloat16", "torch.int64"]
+    )
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    del header["__metadata__"]
+    assert length % 8 == 0
+    for entry in header.values():
+        width = {"F32": 4, "I64": 8, "BF16": 2, "BOOL": 1}[entry["dtype"]]
+        assert entry["data_offsets"][0] % width == 0
+
+
+def test_a_save_makes_no_second_copy_of_what_it_writes(tmp_path):
+    tree = {str(i): torch.ones(500_000) for i in range(8)}  # 16 MB
+    tracemalloc.start()
+    try:
+        saved.save(tmp_path / "state", tree, kind="k", run="r")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+    assert equal(saved.load(tmp_path / "state", kind="k", run="r"), tree)
+
+
+def test_a_copy_is_of_its_moment_and_shares_what_never_changes():
+    changes, stays = torch.ones(3), torch.ones(3)
+    copy = saved.copied({"changes": changes, "stays": stays}, constant=[stays])
+    changes.zero_()
+    assert torch.equal(copy.tensors["0"], torch.ones(3))
+    assert copy.tensors["1"].data_ptr() == stays.data_ptr()
+
+
+def test_a_tensor_of_a_kind_that_no_file_holds_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"cannot save a tensor of torch\.complex64"):
+        saved.save(tmp_path / "s", {"a": torch.zeros(1, dtype=torch.complex64)}, kind="k", run="r")
+
+
+def test_what_lies_on_a_device_is_saved_from_there(tmp_path):
+    with Accelerator() as accelerator:
+        tree = {"a": torch.arange(6.0).view(2, 3).to(DEVICE)}
+        saved.save(tmp_path / "s", tree, kind="k", run="r")
+        assert accelerator.copies == [6, 6]  # to hash it, and to write it
+        copy = saved.copied(tree)
+    assert type(copy.tensors["0"]) is torch.Tensor
+    found = saved.load(tmp_path / "s", kind="k", run="r")
+    assert torch.equal(found["a"], torch.arange(6.0).view(2, 3))

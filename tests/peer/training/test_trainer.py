@@ -14,15 +14,18 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.reducer import Commit
 from atoll.optim.state.layout import whole
-from atoll.peer.errors import SavedStateError
+from atoll.peer.daemon import process
+from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import learner, saved
 from atoll.peer.training.data import load as data
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import (
     MAX_DROPPED,
     MAX_SKIPS,
     Trainer,
     TrainerOptions,
     TrainingFailed,
+    first_state,
 )
 
 H = 4
@@ -72,8 +75,8 @@ def poison(trainer, *, steps, with_gradient=False):
     honest = trainer.learner.gradient
     left = iter(range(steps))
 
-    def gradient(batches, *, step):
-        found = honest(batches, step=step)
+    def gradient(batches, **options):
+        found = honest(batches, **options)
         if next(left, None) is None:
             return found
         for param in trainer.learner.model.parameters():
@@ -619,3 +622,77 @@ def test_a_run_that_ends_in_the_middle_of_a_window_ends_there(corpus):
     told = trainer.statistics()
     assert (told.phase, told.steps, told.position) == ("finished", 3, 6)
     assert told.valid_position == 6
+
+
+def test_documents_that_share_a_sequence_are_told_apart_if_the_run_says_so(corpus):
+    packed = make(corpus, make_spec(data={"packing": "documents"}))
+    assert packed.learner.model.document_end == corpus.tokenizer.end_token
+    packed.run()
+    assert packed.finished
+    assert make(corpus).learner.model.document_end is None
+
+
+def test_validation_and_saving_stay_within_their_budgets(corpus, tmp_path, monkeypatch):
+    now_s = [0.0]
+
+    def taking(seconds, result):
+        def take(*_, **__):
+            now_s[0] += seconds
+            return result
+
+        return take
+
+    trainer = make(
+        corpus,
+        make_spec(run={"rounds": 0}, outer={"inner_steps": 20}),
+        validate_every=1,
+        validate_share=process.VALIDATE_SHARE,
+        state_path=tmp_path / "state",
+        save_every_s=process.SAVE_EVERY_S,
+        clock=lambda: now_s[0],
+    )
+    trainer.learner.gradient = taking(2.0, learner.Gradient(loss=1.0, norm=1.0))
+    trainer.evaluate = taking(5.0, 2.0)
+    monkeypatch.setattr(saved, "copied", taking(4.0, None))
+    monkeypatch.setattr(saved, "write", taking(6.0, None))
+    counted = {"validations": set(), "saves": 0}
+    for _ in range(1500):
+        trainer.step()
+        trainer._save_when_due()
+        if trainer._saving is not None:
+            trainer._saving.result(30)  # on a clock of its own it would be written beside the steps
+            counted["saves"] += 1
+        counted["validations"].add(trainer.statistics().valid_position)
+    spent = trainer.time_spent()
+    trainer._writer.shutdown()
+    assert counted["saves"] >= 4
+    assert len(counted["validations"]) >= 5
+    assert spent.validate_s <= 0.01 * spent.total_s + 5.0  # and the first one
+    assert spent.save_s <= 0.02 * spent.total_s + 4.0
+    assert spent.utilisation > 0.95
+
+
+GPU_ONLY = """
+import torch
+from torch import nn
+from atoll.peer.training.models import model
+class Kernel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(256, 8)
+    def forward(self, tokens_BT):
+        raise RuntimeError("FlashAttention only supports CUDA")
+@model
+def build(*, vocab_size, seq_len):
+    return Kernel()
+"""
+
+
+def test_a_model_that_needs_a_gpu_begins_a_run_without_one(corpus, tmp_path, monkeypatch):
+    (tmp_path / "gpu_only.py").write_text(GPU_ONLY)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = make_spec(model={"custom": "gpu_only:build", "overrides": {}})
+    allowed = Allowed(models=frozenset({"gpu_only:build"}))
+    assert first_state(spec, allowed, own_loop=True).layout.numel == 256 * 8  # the coordinator's
+    with pytest.raises(ModelError, match=r"gpu_only:build' failed on tokens.*FlashAttention only"):
+        make(corpus, spec, allowed=allowed)

@@ -35,6 +35,7 @@ ROOMS = (
     "optim.schedules",
     "optim.log",
     "optim.inprocess",
+    "optim.ranks",
     "optim",
     "dht",
     "dht.testing",

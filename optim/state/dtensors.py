@@ -10,7 +10,7 @@ combinations of them over a mesh of several dimensions, as in HSDP.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
 
@@ -38,7 +38,7 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     _expect_values(tensor)
-    return cast(Tensor, tensor.full_tensor())
+    return tensor.full_tensor()
 
 
 def put_whole_(tensor: Tensor, values: Tensor) -> None:

@@ -154,7 +154,7 @@ class Layout:
         """
         spans = ((0, self.numel),) if spans is None else spans
         params_N = vectors.empty(sum(stop - start for start, stop in spans))
-        for param, runs in zip(self._parameters(module), self.runs(spans), strict=True):
+        for param, runs in zip(self.trained(module), self.runs(spans), strict=True):
             _copy_runs_(params_N, param.detach(), runs)
         return params_N
 
@@ -194,7 +194,7 @@ class Layout:
         spans = ((0, self.numel),) if spans is None else spans
         places = [
             (param.dtype, place)
-            for param, runs in zip(self._parameters(module), self.runs(spans), strict=True)
+            for param, runs in zip(self.trained(module), self.runs(spans), strict=True)
             for _, place in runs
         ]
         if all(dtype == torch.float32 for dtype, _ in places):
@@ -242,7 +242,7 @@ class Layout:
         Raises:
             LayoutError: when the module is not of this layout.
         """
-        for param, runs in zip(self._parameters(module), self.runs(spans), strict=True):
+        for param, runs in zip(self.trained(module), self.runs(spans), strict=True):
             for _, place in runs:
                 yield param, place
 
@@ -263,7 +263,7 @@ class Layout:
         """
         spans = ((0, self.numel),) if spans is None else spans
         grad_N = torch.zeros(sum(stop - start for start, stop in spans), dtype=torch.float32)
-        for param, runs in zip(self._parameters(module), self.runs(spans), strict=True):
+        for param, runs in zip(self.trained(module), self.runs(spans), strict=True):
             if param.grad is not None:
                 grad = param.grad.detach()
                 dense = grad if dtensors.is_dtensor(grad) else grad.to_dense()  # an embedding's
@@ -328,9 +328,14 @@ class Layout:
 
     def _pairs(self, vector_N: Tensor, module: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:
         """Pair each parameter of a module with its piece of a vector."""
-        return zip(self.split(vector_N), self._parameters(module), strict=True)
+        return zip(self.split(vector_N), self.trained(module), strict=True)
 
-    def _parameters(self, module: nn.Module) -> list[nn.Parameter]:
+    def trained(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of a module, in the order of the layout.
+
+        Raises:
+            LayoutError: when the module is not of this layout.
+        """
         dtensors.reshard(module)
         named = list(_trainable(module))
         found = tuple((name, tuple(param.shape)) for name, param in named)

@@ -13,13 +13,17 @@ from torch import distributed
 TIMEOUT_S = 120.0  # of all ranks together; a machine that is busy elsewhere is slow
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "atoll.optim", "torch.distributed.fsdp"])
+_context.set_forkserver_preload([__name__, "atoll.optim.ranks", "torch.distributed.fsdp"])
 
 
 def on_ranks(
-    world: int, function: Callable[..., object], *args: object, folder: Path
-) -> list[object]:
-    """Call `function(*args)` on each rank and return what each returned, by rank.
+    world: int,
+    function: Callable[..., object],
+    *args: object,
+    folder: Path,
+    dying: tuple[int, ...] = (),
+) -> None:
+    """Call `function(*args)` on each rank, and wait for all but those that are to die.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed.
@@ -31,15 +35,13 @@ def on_ranks(
         )
         for rank in range(world)
     ]
+    (folder / "rendezvous").unlink(missing_ok=True)
     for process in processes:
         process.start()
     try:
-        found: dict[int, object] = {}
-        while len(found) < world:
-            rank, is_fine, value = results.get(timeout=TIMEOUT_S)
-            assert is_fine, f"rank {rank}: {value}"
-            found[rank] = value
-        return [found[rank] for rank in range(world)]
+        for _ in range(world - len(dying)):
+            rank, error = results.get(timeout=TIMEOUT_S)
+            assert error is None, f"rank {rank}: {error}"
     finally:
         for process in processes:
             process.join(5)
@@ -52,7 +54,7 @@ def _call(
     rank: int,
     world: int,
     store: Path,
-    results: "multiprocessing.Queue[tuple[int, bool, object]]",
+    results: "multiprocessing.Queue[tuple[int, str | None]]",
     function: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
@@ -66,9 +68,10 @@ def _call(
             world_size=world,
             timeout=timedelta(seconds=60),
         )
-        results.put((rank, True, function(*args)))
+        function(*args)
+        results.put((rank, None))
     except BaseException:
-        results.put((rank, False, traceback.format_exc()))
+        results.put((rank, traceback.format_exc()))
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()

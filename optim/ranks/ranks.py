@@ -110,16 +110,20 @@ class Ranks:
         others = (r for r in range(self.size) if r != LEADER)
         return [message, *(self._receive(rank) for rank in others)]
 
+    def gathered(self, fields: Any) -> list[Any]:  # noqa: ANN401 - JSON
+        """Give the leader what JSON holds of each rank; the others get an empty list."""
+        return [message.fields for message in self.gather(Message(fields=fields))]
+
     def broadcast_(self, tensor: Tensor, source: int) -> None:
         """Copy one rank's tensor to all; contiguous, on the CPU."""
         if tensor.numel():
-            with _checked():
+            with losing():
                 distributed.broadcast(_bytes(tensor), src=source, group=self._group)
 
     def totals(self, *numbers: float) -> list[float]:
         """Return the sums of numbers over all ranks, in fp64."""
         sums = torch.tensor(numbers, dtype=torch.float64)
-        with _checked():
+        with losing():
             distributed.all_reduce(sums, group=self._group)
         return [float(total) for total in sums]
 
@@ -175,7 +179,7 @@ class Ranks:
         described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
         text = json.dumps({"fields": message.fields, "tensors": described}).encode()
         header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        with _checked(rank):
+        with losing(rank):
             distributed.send(torch.tensor([len(text)]), rank, group=self._group)
             distributed.send(header, rank, group=self._group)
             for tensor in tensors:
@@ -193,7 +197,7 @@ class Ranks:
 
     def _receive_one(self, rank: int) -> Message:
         length = torch.zeros(1, dtype=torch.int64)
-        with _checked(rank):
+        with losing(rank):
             distributed.recv(length, rank, group=self._group)
             if not 0 < int(length) <= MAX_HEADER_BYTES:
                 raise RanksError(f"rank {rank} is out of step: a header of {int(length)} bytes")
@@ -215,8 +219,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _checked(rank: int | None = None) -> Iterator[None]:
-    """Turn gloo's errors into one that says which rank is gone."""
+def losing(rank: int | None = None) -> Iterator[None]:
+    """Turn the errors of a collective into one that says which rank is gone.
+
+    Raises:
+        RanksError: what is called in the block has failed.
+    """
     try:
         yield
     except RanksError:

@@ -14,6 +14,7 @@ all ranks at the same call.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from atoll.optim.ranks.ranks import Message, Ranks, RanksError
 from atoll.optim.ranks.residuals import RemoteResidual, Settlement
 from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
 from atoll.optim.reduction.contribution import Feedback, Offer
+from atoll.optim.schedules import Stair, Timetable
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout
 
@@ -45,6 +47,9 @@ class Led(Reducer, Protocol):
 
     @property
     def method(self) -> Method: ...
+
+    @property
+    def timetable(self) -> Timetable: ...
 
     @property
     def finished(self) -> bool: ...
@@ -118,6 +123,12 @@ class RankReducer(Reducer):
             run=RankRun(rounds=told["rounds"]),
             outer=RankOuter(inner_steps=told["inner_steps"], method=told["method"]),
         )
+        self.timetable = Timetable(
+            stairs=tuple(Stair(**stair) for stair in told["stairs"]),
+            num_fragments=told["num_fragments"],
+            total_steps=told["total_steps"],
+        )
+        """Steps and windows of the run by position."""
         self.places: RankPlaces | None = None
         """The own values of this rank; known after `start`."""
         self.begins = ranks.leads
@@ -374,8 +385,11 @@ class RankReducer(Reducer):
 
 def _described(inner: Led) -> dict[str, Any]:
     """Return what every rank needs to know of a run."""
-    spec = inner.spec
+    spec, timetable = inner.spec, inner.timetable
     return {
+        "stairs": [dataclasses.asdict(stair) for stair in timetable.stairs],
+        "num_fragments": timetable.num_fragments,
+        "total_steps": timetable.total_steps,
         "method": inner.method.spec,
         "rounds": spec.run.rounds,
         "inner_steps": spec.outer.inner_steps,

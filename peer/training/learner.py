@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
+from atoll.optim.state import dtensors
 from atoll.optim.state.layout import Layout
 from atoll.peer.training import models
 from atoll.peer.training.devices import Device
+from atoll.peer.training.ranks import OneRank
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Learner:
         *,
         total_steps: int,
         optimizer: InnerName = "adamw",
+        ranks: OneRank | None = None,
     ) -> None:
         """Move the model to the device and create its optimizer.
 
@@ -61,8 +64,10 @@ class Learner:
             device: device to train on.
             total_steps: inner steps of the run; 0 for a run without an end.
             optimizer: name of the inner optimizer.
+            ranks: the processes that train the model together; this one alone by default.
         """
-        self.model = model.to(device.device)
+        self._ranks = ranks or OneRank()
+        self.model = self._ranks.place(model, device.device)
         self.device = device
         self.optimizer = build(
             optimizer,
@@ -89,13 +94,17 @@ class Learner:
             group["lr"] = rate
         self.clear()
         loss = torch.zeros((), device=self.device.device)
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
+            self._ranks.expect_backward(self.model, is_last=number == len(batches))
             loss += self._backward(batch, len(batches))
+        self._ranks.average_(self.model)
+        loss = self._ranks.mean(loss)
         # A clip norm of 0 clips nothing; the norm is measured all the same.
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self._inner.clip_norm or math.inf
         )
-        loss_value, norm_value = torch.stack((loss, norm.float())).tolist()  # one wait for the GPU
+        norm = dtensors.whole(norm).float()
+        loss_value, norm_value = torch.stack((loss, norm)).tolist()  # one wait for the GPU
         return Gradient(loss=loss_value, norm=norm_value)
 
     def clear(self) -> None:

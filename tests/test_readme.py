@@ -30,11 +30,12 @@ PAGES = ["README.md", "docs/library.md"]
 # Blocks by their first line, with the reason why nothing runs them.
 NOT_RUN = {
     "4 peers, 12 rounds of 25 steps; in runs/demo": "what the demo prints",
+    "from torch import distributed": "needs torchrun; scripts/example_fsdp2.py is tested instead",
 }
 
 # Programs other than `atoll` in shell blocks: the command of `atoll` that a script passes its
 # arguments to, or None if there are none to check.
-PROGRAMS = {"./scripts/demo": "demo", "./scripts/test": None}
+PROGRAMS = {"./scripts/demo": "demo", "./scripts/test": None, "torchrun": None}
 
 
 @dataclass(frozen=True)

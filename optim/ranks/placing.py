@@ -125,14 +125,11 @@ class RankPlaces(Places):
         """
         if index is not None:
             return vector_N[self.ranges[index][rank].values]
-        parts = [self._cut_one(vector_N, rank, each) for each in range(len(self.fragments))]
+        parts = [self.cut_fragment(vector_N, rank, each) for each in range(len(self.fragments))]
         return parts[0] if len(parts) == 1 else vectors.cat(parts)
 
     def cut_fragment(self, vector_N: Tensor, rank: int, index: int) -> Tensor:
         """Return a rank's values of one fragment, given all of the layout's vector."""
-        return self._cut_one(vector_N, rank, index)
-
-    def _cut_one(self, vector_N: Tensor, rank: int, index: int) -> Tensor:
         pieces = [vector_N[start:stop] for start, stop in self.ranges[index][rank].spans]
         if len(pieces) == 1:
             return pieces[0]

@@ -235,10 +235,10 @@ class RankReducer(Reducer):
             self._inner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the leader's reducer, with the residuals of all ranks; at the leader.
+        """Return the leader's reducer's state, with the residuals of all ranks; at the leader.
 
         Raises:
-            RanksError: a contribution is on offer in a group of this process.
+            GroupError: a contribution is on offer in a group of one process.
         """
         assert self.places is not None
         self._settled_weight(None, 0, 0)

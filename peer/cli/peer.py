@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
             rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
             relay_mbit_s=args.relay_mbit,
         ),
-        device=args.device,
+        device="cpu" if args.ranks else args.device,
         data=args.data,
         tokenizer=args.tokenizer,
         allow_models=frozenset(args.allow_model),
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
         yes=args.yes,
         share=args.share,
     )
-    _expect_device(args.device)
+    _expect_device(options.device)
     _expect_data(args.data)
     _expect_tokenizer(args.tokenizer)
     on_event: OnPeerEvent = _as_json if args.json else _as_text
@@ -194,10 +194,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _number_of_ranks(args: argparse.Namespace) -> int:
     """Return the number of processes to start; 0 to train in this one."""
+    from atoll.peer.errors import DeviceError
+
     if args.gpus is not None:
         from atoll.peer.training.devices import number_of_gpus
 
         return number_of_gpus(args.gpus, device=args.device)
+    if args.ranks and args.device not in ("auto", "cpu"):
+        raise DeviceError(
+            f"expected --ranks or --device {args.device}, got both: they are processes on the CPU; "
+            "for GPUs use --gpus"
+        )
     return args.ranks or 0
 
 

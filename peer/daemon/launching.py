@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from atoll.dht.wirecount import leave_out_own_sockets
 from atoll.optim.ranks import RanksError
 from atoll.peer.daemon.consent import Ask
 from atoll.peer.daemon.process import (
@@ -65,6 +66,7 @@ def run_rank(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None) -> 
         with several_ranks(options.device) as (ranks, device):
             options = replace(options, ranks=ranks, device=device)
             if ranks.leads:
+                leave_out_own_sockets()  # those to the other ranks, before there are others
                 return run_peer(options, on_event=on_event, ask=ask)
             # The first rank gets the same signals, and tells all when they stop.
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,14 +24,16 @@ from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import short
+from atoll.optim.methods import MethodError
 from atoll.optim.ranks import RankReducer
 from atoll.optim.ranks.reducer import Led
+from atoll.optim.reducer import Reducer
 from atoll.peer.daemon.consent import Ask, Consent
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import WrongRole, open_peer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.reducer import RunReducer, TrainerView
+from atoll.peer.daemon.reducer import NetworkReducer, RunReducer, TrainerView
 from atoll.peer.daemon.tally import Account
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
@@ -240,7 +242,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
     spec = options.spec_with_own_files(spec)
     trainer = Trainer(
         spec,
-        RankReducer(ranks.ranks, lambda: reducer) if isinstance(ranks, SeveralRanks) else reducer,
+        _shared(reducer, ranks),
         _trainer_options(
             options,
             run,
@@ -268,6 +270,22 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
         wait_until_stored(peer, STORED_S, stop)
     return trainer.finished
+
+
+def _shared(reducer: RunReducer, ranks: OneRank) -> Reducer:
+    """Return what the trainer of the first rank takes for its reducer.
+
+    Raises:
+        MethodError: there are several ranks, and the run has no common state.
+    """
+    if not isinstance(ranks, SeveralRanks):
+        return reducer
+    if not isinstance(reducer, NetworkReducer):
+        raise MethodError(
+            f"several processes can't meet other peers in pairs, as {reducer.method.name} does; "
+            "start one peer a GPU, each with its own --state-dir"
+        )
+    return RankReducer(ranks.ranks, lambda: reducer)
 
 
 def follow(options: RunOptions) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -13,13 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import methods
+from atoll.optim.inprocess.group import InProcessMember
 from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.ranks import RankReducer, Ranks, RanksError
 from atoll.optim.ranks.residuals import RemoteResidual
 from atoll.optim.reduction.contribution import Feedback
 from atoll.optim.state.dtensors import PlacementError, put_whole_
 from atoll.optim.state.layout import Layout
+from atoll.peer.errors import SavedStateError
+from atoll.peer.training.data import load as data
+from atoll.peer.training.ranks import OneRank, SeveralRanks
+from atoll.peer.training.trainer import Trainer, TrainerOptions
 
 
 def model_of(width: int) -> nn.Sequential:
@@ -343,3 +350,76 @@ def silent_leader() -> None:
     if not ranks.leads:
         with pytest.raises(RanksError, match="lost rank 0"):
             ranks.tell(None)
+
+
+# Trainers
+
+
+def spec_to_train() -> RunSpec:
+    return RunSpec.from_dict(
+        {
+            "run": {"rounds": 3, "seed": 3},
+            "model": {"overrides": {"dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 24}},
+            "data": {"seq_len": 16},
+            "inner": {
+                "batch_size": 2,
+                "grad_accumulation": 2,
+                "warmup_steps": 3,
+                "lr": 0.01,
+                "clip_norm": 0.5,
+            },
+            "outer": {"method": "diloco", "inner_steps": 3},
+        }
+    )
+
+
+def corpus_to_train() -> data.LocalCorpus:
+    text = np.frombuffer(b"the closed ring of a low coral island. " * 200, dtype=np.uint8)
+    return data.LocalCorpus(
+        train_N=text[:6000], valid_N=text[6000:], tokenizer=data.ByteTokenizer()
+    )
+
+
+def trainer_of(reducer, ranks: OneRank) -> Trainer:
+    options = TrainerOptions(peer_id="one", device="cpu", ranks=ranks)
+    return Trainer(spec_to_train(), reducer, options, corpus=corpus_to_train())
+
+
+def member_alone() -> InProcessMember:
+    return InProcessGroup(1, spec_to_train().method(), inner_steps=3, rounds=3).member(0)
+
+
+def trainers_on_ranks(folder: Path) -> None:
+    """Train with the model whole on each rank, then cut: the same to the rounding of sums.
+
+    The state that the second saves resumes in one process, with the same held-out loss.
+    """
+    ends, losses = [], []
+    for fits in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("atoll.peer.training.ranks.fits", lambda *_, fits=fits, **__: fits)
+            ranks = SeveralRanks(Ranks(timeout_s=60))
+            reducer = RankReducer(ranks.ranks, member_alone)
+            trainer = trainer_of(reducer, ranks)
+            assert isinstance(next(trainer.learner.model.parameters()), DTensor) is not fits
+            for _ in range(5):
+                trainer.step()
+            before_N = trainer.worker.layout.flatten(trainer.learner.model)
+            losses.append(trainer.evaluate(batches=5))  # not a multiple of the ranks
+            after_N = trainer.worker.layout.flatten(trainer.learner.model)
+            assert torch.equal(before_N, after_N), "what was trained comes back after validation"
+            ends.append(after_N)
+            assert trainer.statistics().tokens == 5 * 2 * 2 * 16 * ranks.size
+            assert trainer.statistics().device == f"{ranks.size} x cpu"
+            trainer.save(folder / "trainer.safetensors")
+            trainer.step()  # and the round
+            assert reducer.position == 2
+    assert torch.allclose(*ends, atol=1e-5)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    if ranks.leads:
+        alone = trainer_of(member_alone(), OneRank())
+        alone.load(folder / "trainer.safetensors")
+        assert torch.equal(alone.worker.layout.flatten(alone.learner.model), ends[1])
+        assert alone.evaluate(batches=5) == pytest.approx(losses[1], abs=1e-5)
+    with pytest.raises(SavedStateError, match="does not exist"):
+        trainer.load(folder / "none")

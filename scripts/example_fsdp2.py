@@ -54,11 +54,11 @@ class ByteModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, vocab_size)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        return self.head(x_BTD)
+        return nn.functional.cross_entropy(self.head(x_BTD).flatten(0, 1), targets_BT.flatten())
 
 
 @model
@@ -107,8 +107,7 @@ def train(reducer: RankReducer, ranks: Ranks, args: argparse.Namespace) -> None:
             model.set_requires_gradient_sync(micro == args.accumulate - 1)
             tokens_BT, targets_BT = text.batch(device)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.scaler):
-                logits_BTV = forward(tokens_BT)
-                part = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+                part = forward(tokens_BT, targets_BT)
             scaler.scale(part / args.accumulate).backward()
             loss += part.detach() / args.accumulate
         if args.scaler:

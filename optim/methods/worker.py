@@ -405,7 +405,7 @@ class Worker(ABC):
 
     def _own(self, state: Mapping[str, Any]) -> Commit:
         """Return a commit of the fields that `_common` returned."""
-        own = dict(state) | {"params_N": self.places.own(state["params_N"])}
+        own: dict[str, Any] = dict(state) | {"params_N": self.places.own(state["params_N"])}
         if state["included"] is not None:
             own["included"] = self.places.own_pieces(state["included"], state["fragment"])
         return Commit(**own)

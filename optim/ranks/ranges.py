@@ -101,8 +101,9 @@ def _places(fragment: Fragment) -> dict[int, tuple[int, int]]:
 
 def _rows(shape: Dims) -> range:
     """Return the rows of a tensor before which all values come earlier in both orders."""
-    is_tiled = len(shape) > 1 and math.prod(shape[1:]) % TILE == 0
-    return range(0, shape[0] // TILE * TILE, TILE) if is_tiled and shape[0] >= TILE else range(1)
+    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
+    has_margin = columns % TILE != 0
+    return range(1) if has_margin or rows < TILE else range(0, rows // TILE * TILE, TILE)
 
 
 def _shapes(fragment: Fragment, first: tuple[int, int], last: tuple[int, int]) -> Iterator[Dims]:

@@ -67,7 +67,9 @@ class Ranks:
                 "torch.distributed.init_process_group() first"
             )
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, distributed.ProcessGroup), "every rank is a member"
+        self._group = group
 
     @property
     def leads(self) -> bool:

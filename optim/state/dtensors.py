@@ -10,7 +10,7 @@ combinations of them over a mesh of several dimensions, as in HSDP.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from torch import Tensor, nn
 
@@ -69,11 +69,11 @@ def reshard(module: nn.Module) -> None:
 
     Until then the module's parameters are copies, and what is written to them is lost.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for each in module.modules():
             if isinstance(each, fsdp.FSDPModule):
-                each.reshard()
+                cast(Any, each).reshard()
 
 
 def _expect_values(tensor: DTensor) -> None:

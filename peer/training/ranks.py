@@ -173,8 +173,10 @@ class SeveralRanks(OneRank):
         with losing():
             pending = [distributed.all_reduce(grad, async_op=True) for grad in grads]
             for work in pending:
+                assert work is not None, "every rank is a member"
                 work.wait()
-        torch._foreach_div_(grads, self.size)
+        for grad in grads:
+            grad.div_(self.size)
 
     def totals(self, *numbers: float) -> list[float]:
         return self.ranks.totals(*numbers)

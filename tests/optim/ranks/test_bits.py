@@ -18,6 +18,6 @@ def test_more_ranks_whose_ranges_are_uneven_do_too(world, tmp_path):
 
 
 def test_other_numbers_of_ranks_resume_in_the_same_bits(tmp_path):
-    specs = ("diloco(codec=int4, count=2)", "eager(codec=int8, peers=2)", "dlion")
+    specs = ("diloco(codec=int4, count=2)", "eager(codec=int8, peers=2)")
     on_ranks(2, train_and_save, specs, range(5), tmp_path, folder=tmp_path)
     on_ranks(3, train_and_save, specs, range(5, 8), tmp_path, folder=tmp_path)

@@ -25,7 +25,7 @@ def example(ranks, *arguments):
     return [(int(number), float(loss)) for _, number, _, loss in lines]
 
 
-def test_a_loop_with_fsdp2_and_a_scaler_resumes_with_another_number_of_ranks(tmp_path):
+def test_a_loop_with_a_scaler_resumes_on_other_numbers_of_ranks(tmp_path):
     state = ["--state", str(tmp_path / "state.pt")]
     first = example(2, "--rounds", "3", "--scaler", *state)
     assert [number for number, _ in first] == [1, 2, 3]

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from atoll.optim.reduction.contribution import Offer
 from atoll.optim.state.layout import Difference, Fragment, Layout
+from atoll.optim.state.updates import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +25,11 @@ class Contribution:
     window: int
     """The peer's own count of windows, from 0; names the contribution with its fragment."""
 
-    delta: Tensor | Difference
+    delta: Tensor | Difference | Offer
     """Pseudo-gradient, synced minus local, or what else the method sends, of the fragment's
     values in its order; fp32 on the CPU, all finite. Or what computes it, on the thread
-    of whoever asks: a pass over the model need not hold up the trainer."""
+    of whoever asks: a pass over the model need not hold up the trainer. Of a peer of several
+    ranks, all that they have encoded."""
 
     tokens: int
     """Tokens behind delta since the last contribution that was included; 0 gives it weight 0."""
@@ -43,7 +46,13 @@ class Contribution:
 
     @property
     def delta_N(self) -> Tensor:  # noqa: N802
-        """Return `delta`, computing it at each call if it is not stored."""
+        """Return `delta`, computing it at each call if it is not stored.
+
+        Raises:
+            ValueError: when it was handed in encoded.
+        """
+        if isinstance(self.delta, Offer):
+            raise ValueError("expected values, got a contribution that is encoded already")
         return self.delta if isinstance(self.delta, Tensor) else self.delta()
 
 
@@ -72,13 +81,54 @@ class Commit:
     members: int
     """Number of contributions in it; 0 for an entry without an update."""
 
+    in_part: bool | None = None
+    """Whether any piece is in, of a commit that is cut to the range of a rank: there `included`
+    holds that rank's pieces alone. None: `included` holds all."""
+
     reset: bool = False
     """Drop drift and pending contribution and take params_N as they are: this peer's work is
     too late, too large, or its outcome unknown."""
 
+    @property
+    def counts(self) -> bool:
+        """Return whether any piece of my contribution is in."""
+        if self.in_part is not None:
+            return self.in_part
+        return self.included is not None and bool(self.included.any())
+
 
 Settle = Callable[[Commit], None]
 """Called by the reducer once an entry, in order, on the thread that called wait or submit."""
+
+
+class Residual(Protocol):
+    """A peer's error feedback of one fragment: `Feedback`, or ranks that keep a range each."""
+
+    def offer(self, delta: Any, weight: float) -> Offer:  # noqa: ANN401 - as `Contribution.delta`
+        """Encode a contribution; see `Feedback.offer`."""
+        ...
+
+    def settle(
+        self, offer: Offer, included: Tensor, *, weight: float, update_F: Update | None = None
+    ) -> None:
+        """Take the residual of an offer that was included; see `Feedback.settle`."""
+        ...
+
+    def owner_credit(self, part: slice, lost: Update) -> None:
+        """Keep the loss of the owner's encoding of a part; see `Feedback.owner_credit`."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the residual."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residual."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the residual of a `state_dict`."""
+        ...
 
 
 class Reducer(Protocol):

@@ -37,6 +37,7 @@ ROOMS = (
     "optim.schedules",
     "optim.log",
     "optim.inprocess",
+    "optim.ranks",
     "optim",
     "dht",
     "dht.testing",

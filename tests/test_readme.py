@@ -7,6 +7,7 @@ for `connect`. Commands go through the parsers of the command line. `NOT_RUN` na
 import argparse
 import inspect
 import re
+import shlex
 import sys
 import threading
 import types
@@ -20,6 +21,7 @@ from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import DiLoCo, InProcessGroup, outer_defaults
 from atoll.optim.state.layout import Layout
+from atoll.peer.cli import SUMMARIES
 from atoll.peer.daemon import network
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.training.permission import Allowed
@@ -33,6 +35,7 @@ PAGES = ["README.md", "docs/library.md"]
 # Blocks by their first line, with the reason why nothing runs them.
 NOT_RUN = {
     "4 peers, 12 rounds of 25 steps; in runs/demo": "what the demo prints",
+    "from torch import distributed": "needs torchrun; scripts/example_fsdp2.py is tested instead",
 }
 
 # Programs other than `atoll` in shell blocks: the command of `atoll` that a script passes its
@@ -49,7 +52,8 @@ def of(language):
 
 
 def parse(command):
-    parse_command(command, PROGRAMS)
+    if shlex.split(command)[:1] != ["torchrun"]:  # comes with torch
+        parse_command(command, PROGRAMS)
 
 
 class Llama(nn.Module):

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from atoll.optim import methods, schedules
 from atoll.optim.methods.base import Method
-from atoll.optim.reducer import Commit, Contribution, Settle
-from atoll.optim.reduction.contribution import work_weight
+from atoll.optim.reducer import Commit, Contribution, Residual, Settle
+from atoll.optim.reduction.contribution import Offer, work_weight
 from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState, is_finite
 
@@ -318,6 +318,8 @@ class InProcessMember:
         self.contributions: dict[int, Contribution] = {}
         self.thread: threading.Thread | None = None
         """The last one that called this member."""
+        self.keep: Callable[[int], Residual] | None = None
+        """Keeps this worker's residuals, if the group does not."""
         self._joining: set[int] = set()
         self._group = group
         self._settle: Settle | None = None
@@ -412,8 +414,9 @@ class InProcessMember:
                 f"expected the other workers to submit window {pending.window} first; "
                 "run the workers in turns, one step each"
             )
-        # A `Difference` is a pass over the model at each reading; a group reads it several times.
-        contribution = replace(contribution, delta=contribution.delta_N)
+        if not isinstance(contribution.delta, Offer):
+            # A `Difference` is a pass over the model at each reading; a group reads it often.
+            contribution = replace(contribution, delta=contribution.delta_N)
         self._check(contribution)
         if contribution.fragment in self._joining:  # as in a run, it counts from the second on
             contribution = replace(contribution, tokens=0)
@@ -423,6 +426,18 @@ class InProcessMember:
             self.contributions[contribution.fragment] = contribution
             self._group._submitted(contribution.fragment)
         self._take_decided()
+
+    def leave_residuals(self, keep: Callable[[int], Residual]) -> None:
+        """Let `keep(fragment)` keep each residual; contributions then hold an `Offer`."""
+        self.keep = keep
+
+    def weight_of(self, fragment: int, tokens: int, steps: int) -> float:
+        """Return the weight at which a contribution has to be encoded now."""
+        counted = 0 if fragment in self._joining else tokens
+        return work_weight(counted, steps, self._group.method.weights)
+
+    def await_residuals(self) -> None:
+        """Return at once: rounds settle residuals as they end."""
 
     def wait(self) -> None:
         """Wait for a round if the workers have threads; in one thread the last submit settles.
@@ -537,6 +552,11 @@ class InProcessMember:
 
     def _slot(self, fragment: int) -> dict[str, Any]:
         pending = self.contributions.get(fragment)
+        if pending is not None and isinstance(pending.delta, Offer):
+            raise GroupError(
+                "a contribution of several ranks is on offer, which a group in one process can't "
+                "save; save when the other workers have ended their windows too"
+            )
         return {
             "feedback": self._group._member_state(self.index, fragment),
             "contribution": None if pending is None else vars(pending).copy(),
@@ -546,11 +566,16 @@ class InProcessMember:
         count = len(self._group._fragments)
         if not 0 <= contribution.fragment < count:
             raise GroupError(f"expected one of {count} fragments, got {contribution.fragment}")
-        expected = self._group._fragments[contribution.fragment].numel
+        fragment = self._group._fragments[contribution.fragment]
+        work_weight(contribution.tokens, contribution.steps, self._group.method.weights)
+        if isinstance(contribution.delta, Offer):
+            if len(contribution.delta.frames) != len(fragment.pieces):
+                raise GroupError(f"expected {len(fragment.pieces)} frames of a contribution")
+            return
+        expected = fragment.numel
         delta_N = contribution.delta_N
         if delta_N.shape != (expected,) or not is_finite(delta_N):
             raise GroupError(f"expected a finite pseudo-gradient of {expected} values")
-        work_weight(contribution.tokens, contribution.steps, self._group.method.weights)
 
 
 def chosen(method: Method | str, options: Mapping[str, object]) -> Method:

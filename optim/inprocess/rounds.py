@@ -22,7 +22,7 @@ from atoll.optim.inprocess.gossip import GossipGroup
 from atoll.optim.inprocess.group import GroupError, Misses, WorkerGroup, chosen, common_lr, nobody
 from atoll.optim.log.replica import residual_of
 from atoll.optim.methods.base import Method
-from atoll.optim.reducer import Commit, Contribution
+from atoll.optim.reducer import Commit, Contribution, Residual
 from atoll.optim.reduction.cells import Cells, Term, body_of
 from atoll.optim.reduction.contribution import (
     Offer,
@@ -94,7 +94,7 @@ class WithFeedback(Reduction):
 
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
         super().__init__(method, layout, fragment, size)
-        self.feedback = [residual_of(method, fragment) for _ in range(size)]
+        self.feedback: list[Residual] = [residual_of(method, fragment) for _ in range(size)]
 
     def member_state(self, index: int) -> dict[str, Any]:
         """The member's residual."""
@@ -113,7 +113,7 @@ class WithFeedback(Reduction):
     ) -> tuple[list[Offer], list[float]]:
         """Encoded contributions, and the share of each in the sum: weight x clip factor."""
         offers = [
-            feedback.offer(c.delta_N, weight)
+            feedback.offer(c.delta, weight)
             for feedback, c, weight in zip(self.feedback, contributions, weights, strict=True)
         ]
         return offers, self._shares(offers, contributions, weights)
@@ -291,7 +291,7 @@ def _weighted(vectors: Sequence[tuple[Tensor, float]]) -> Tensor:
     return total
 
 
-SHAPES: dict[str, type[Reduction]] = {
+SHAPES: dict[str, type[WithFeedback]] = {
     "mean": MeanReduction,
     "gather": GatherReduction,
     "low-rank": LowRankReduction,
@@ -331,7 +331,7 @@ class InProcessGroup(WorkerGroup):
             raise GroupError(f"expected a method with a common state, got {self.method.name}")
         self._state: OuterState | None = None
         self._seats: tuple[int, ...] = ()
-        self._reductions: list[Reduction] = []
+        self._reductions: list[WithFeedback] = []
 
     @property
     def state(self) -> OuterState:
@@ -365,8 +365,13 @@ class InProcessGroup(WorkerGroup):
         self._reductions = [
             shape(self.method, layout, fragment, len(self._seats)) for fragment in self._fragments
         ]
+        for fragment, reduction in enumerate(self._reductions):
+            for seat, index in enumerate(self._seats):
+                if (keep := self._members[index].keep) is not None:
+                    reduction.feedback[seat] = keep(fragment)
         for old, new in zip(before, self._reductions, strict=False):
-            for index in set(seated).intersection(self._seats):
+            kept = {i for i in self._seats if self._members[i].keep is not None}
+            for index in set(seated).intersection(self._seats) - kept:
                 new.load_member_state(
                     self._seats.index(index), old.member_state(seated.index(index))
                 )

@@ -40,7 +40,7 @@ class CO2(Worker):
     """
 
     def _restart(self) -> None:
-        self._start_N: Tensor = self.layout.held(self.model, self.synced_N)
+        self._start_N: Tensor = self.places.held(self.model, self.synced_N)
         self._sent_N: Tensor = torch.zeros_like(self.synced_N)
         self._owed_N: Tensor = torch.zeros_like(self.synced_N)
 
@@ -54,8 +54,8 @@ class CO2(Worker):
 
     def _handed_in(self, fragment: Fragment) -> None:
         self._owed_N = torch.zeros_like(self._owed_N)  # all of it is in what was just sent
-        self._start_N = self.layout.held(self.model, self._next_start())
-        self.layout.load_(self.model, self._start_N)
+        self._start_N = self.places.held(self.model, self._next_start())
+        self.places.load_(self.model, self._start_N)
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         """Keep what was left out; local moves when the window has ended."""
@@ -71,15 +71,17 @@ class CO2(Worker):
 
     def _own_state(self) -> dict[str, Any]:
         return {
-            "start_N": self._start_N,
-            "sent_N": self._sent_N,
-            "owed_N": self._owed_N.clone(),  # the one that later commits change in place
+            "start_N": self.places.common(self._start_N),
+            "sent_N": self.places.common(self._sent_N),
+            "owed_N": self.places.common(
+                self._owed_N.clone()
+            ),  # the one that later commits change in place
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._start_N = state["start_N"].clone()
-        self._sent_N = state["sent_N"].clone()
-        self._owed_N = state["owed_N"].clone()
+        self._start_N = self.places.own(state["start_N"]).clone()
+        self._sent_N = self.places.own(state["sent_N"]).clone()
+        self._owed_N = self.places.own(state["owed_N"]).clone()
 
 
 @register

@@ -46,10 +46,10 @@ class DDP(Worker):
         return grad_N
 
     def _delta(self, index: int, local_F: Tensor) -> Tensor:
-        return self._message(self.layout.gradient(self.model))
+        return self._message(self.places.gradient(self.model))
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
-        self.layout.load_(self.model, commit.params_N)
+        self.places.load_(self.model, commit.params_N)
 
     def _train(self) -> None:
         """Leave the parameters alone: the commit moves them."""

@@ -104,22 +104,19 @@ class DiLoCo(Worker):
             vectors.append(pending.local_N)
             if not bool(commit.included.all()):
                 vectors.append(fragment.mask(commit.included))
-        with torch.no_grad():
-            for param, place in self.layout.parameters_in(self.model, fragment.spans):
-                self._move_(param, *(v[place].view(param.shape).to(param.device) for v in vectors))
+        self.places.change_(self.model, commit.fragment, self._move_, *vectors)
         if pending is not None and not commit.settles:
             # Another entry of the fragment came first: move the point that is subtracted later too.
             window.pending = replace(pending, local_N=pending.local_N + (new_F - old_F))
 
     def _move_(
         self,
-        param: Tensor,
+        local: Tensor,
         new: Tensor,
         old: Tensor,
         submitted: Tensor | None = None,
         mine: Tensor | None = None,
     ) -> None:
-        local = param.to(torch.float32)  # the parameter itself, unless it is bf16
         if submitted is None:
             local.add_(new - old)
         elif mine is None:
@@ -128,8 +125,6 @@ class DiLoCo(Worker):
             others = local + (new - old)
             self._merge_(local, new, submitted)
             local.copy_(torch.where(mine, local, others))
-        if local is not param:
-            param.copy_(local)
 
     def _merge_(self, local: Tensor, new: Tensor, submitted: Tensor) -> None:
         """Set local where my contribution is in: new synced values and what was trained since."""

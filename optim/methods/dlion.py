@@ -37,10 +37,10 @@ class DLion(DDP):
     method: "DLionMethod"
 
     def _prepare(self) -> None:
-        self._momentum_N = torch.zeros(self.layout.numel)
+        self._momentum_N = torch.zeros(self.places.numel)
 
     def _message(self, grad_N: Tensor) -> Tensor:
-        if not bool(torch.isfinite(grad_N).all()):
+        if not self.places.all_of(bool(torch.isfinite(grad_N).all())):
             return grad_N  # the worker drops the step; the momentum stays sound
         beta1, beta2 = self.method.beta1, self.method.beta2
         step_N = self._momentum_N * beta1 + grad_N * (1.0 - beta1)
@@ -54,15 +54,15 @@ class DLion(DDP):
 
         One fixed sign would move parameters without a gradient by the whole rate at each step.
         """
-        signs_N = torch.ones(self.layout.numel)
-        signs_N[(self.reducer.position + 1) % 2 :: 2] = -1.0
+        signs_N = torch.ones(self.places.numel)
+        signs_N[(self.reducer.position + 1 + self.places.first) % 2 :: 2] = -1.0
         return signs_N
 
     def _own_state(self) -> dict[str, Any]:
-        return {"momentum_N": self._momentum_N}
+        return {"momentum_N": self.places.common(self._momentum_N)}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._momentum_N = state["momentum_N"].clone()
+        self._momentum_N = self.places.own(state["momentum_N"]).clone()
 
 
 @register

@@ -59,17 +59,17 @@ class Eager(CO2):
     def _own_state(self) -> dict[str, Any]:
         return super()._own_state() | {
             "members": self._members,
-            "fresh_N": self._fresh_N,
-            "overlay_N": self._overlay_N,
-            "overlay_momentum_N": self._overlay_momentum_N,
+            "fresh_N": self.places.common(self._fresh_N),
+            "overlay_N": self.places.common(self._overlay_N),
+            "overlay_momentum_N": self.places.common(self._overlay_momentum_N),
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         super()._load_own_state(state)
         self._members = state["members"]
-        self._fresh_N = state["fresh_N"].clone()
-        self._overlay_N = state["overlay_N"].clone()
-        self._overlay_momentum_N = state["overlay_momentum_N"].clone()
+        self._fresh_N = self.places.own(state["fresh_N"]).clone()
+        self._overlay_N = self.places.own(state["overlay_N"]).clone()
+        self._overlay_momentum_N = self.places.own(state["overlay_momentum_N"]).clone()
 
 
 @register

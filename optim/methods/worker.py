@@ -1,6 +1,7 @@
 """A peer's side of a method: the object that replaces the inner optimizer in a training loop.
 
     synced   parameters that every replica holds in the same bits (by gossip: this peer's own)
+             of a peer of several ranks, each keeps its own range of all vectors (`places`)
     local    what this peer trains: the model's own tensors
     delta    what it sends at the end of a window, of one fragment
 
@@ -30,6 +31,7 @@ from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Difference, Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import is_finite
+from atoll.optim.state.places import Places, WholePlaces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,25 +199,33 @@ class Worker(ABC):
         self._statistics = WorkerStatistics()
         self._arrived: list[Commit] = []
         self._decided = 0
-        synced_N = reducer.start(self.layout, self.layout.flatten(model), self._settle)
+        begins = getattr(reducer, "begins", True)  # of several ranks one gives the parameters
+        params_N = self.layout.flatten(model, None if begins else ())
+        synced_N = reducer.start(self.layout, params_N, self._settle)
         self._log_position = reducer.position
         """after all commits that came, also those that are not taken yet"""
         self._statistics = WorkerStatistics(position=reducer.position)
-        self.fragments = tuple(reducer.fragments)
+        places: Places | None = getattr(reducer, "places", None)
+        self.places = places or WholePlaces(self.layout, reducer.fragments)
+        """the values that this process keeps"""
+        self.fragments = self.places.fragments
         self._synced = self._cut(synced_N)
         """what all replicas share, a vector a fragment; each is replaced, never changed"""
         self._windows = [Window() for _ in self.fragments]
         self._begin_windows(reducer.position)
-        self.layout.load_(model, synced_N)
+        self.places.load_(model, synced_N)
         self._prepare()
         self._resumed_s = time.perf_counter()
 
     @property
     def synced_N(self) -> Tensor:  # noqa: N802
-        """The parameters that all replicas share, fp32 on the CPU. Read only."""
+        """The parameters that all replicas share, fp32 on the CPU. Read only.
+
+        Of a peer of several ranks, this rank's own values.
+        """
         if len(self.fragments) == 1:
             return self._synced[0]
-        synced_N = vectors.empty(self.layout.numel)
+        synced_N = vectors.empty(self.places.numel)
         for fragment, synced_F in zip(self.fragments, self._synced, strict=True):
             fragment.put_cut_(synced_N, synced_F)
         return synced_N
@@ -345,31 +355,70 @@ class Worker(ABC):
 
         A worker that loads it continues in the same bits as one that never stopped. Random number
         generators and the place in the data are the caller's. The first fragment's window lies at
-        the top, those of others in "fragments".
+        the top, those of others in "fragments". All ranks of a peer call this; the tensors are
+        in what the first one gets, whole, so any number of ranks can load them.
         """
-        first, *others = [window.state_dict() for window in self._windows]
+        places = self.places
+        first, *others = [self._window_state(index) for index in range(len(self._windows))]
         return {
             "kind": type(self).__name__,
             "layout": self.layout.to_json(),
-            "model": self.model.state_dict(),
-            "inner": self.inner.state_dict(),
+            "model": places.common_tree(self.model.state_dict()),
+            "inner": places.common_tree(self.inner.state_dict()),
             "reducer": self.reducer.state_dict(),
-            "synced_N": self.synced_N,
+            "synced_N": places.common(self.synced_N),
             "inner_steps": self.inner_steps,
             "delay": self.delay,
-            "statistics": vars(self._statistics).copy(),
+            "statistics": vars(self._statistics)
+            | {"tokens": places.total(self._statistics.tokens)},
             **first,
             **({"fragments": others} if others else {}),
-            **({"arrived": [vars(c).copy() for c in self._arrived]} if self._arrived else {}),
+            **({"arrived": [self._common(c) for c in self._arrived]} if self._arrived else {}),
             **self._own_state(),
         }
+
+    def _window_state(self, index: int) -> dict[str, Any]:
+        state, places = self._windows[index].state_dict(), self.places
+        state["tokens"] = places.total(state["tokens"])
+        if (pending := state["pending"]) is not None:
+            pending["local_N"] = places.common(pending["local_N"], index)
+            pending["tokens"] = places.total(pending["tokens"])
+        return state
+
+    def _load_window(self, index: int, saved: Mapping[str, Any]) -> None:
+        places, pending = self.places, saved["pending"]
+        if pending is not None:
+            local_F, tokens = pending["local_N"], pending["tokens"]
+            pending = pending | {
+                "local_N": places.own(local_F, index),
+                "tokens": places.own_total(tokens),
+            }
+        tokens = places.own_total(saved["tokens"])
+        self._windows[index].load_state_dict(dict(saved) | {"pending": pending, "tokens": tokens})
+
+    def _common(self, commit: Commit) -> dict[str, Any]:
+        """Return the fields of a commit, without this process's cut of them."""
+        state = vars(commit) | {"params_N": self.places.common(commit.params_N)}
+        if commit.included is not None:
+            state["included"] = self.places.common_pieces(commit.included, commit.fragment)
+        return state
+
+    def _own(self, state: Mapping[str, Any]) -> Commit:
+        """Return a commit of the fields that `_common` returned."""
+        own: dict[str, Any] = dict(state) | {"params_N": self.places.own(state["params_N"])}
+        if state["included"] is not None:
+            own["included"] = self.places.own_pieces(state["included"], state["fragment"])
+        return Commit(**own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 
+        All ranks of a peer call this; the first one gives the state, the others anything.
+
         Raises:
             LayoutError: when it was taken of another model or method, or is no worker's.
         """
+        state = self.places.shared(state)
         if "layout" not in state:
             raise LayoutError(f"expected what state_dict gave, got only {sorted(state)}")
         kind, windows = state.get("kind"), [state, *state.get("fragments", [])]
@@ -384,14 +433,15 @@ class Worker(ABC):
                 "expected the state of this model, got that of another layout; the first "
                 f"parameter that differs: {self.layout.difference(saved)}"
             )
-        self.model.load_state_dict(state["model"])
-        self.inner.load_state_dict(state["inner"])
-        self._synced = self._cut(state["synced_N"].clone())
+        self.places.load_model(self.model, state["model"])
+        self.places.load_optimizer(self.inner, state["inner"])
+        self._synced = self._cut(self.places.own(state["synced_N"]).clone())
         self.inner_steps, self.delay = state["inner_steps"], state["delay"]
-        for window, saved in zip(self._windows, windows, strict=True):
-            window.load_state_dict(saved)
-        self._arrived = [Commit(**commit) for commit in state.get("arrived", [])]
-        self._statistics = WorkerStatistics(**state["statistics"])
+        for index, saved in enumerate(windows):
+            self._load_window(index, saved)
+        self._arrived = [self._own(commit) for commit in state.get("arrived", [])]
+        stats = WorkerStatistics(**state["statistics"])
+        self._statistics = replace(stats, tokens=self.places.own_total(stats.tokens))
         # Commits that came early are decided but not in synced: the log is already beyond it.
         came = [commit.position for commit in self._arrived]
         self._log_position = max([self._statistics.position, *came])
@@ -455,7 +505,7 @@ class Worker(ABC):
 
         Drift is measured from here: what rounding took was not trained, and is not sent.
         """
-        return self.layout.held(self.model, self._synced[index], self.fragments[index].spans)
+        return self.places.held(self.model, self._synced[index], index)
 
     def _cut(self, synced_N: Tensor) -> list[Tensor]:
         return [fragment.cut(synced_N) for fragment in self.fragments]
@@ -538,10 +588,10 @@ class Worker(ABC):
     def _contribution(self, index: int) -> Contribution:
         self._report_buffers()
         window = self._windows[index]
-        local_F = self.layout.flatten(self.model, self.fragments[index].spans)
+        local_F = self.places.flatten(self.model, index)
         delta = self._delta(index, local_F)
         # A `Difference` is computed later, by whoever asks; it is finite if local is.
-        if not is_finite(delta if isinstance(delta, Tensor) else local_F):
+        if not self.places.all_of(is_finite(delta if isinstance(delta, Tensor) else local_F)):
             self._discard()
             local_F, delta = self._held(index), torch.zeros(self.fragments[index].numel)
         losses = [float(loss) for loss in window.losses]
@@ -574,13 +624,13 @@ class Worker(ABC):
             max(window.steps for window in self._windows),
             self._statistics.position,
         )
-        sound_N = vectors.empty(self.layout.numel)
+        sound_N = vectors.empty(self.places.numel)
         stands = zip(self.fragments, self._synced, self._windows, strict=True)
         for fragment, synced_F, window in stands:
             pending = window.pending
             # From synced, a commit would subtract the pending contribution a second time.
             fragment.put_cut_(sound_N, synced_F if pending is None else pending.local_N)
-        self.layout.load_(self.model, sound_N)
+        self.places.load_(self.model, sound_N)
         for optimizer in loops.parts_of(self.inner):
             optimizer.state.clear()  # its moments hold NaN as well
         for window in self._windows:
@@ -641,7 +691,7 @@ class Worker(ABC):
         self._statistics = replace(self._statistics, position=commit.position)
 
     def _reset(self, commit: Commit) -> None:
-        self.layout.load_(self.model, commit.params_N)
+        self.places.load_(self.model, commit.params_N)
         self._synced = self._cut(commit.params_N)
         self._begin_windows(commit.position)
         self._restart()
@@ -654,14 +704,13 @@ class Worker(ABC):
         if pending is None:
             return
         stats = self._statistics
-        included = commit.included is not None and bool(commit.included.any())
-        if included:
+        if commit.counts:
             self._statistics = replace(stats, included=stats.included + 1)
         else:
             self._statistics = replace(stats, left_out=stats.left_out + 1)
         # Any piece counts all of it: a partial inclusion loses no gradient, only the weight of the
         # pieces that are missing.
-        if included or not self.keeps_work:
+        if commit.counts or not self.keeps_work:
             window.tokens -= pending.tokens
             window.steps -= pending.steps
 

@@ -7,6 +7,9 @@ follow this grid, so none of them depends on the model's shapes.
 
     LayoutError (ValueError)   a module or a JSON text that does not fit
 
+Parameters may be cut over several ranks, by FSDP2 or by other means: names and shapes are those of
+whole tensors, so the layout and the vector know nothing of ranks (`dtensors`).
+
 A fragment is a set of values of the layout's vector. It is cut into pieces, and each piece is
 one codec frame: cells of 65,536 values for codecs that look at single values, rows of tensors for
 codecs that look at shapes or names. The pieces of a tensor know its name, so that a codec by layers
@@ -40,7 +43,7 @@ from torch import Tensor, nn
 from atoll.compression import Codec, CodecError
 from atoll.compression.base import Frame
 from atoll.compression.scratch import MAX_TILES
-from atoll.optim.state import vectors
+from atoll.optim.state import dtensors, vectors
 
 CELL = 65_536  # values; 64 KiB in int8, which is one piece of a paced flow
 MAX_NUMEL = 1 << 40  # a layout from a stranger claims no more than 4 TiB of fp32
@@ -56,8 +59,8 @@ _COMPILED = "_orig_mod."
 _WRAPPERS = {
     "module.": "DataParallel or DistributedDataParallel puts this in front of each name: give the "
     "module inside, `model.module`",
-    "_fsdp_wrapped_module.": "FSDP puts this in front of each name, and keeps a part of each "
-    "parameter only: give a model that is whole on this machine",
+    "_fsdp_wrapped_module.": "FullyShardedDataParallel puts this in front of each name, and makes "
+    "one parameter of several: use `fully_shard`, FSDP2, which keeps names and shapes",
 }
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -135,31 +138,39 @@ class Layout:
     def flatten(self, module: nn.Module, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
         """Copy a module's parameters to a new vector.
 
+        Parameters that are cut over ranks are gathered one after another, so all ranks call this,
+        each with runs of its own: an empty list for none.
+
         Args:
             module: of this layout.
-            spans: runs of the vector, as in `parameters_in`; all of it by default.
+            spans: start and stop of each run of the vector, rising; all of it by default.
 
         Returns:
-            params_N, or those of the runs, fp32 on the CPU.
+            params_N, or those of the runs one after another, fp32 on the CPU.
 
         Raises:
             LayoutError: when the module is not of this layout.
+            PlacementError: when a parameter is a partial sum.
         """
         spans = ((0, self.numel),) if spans is None else spans
         params_N = vectors.empty(sum(stop - start for start, stop in spans))
-        for param, place in self.parameters_in(module, spans):
-            params_N[place].view(param.shape).copy_(param.detach())
+        for param, runs in zip(self.trained(module), self.runs(spans), strict=True):
+            _copy_runs_(params_N, param.detach(), runs)
         return params_N
 
     def load_(self, module: nn.Module, params_N: Tensor) -> None:
         """Copy a vector into a module's parameters, in the dtype and on the device they have.
 
+        Of parameters that are cut over ranks, each rank takes its shard: all ranks call this, with
+        equal vectors.
+
         Raises:
             LayoutError: when the module or the vector is not of this layout.
+            PlacementError: when a parameter is a partial sum.
         """
         with torch.no_grad():
             for piece, param in self._pairs(params_N, module):
-                param.copy_(piece)
+                dtensors.put_whole_(param, piece)
 
     def held(
         self, module: nn.Module, values_F: Tensor, spans: Sequence[tuple[int, int]] | None = None
@@ -172,7 +183,7 @@ class Layout:
         Args:
             module: of this layout.
             values_F: of the runs, one after another; fp32.
-            spans: runs of the vector, as in `parameters_in`; all of it by default.
+            spans: runs of the vector, as in `flatten`; all of it by default.
 
         Returns:
             The values themselves if all parameters are fp32, else a new fp32 vector.
@@ -180,13 +191,41 @@ class Layout:
         Raises:
             LayoutError: when the module is not of this layout.
         """
-        places = list(self.parameters_in(module, ((0, self.numel),) if spans is None else spans))
-        if all(param.dtype == torch.float32 for param, _ in places):
+        spans = ((0, self.numel),) if spans is None else spans
+        places = [
+            (param.dtype, place)
+            for param, runs in zip(self.trained(module), self.runs(spans), strict=True)
+            for _, place in runs
+        ]
+        if all(dtype == torch.float32 for dtype, _ in places):
             return values_F
         held_F = vectors.empty(values_F.numel())
-        for param, place in places:
-            held_F[place] = values_F[place].to(param.dtype)
+        for dtype, place in places:
+            held_F[place] = values_F[place].to(dtype)
         return held_F
+
+    def runs(self, spans: Sequence[tuple[int, int]]) -> list[list[tuple[slice, slice]]]:
+        """Find the parameters in some runs of the vector, which may cut through them.
+
+        Args:
+            spans: start and stop of each run, rising.
+
+        Returns:
+            For each parameter, its values in each run: where they are among its own, and where
+            among those of the runs, one run after another. None for one that lies in no run.
+        """
+        starts, done = [0, *itertools.accumulate(self.sizes)], 0
+        found: list[list[tuple[slice, slice]]] = [[] for _ in self.sizes]
+        for first, last in spans:
+            index = max(0, bisect_right(starts, first) - 1)
+            while index < len(found) and starts[index] < last:
+                start, stop = max(first, starts[index]), min(last, starts[index + 1])
+                own = slice(start - starts[index], stop - starts[index])
+                if start < stop:
+                    found[index].append((own, slice(done + start - first, done + stop - first)))
+                index += 1
+            done += last - first
+        return found
 
     def parameters_in(
         self, module: nn.Module, spans: Sequence[tuple[int, int]]
@@ -203,26 +242,32 @@ class Layout:
         Raises:
             LayoutError: when the module is not of this layout.
         """
-        start = done = 0
-        for size, param in zip(self.sizes, self._parameters(module), strict=True):
-            if any(first <= start < last for first, last in spans):
-                yield param, slice(done, done + size)
-                done += size
-            start += size
+        for param, runs in zip(self.trained(module), self.runs(spans), strict=True):
+            for _, place in runs:
+                yield param, place
 
-    def gradient(self, module: nn.Module) -> Tensor:
+    def gradient(self, module: nn.Module, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
         """Copy a module's gradients to a new vector; zeros where there is none.
 
+        Gradients that are cut over ranks are gathered as parameters are by `flatten`.
+
+        Args:
+            module: of this layout.
+            spans: runs of the vector, as in `flatten`; all of it by default.
+
         Returns:
-            grad_N, fp32 on the CPU.
+            grad_N, or those of the runs, fp32 on the CPU.
 
         Raises:
             LayoutError: when the module is not of this layout.
         """
-        grad_N = torch.zeros(self.numel, dtype=torch.float32)
-        for piece, param in self._pairs(grad_N, module):
+        spans = ((0, self.numel),) if spans is None else spans
+        grad_N = torch.zeros(sum(stop - start for start, stop in spans), dtype=torch.float32)
+        for param, runs in zip(self.trained(module), self.runs(spans), strict=True):
             if param.grad is not None:
-                piece.copy_(param.grad.detach().to_dense())  # an embedding's may be sparse
+                grad = param.grad.detach()
+                dense = grad if dtensors.is_dtensor(grad) else grad.to_dense()  # an embedding's
+                _copy_runs_(grad_N, dense, runs)
         return grad_N
 
     def split(self, vector_N: Tensor) -> list[Tensor]:
@@ -283,9 +328,15 @@ class Layout:
 
     def _pairs(self, vector_N: Tensor, module: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:
         """Pair each parameter of a module with its piece of a vector."""
-        return zip(self.split(vector_N), self._parameters(module), strict=True)
+        return zip(self.split(vector_N), self.trained(module), strict=True)
 
-    def _parameters(self, module: nn.Module) -> list[nn.Parameter]:
+    def trained(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of a module, in the order of the layout.
+
+        Raises:
+            LayoutError: when the module is not of this layout.
+        """
+        dtensors.reshard(module)
         named = list(_trainable(module))
         found = tuple((name, tuple(param.shape)) for name, param in named)
         if found != tuple(zip(self.names, self.shapes, strict=True)):
@@ -315,6 +366,18 @@ def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if not param.is_floating_point():
             raise LayoutError(f"expected floating point parameters, got {name}: {param.dtype}")
         yield name.replace(_COMPILED, ""), param
+
+
+def _copy_runs_(out: Tensor, tensor: Tensor, runs: Sequence[tuple[slice, slice]]) -> None:
+    """Copy some values of a tensor, which is gathered if it is cut over ranks, wanted or not."""
+    if not runs and not dtensors.is_dtensor(tensor):
+        return
+    values = dtensors.whole(tensor)
+    for own, place in runs:
+        if own.stop - own.start == values.numel():
+            out[place].view(values.shape).copy_(values)
+        else:
+            out[place].copy_(values.reshape(-1)[own])
 
 
 def _is_shape(shape: object) -> bool:

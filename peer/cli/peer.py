@@ -18,8 +18,9 @@ from atoll.peer.daemon.options import LISTEN, RELAY_MBIT_S
 from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
 
 if TYPE_CHECKING:
-    from atoll.peer.daemon.process import PeerEvent
+    from atoll.peer.daemon.process import OnPeerEvent, PeerEvent
 
+MAX_RANKS = 1024  # on one machine; torchrun connects several
 _PEER_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")  # libp2p's errors contain it in full
 
 
@@ -41,6 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
         examples="atoll peer INVITE\n"
         "atoll peer INVITE --yes\n"
         "atoll peer INVITE --allow-model my_package.models:build --data /data/corpus\n"
+        "atoll peer INVITE --gpus all\n"
         "atoll peer INVITE --device cuda:1 --state-dir /data/atoll/gpu1\n"
         "atoll peer INVITE --data /data/corpus --name attic --json",
     )
@@ -55,6 +57,20 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--device", default="auto", help="auto, cuda, cuda:1, mps or cpu (default: auto)."
+    )
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument(
+        "--gpus",
+        type=_gpus,
+        metavar="NUMBER",
+        help="Number of GPUs that train together as one peer, or all (default: the one of "
+        "--device). A model that is too large for one is cut over them.",
+    )
+    several.add_argument(
+        "--ranks",
+        type=_ranks,
+        metavar="NUMBER",
+        help="Number of processes that train together as one peer on the CPU (default: 1).",
     )
     parser.add_argument(
         "--data",
@@ -134,9 +150,18 @@ def run(args: argparse.Namespace) -> int:
     """Run the peer until the run is complete or a signal stops it."""
     if args.stop_with_stdin:
         stop_with_stdin()
+    if is_rank := "RANK" in os.environ:  # as torchrun sets it, or the launcher below
+        from atoll.peer.daemon.launching import follow_launcher
+
+        follow_launcher()
+    elif count := _number_of_ranks(args):
+        from atoll.peer.daemon.launching import launch
+
+        return launch(sys.argv[1:], count, on_event=_as_json if args.json else _as_text)
     logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
     invite = read_invite(args.invite)  # before torch is imported, which takes seconds
-    _say_starting(f"run {invite.run_id.hex()[:12]} of {invite.addresses[0]}", as_json=args.json)
+    if not is_rank or os.environ["RANK"] == "0":
+        _say_starting(f"run {invite.run_id.hex()[:12]} of {invite.addresses[0]}", as_json=args.json)
     from atoll.peer.daemon.options import LinkRates, PeerOptions
     from atoll.peer.daemon.process import RunOptions, run_peer
     from atoll.peer.paths import peer_state_dir
@@ -151,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
             rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
             relay_mbit_s=args.relay_mbit,
         ),
-        device=args.device,
+        device="cpu" if args.ranks else args.device,
         data=args.data,
         tokenizer=args.tokenizer,
         init=args.init,
@@ -160,14 +185,35 @@ def run(args: argparse.Namespace) -> int:
         yes=args.yes,
         share=args.share,
     )
-    _expect_device(args.device)
+    _expect_device(options.device)
     _expect_data(args.data)
     _expect_tokenizer(args.tokenizer)
     _expect_weights(args.init)
-    if args.json:  # read by a program, which cannot show anybody what the run asks for
-        return run_peer(options, on_event=_as_json)
+    on_event: OnPeerEvent = _as_json if args.json else _as_text
+    # With --json it is read by a program, which cannot show anybody what the run asks for.
     is_here = sys.stdin.isatty() and sys.stderr.isatty() and not args.stop_with_stdin
-    return run_peer(options, on_event=_as_text, ask=_ask if is_here else None)
+    ask = _ask if is_here and not args.json else None
+    if is_rank:
+        from atoll.peer.daemon.launching import run_rank
+
+        return run_rank(options, on_event=on_event, ask=ask)
+    return run_peer(options, on_event=on_event, ask=ask)
+
+
+def _number_of_ranks(args: argparse.Namespace) -> int:
+    """Return the number of processes to start; 0 to train in this one."""
+    from atoll.peer.errors import DeviceError
+
+    if args.gpus is not None:
+        from atoll.peer.training.devices import number_of_gpus
+
+        return number_of_gpus(args.gpus, device=args.device)
+    if args.ranks and args.device not in ("auto", "cpu"):
+        raise DeviceError(
+            f"expected --ranks or --device {args.device}, got both: they are processes on the CPU; "
+            "for GPUs use --gpus"
+        )
+    return args.ranks or 0
 
 
 def _say_starting(what: str, *, as_json: bool) -> None:
@@ -209,6 +255,18 @@ def _share(text: str) -> float:
     if not 0 < share <= 1:
         raise argparse.ArgumentTypeError(f"expected a fraction above 0, up to 1, got {text!r}")
     return share
+
+
+def _gpus(text: str) -> int:
+    if text == "all":
+        return 0
+    return _ranks(text)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 to {MAX_RANKS}, got {text!r}")
+    return int(text)
 
 
 def _multiaddr(text: str) -> str:

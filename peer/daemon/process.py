@@ -12,29 +12,34 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import CleanFormatter, count, loss_text, percent, size
 from atoll.dht.identity import short
+from atoll.optim.methods import MethodError
+from atoll.optim.ranks import RankReducer
+from atoll.optim.ranks.reducer import Led
+from atoll.optim.reducer import Reducer
 from atoll.peer.daemon.consent import Ask, Consent, disk_bytes, memory_bytes
 from atoll.peer.daemon.membership import expect_run
-from atoll.peer.daemon.network import open_peer
+from atoll.peer.daemon.network import WrongRole, open_peer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.reducer import RunReducer, TrainerView
+from atoll.peer.daemon.reducer import NetworkReducer, RunReducer, TrainerView
 from atoll.peer.daemon.tally import Account
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.permission import Allowed, with_own_files
+from atoll.peer.training.ranks import OneRank, SeveralRanks
 from atoll.peer.training.trainer import Trainer, TrainerOptions, first_state
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
@@ -71,6 +76,8 @@ class RunOptions:
     """Given by `--yes`: agree to the run's demands without a question."""
     share: float = 1.0
     """Fraction of time to spend training; the rest is left to other programs."""
+    ranks: OneRank = field(default_factory=OneRank)
+    """The processes that train as this peer; the first one joins the run."""
 
     @property
     def allowed(self) -> Allowed:
@@ -176,32 +183,38 @@ def join_and_train(
     narrator = Narrator(on_event)
     with log_file(paths):
         try:
-            thread = open_peer(
-                options.peer,
-                on_event=narrator.tell,
-                on_phase=narrator.on_phase,
-                stopping=stop,
-                admit=Consent(
-                    paths=paths,
-                    run_id=options.peer.invite.run_id,
-                    allowed=options.allowed,
-                    data=options.data,
-                    tokenizer=options.tokenizer,
-                    init=options.init,
-                    yes=options.yes,
-                    ask=ask,
-                    show=lambda line: narrator.tell("info", line),
-                ).admit,
-                make_first=lambda spec: first_state(
-                    options.spec_with_own_files(spec), options.allowed
-                ),
-            )
+            with options.ranks.leading():
+                thread = open_peer(
+                    options.peer,
+                    on_event=narrator.tell,
+                    on_phase=narrator.on_phase,
+                    stopping=stop,
+                    admit=Consent(
+                        paths=paths,
+                        run_id=options.peer.invite.run_id,
+                        allowed=options.allowed,
+                        data=options.data,
+                        tokenizer=options.tokenizer,
+                        init=options.init,
+                        yes=options.yes,
+                        ask=ask,
+                        show=lambda line: narrator.tell("info", line),
+                    ).admit,
+                    make_first=lambda spec: first_state(
+                        options.spec_with_own_files(spec), options.allowed
+                    ),
+                )
         except KeyboardInterrupt:
             return False
         narrator.follow(thread.value)
         try:
             with closing(thread):
                 if thread.value.is_keeper:
+                    if options.ranks.size > 1:
+                        raise WrongRole(
+                            "the invite is for keepers, which do not train: start one process, "
+                            "without --gpus and --ranks"
+                        )
                     is_over = _keep(options, thread.value, narrator, stop)
                 else:
                     with closing(thread.value.run.reducer(thread)) as reducer:
@@ -227,38 +240,39 @@ def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bo
 
 
 def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: Stop) -> bool:
+    ranks, peer, spec = options.ranks, reducer.peer, reducer.spec
+    state_path = PeerPaths(root=options.peer.state_dir).trainer
+    run = {
+        "spec": spec.canonical().decode(),
+        "peer_id": peer.peer_id,
+        "position": peer.position,
+        "has_state": state_path.exists(),
+    }
     if stop.is_set():  # the data of a run takes seconds to read
+        ranks.agreed(None)
         return False
-    peer, spec = reducer.peer, reducer.spec
-    paths = PeerPaths(root=options.peer.state_dir)
+    run = ranks.agreed(run)
     spec = options.spec_with_own_files(spec)
     trainer = Trainer(
         spec,
-        reducer,
-        TrainerOptions(
-            peer_id=peer.peer_id,
-            device=options.device,
-            position=peer.position,
-            validate_every=1,
-            validate_share=VALIDATE_SHARE,
+        _shared(reducer, ranks),
+        _trainer_options(
+            options,
+            run,
             validates=peer.validates,
-            state_path=paths.trainer,
-            save_every_s=SAVE_EVERY_S,
-            allowed=options.allowed,
-            share=options.share,
             paces_s=peer.paces_s,
             is_over=lambda: reducer.progress.is_over(peer.position),
         ),
     )
     stop.call(trainer.stop)
     reducer.progress.watch(lambda: view_of(trainer))
-    if paths.trainer.exists():
+    if run["has_state"]:
         try:
-            trainer.load(paths.trainer)
+            trainer.load(state_path)
             narrator.tell("info", "inner optimizer and data position resumed")
         except SavedStateError as error:
             narrator.tell("warning", f"starting with a fresh inner optimizer: {error}")
-    if stop.is_set():
+    if stop.is_set() and ranks.size == 1:
         return False
     for level, text in trainer.remarks():
         narrator.tell(level, text)
@@ -269,6 +283,71 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
         wait_until_stored(peer, STORED_S, stop, narrator.tell)
     return trainer.finished
+
+
+def _shared(reducer: RunReducer, ranks: OneRank) -> Reducer:
+    """Return what the trainer of the first rank takes for its reducer.
+
+    Raises:
+        MethodError: there are several ranks, and the run has no common state.
+    """
+    if not isinstance(ranks, SeveralRanks):
+        return reducer
+    if not isinstance(reducer, NetworkReducer):
+        raise MethodError(
+            f"several processes can't meet other peers in pairs, as {reducer.method.name} does; "
+            "start one peer a GPU, each with its own --state-dir"
+        )
+    return RankReducer(ranks.ranks, lambda: reducer)
+
+
+def follow(options: RunOptions) -> None:
+    """Train as another rank than the first, which joins the run and decides when to stop.
+
+    Raises:
+        RanksError: the first rank has failed or is gone.
+        SetupError: the data, model or device is not usable here.
+    """
+    ranks = options.ranks
+    assert isinstance(ranks, SeveralRanks)
+    run = ranks.agreed(None)
+    if run is None:
+        return
+    spec = RunSpec.from_json(run["spec"].encode())
+    trainer = Trainer(
+        options.spec_with_own_files(spec),
+        RankReducer(ranks.ranks, _expect_first),
+        _trainer_options(options, run),
+    )
+    if run["has_state"]:
+        with suppress(SavedStateError):  # the first rank reports it
+            trainer.load(PeerPaths(root=options.peer.state_dir).trainer)
+    trainer.run()
+
+
+def _expect_first() -> Led:
+    raise AssertionError("only the first rank joins")
+
+
+def _trainer_options(
+    options: RunOptions,
+    run: Mapping[str, Any],
+    **called: Any,  # noqa: ANN401 - of `TrainerOptions`
+) -> TrainerOptions:
+    """Return what all ranks of a peer train with, and what only the first one is asked."""
+    return TrainerOptions(
+        peer_id=run["peer_id"],
+        device=options.device,
+        position=run["position"],
+        validate_every=1,
+        validate_share=VALIDATE_SHARE,
+        state_path=PeerPaths(root=options.peer.state_dir).trainer,
+        save_every_s=SAVE_EVERY_S,
+        allowed=options.allowed,
+        share=options.share,
+        ranks=options.ranks,
+        **called,
+    )
 
 
 class Narrator:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Entry
 from atoll.optim.methods import Method
-from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
+from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
 from atoll.optim.reduction.contribution import DRIFT_CAP, Offer, drift_ratio, work_weight
 from atoll.optim.schedules import Timetable
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
@@ -434,7 +434,9 @@ class NetworkReducer(RunReducer):
         self._company = company
         self._replica = ctx.replica
         self._replay = replay
-        self._residuals = [replay.residual(f) for f in range(len(replay.fragments))]
+        self._residuals: list[Residual] = [
+            replay.residual(fragment) for fragment in range(len(replay.fragments))
+        ]
         self._offers: dict[int, Offered] = {}
         """Contributions on offer, by fragment."""
         self._encoder = background_threads(1, "atoll-encode")
@@ -483,13 +485,14 @@ class NetworkReducer(RunReducer):
         """
         if self._settle is None:
             raise RuntimeError("expected start() first")
-        fragment, rule = contribution.fragment, self._replay.method.weights
-        weight = work_weight(contribution.tokens, contribution.steps, rule)
+        fragment, steps = contribution.fragment, contribution.steps
+        if isinstance(contribution.delta, Offer):
+            weight = contribution.delta.weight
+        else:
+            weight = self.weight_of(fragment, contribution.tokens, steps)
         number = self.progress.count(contribution)
-        if fragment in self._joining and not self._reaches_nobody:
-            # docs/protocol.md: the first window of each fragment of a joiner weighs nothing.
+        if fragment in self._joining and weight == 0.0:
             self._ctx.on_event("info", "joined: the first window counts with weight 0")
-            weight = 0.0
         self._joining.discard(fragment)
         encoding = self._encoder.submit(self._encode, contribution, weight, number)
         self._offers[fragment] = Offered(
@@ -500,6 +503,21 @@ class NetworkReducer(RunReducer):
         encoding.add_done_callback(self._offer_encoded)
         if self._hides and not self._in_step:
             self.wait()
+
+    def weight_of(self, fragment: int, tokens: int, steps: int) -> float:
+        """Return the weight at which a contribution has to be encoded now.
+
+        Raises:
+            WorkRefused: its tokens or steps are absurd.
+        """
+        weight = work_weight(tokens, steps, self._replay.method.weights)
+        # docs/protocol.md: the first window of each fragment of a joiner weighs nothing.
+        joins = fragment in self._joining and not self._reaches_nobody
+        return 0.0 if joins else weight
+
+    def leave_residuals(self, keep: Callable[[int], Residual]) -> None:
+        """Let `keep(fragment)` keep each residual; contributions then hold an `Offer`."""
+        self._residuals = [keep(fragment) for fragment in range(len(self._residuals))]
 
     def _encode(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
         started = time.perf_counter()
@@ -576,7 +594,7 @@ class NetworkReducer(RunReducer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals, and the position of the log at which they were taken."""
-        self._await_residuals()
+        self.await_residuals()
         return {
             "position": self.position,
             "feedback": [residual.state_dict() for residual in self._residuals],
@@ -594,7 +612,7 @@ class NetworkReducer(RunReducer):
             )
             return
         self._joining.clear()
-        self._await_residuals()
+        self.await_residuals()
         for residual, saved_state in zip(self._residuals, state["feedback"], strict=True):
             residual.load_state_dict(saved_state)
         current = self._thread.ask(lambda: self._replica.state)
@@ -684,7 +702,7 @@ class NetworkReducer(RunReducer):
             settling = self._encoder.submit(self._settle_residual, decided, offered, included)
             self._settling.append(settling)
         except RuntimeError:  # closed: it takes nothing more, but ends what it has
-            self._await_residuals()
+            self.await_residuals()
             self._settle_residual(decided, offered, included)
 
     def _settle_residual(
@@ -700,7 +718,7 @@ class NetworkReducer(RunReducer):
         for part, lost_N in decided.credits:
             residual.owner_credit(part, lost_N)
 
-    def _await_residuals(self) -> None:
+    def await_residuals(self) -> None:
         """Wait until nothing reads or changes a residual; raise what went wrong."""
         futures.wait([offered.encoding for offered in self._offers.values()])
         while self._settling:
@@ -717,7 +735,7 @@ class NetworkReducer(RunReducer):
 
     def _reset(self, state: OuterState, why: str) -> None:
         self._ctx.on_event("warning", f"dropped this peer's open work: {why}")
-        self._await_residuals()  # the encoder may still be at work on them
+        self.await_residuals()  # the encoder may still be at work on them
         for residual in self._residuals:
             residual.reset()
         self._arrive(state)

@@ -17,14 +17,18 @@ STDIN = 0
 STOP_S = 20.0  # a peer says goodbye to everybody within this, or is stuck
 
 
-def stop_with_stdin() -> None:
-    """Send this process SIGTERM when its standard input ends; kill it if it does not stop."""
-    threading.Thread(target=_watch, name="atoll-stdin", daemon=True).start()
+def stop_with_stdin(pipe: int = STDIN) -> None:
+    """Send this process SIGTERM when its standard input ends; kill it if it does not stop.
+
+    Args:
+        pipe: another file descriptor to read instead.
+    """
+    threading.Thread(target=_watch, args=(pipe,), name="atoll-stdin", daemon=True).start()
 
 
-def _watch() -> None:
+def _watch(pipe: int) -> None:
     with suppress(OSError):  # closed: nobody holds the other end
-        while os.read(STDIN, 4096):  # not sys.stdin, whose lock would outlive the interpreter
+        while os.read(pipe, 4096):  # not sys.stdin, whose lock would outlive the interpreter
             pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(STOP_S)

@@ -105,6 +105,28 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
+def number_of_gpus(wanted: int, *, device: str) -> int:
+    """Return how many GPUs of this machine train together.
+
+    Args:
+        wanted: their number; 0 for all.
+        device: name of the device that was asked for, which must leave the choice open.
+
+    Raises:
+        DeviceError: there are fewer, or one device was named.
+    """
+    if device not in ("auto", "cuda"):
+        raise DeviceError(f"expected --gpus or --device {device}, got both; name one of them")
+    _check_cuda(torch.device("cuda"))
+    count = torch.cuda.device_count()
+    if wanted > count:
+        raise DeviceError(
+            f"asked for {wanted} GPUs, but there are {count}; use --gpus all, or check "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return wanted or count
+
+
 def _best_name() -> str:
     if torch.cuda.is_available():
         return "cuda"

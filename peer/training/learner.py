@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
+from atoll.optim.state import dtensors
 from atoll.optim.state.layout import Layout
 from atoll.peer.errors import DeviceError
 from atoll.peer.training import models
 from atoll.peer.training.devices import Device, is_out_of_memory
 from atoll.peer.training.fit import Fit, pieces
+from atoll.peer.training.ranks import OneRank
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Learner:
         *,
         total_steps: int,
         optimizer: InnerName = "adamw",
+        ranks: OneRank | None = None,
     ) -> None:
         """Move the model to the device and create its optimizer.
 
@@ -63,9 +66,16 @@ class Learner:
             device: device to train on.
             total_steps: inner steps of the run; 0 for a run without an end.
             optimizer: name of the inner optimizer.
+            ranks: the processes that train the model together; this one alone by default.
         """
         device.activate()
-        self.model = model.to(device.device)
+        self._ranks = ranks or OneRank()
+        if self._ranks.size > 1 and device.precision == "float16":
+            raise DeviceError(
+                f"{device.label} computes in float16, whose loss scaling works in one process "
+                "alone; train without --gpus, or set precision to float32 in [inner]"
+            )
+        self.model = self._ranks.place(model, device.device)
         self.device = device
         self.fit = Fit(sequences=inner.batch_size)
         self.optimizer = build(
@@ -107,7 +117,8 @@ class Learner:
                 found = self._attempt(batches, seed)
                 break
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                # The other ranks wait in a collective for this one, which cannot repeat the step.
+                if self._ranks.size > 1 or not is_out_of_memory(error):
                     raise
                 smaller = self._smaller(error)
             # Only now: within the handler, the traceback keeps the activations alive.
@@ -156,16 +167,21 @@ class Learner:
             torch.manual_seed(seed)
         sequences = sum(map(len, batches))
         loss = torch.zeros((), device=self.device.device)
-        for piece in pieces(batches, self.fit.sequences):
+        parts = list(pieces(batches, self.fit.sequences))
+        for number, piece in enumerate(parts, start=1):
+            self._ranks.expect_backward(self.model, is_last=number == len(parts))
             # The quotient of equal pieces is a whole number, without rounding.
             loss += self._backward(piece, sequences / len(piece))
+        self._ranks.average_(self.model)
+        loss = self._ranks.mean(loss)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         # A clip norm of 0 clips nothing; the norm is measured all the same.
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self._inner.clip_norm or math.inf
         )
-        both = torch.stack((loss, norm.float())).cpu()  # one wait for the GPU
+        norm = dtensors.whole(norm).float()
+        both = torch.stack((loss, norm)).cpu()  # one wait for the GPU
         if self._scaler is not None:
             self._scaler.update()  # after an overflow, whose norm is not finite, scale less
         loss_value, norm_value = both.tolist()

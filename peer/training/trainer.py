@@ -39,6 +39,7 @@ from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.places import Places
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
@@ -49,6 +50,7 @@ from atoll.peer.training.hf import lora
 from atoll.peer.training.hf.beginning import begin_, expect_init, with_shape
 from atoll.peer.training.learner import Evaluator, Learner
 from atoll.peer.training.permission import Allowed
+from atoll.peer.training.ranks import OneRank, held_out_loss
 from atoll.peer.training.statistics import (
     LONGER,
     WARM_STEPS,
@@ -107,6 +109,8 @@ class TrainerOptions:
     """Returns the seconds per step that other peers report."""
     is_over: Callable[[], bool] = lambda: False
     """Returns whether the run is complete, which a peer within a window may not know yet."""
+    ranks: OneRank = field(default_factory=OneRank)
+    """The processes that train as this peer; all have the same options but for what is called."""
     clock: Callable[[], float] = field(default=time.perf_counter)
     """Returns seconds from any origin; used only to measure speed."""
 
@@ -150,7 +154,10 @@ class Trainer:
             self.device,
             total_steps=self.timetable.total_steps,
             optimizer=method.inner,
+            ranks=self.options.ranks,
         )
+        self._ranks = self.options.ranks
+        self._name = self._ranks.own_name(self.options.peer_id)
         if spec.model.custom is not None:
             with self.device.autocast():
                 models.expect_runs(
@@ -163,7 +170,7 @@ class Trainer:
         self._stream = Prefetched(
             self.corpus.stream(
                 seed=spec.run.seed,
-                peer_id=self.options.peer_id,
+                peer_id=self._name,
                 batch_size=spec.inner.batch_size,
                 seq_len=spec.data.seq_len,
             )
@@ -197,7 +204,9 @@ class Trainer:
             position=at,
             inner_steps=self.worker.inner_steps,
             params=self.worker.layout.numel,
-            device=self.device.label,
+            device=self.device.label
+            if self._ranks.size == 1
+            else f"{self._ranks.size} x {self.device.label}",
             precision=self.device.precision,
         )
 
@@ -234,10 +243,10 @@ class Trainer:
         """
         self.device.activate()
         try:
-            while not self._stopping.is_set() and not self.finished:
+            while not self._ranks.agreed(self._stopping.is_set()) and not self.finished:
                 self.step()
                 self._save_when_due()
-                if self.options.is_over():
+                if self._ranks.agreed(self.options.is_over()):
                     self._reducer.wait()  # delivers the last round; no other follows
                     self._validate_when_due()
             if self.options.state_path is not None:
@@ -260,7 +269,7 @@ class Trainer:
             self._pace.measure(busy_s, self._progress.steps)
         self._size_window()
         # Dropout of this step follows from its name, so a restart repeats it.
-        name = f"{self.spec.run.seed}/{self.options.peer_id}/{self._progress.steps}"
+        name = f"{self.spec.run.seed}/{self._name}/{self._progress.steps}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         inner = self.spec.inner
         batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
@@ -316,13 +325,16 @@ class Trainer:
         """Return the loss on held-out text in nats per token.
 
         Args:
-            params_N: parameters to evaluate; the synced ones by default.
+            params_N: parameters to evaluate; the synced ones by default, and with several ranks.
             batches: number of batches; the text is the same at every call.
             between: called before each batch; an exception from it ends the measurement.
 
         Raises:
             DataError: a streamed data set has too little validation text.
         """
+        if self._ranks.size > 1:
+            texts = validation(self.spec, self.corpus, batches)
+            return held_out_loss(self.worker, self.device, texts, self._ranks, between=between)
         if self._evaluator is None or self._evaluator.num_batches != batches:
             self._evaluator = Evaluator(
                 self.learner.model,
@@ -340,11 +352,12 @@ class Trainer:
         """
         worker, frozen = self.worker.state_dict(), self._frozen()
         worker["model"] = {k: v for k, v in worker["model"].items() if k not in frozen}
+        streams = self._ranks.gathered(self._stream.state_dict())
         return {
             "peer_id": self.options.peer_id,
             "worker": worker,
             "learner": self.learner.state_dict(),
-            "stream": self._stream.state_dict(),
+            "stream": streams[0] if len(streams) == 1 else {"ranks": streams},
             "progress": vars(self._progress).copy(),
             "valid": [self._statistics.valid_loss, self._statistics.valid_position],
         }
@@ -376,13 +389,13 @@ class Trainer:
                 whole = {**state["worker"]["model"], **self._frozen()}
                 self.worker.load_state_dict({**state["worker"], "model": whole})
             else:
-                self.learner.optimizer.load_state_dict(state["worker"]["inner"])
+                self.worker.places.load_optimizer(self.learner.optimizer, state["worker"]["inner"])
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             self._progress = before
             raise SavedStateError(f"the saved state does not fit this model: {error}") from error
         if "learner" in state:  # older states have none
             self.learner.load_state_dict(state["learner"])
-        self._stream.load_state_dict(state["stream"])
+        self._load_stream(state["stream"])
         valid_loss, valid_position = state["valid"]
         self._recent.clear()
         self._publish(valid_loss=valid_loss, valid_position=valid_position)
@@ -399,7 +412,9 @@ class Trainer:
         """
         self._end_save()
         began_s = self.options.clock()
-        saved.save(path, self.state_dict(), kind="trainer", run=self.spec.digest())
+        state = self.state_dict()
+        if self._ranks.leads:
+            saved.save(path, state, kind="trainer", run=self.spec.digest())
         self._saved_at_s = self.options.clock()
         self._save_s += self._saved_at_s - began_s
 
@@ -409,8 +424,33 @@ class Trainer:
         Raises:
             SavedStateError: the file is missing, damaged, or of another run, peer or model.
         """
-        state = saved.load(path, kind="trainer", run=self.spec.digest())
-        self.load_state_dict(state, exact=exact)
+        self.load_state_dict(self._read(path), exact=exact)
+
+    def _read(self, path: Path) -> Mapping[str, Any]:
+        """Return the state in a file; ranks but the first get it without its tensors."""
+        state: Mapping[str, Any] = {}
+        failure: SavedStateError | None = None
+        with self._ranks.leading():
+            if self._ranks.leads:
+                try:
+                    state = saved.load(path, kind="trainer", run=self.spec.digest())
+                except SavedStateError as error:
+                    failure = error
+        if (text := self._ranks.agreed(str(failure) if failure else None)) is not None:
+            raise failure or SavedStateError(text)
+        return self.worker.places.shared(state)
+
+    def _load_stream(self, state: Mapping[str, Any]) -> None:
+        """Resume this rank's data, if the state is of as many ranks; else they begin anew."""
+        streams = state["ranks"] if "ranks" in state else [state]
+        if len(streams) == self._ranks.size:
+            self._stream.load_state_dict(streams[self._ranks.rank])
+        else:
+            _log.warning(
+                "saved by %d ranks, resumed by %d: each begins its data anew",
+                len(streams),
+                self._ranks.size,
+            )
 
     def _rest(self, step_s: float) -> None:
         """Sleep so that training takes only this peer's share of the time.
@@ -428,14 +468,14 @@ class Trainer:
         common = self.timetable.window(self.worker.next_position)
         if self.spec.outer.windows != "deadline":
             self.worker.resize(common, delay=self._method.hidden_steps(common))
-        elif self.worker.step_in_window == 0 and self._statistics.pace_s > 0:
+        elif self.worker.step_in_window == 0 and self._ranks.agreed(self._statistics.pace_s > 0):
             paces_s = [self._statistics.pace_s, *self.options.paces_s()]
             own, *_ = schedules.deadline(paces_s, inner_steps=common)
-            self.worker.resize(own)
+            self.worker.resize(self._ranks.agreed(own))
 
     def _take(self, loss: float, tokens: int) -> None:
         self._progress.skips_in_a_row = 0
-        self._progress.tokens += tokens
+        self._progress.tokens += tokens * self._ranks.size
         self._progress.add_loss(loss)
         self._announce_window_end()
         self.worker.step(tokens=tokens, loss=loss)
@@ -503,11 +543,12 @@ class Trainer:
     def _may_validate(self) -> bool:
         """Return whether it is this peer's turn, and the last validation took its share by now."""
         is_turn = self.options.validates(self._progress.position)
-        return is_turn and self.options.clock() >= self._validate_from_s
+        in_share = self.options.clock() >= self._validate_from_s
+        return bool(self._ranks.agreed(is_turn and in_share))
 
     def _expect_no_stop(self) -> None:
         # A stop interrupts every validation but the last one of the run, which is its result.
-        if self._stopping.is_set() and not self.finished:
+        if self._ranks.agreed(self._stopping.is_set()) and not self.finished:
             raise _Stopped
 
     def _save_when_due(self) -> None:
@@ -515,17 +556,18 @@ class Trainer:
             self._end_save()  # it may have failed
         path, at_window_end = self.options.state_path, self.worker.step_in_window == 0
         every_s = max(self.options.save_every_s, self._save_after_s)
-        due = self.options.clock() - self._saved_at_s >= every_s
-        if path is not None and at_window_end and due and self._saving is None:
+        due = self.options.clock() - self._saved_at_s >= every_s and self._saving is None
+        if path is not None and at_window_end and self._ranks.agreed(due):
             self._begin_save(path)
 
     def _begin_save(self, path: Path) -> None:
         """Copy the state; another thread writes it while training goes on."""
         began_s = self.options.clock()
         state, run = self.state_dict(), self.spec.digest()
-        # A commit replaces the synced parameters, and changes none.
-        copy = saved.copied(state, constant=[state["worker"]["synced_N"]])
-        self._saving = self._writer.submit(self._write, path, copy, run, began_s)
+        if self._ranks.leads:
+            # A commit replaces the synced parameters, and changes none.
+            copy = saved.copied(state, constant=[state["worker"]["synced_N"]])
+            self._saving = self._writer.submit(self._write, path, copy, run, began_s)
         self._saved_at_s = self.options.clock()
         self._save_s += self._saved_at_s - began_s
 
@@ -603,6 +645,16 @@ class WatchedReducer:
     def fragments(self) -> Sequence[Fragment]:
         """Fragments of the wrapped reducer."""
         return self._inner.fragments
+
+    @property
+    def places(self) -> Places | None:
+        """The values that this rank keeps; None if it keeps all."""
+        return getattr(self._inner, "places", None)
+
+    @property
+    def begins(self) -> bool:
+        """Return whether `start` wants the parameters of this rank."""
+        return getattr(self._inner, "begins", True)
 
     @property
     def unsettled(self) -> bool:

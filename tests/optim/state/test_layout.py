@@ -142,7 +142,10 @@ def wrapped(prefix):
 
 @pytest.mark.parametrize(
     ("prefix", "remedy"),
-    [("module.", "give the module inside, `model.module`"), ("_fsdp_wrapped_module.", "whole on")],
+    [
+        ("module.", "give the module inside, `model.module`"),
+        ("_fsdp_wrapped_module.", "fully_shard"),
+    ],
 )
 def test_a_difference_by_a_wrapper_names_the_wrapper(prefix, remedy):
     found = Layout.of(Tied()).difference(wrapped(prefix))

@@ -1,0 +1,84 @@
+"""Parameters that are cut over several devices: `DTensor`s, as `fully_shard` makes them.
+
+A `DTensor` holds a shard of a tensor and knows the others' ranks. All ranks of its mesh must call
+what is here, in the same order. Any placement of whole values will do: `Shard`, `Replicate` and
+combinations of them over a mesh of several dimensions, as in HSDP.
+
+    PlacementError (ValueError)   a tensor that lies on its ranks as partial sums
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class PlacementError(ValueError):
+    """A tensor is placed in a way that its values can't be read or set."""
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is cut over ranks."""
+    # Without this module loaded there is none; importing it takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all values of a tensor: itself, or its shards gathered from all ranks.
+
+    Raises:
+        PlacementError: its ranks hold partial sums.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    _expect_values(tensor)
+    return tensor.full_tensor()
+
+
+def put_whole_(tensor: Tensor, values: Tensor) -> None:
+    """Copy values to a tensor; each rank takes its shard of them, and nothing is sent.
+
+    Args:
+        tensor: to change, in its own dtype and on its own device.
+        values: all of them, in its shape and equal on all ranks.
+
+    Raises:
+        PlacementError: its ranks hold partial sums.
+    """
+    if not is_dtensor(tensor):
+        tensor.copy_(values)
+        return
+    from torch.distributed.tensor import DTensor, Replicate
+
+    _expect_values(tensor)
+    mesh = tensor.device_mesh
+    everywhere = DTensor.from_local(
+        values.to(tensor.to_local().device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    tensor.copy_(everywhere.redistribute(mesh, tensor.placements))
+
+
+def reshard(module: nn.Module) -> None:
+    """Let FSDP2 drop what it gathered: its root stays gathered after a forward pass alone.
+
+    Until then the module's parameters are copies, and what is written to them is lost.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for each in module.modules():
+            if isinstance(each, fsdp.FSDPModule):
+                cast(Any, each).reshard()
+
+
+def _expect_values(tensor: DTensor) -> None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise PlacementError(
+            f"expected a tensor placed by Shard or Replicate, got {tuple(tensor.placements)}; "
+            "give the optimizer and Atoll a model whose parameters are no partial sums"
+        )

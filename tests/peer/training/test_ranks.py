@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from atoll.peer.errors import DeviceError
+from atoll.peer.training.devices import number_of_gpus
+from atoll.peer.training.ranks import FIT_SHARE, TRAIN_BYTES, fits, is_one_of_several
+from support.rank_work import trainers_on_ranks
+from support.ranks import on_ranks
+
+
+@pytest.mark.slow
+def test_ranks_train_a_model_that_is_whole_on_each_or_cut_over_them(tmp_path):
+    on_ranks(2, trainers_on_ranks, tmp_path, folder=tmp_path)
+
+
+def test_a_model_fits_if_its_state_leaves_room_for_activations(monkeypatch):
+    class Memory:
+        total = 100 << 30
+
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
+    most = int(FIT_SHARE * (25 << 30) / TRAIN_BYTES)
+    cpu = torch.device("cpu")
+    assert fits(most, cpu, ranks=4)
+    assert not fits(most + 1, cpu, ranks=4)
+    assert fits(most + 1, cpu, ranks=3)
+
+
+def test_a_process_is_one_of_several_if_it_was_started_so(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert not is_one_of_several()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not is_one_of_several()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_one_of_several()
+
+
+def test_gpus_are_counted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert number_of_gpus(0, device="auto") == 4
+    assert number_of_gpus(3, device="cuda") == 3
+    with pytest.raises(DeviceError, match="but there are 4"):
+        number_of_gpus(5, device="auto")
+    with pytest.raises(DeviceError, match="got both"):
+        number_of_gpus(2, device="cuda:1")
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="sees no CUDA device"):
+        number_of_gpus(0, device="auto")

@@ -1,0 +1,431 @@
+"""What tests let the ranks of a peer do; a function here is named to another process."""
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim import methods
+from atoll.optim.inprocess.group import InProcessMember
+from atoll.optim.inprocess.rounds import InProcessGroup
+from atoll.optim.ranks import RankReducer, Ranks, RanksError
+from atoll.optim.ranks.residuals import RemoteResidual
+from atoll.optim.reduction.contribution import Feedback
+from atoll.optim.state.dtensors import PlacementError, put_whole_
+from atoll.optim.state.layout import Layout
+from atoll.peer.errors import SavedStateError
+from atoll.peer.training.data import load as data
+from atoll.peer.training.ranks import OneRank, SeveralRanks
+from atoll.peer.training.trainer import Trainer, TrainerOptions
+
+
+def model_of(width: int) -> nn.Sequential:
+    """Four layers, each a block of its own for methods with fragments."""
+    torch.manual_seed(7)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Sequential(nn.Linear(width, 1)))
+
+
+def backward(model: nn.Module, width: int, seed: int, parts: int = 1) -> torch.Tensor:
+    """Add the gradients of one batch, divided by the number of batches; return the loss."""
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(seed))
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean() / parts
+    loss.backward()
+    return loss.detach()
+
+
+def sharded(width: int, mesh: object) -> nn.Module:
+    """The toy model, cut over ranks block by block, as FSDP2 is meant to be used."""
+    model = model_of(width)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def cut_by_rows_and_columns(width: int, mesh: object) -> nn.Module:
+    """The toy model with each matrix cut in both dimensions, as tensor parallelism with FSDP."""
+    model = model_of(width)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            places = [Shard(0), Shard(1) if param.dim() == 2 else Shard(0)]
+            placed = distribute_tensor(param.detach(), mesh, places)
+            module.register_parameter(name, nn.Parameter(placed))
+    return model
+
+
+def layout_of_cut_parameters() -> None:
+    """Compare all that a layout does with a model whose parameters are cut over four ranks."""
+    width, rank = 7, distributed.get_rank()  # 7: shards of unequal length
+    flat, hybrid = (
+        init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for shape, names in [((4,), ("shard",)), ((2, 2), ("replicate", "shard"))]
+    )
+    plain = model_of(width)
+    layout = Layout.of(plain)
+    first_N = layout.flatten(plain)
+    backward(plain, width, seed=0)
+    grad_N = layout.gradient(plain)
+    spans = ((3, 20), (40 + rank, 150 - 10 * rank))  # cuts parameters, at other places on each rank
+    expected = torch.cat([first_N[start:stop] for start, stop in spans])
+    new_N = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))
+    for model in (
+        sharded(width, flat),
+        sharded(width, hybrid),
+        cut_by_rows_and_columns(width, hybrid),
+    ):
+        assert isinstance(next(model.parameters()), DTensor)
+        assert Layout.of(model) == layout
+        assert torch.equal(layout.flatten(model), first_N)
+        assert torch.equal(layout.flatten(model, spans), expected)
+        assert layout.flatten(model, ()).numel() == 0
+        assert layout.held(model, expected, spans) is expected
+        layout.load_(model, new_N)
+        assert torch.equal(layout.flatten(model), new_N)
+        local = next(model.parameters()).to_local()
+        assert local.numel() < width * width, "each rank holds a shard still"
+
+    model = sharded(width, flat)
+    backward(model, width, seed=0)  # the same batch on all ranks: the mean of equal gradients
+    assert torch.allclose(layout.gradient(model), grad_N, atol=1e-6)
+    some = layout.gradient(model, spans)
+    assert torch.equal(some, torch.cat([layout.gradient(model)[a:b] for a, b in spans]))
+
+
+def gathered_root() -> None:
+    """Read and write a model whose root FSDP2 keeps gathered after a forward pass alone."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+    layout = Layout.of(model)
+    with torch.no_grad():
+        model(torch.zeros(1, 7))
+    layout.load_(model, torch.arange(float(layout.numel)))
+    assert torch.equal(layout.flatten(model), torch.arange(float(layout.numel)))
+
+
+def partial_sum() -> None:
+    """Refuse a parameter of which each rank holds an addend."""
+    model = nn.Linear(3, 3)
+    mesh = init_device_mesh("cpu", (2,))
+    addend = DTensor.from_local(torch.ones(3, 3), mesh, [Partial()])
+    model.register_parameter("weight", nn.Parameter(addend))
+    layout = Layout.of(model)
+    with pytest.raises(PlacementError, match="Shard or Replicate"):
+        layout.flatten(model)
+    with pytest.raises(PlacementError, match="Shard or Replicate"):
+        layout.load_(model, torch.zeros(layout.numel))
+
+
+def two_ranks() -> None:
+    gathered_root()
+    partial_sum()
+
+
+WIDTH = 260  # 203,841 values: four cells, the last one short, so no two ranks have ranges alike
+INNER_STEPS = 2
+
+METHODS = (
+    "diloco(lr=0.7, momentum=0.9)",
+    "diloco(codec=sign, feedback=0.5)",
+    "diloco(codec=int4, count=2)",
+    "muloco(codec=2bit, tau=1)",
+    "streaming(count=2, tau=1)",
+    "sparseloco",
+    "sparseloco(merge=select, tau=1)",
+    "co2(codec=int8)",
+    "eager(codec=int8, peers=2)",
+    "ddp(codec=bf16)",
+    "ddp(codec=powersgd(rank=2))",
+    "demo(codec=dct(k=8))",
+    "dlion",
+)
+"""Every method with a common state; codecs of every kind of frame."""
+
+
+class Peer:
+    """A peer of one process in a group of this process."""
+
+    def __init__(self, method, reducer, model, *, tokens: int = 12) -> None:
+        self.model, self.reducer, self.tokens = model, reducer, tokens
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        self.worker = method.worker(model, optimizer, reducer, inner_steps=INNER_STEPS)
+
+    def step(self, gradients) -> None:
+        """Take a step on given gradients, or on this rank's shards of them."""
+        for param, gradient in zip(self.model.parameters(), gradients, strict=True):
+            param.grad = torch.zeros_like(param)
+            put_whole_(param.grad, gradient.to(param.dtype))
+        self.worker.step(tokens=self.tokens, loss=1.0)
+
+
+def gradients_of(seed: int) -> list[torch.Tensor]:
+    """Gradients as of a step: the same on all ranks."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = [param.shape for param in model_of(WIDTH).parameters()]
+    return [torch.randn(shape, generator=random) * 0.1 for shape in shapes]
+
+
+def recorded(kind, monkeypatch, offers: list) -> None:
+    """Note the frames of each offer of a class of residuals."""
+    encode = kind.offer
+
+    def offer(self, delta, weight):
+        found = encode(self, delta, weight)
+        offers.append((found.frames, found.squares))
+        return found
+
+    monkeypatch.setattr(kind, "offer", offer)
+
+
+def beside_one_process(
+    spec: str,
+    *,
+    cut: bool = True,
+    dtype: torch.dtype = torch.float32,
+    steps: range = range(2 * INNER_STEPS),
+    folder: Path | None = None,
+) -> None:
+    """Train a peer of these ranks and, at the leader, the same peer in one process.
+
+    Both are in a group with one other peer, and have the same gradients. After each step they have
+    the same parameters; at the end the same frames, states and residuals as well. In a folder they
+    leave what they have at the end, and resume from what other ranks have left there.
+    """
+    method, ranks = methods.parse(spec), Ranks(timeout_s=60)
+    mesh = init_device_mesh("cpu", (ranks.size,))
+
+    def model_here(is_cut: bool = False) -> nn.Module:
+        model = model_of(WIDTH).to(dtype)
+        if is_cut:
+            for block in model:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        return model
+
+    group = InProcessGroup(2, method, inner_steps=INNER_STEPS)
+    reducer = RankReducer(ranks, lambda: group.member(0))
+    ours = Peer(method, reducer, model_here(cut), tokens=12 // ranks.size)
+    peers, frames = [ours], ([], [])  # frames: of ours, and of the same peer in one process
+    patch = pytest.MonkeyPatch()
+    if ranks.leads:
+        alone = InProcessGroup(2, method, inner_steps=INNER_STEPS)
+        twin, *others = [
+            Peer(method, each.member(index), model_here())
+            for each, index in [(alone, 0), (alone, 1), (group, 1)]
+        ]
+        recorded(RemoteResidual, patch, frames[0])
+        peers += others[1:]
+    if folder is not None and (folder / "0.pt").exists():
+        for index, peer in enumerate(peers):
+            peer.worker.load_state_dict(loaded(folder / f"{index}.pt") if ranks.leads else {})
+        if ranks.leads:  # one process, from what the ranks have left
+            for index, peer in enumerate([twin, others[0]]):
+                peer.worker.load_state_dict(loaded(folder / f"{index}.pt"))
+    layout = Layout.of(ours.model)
+    for step in steps:
+        mine, theirs = gradients_of(2 * step), gradients_of(2 * step + 1)
+        if ranks.leads:
+            for other in others:  # first: whoever ends a window last reduces it, for all at once
+                other.step(theirs)
+            with pytest.MonkeyPatch.context() as noted:
+                twins: list = []
+                recorded(Feedback, noted, twins)
+                twin.step(mine)
+            frames[1].extend(twins[::2])  # its own, then the other peer's
+        ours.step(mine)
+        found_N = layout.flatten(ours.model)
+        if ranks.leads:
+            assert torch.equal(found_N, layout.flatten(twin.model)), f"{spec}: step {step}"
+    state = ours.worker.state_dict()
+    if ranks.leads:
+        assert frames[0] == frames[1] != []
+        assert group.state.position == alone.state.position > 0
+        assert group.state.root() == alone.state.root()
+        assert group.statistics() == alone.statistics()
+        compare(twin.worker.state_dict(), state)
+        if folder is not None:
+            torch.save(state, folder / "0.pt")
+            torch.save(others[1].worker.state_dict(), folder / "1.pt")
+    patch.undo()
+    ranks.close()
+
+
+def compare(expected: object, got: object, at: str = "state") -> None:
+    """Check that two saved states have the same bits; times differ."""
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(expected, got), at
+    elif isinstance(expected, dict):
+        assert set(expected) == set(got), at
+        for key, value in expected.items():
+            if key not in ("compute_s", "wait_s", "outer_s", "in_part"):
+                compare(value, got[key], f"{at}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(expected) == len(got), at
+        for index, pair in enumerate(zip(expected, got, strict=True)):
+            compare(*pair, f"{at}.{index}")
+    else:
+        assert expected == got or expected != expected, f"{at}: {expected} and {got}"
+
+
+def loaded(path: Path) -> dict:
+    return torch.load(path, weights_only=False)
+
+
+def every_method() -> None:
+    for spec in METHODS:
+        beside_one_process(spec)
+
+
+def some_methods() -> None:
+    """As above with more ranks than two; parameters that are whole on each, and in bf16."""
+    beside_one_process("diloco(codec=int8, count=2, tau=1)", cut=False, dtype=torch.bfloat16)
+    if distributed.get_world_size() == 3:
+        beside_one_process("sparseloco")
+        beside_one_process("eager(codec=int8, peers=2)", dtype=torch.bfloat16)
+
+
+def train_and_save(specs: Sequence[str], steps: range, folder: Path) -> None:
+    for number, spec in enumerate(specs):
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        beside_one_process(spec, steps=steps, folder=own)
+
+
+# Faults
+
+
+def rank_of_no_run() -> None:
+    """Report on all ranks what the leader failed with."""
+
+    def join() -> InProcessGroup:
+        raise OSError("the disk is full")
+
+    ranks = Ranks(timeout_s=30)
+    with pytest.raises(OSError if ranks.leads else RanksError, match="the disk is full"):
+        RankReducer(ranks, join)
+
+
+def rank_out_of_step() -> None:
+    """Notice that one rank calls `step` less often."""
+    ranks = Ranks(timeout_s=30)
+    group = InProcessGroup(1, inner_steps=1)
+    ours = Peer(group.method, RankReducer(ranks, lambda: group.member(0)), model_of(8))
+    ours.worker.resize(1 + ranks.rank)
+    with pytest.raises(RanksError, match="equally often"):
+        for _ in range(2):
+            ours.step([torch.zeros_like(param) for param in ours.model.parameters()])
+
+
+def rank_that_dies(victim: int, folder: Path) -> None:
+    """Die between two windows; the others notice at the next meeting."""
+    ranks = Ranks(timeout_s=60)
+    group = InProcessGroup(1, inner_steps=1)
+    ours = Peer(group.method, RankReducer(ranks, lambda: group.member(0)), model_of(8))
+    ours.step([torch.zeros_like(param) for param in ours.model.parameters()])
+    if ranks.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RanksError, match="lost"):
+        ours.step([torch.zeros_like(param) for param in ours.model.parameters()])
+    (folder / str(ranks.rank)).touch()
+
+
+def silent_leader() -> None:
+    """A rank that hears nothing for its patience ends; a waiting leader is heard."""
+    ranks = Ranks(timeout_s=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("atoll.optim.ranks.ranks.PULSE_S", 0.2)
+        with ranks.leading():
+            if ranks.leads:
+                threading.Event().wait(4)  # twice the patience
+        assert ranks.tell("here" if ranks.leads else None) == "here"
+    if not ranks.leads:
+        with pytest.raises(RanksError, match="lost rank 0"):
+            ranks.tell(None)
+
+
+def without_a_word() -> None:
+    rank_of_no_run()
+    rank_out_of_step()
+    silent_leader()
+
+
+# Trainers
+
+
+def spec_to_train() -> RunSpec:
+    return RunSpec.from_dict(
+        {
+            "run": {"rounds": 3, "seed": 3},
+            "model": {"overrides": {"dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 24}},
+            "data": {"seq_len": 16},
+            "inner": {
+                "batch_size": 2,
+                "grad_accumulation": 2,
+                "warmup_steps": 3,
+                "lr": 0.01,
+                "clip_norm": 0.5,
+            },
+            "outer": {"method": "diloco", "inner_steps": 3},
+        }
+    )
+
+
+def corpus_to_train() -> data.LocalCorpus:
+    text = np.frombuffer(b"the closed ring of a low coral island. " * 200, dtype=np.uint8)
+    return data.LocalCorpus(
+        train_N=text[:6000], valid_N=text[6000:], tokenizer=data.ByteTokenizer()
+    )
+
+
+def trainer_of(reducer, ranks: OneRank) -> Trainer:
+    options = TrainerOptions(peer_id="one", device="cpu", ranks=ranks)
+    return Trainer(spec_to_train(), reducer, options, corpus=corpus_to_train())
+
+
+def member_alone() -> InProcessMember:
+    return InProcessGroup(1, spec_to_train().method(), inner_steps=3, rounds=3).member(0)
+
+
+def trainers_on_ranks(folder: Path) -> None:
+    """Train with the model whole on each rank, then cut: the same to the rounding of sums.
+
+    The state that the second saves resumes in one process, with the same held-out loss.
+    """
+    ends, losses = [], []
+    for fits in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("atoll.peer.training.ranks.fits", lambda *_, fits=fits, **__: fits)
+            ranks = SeveralRanks(Ranks(timeout_s=60))
+            reducer = RankReducer(ranks.ranks, member_alone)
+            trainer = trainer_of(reducer, ranks)
+            assert isinstance(next(trainer.learner.model.parameters()), DTensor) is not fits
+            for _ in range(5):
+                trainer.step()
+            before_N = trainer.worker.layout.flatten(trainer.learner.model)
+            losses.append(trainer.evaluate(batches=5))  # not a multiple of the ranks
+            after_N = trainer.worker.layout.flatten(trainer.learner.model)
+            assert torch.equal(before_N, after_N), "what was trained comes back after validation"
+            ends.append(after_N)
+            assert trainer.statistics().tokens == 5 * 2 * 2 * 16 * ranks.size
+            assert trainer.statistics().device == f"{ranks.size} x cpu"
+            trainer.save(folder / "trainer.safetensors")
+            trainer.step()  # and the round
+            assert reducer.position == 2
+    assert torch.allclose(*ends, atol=1e-5)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    if ranks.leads:
+        alone = trainer_of(member_alone(), OneRank())
+        alone.load(folder / "trainer.safetensors")
+        assert torch.equal(alone.worker.layout.flatten(alone.learner.model), ends[1])
+        assert alone.evaluate(batches=5) == pytest.approx(losses[1], abs=1e-5)
+    with pytest.raises(SavedStateError, match="does not exist"):
+        trainer.load(folder / "none")

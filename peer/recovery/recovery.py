@@ -37,7 +37,13 @@ from atoll.optim.log.entry import (
     place_at_base,
 )
 from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered, RecoveryError
-from atoll.optim.state.outer_state import Assembly, OuterState, StateError
+from atoll.optim.state.outer_state import (
+    LEAF_BYTES,
+    Assembly,
+    OuterState,
+    StateError,
+    snapshot_bytes,
+)
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, Source, Sources
 from atoll.peer.rounds.fetching import MAX_SPAN
 from atoll.peer.rounds.messages import Head
@@ -450,10 +456,11 @@ class Recovery:
             raise NoDonor(f"snapshot {position}: {error}") from error
 
     async def _assembly(self, position: int, root: bytes, holders: Sequence[Source]) -> Assembly:
+        replay = self._replica.replay
+        count = -(-snapshot_bytes(replay.layout, replay.memory_numel) // LEAF_BYTES)
         for source in holders:
             with suppress(*FETCH_ERRORS):
-                digests = await source.leaf_digests(position)
-                replay = self._replica.replay
+                digests = await source.leaf_digests(position, count)
                 return Assembly(
                     layout=replay.layout,
                     position=position,

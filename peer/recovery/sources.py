@@ -23,8 +23,8 @@ from atoll.peer.rounds.fetching import (
     Asking,
     fetch_body,
     fetch_headers,
+    fetch_leaf_digests,
     fetch_leaves,
-    fetch_snapshot_meta,
 )
 from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
 
@@ -54,8 +54,8 @@ class Source(Protocol):
         """The body of an entry, of the right length."""
         ...
 
-    async def leaf_digests(self, position: int) -> list[bytes]:
-        """The digests of the leaves of a snapshot."""
+    async def leaf_digests(self, position: int, count: int) -> list[bytes]:
+        """The digests of the leaves of a snapshot, which has so many."""
         ...
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
@@ -146,10 +146,9 @@ class PeerSource:
         """The body of an entry."""
         return await fetch_body(self._ctx, self._peer, position, body_bytes)
 
-    async def leaf_digests(self, position: int) -> list[bytes]:
+    async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         """The digests of a snapshot's leaves."""
-        meta = await fetch_snapshot_meta(self._ctx, self._peer, position)
-        return [meta.leaves[i : i + 32] for i in range(0, len(meta.leaves), 32)]
+        return await fetch_leaf_digests(self._ctx, self._peer, position, count)
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
         """Leaves of a snapshot."""
@@ -209,7 +208,7 @@ class CoordinatorSource:
             return fetched.body or b""
         raise StateError(f"expected entry {position}, the coordinator does not have it")
 
-    async def leaf_digests(self, position: int) -> list[bytes]:
+    async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         """The digests of a snapshot's leaves."""
         return list((await self._client.fetch_snapshot(position)).leaf_digests)
 

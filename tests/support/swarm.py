@@ -350,7 +350,7 @@ class SwarmPeer:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.rounds.close()
-        self.replica.store.close()
+        await self.replica.close()
 
     def kill(self) -> None:
         """SIGKILL: nothing of the peer goes on, nothing is said."""

@@ -99,15 +99,24 @@ class DiLoCo(Worker):
         """Move local by the two rules at the top of this module, parameter by parameter."""
         fragment, pending = self.fragments[commit.fragment], window.pending
         old_F = self._held(commit.fragment)
-        vectors = [new_F, old_F]
+        submitted_F: Tensor | None = None
+        mask_F: Tensor | None = None
+        counts = pending is not None and commit.included is not None
         if pending is not None and commit.included is not None:
-            vectors.append(pending.local_N)
+            submitted_F = pending.local_N
             if not bool(commit.included.all()):
-                vectors.append(fragment.mask(commit.included))
+                mask_F = fragment.mask(commit.included)
         with torch.no_grad():
             for param, place in self.layout.parameters_in(self.model, fragment.spans):
-                self._move_(param, *(v[place].view(param.shape).to(param.device) for v in vectors))
-        if pending is not None and not commit.settles:
+                self._move_(
+                    param,
+                    _like(param, new_F[place]),
+                    _like(param, old_F[place]),
+                    None if submitted_F is None else _like(param, submitted_F[place]),
+                    None if mask_F is None else _like(param, mask_F[place]),
+                    counts=counts,
+                )
+        if pending is not None and pending.local_N is not None and not commit.settles:
             # Another entry of the fragment came first: move the point that is subtracted later too.
             window.pending = replace(pending, local_N=pending.local_N + (new_F - old_F))
 
@@ -116,18 +125,21 @@ class DiLoCo(Worker):
         param: Tensor,
         new: Tensor,
         old: Tensor,
-        submitted: Tensor | None = None,
-        mine: Tensor | None = None,
+        submitted: Tensor | None,
+        mine: Tensor | None,
+        *,
+        counts: bool,
     ) -> None:
         local = param.to(torch.float32)  # the parameter itself, unless it is bf16
-        if submitted is None:
+        if not counts:
             local.add_(new - old)
-        elif mine is None:
-            self._merge_(local, new, submitted)
         else:
-            others = local + (new - old)
+            if submitted is None:
+                submitted = local.clone()  # nothing was trained since
+            others = None if mine is None else local + (new - old)
             self._merge_(local, new, submitted)
-            local.copy_(torch.where(mine, local, others))
+            if mine is not None and others is not None:
+                local.copy_(torch.where(mine, local, others))
         if local is not param:
             param.copy_(local)
 
@@ -135,6 +147,10 @@ class DiLoCo(Worker):
         """Set local where my contribution is in: new synced values and what was trained since."""
         # In this order, nothing trained since leaves exactly the synced bits.
         local.sub_(submitted).add_(new)
+
+
+def _like(param: Tensor, values: Tensor) -> Tensor:
+    return values.view(param.shape).to(param.device)
 
 
 @register

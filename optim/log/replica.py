@@ -26,10 +26,10 @@ continues to store the log. A peer raises instead: it votes, so it must not pret
 
 Snapshots are taken at multiples of `Module.snapshot_every`; the entry `snapshot_every` positions
 later carries their root. An entry counts once it is applied and stored; the state is hashed and
-written to a file beside the next positions (`write`, then `keep`), and only the entry before the
-one that carries its root waits for that. After a crash in between, a replica resumes from the
-snapshot before. Peers give joiners the files from the newest one whose root is certified on
-(usually two); a ledger keeps the roots, and gives all its files.
+written to a file beside the next positions (`write_snapshot`, then `keep_snapshot`), and only the
+entry before the one that carries its root waits for that. After a crash in between, a replica
+resumes from the snapshot before. Peers give joiners the files from the newest one whose root is
+certified on (usually two); a ledger keeps the roots, and gives all its files.
 
 A `LiveReplica` is the same in an event loop: peers and the coordinator follow their log through it.
 Changes run in a pool of threads, one at a time. What the loop reads (`standing`) changes only
@@ -513,7 +513,7 @@ class Replica(ReplicaView):
         self._leased: tuple[int, float] | None = None
         """the snapshot that somebody fetches, and until when it stays"""
         self.due: Due | None = None
-        """what `write` and `keep` have to be called for"""
+        """what `write_snapshot` and `keep_snapshot` have to be called for"""
 
     # Restart
 
@@ -583,7 +583,7 @@ class Replica(ReplicaView):
                 at = self._noted(replace(at, head=head), entry)
                 due = self._due(at)
                 if due is not None:
-                    at = self._kept(at, self.write(due))
+                    at = self._kept(at, self.write_snapshot(due))
             if at.diverged:
                 break
         return at
@@ -802,9 +802,9 @@ class Replica(ReplicaView):
     def save_due(self) -> None:
         """Hash and write the snapshot that is due, if any."""
         if self.due is not None:
-            self.keep(self.write(self.due))
+            self.keep_snapshot(self.write_snapshot(self.due))
 
-    def write(self, due: Due) -> Written:
+    def write_snapshot(self, due: Due) -> Written:
         """Hash a state and write its file, in any thread, beside the changes of this replica.
 
         Raises:
@@ -824,7 +824,7 @@ class Replica(ReplicaView):
             self._snapshot_due_s = started_s + took_s / SNAPSHOT_SHARE
         return Written(position=state.position, root=root, file=file)
 
-    def keep(self, written: Written) -> None:
+    def keep_snapshot(self, written: Written) -> None:
         """Put a written snapshot in the log, unless its state is void by now."""
         self.standing = self._kept(self.standing, written)
         if self.due is not None and self.due.state.position == written.position:
@@ -1381,11 +1381,11 @@ class LiveReplica(ReplicaView):
 
     async def _keep(self, due: Due) -> None:
         try:
-            written: Written = await self.compute(self.core.write, due)
+            written: Written = await self.compute(self.core.write_snapshot, due)
         except (OSError, sqlite3.Error) as error:
             self._on_failure(error)
             raise
-        await self._hold(lambda: self.core.keep(written), lambda _: None, is_move=False)
+        await self._hold(lambda: self.core.keep_snapshot(written), lambda _: None, is_move=False)
 
     async def _notify(self) -> None:
         now = asyncio.get_running_loop().time()

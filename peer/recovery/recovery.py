@@ -529,7 +529,7 @@ class Bodies:
         self._entries = entries
         self._donors = donors
         self._on_failure = on_failure
-        self._tasks: dict[int, asyncio.Task[bytes]] = {}
+        self._tasks: dict[int, asyncio.Task[bytes | bytearray]] = {}
 
     async def __aenter__(self) -> Self:
         """Begin without fetching anything."""
@@ -544,7 +544,7 @@ class Bodies:
         """Give up what is under way."""
         await end(*self._tasks.values(), expected=FETCH_ERRORS)
 
-    async def of(self, entry: Entry) -> AsyncIterator[tuple[Donor, bytes]]:
+    async def of(self, entry: Entry) -> AsyncIterator[tuple[Donor, bytes | bytearray]]:
         """Yield the body as one donor after the other gives it, until the caller is content."""
         self._fetch_from(entry.position)
         for donor in holders(entry, self._donors):
@@ -575,8 +575,8 @@ def holders(entry: Entry, donors: Sequence[Donor]) -> list[Donor]:
     return [donor for donor in turn if donor.head.position > entry.position]
 
 
-def _fetching(donor: Donor, entry: Entry) -> asyncio.Task[bytes]:
-    async def fetch() -> bytes:
+def _fetching(donor: Donor, entry: Entry) -> asyncio.Task[bytes | bytearray]:
+    async def fetch() -> bytes | bytearray:
         if not entry.body_bytes:
             return b""
         return await donor.source.body(entry.position, entry.body_bytes)

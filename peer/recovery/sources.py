@@ -50,7 +50,7 @@ class Source(Protocol):
         """Entries with certificates from `start` on; perhaps fewer than asked for."""
         ...
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
+    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
         """The body of an entry, of the right length."""
         ...
 
@@ -142,7 +142,7 @@ class PeerSource:
         """Entries with certificates."""
         return await fetch_headers(self._ctx, self._peer, start, stop)
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
+    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
         """The body of an entry."""
         return await fetch_body(self._ctx, self._peer, position, body_bytes)
 
@@ -202,7 +202,7 @@ class CoordinatorSource:
         entries = self._client.fetch_entries(start, count, bodies=False)
         return [Decided(entry=e.entry, certificate=e.certificate) async for e in entries]
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
+    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
         """The body of an entry."""
         async for fetched in self._client.fetch_entries(position, 1, max_body_bytes=body_bytes):
             return fetched.body or b""

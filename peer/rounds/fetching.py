@@ -141,7 +141,7 @@ async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[D
     return headers
 
 
-async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytes:
+async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytearray:
     """The body of one entry, unverified but of the right length."""
     async with await _open(ctx, peer, "body", Span(start=position, stop=position + 1)) as stream:
         return await _exactly(ctx, stream, body_bytes)
@@ -152,7 +152,7 @@ async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) 
     request = LeafRequest(position=position, start=0, stop=count)
     async with await _open(ctx, peer, "digests", request) as stream:
         joined = await _exactly(ctx, stream, DIGEST_BYTES * count)
-    return [joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES)]
+    return [bytes(joined[i : i + DIGEST_BYTES]) for i in range(0, len(joined), DIGEST_BYTES)]
 
 
 async def fetch_leaves(
@@ -259,14 +259,14 @@ class _Outflow:
             await asyncio.sleep(0)
 
 
-async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytes:
+async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytearray:
     body = bytearray()
     floor = _Floor(ctx)
     while len(body) < wire_bytes:
         body += await floor.message(stream)
     if len(body) != wire_bytes:
         raise MalformedRecord(f"expected {wire_bytes} bytes, got {len(body)}")
-    return bytes(body)
+    return body
 
 
 def refuse_missing(what: str) -> Refused:

@@ -1,6 +1,7 @@
 """`atoll plan`: estimate the cost of a run before it is started."""
 
 import argparse
+import textwrap
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     from atoll.peer.lab.resources import Resources
 
 
+WIDTH = 80  # columns
 NAME_WIDTH = 25  # so that a row fits into 80 columns; longer names get a line of their own
 LEGEND = """
-MB: sent per window. lost: time per window without computing. MB RAM: at the peak,
+MB: sent per window. lost: time per window without computing. MB RAM: peak,
 without activations and libraries (these take about 500 MB). to ddp: loss above
 data parallel at equal steps; same time: loss above data parallel that never
 waits, at equal time, by which the advice chooses.
@@ -179,16 +181,16 @@ def _params(model: Any) -> int:  # noqa: ANN401 - a module
 
 
 def _needs(needs: "Resources") -> str:
-    """Return what the run needs of each machine, as two lines."""
+    """Return what the run needs of each machine."""
     gb = {name: f"{count / 1e9:.3g} GB" for name, count in asdict(needs).items()}
-    return (
+    text = (
         f"A peer needs {gb['peer_memory']} of memory at the peak ({gb['inner_memory']} of that "
-        f"on its GPU if it\nhas one) and {gb['peer_disk']} of disk, with "
-        f"{gb['peer_disk_free']} free beside them. The coordinator\nneeds "
-        f"{gb['coordinator_memory']} of memory and {gb['coordinator_disk']} of disk, with "
-        f"{gb['coordinator_disk_free']} free, and\n"
-        f"{gb['coordinator_disk_a_round']} more disk a round.\n"
+        f"on its GPU if it has one) and {gb['peer_disk']} of disk, with {gb['peer_disk_free']} "
+        f"free beside them. The coordinator needs {gb['coordinator_memory']} of memory and "
+        f"{gb['coordinator_disk']} of disk, with {gb['coordinator_disk_free']} free, and "
+        f"{gb['coordinator_disk_a_round']} more disk a round."
     )
+    return textwrap.fill(text, WIDTH) + "\n"
 
 
 def table(options: "list[RunOption]") -> list[str]:

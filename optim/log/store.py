@@ -47,6 +47,7 @@ from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, Ou
 SCHEMA_VERSION = 1  # of the tables below; in the file's `user_version`, where 0 means a new file
 LOG_FILE = "log.sqlite"  # in the directory of a log
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
+KEPT_SNAPSHOTS = 3  # at a peer: the newest two may not have a certified root yet
 PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
 
 _SCHEMA = """

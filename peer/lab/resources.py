@@ -16,9 +16,9 @@ from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inner import muon_groups
+from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.methods.base import Method
 from atoll.optim.state.layout import Layout
-from atoll.peer.daemon.log_run import KEPT_SNAPSHOTS
 
 LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which stays everywhere
 SAVED_COPIES = 2  # of what a peer saves in memory: the copy, and its bytes as they are written
@@ -66,7 +66,7 @@ def resources(
     return Resources(
         peer_memory=memory_bytes(method, model, peers=peers, bodies=bodies),
         inner_memory=inner_bytes(method, model),
-        coordinator_memory=2 * state + FP32 * layout.numel + 2 * max(bodies),
+        coordinator_memory=2 * state + FP32 * layout.numel + max(bodies),
         peer_disk=(1 + KEPT_SNAPSHOTS) * state
         + saved_bytes(method, model)
         + max(needed, 1_000_000 * spec.round.log_mb),

@@ -17,16 +17,17 @@ Exceptions:
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import safetensors
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.coordinator.run.spec import RunSpec
@@ -36,6 +37,7 @@ from atoll.optim.state.outer_state import OuterState, StateError
 
 FORMAT = "atoll checkpoint 1"
 MEMORY = "memory"
+ALIGNED = 8  # bytes: the length of safetensors' header is a multiple of it
 
 
 class CheckpointError(ValueError):
@@ -86,11 +88,12 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(_tensors(checkpoint.state), partial, metadata=_metadata(checkpoint))
-        with partial.open("rb+") as file:
+        with partial.open("wb") as file:
+            _write(file, _tensors(checkpoint.state), _metadata(checkpoint))
+            file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except (OSError, safetensors.SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from None
     finally:
         partial.unlink(missing_ok=True)
@@ -130,15 +133,36 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     return _checkpoint(path, metadata, state)
 
 
+def _write(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write fp32 tensors as safetensors does, each from its own memory.
+
+    The library refuses tensors that share memory, and views of one vector do: it would need a copy
+    of the state.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in sorted(tensors.items()):
+        stop = at + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, stop]}
+        at = stop
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % ALIGNED)
+    file.write(struct.pack("<Q", len(raw)) + raw)
+    for _, tensor in sorted(tensors.items()):
+        if tensor.numel():
+            file.write(tensor.reshape(-1).numpy().data.cast("B"))
+
+
 def _tensors(state: OuterState) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, views of the state."""
     parts = (("params", state.params_N), ("momentum", state.momentum_N))
     tensors = {
-        f"{kind}/{name}": piece.clone()
+        f"{kind}/{name}": piece
         for kind, vector_N in parts
         for name, piece in zip(state.layout.names, state.layout.split(vector_N), strict=True)
     }
     more = _beyond_momentum(state)
-    return tensors | ({MEMORY: more.clone()} if more.numel() else {})
+    return tensors | ({MEMORY: more} if more.numel() else {})
 
 
 def _beyond_momentum(state: OuterState) -> Tensor:

@@ -40,7 +40,7 @@ from atoll.coordinator.rpc.messages import (
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
 from atoll.coordinator.service.places import Places
 from atoll.coordinator.service.watching import PortsWatch
-from atoll.optim.log.entry import Claim
+from atoll.optim.log.entry import Claim, Entry
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
 from atoll.optim.state.outer_state import LEAF_BYTES
 
@@ -50,7 +50,8 @@ T = TypeVar("T")
 _Call = Any
 """grpc.aio.ServicerContext; grpc has no types."""
 
-MAX_PUBLISHERS = 4  # bodies received at once, which bounds memory
+MAX_PUBLISHERS = 4  # bodies received at once
+MAX_RECEIVED_BYTES = 64 << 20  # of them together; a larger body comes alone
 FIRST_MESSAGE_S = 5.0  # it leaves with the call; one of 2 MiB takes 5 s at 3.4 Mbit/s
 # Calls without their first message, which holds up to 4 MiB: 128 MiB of one address, if it sends
 # that within 5 s. Peers behind one router use a place for a round trip.
@@ -70,7 +71,8 @@ class Service:
         """Returns gRPC's name of a caller with its true source, if we forward connections."""
         self._run = coordinator
         self._packed_tokenizer = tokenizer
-        self._receiving: set[int] = set()
+        self._receiving: dict[int, int] = {}
+        """bytes of the bodies that are on their way, by position"""
         self._calls = CallLimits()
         self._unbegun = Places(of_one=UNBEGUN_OF_ONE, total=MAX_UNBEGUN)
         self._fetches = Places(of_one=FETCHES_OF_ONE, total=MAX_FETCHES)
@@ -248,7 +250,7 @@ class Service:
         claim = await self._claim(first.header)
         accepted = False
         if claim is not None:
-            with self._slot(claim.entry.position):
+            with self._slot(claim.entry):
                 yield pb.PublishReply(send_body=True, head=_head(self._run.head()))
                 body = await _receive(parts, claim.entry.body_bytes)
                 accepted = await self._run.accept(claim, body, first.header.auth.peer_id)
@@ -269,16 +271,18 @@ class Service:
         return claim
 
     @contextlib.contextmanager
-    def _slot(self, position: int) -> Iterator[None]:
-        if len(self._receiving) >= MAX_PUBLISHERS:
+    def _slot(self, entry: Entry) -> Iterator[None]:
+        together = sum(self._receiving.values()) + entry.body_bytes
+        is_full = len(self._receiving) >= MAX_PUBLISHERS or together > MAX_RECEIVED_BYTES
+        if self._receiving and is_full:
             raise Refusal(
                 RefusalStatus.RESOURCE_EXHAUSTED, "too many entries at once; try again later"
             )
-        self._receiving.add(position)
+        self._receiving[entry.position] = entry.body_bytes
         try:
             yield
         finally:
-            self._receiving.discard(position)
+            del self._receiving[entry.position]
 
     async def _fetch(
         self, request: pb.FetchRequest, _: _Call, __: AsyncIterator[Any]

@@ -25,8 +25,11 @@ then this machine computes wrongly. A ledger reports that (`diverged`), keeps no
 continues to store the log. A peer raises instead: it votes, so it must not pretend to follow.
 
 Snapshots are taken at multiples of `Module.snapshot_every`; the entry `snapshot_every` positions
-later carries their root. Peers keep them in memory too, from the newest one whose root is certified
-on (usually two), because joiners fetch them. A ledger keeps their roots, and serves its files.
+later carries their root. An entry counts once it is applied and stored; the state is hashed and
+written to a file beside the next positions (`write_snapshot`, then `keep_snapshot`), and only the
+entry before the one that carries its root waits for that. After a crash in between, a replica
+resumes from the snapshot before. Peers give joiners the files from the newest one whose root is
+certified on (usually two); a ledger keeps the roots, and gives all its files.
 
 A `LiveReplica` is the same in an event loop: peers and the coordinator follow their log through it.
 Changes run in a pool of threads, one at a time. What the loop reads (`standing`) changes only
@@ -64,6 +67,7 @@ from atoll.optim.log.entry import (
     MalformedRecord,
     Newcomer,
     SignedEpoch,
+    StateRoot,
     Trust,
     Verify,
     certified_roots,
@@ -80,9 +84,11 @@ from atoll.optim.log.store import (
     LogStore,
     NotStored,
     OutOfOrder,
+    SnapshotFile,
     StoredEntry,
     StoreError,
     StoreHead,
+    WrittenSnapshot,
 )
 from atoll.optim.methods.base import Method, MethodError
 from atoll.optim.reduction.cells import Bytes, Cells, UpdateError
@@ -293,7 +299,7 @@ class ReplicaStanding:
     """Peers that may vote after some entries more."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
-    snapshots: dict[int, OuterState] = field(default_factory=dict)
+    snapshots: dict[int, SnapshotFile] = field(default_factory=dict)
     """Snapshots that joiners may fetch, by position."""
     opened: Epoch | None = None
     epoch_record: bytes = b""
@@ -306,6 +312,24 @@ class ReplicaStanding:
     def is_at_base(self, epoch: Epoch) -> bool:
         """Return whether the head is where an epoch begins."""
         return (self.head.position, self.head.chain) == (epoch.base_position, epoch.base_chain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """A state whose root and snapshot are due, and the chain there."""
+
+    state: OuterState
+    chain: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The root of a state, and its file, of which the log does not know yet."""
+
+    position: int
+    root: bytes
+    file: WrittenSnapshot | None
+    """None if a ledger wrote none, to save time or because its disk is full."""
 
 
 class ReplicaView:
@@ -397,8 +421,8 @@ class ReplicaView:
         return Succession(self.standing.electorate, self.standing.newcomers)
 
     @property
-    def snapshots(self) -> dict[int, OuterState]:
-        """Snapshots in memory, by position."""
+    def snapshots(self) -> dict[int, SnapshotFile]:
+        """Snapshots that joiners may fetch, by position."""
         return self.standing.snapshots
 
     @property
@@ -429,8 +453,8 @@ class ReplicaView:
     def root_due(self, position: int) -> tuple[int, bytes] | None:
         """Return the state root that entry `position` carries; None too if it is not known here."""
         scheduled = self.root_scheduled(position)
-        state = self.snapshots.get(scheduled) if scheduled is not None else None
-        return (state.position, state.root()) if state is not None else None
+        snapshot = self.snapshots.get(scheduled) if scheduled is not None else None
+        return (snapshot.position, snapshot.root()) if snapshot is not None else None
 
     def certified_root(self, claims: Sequence[Claim], position: int) -> bytes | None:
         """Return the certified root of the state at a position, from claims or the stored log."""
@@ -487,6 +511,8 @@ class Replica(ReplicaView):
         self._snapshot_due_s = 0.0
         self._leased: tuple[int, float] | None = None
         """the snapshot that somebody fetches, and until when it stays"""
+        self.due: Due | None = None
+        """what `write_snapshot` and `keep_snapshot` have to be called for"""
 
     # Restart
 
@@ -514,7 +540,10 @@ class Replica(ReplicaView):
             return False
         chain = self.store.snapshot(state.position).chain
         head = StoreHead(epoch=self.epoch, position=state.position, chain=chain)
-        snapshots = {} if self.is_ledger else {state.position: state}
+        snapshots: dict[int, SnapshotFile] = {}
+        if not self.is_ledger:
+            snapshots[state.position] = self.store.open_snapshot(state.position)
+        self.due = None
         at = replace(self.standing, head=head, state=state, snapshots=snapshots)
         at = self._replayed(replace(at, leaps=at.leaps + 1))
         if self.is_ledger:  # the log may reach beyond the state
@@ -538,9 +567,10 @@ class Replica(ReplicaView):
     def _replayed(self, at: ReplicaStanding) -> ReplicaStanding:
         """Apply the stored entries after the state, up to the first whose body is not here.
 
-        The head of the result is the state's.
+        The head of the result is the state's. Snapshots that are missing are written on the way.
         """
-        at = self._noted(at)
+        if self.is_ledger and at.state is not None and self._is_snapshot_due(at.state):
+            self._note_root(at.state.position, at.state.root())
         for record in self._records_after(at):
             if not record.has_body:
                 break
@@ -550,6 +580,9 @@ class Replica(ReplicaView):
             if not diverged:
                 head = replace(at.head, position=state.position, chain=entry.chain)
                 at = self._noted(replace(at, head=head), entry)
+                due = self._due(at)
+                if due is not None:
+                    at = self._kept(at, self.write_snapshot(due))
             if at.diverged:
                 break
         return at
@@ -632,7 +665,7 @@ class Replica(ReplicaView):
         return verify_linked(records, run_id=self.run_id, start=start, chain=chain)
 
     def accept(self, claim: Claim, body: Bytes, update_F: Update | None = None) -> Update | None:
-        """Apply and store the next entry.
+        """Apply and store the next entry; its snapshot may be `due` then.
 
         Args:
             claim: the entry, verified by `check` or `verify`.
@@ -648,6 +681,8 @@ class Replica(ReplicaView):
             LogError: the body is not the one that the entry names.
             UpdateError: it does not decode (not in a ledger).
         """
+        if self.root_scheduled(claim.entry.position + 1) is not None:
+            self.save_due()  # its root is due next; a `LiveReplica` has saved it before
         entry, at = claim.entry, self.standing
         # Much may have happened since the claim was verified: its body had to come.
         self._expect_next(entry, at)
@@ -664,7 +699,7 @@ class Replica(ReplicaView):
         after = replace(self._after(at, entry), state=state, diverged=diverged)
         if applies and not diverged:
             after = self._noted(after, entry)
-            self._save_when_due(after)
+            self.due = self._due(after) or self.due
         self.standing = after
         return update_F
 
@@ -721,19 +756,20 @@ class Replica(ReplicaView):
 
     # Snapshots and roots
 
-    def _noted(self, at: ReplicaStanding, entry: Entry | None = None) -> ReplicaStanding:
-        """Note a state that came to be, and the root that the entry before it certifies."""
-        return self._compared(at, entry) if self.is_ledger else self._kept(at, entry)
+    def _noted(self, at: ReplicaStanding, entry: Entry) -> ReplicaStanding:
+        """Note the root that an entry certifies."""
+        if entry.state_root is None:
+            return at
+        if self.is_ledger:
+            return self._compared(at, entry.state_root)
+        snapshots = dict(at.snapshots)
+        self._forget_before(snapshots, entry.state_root.position)
+        return replace(at, snapshots=snapshots)
 
-    def _compared(self, at: ReplicaStanding, entry: Entry | None) -> ReplicaStanding:
-        """Compare the roots here with those that entries certify."""
-        if at.state is not None and self._is_snapshot_due(at.state):
-            self._roots[at.state.position] = at.state.root()
-            for position in sorted(self._roots)[:-ROOTS]:
-                del self._roots[position]
-        certified = entry.state_root if entry is not None else None
-        ours = self._roots.get(certified.position) if certified is not None else None
-        if certified is None or ours is None or ours == certified.root:
+    def _compared(self, at: ReplicaStanding, certified: StateRoot) -> ReplicaStanding:
+        """Compare a certified root with the one here."""
+        ours = self._roots.get(certified.position)
+        if ours is None or ours == certified.root:
             return at
         why = (
             f"state {certified.position}: expected the certified root "
@@ -742,51 +778,80 @@ class Replica(ReplicaView):
         )
         return replace(at, diverged=why)
 
-    def _kept(self, at: ReplicaStanding, entry: Entry | None) -> ReplicaStanding:
-        """Keep in memory what joiners may fetch."""
-        snapshots = dict(at.snapshots)
-        if entry is not None and entry.state_root is not None:
-            self._forget_before(snapshots, entry.state_root.position)
-        if at.state is not None and self._is_snapshot_due(at.state):
-            snapshots[at.state.position] = at.state
-        return replace(at, snapshots=snapshots)
+    def _note_root(self, position: int, root: bytes) -> None:
+        self._roots[position] = root
+        for old in sorted(self._roots)[:-ROOTS]:
+            del self._roots[old]
+
+    def _due(self, at: ReplicaStanding) -> Due | None:
+        if at.state is None or at.diverged or not self._is_snapshot_due(at.state):
+            return None
+        return Due(state=at.state, chain=at.head.chain)
 
     def _is_snapshot_due(self, state: OuterState) -> bool:
         return state.position % self.snapshot_every == 0
 
-    def _forget_before(self, snapshots: dict[int, OuterState], certified: int) -> None:
+    def _forget_before(self, snapshots: dict[int, SnapshotFile], certified: int) -> None:
         """Drop those older than the newest one with a certified root: joiners take that one."""
         is_leased = self._leased is not None and self._leased[1] >= self._clock()
         leased = self._leased[0] if self._leased is not None and is_leased else None
         for position in [p for p in snapshots if p < certified and p != leased]:
             del snapshots[position]
 
-    def _save_when_due(self, at: ReplicaStanding) -> None:
-        state, chain = at.state, at.head.chain
-        if state is None or at.diverged or not self._is_snapshot_due(state):
-            return
-        if not self.is_ledger:
-            self.store.save_snapshot(state, chain)
-            return
-        started_s = self._clock()
-        if started_s < self._snapshot_due_s:
-            return
-        with contextlib.suppress(*DISK_ERRORS):  # reported with the first entry that is not stored
-            self.store.save_snapshot(state, chain)
-        took_s = self._clock() - started_s
-        self._snapshot_due_s = started_s + took_s / SNAPSHOT_SHARE
+    def save_due(self) -> None:
+        """Hash and write the snapshot that is due, if any."""
+        if self.due is not None:
+            self.keep_snapshot(self.write_snapshot(self.due))
 
-    def lease(self, position: int) -> OuterState | None:
+    def write_snapshot(self, due: Due) -> Written:
+        """Hash a state and write its file, in any thread, beside the changes of this replica.
+
+        Raises:
+            OSError: the disk takes no more; a ledger goes on without the file, and reports it with
+                the first entry that is not stored.
+        """
+        state = due.state
+        root = state.root()
+        file: WrittenSnapshot | None = None
+        started_s = self._clock()
+        if not self.is_ledger:
+            file = self.store.write_snapshot(state, due.chain)
+        elif started_s >= self._snapshot_due_s:
+            with contextlib.suppress(*DISK_ERRORS):
+                file = self.store.write_snapshot(state, due.chain)
+            took_s = self._clock() - started_s
+            self._snapshot_due_s = started_s + took_s / SNAPSHOT_SHARE
+        return Written(position=state.position, root=root, file=file)
+
+    def keep_snapshot(self, written: Written) -> None:
+        """Put a written snapshot in the log, unless its state is void by now."""
+        self.standing = self._kept(self.standing, written)
+        if self.due is not None and self.due.state.position == written.position:
+            self.due = None
+
+    def _kept(self, at: ReplicaStanding, written: Written) -> ReplicaStanding:
+        if self.is_ledger:
+            self._note_root(written.position, written.root)  # of a state that no epoch voids
+            with contextlib.suppress(*DISK_ERRORS):
+                if written.file is not None:
+                    self.store.put_snapshot(written.file)
+            return at
+        if written.file is None or not self.store.put_snapshot(written.file):
+            return at
+        file = self.store.open_snapshot(written.position)
+        return replace(at, snapshots={**at.snapshots, written.position: file})
+
+    def lease(self, position: int) -> SnapshotFile | None:
         """Return a snapshot to somebody who fetches it; it stays for a while after each request.
 
         One has a lease at a time, so that no more than one is kept beside those that are kept
         anyway: while it is fetched, others are given but not kept.
         """
-        now_s, state, leased = self._clock(), self.snapshots.get(position), self._leased
+        now_s, snapshot, leased = self._clock(), self.snapshots.get(position), self._leased
         is_free = leased is None or leased[0] == position or leased[1] < now_s
-        if state is not None and is_free:
+        if snapshot is not None and is_free:
             self._leased = position, now_s + LEASE_S
-        return state
+        return snapshot
 
     # Recovery
 
@@ -822,8 +887,8 @@ class Replica(ReplicaView):
             snapshots={},
             leaps=self.leaps + 1,
         )
-        self.standing = self._noted(self.standing)
-        self._save_when_due(self.standing)
+        self.due = self._due(self.standing)
+        self.save_due()
         return before
 
     def _expect_certified(self, state: OuterState, claims: Sequence[Claim]) -> None:
@@ -1103,6 +1168,8 @@ class LiveReplica(ReplicaView):
         self._lock = asyncio.Lock()
         self._moved = asyncio.Condition()
         self._changes: set[asyncio.Task[Any]] = set()
+        self._saving: asyncio.Task[None] | None = None
+        """writes the snapshot that is due, beside the changes"""
 
     # Waiting
 
@@ -1118,12 +1185,19 @@ class LiveReplica(ReplicaView):
             await self._moved.wait()
 
     async def settled(self) -> None:
-        """Wait for the end of the change under way; its caller may have been cancelled."""
+        """Wait for the end of the change under way, whose caller may be gone, and its snapshot."""
         async with self._lock:
             pass
+        await self.saved()
+
+    async def saved(self) -> None:
+        """Wait until no snapshot is due: all are on disk, or `on_failure` was called."""
+        while self._saving is not None:
+            await asyncio.shield(self._saving)
 
     async def close(self) -> None:
-        """Finish the change under way, then close the store."""
+        """Finish the change under way and its snapshot, then close the store."""
+        await self.settled()
         async with self._lock:
             self.store.close()
 
@@ -1199,6 +1273,8 @@ class LiveReplica(ReplicaView):
         *,
         attempt: int = 0,
     ) -> None:
+        if self.root_scheduled(entry.position + 1) is not None:
+            await self.saved()  # the next entry carries the root of what was due last
         loop = asyncio.get_running_loop()
         started = loop.time() if since is None else since
 
@@ -1252,7 +1328,7 @@ class LiveReplica(ReplicaView):
         """Go back to the base of the epoch; see `Replica.rewind`."""
         return await self.change(self.core.rewind)
 
-    def lease(self, position: int) -> OuterState | None:
+    def lease(self, position: int) -> SnapshotFile | None:
         """Return a snapshot to somebody who fetches it; see `Replica.lease`."""
         return self.core.lease(position)
 
@@ -1318,9 +1394,28 @@ class LiveReplica(ReplicaView):
             finally:  # part of an install may be done even if the rest failed
                 self.standing = self.core.standing
             then(result)
+        if self._saving is None and self.core.due is not None:
+            self._saving = asyncio.create_task(self._save())
         if is_move and self.standing is not before:
             await self._notify()
         return result
+
+    async def _save(self) -> None:
+        """Hash and write what is due, without holding up the changes meanwhile."""
+        core = self.core
+        with contextlib.suppress(OSError, sqlite3.Error):  # reported; not tried again
+            while (due := core.due) is not None:
+                await self._keep(due)
+        core.due = None
+        self._saving = None  # after another error it stays: the next one who waits gets that
+
+    async def _keep(self, due: Due) -> None:
+        try:
+            written: Written = await self.compute(self.core.write_snapshot, due)
+        except (OSError, sqlite3.Error) as error:
+            self._on_failure(error)
+            raise
+        await self._hold(lambda: self.core.keep_snapshot(written), lambda _: None, is_move=False)
 
     async def _notify(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -13,7 +13,8 @@ that returned (with `fsync=True` also after a loss of power). One connection und
 all threads. Bodies are cut into rows of 1 MiB, so that no copy of a large one is made in SQLite
 and parts of it can be read. Snapshots are files next to the database, written under another name,
 synced and renamed, and only then put in the table; a file that no row names is removed when the
-log is opened. Reading one verifies every leaf.
+log is opened. Reading one verifies every leaf. Writing the file takes no lock, so that the log may
+move on meanwhile (`write_snapshot`); the row is put only if the log still leads to that state.
 
 Exceptions:
 
@@ -27,9 +28,12 @@ Exceptions:
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +48,7 @@ from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, Ou
 SCHEMA_VERSION = 1  # of the tables below; in the file's `user_version`, where 0 means a new file
 LOG_FILE = "log.sqlite"  # in the directory of a log
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
+KEPT_SNAPSHOTS = 3  # at a peer: the newest two may not have a certified root yet
 PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
 
 _SCHEMA = """
@@ -174,6 +179,66 @@ class SnapshotInfo:
     path: Path
 
 
+@dataclass(frozen=True, kw_only=True)
+class WrittenSnapshot:
+    """A state in a file, synced, that no row names yet."""
+
+    position: int
+    chain: bytes
+    root: bytes
+    leaf_digests: tuple[bytes, ...]
+    layout: Layout
+    partial: Path
+
+
+class SnapshotFile:
+    """A stored snapshot, read a leaf at a time; it stays readable after the store has pruned it.
+
+    The file's pages are the system's to keep or drop, so a snapshot takes no memory of the process.
+    """
+
+    def __init__(self, info: SnapshotInfo) -> None:
+        """Open the file; it is closed with the last reference to this object.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self.position = info.position
+        self._root, self._digests, self._path = info.root, info.leaf_digests, info.path
+        self._descriptor = os.open(info.path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def num_leaves(self) -> int:
+        """Return the number of leaves."""
+        return len(self._digests)
+
+    def root(self) -> bytes:
+        """Return the state root that it was stored with."""
+        return self._root
+
+    def leaves(self) -> list[bytes]:
+        """Return the SHA-256 of each leaf."""
+        return list(self._digests)
+
+    def read_leaf(self, index: int) -> bytes:
+        """Read a leaf and verify it; blocks.
+
+        Raises:
+            IndexError: when there is no such leaf.
+            StoreCorrupt: the file does not hold it (any more).
+        """
+        if not 0 <= index < self.num_leaves:
+            raise IndexError(f"expected a leaf in [0, {self.num_leaves}), got {index}")
+        try:
+            data = os.pread(self._descriptor, LEAF_BYTES, index * LEAF_BYTES)
+        except OSError as error:
+            raise StoreCorrupt(f"{self._path}: {error}; fetch the snapshot again") from None
+        if hashlib.sha256(data).digest() != self._digests[index]:
+            raise StoreCorrupt(f"{self._path}: leaf {index} is damaged; fetch the snapshot again")
+        return data
+
+
 class Snapshots:
     """The table `snapshots` and its files; the lock is the store's."""
 
@@ -182,6 +247,7 @@ class Snapshots:
         self._db = db
         self._lock = lock
         self._directory = directory
+        self._numbers = itertools.count()
         with lock:
             known = {row[0] for row in db.execute("SELECT file FROM snapshots")}
         for path in directory.glob("snapshot-*"):
@@ -229,19 +295,36 @@ class Snapshots:
         except (OSError, StateError) as error:
             raise StoreCorrupt(f"{info.path}: {error}; fetch the snapshot again") from None
 
-    def save(self, state: OuterState, chain: bytes) -> None:
+    def write(self, state: OuterState, chain: bytes) -> WrittenSnapshot:
         """Write the state before entry `state.position`; hashes it if that was not done yet."""
-        name = f"snapshot-{state.position:012d}.bin"
-        partial = self._directory / f"{name}.new"
-        with partial.open("wb") as file:
-            for index in range(state.num_leaves):
-                file.write(state.read_leaf(index))
-            file.flush()
-            os.fsync(file.fileno())  # or the new name could stand for bytes that are not there
-        partial.replace(self._directory / name)
-        layout, digests = state.layout.to_json(), b"".join(state.leaves())
-        row = (state.position, chain, state.root(), digests, layout, name)
+        digests = tuple(state.leaves())  # first: others may wait for the root
+        number = next(self._numbers)  # two may be written at once
+        partial = self._directory / f"snapshot-{state.position:012d}.{number}.new"
+        try:
+            with partial.open("wb") as file:
+                for index in range(state.num_leaves):
+                    file.write(state.leaf(index))
+                file.flush()
+                os.fsync(file.fileno())  # or the name could stand for bytes that are not there
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        return WrittenSnapshot(
+            position=state.position,
+            chain=chain,
+            root=state.root(),
+            leaf_digests=digests,
+            layout=state.layout,
+            partial=partial,
+        )
+
+    def put(self, written: WrittenSnapshot) -> None:
+        """Give the file its name, and name it in the table."""
+        name = f"snapshot-{written.position:012d}.bin"
+        layout, digests = written.layout.to_json(), b"".join(written.leaf_digests)
+        row = (written.position, written.chain, written.root, digests, layout, name)
         with self._lock, self._db:
+            written.partial.replace(self._directory / name)
             self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def forget(self, positions: Sequence[int]) -> list[Path]:
@@ -579,9 +662,42 @@ class LogStore:
 
         Hashes the state if that was not done yet: call it off the training thread.
         """
-        self._snapshots.save(state, chain)
+        self._snapshots.put(self._snapshots.write(state, chain))
         self.prune()
         return self.snapshot(state.position)
+
+    def write_snapshot(self, state: OuterState, chain: bytes) -> WrittenSnapshot:
+        """Write a state beside the changes of the log; `put_snapshot` has to follow.
+
+        After a crash between the two, the older snapshot and the entries after it are there still.
+        """
+        return self._snapshots.write(state, chain)
+
+    def put_snapshot(self, written: WrittenSnapshot) -> bool:
+        """Keep a written snapshot; False if the log no longer leads to it, and then it is gone.
+
+        Older snapshots without a lease go.
+        """
+        with self._lock:
+            if self._chain_at(written.position) != written.chain:
+                written.partial.unlink(missing_ok=True)
+                return False
+            self._snapshots.put(written)
+            self.prune()
+            return True
+
+    def open_snapshot(self, position: int) -> SnapshotFile:
+        """Return a snapshot that can be read for as long as somebody holds it.
+
+        Raises:
+            NotStored: it is not here.
+            StoreCorrupt: its file cannot be opened.
+        """
+        info = self.snapshot(position)
+        try:
+            return SnapshotFile(info)
+        except OSError as error:
+            raise StoreCorrupt(f"{info.path}: {error}; fetch the snapshot again") from None
 
     def snapshot_positions(self) -> list[int]:
         """Return the positions of the stored snapshots, oldest first."""
@@ -680,6 +796,13 @@ class LogStore:
         if position is None or chain is None:
             return 0, self._genesis_chain
         return int(position), chain
+
+    def _chain_at(self, position: int) -> bytes | None:
+        base, chain = self._base()
+        if position == base:
+            return chain
+        before = self.get(position - 1)
+        return before.chain if before is not None else None
 
     def _expect_next(self, epoch: int, position: int, *, before_base: bool) -> None:
         head = self.head

@@ -53,6 +53,7 @@ class CO2(Worker):
         return self._sent_N
 
     def _handed_in(self, fragment: Fragment) -> None:
+        self._hold_submitted()  # before local is another
         self._owed_N = torch.zeros_like(self._owed_N)  # all of it is in what was just sent
         self._start_N = self.places.held(self.model, self._next_start())
         self.places.load_(self.model, self._start_N)

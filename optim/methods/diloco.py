@@ -28,6 +28,7 @@ number of rounds.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -99,32 +100,32 @@ class DiLoCo(Worker):
         """Move local by the two rules at the top of this module, parameter by parameter."""
         fragment, pending = self.fragments[commit.fragment], window.pending
         old_F = self._held(commit.fragment)
-        vectors = [new_F, old_F]
+        vectors, counts, is_masked = [new_F, old_F], False, False
         if pending is not None and commit.included is not None:
-            vectors.append(pending.local_N)
-            if not bool(commit.included.all()):
+            counts, is_masked = True, not bool(commit.included.all())
+            if is_masked:
                 vectors.append(fragment.mask(commit.included))
-        self.places.change_(self.model, commit.fragment, self._move_, *vectors)
-        if pending is not None and not commit.settles:
+            if pending.local_N is not None:
+                vectors.append(pending.local_N)
+        move = partial(self._move_, counts=counts, is_masked=is_masked)
+        self.places.change_(self.model, commit.fragment, move, *vectors)
+        if pending is not None and pending.local_N is not None and not commit.settles:
             # Another entry of the fragment came first: move the point that is subtracted later too.
             window.pending = replace(pending, local_N=pending.local_N + (new_F - old_F))
 
     def _move_(
-        self,
-        local: Tensor,
-        new: Tensor,
-        old: Tensor,
-        submitted: Tensor | None = None,
-        mine: Tensor | None = None,
+        self, local: Tensor, new: Tensor, old: Tensor, *more: Tensor, counts: bool, is_masked: bool
     ) -> None:
-        if submitted is None:
+        """Move some values; more are the mask of those that count, and local at submission."""
+        if not counts:
             local.add_(new - old)
-        elif mine is None:
-            self._merge_(local, new, submitted)
-        else:
-            others = local + (new - old)
-            self._merge_(local, new, submitted)
-            local.copy_(torch.where(mine, local, others))
+            return
+        others = local + (new - old) if is_masked else None
+        # Without a copy of it, nothing was trained since the submission.
+        submitted = more[-1] if len(more) > is_masked else local.clone()
+        self._merge_(local, new, submitted)
+        if others is not None:
+            local.copy_(torch.where(more[0], local, others))
 
     def _merge_(self, local: Tensor, new: Tensor, submitted: Tensor) -> None:
         """Set local where my contribution is in: new synced values and what was trained since."""

@@ -38,9 +38,9 @@ from atoll.optim.state.places import Places, WholePlaces
 class PendingWindow:
     """My contribution under way: where local stood, and the work that it stands for."""
 
-    local_N: Tensor  # noqa: N815
+    local_N: Tensor | None  # noqa: N815
     """Local at submission, of the fragment in the order of the vector, moved along with the
-    commits since."""
+    commits since. None while the worker waits with a delay of 0: it is what local is."""
 
     tokens: int
     steps: int
@@ -348,7 +348,7 @@ class Worker(ABC):
             self._wait()
         ended = self._ended()
         if ended:
-            self._wait([self._contribution(index) for index in ended])
+            self._wait(tuple(map(self._contribution, ended)))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, at any step: model, inner optimizer, reducer and the open windows.
@@ -381,7 +381,8 @@ class Worker(ABC):
         state, places = self._windows[index].state_dict(), self.places
         state["tokens"] = places.total(state["tokens"])
         if (pending := state["pending"]) is not None:
-            pending["local_N"] = places.common(pending["local_N"], index)
+            if pending["local_N"] is not None:
+                pending["local_N"] = places.common(pending["local_N"], index)
             pending["tokens"] = places.total(pending["tokens"])
         return state
 
@@ -390,7 +391,7 @@ class Worker(ABC):
         if pending is not None:
             local_F, tokens = pending["local_N"], pending["tokens"]
             pending = pending | {
-                "local_N": places.own(local_F, index),
+                "local_N": None if local_F is None else places.own(local_F, index),
                 "tokens": places.own_total(tokens),
             }
         tokens = places.own_total(saved["tokens"])
@@ -598,7 +599,12 @@ class Worker(ABC):
         loss = sum(losses) / len(losses) if losses else float("nan")
         number = self._statistics.windows
         self._statistics = replace(self._statistics, windows=number + 1, loss=loss)
-        window.pending = PendingWindow(local_N=local_F, tokens=window.tokens, steps=window.steps)
+        window.pending = PendingWindow(
+            # A worker that waits changes nothing meanwhile, and a copy costs 4 bytes a parameter.
+            local_N=local_F if self.delay else None,
+            tokens=window.tokens,
+            steps=window.steps,
+        )
         window.step_in_window = 0  # tokens and steps stay until a commit has counted them
         window.losses = []
         return Contribution(
@@ -629,7 +635,8 @@ class Worker(ABC):
         for fragment, synced_F, window in stands:
             pending = window.pending
             # From synced, a commit would subtract the pending contribution a second time.
-            fragment.put_cut_(sound_N, synced_F if pending is None else pending.local_N)
+            submitted_F = None if pending is None else pending.local_N
+            fragment.put_cut_(sound_N, synced_F if submitted_F is None else submitted_F)
         self.places.load_(self.model, sound_N)
         for optimizer in loops.parts_of(self.inner):
             optimizer.state.clear()  # its moments hold NaN as well
@@ -641,15 +648,18 @@ class Worker(ABC):
     def _wait(self, contributions: Sequence[Contribution] = ()) -> None:
         """Hand in, deliver what is decided where it is due, and keep the two clocks."""
         before_s = time.perf_counter()
-        for contribution in contributions:
-            self.reducer.submit(contribution)
-            self._handed_in(self.fragments[contribution.fragment])
+        ended, to_submit = [c.fragment for c in contributions], list(contributions)[::-1]
+        del contributions
+        for index in ended:
+            self.reducer.submit(to_submit.pop())  # and hold it no longer: its vectors are large
+            self._handed_in(self.fragments[index])
         # Each wait may decide an older contribution, of another fragment. One that decides nothing
         # has passed its deadline: the peer trains on, and the window grows.
         decided = -1
         while self._overdue() and decided != self._decided:
             decided = self._decided
             self.reducer.wait()
+        self._hold_submitted()
         now_s = time.perf_counter()
         self._statistics = replace(
             self._statistics,
@@ -657,6 +667,13 @@ class Worker(ABC):
             wait_s=self._statistics.wait_s + now_s - before_s,
         )
         self._resumed_s = now_s
+
+    def _hold_submitted(self) -> None:
+        """Copy local where a contribution is undecided after a wait: training changes it now."""
+        for index, window in enumerate(self._windows):
+            if window.pending is not None and window.pending.local_N is None:
+                local_F = self.places.flatten(self.model, index)
+                window.pending = replace(window.pending, local_N=local_F)
 
     # Commits
 

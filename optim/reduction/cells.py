@@ -611,12 +611,13 @@ def body_of(frames: Sequence[Bytes]) -> bytes:
     return b"".join(pack(frame) for frame in frames)
 
 
-def unpack(data: memoryview, limits: Sequence[int]) -> list[memoryview]:
+def unpack(data: memoryview, limits: Sequence[int], first: int = 0) -> list[memoryview]:
     """Split packed frames, one after another; the result is views.
 
     Args:
         data: whole frames.
         limits: most bytes of each frame.
+        first: index of the limit of the first frame in `data`.
 
     Raises:
         UpdateError: when there are more frames than limits, or one is longer or cut off.
@@ -624,15 +625,16 @@ def unpack(data: memoryview, limits: Sequence[int]) -> list[memoryview]:
     frames: list[memoryview] = []
     at = 0
     while at < len(data):
-        if len(frames) == len(limits):
-            raise UpdateError(f"expected at most {len(limits)} chunks, got more")
+        index = first + len(frames)
+        if index == len(limits):
+            raise UpdateError(f"expected at most {len(limits) - first} chunks, got more")
         if len(data) - at < LENGTH.size:
             raise UpdateError("expected a length, got the end of the data")
         (length,) = LENGTH.unpack_from(data, at)
         at += LENGTH.size
-        if length > min(limits[len(frames)], len(data) - at):
+        if length > min(limits[index], len(data) - at):
             raise UpdateError(
-                f"expected a chunk of at most {limits[len(frames)]} bytes, all of them here, "
+                f"expected a chunk of at most {limits[index]} bytes, all of them here, "
                 f"got one of {length}"
             )
         frames.append(data[at : at + length])

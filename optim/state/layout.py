@@ -535,8 +535,15 @@ class Fragment:
         Args:
             included: bool a piece.
         """
-        sizes = torch.tensor([math.prod(dims) for dims in self.pieces])
-        return self.unordered(torch.repeat_interleave(included, sizes))
+        mask_F = torch.empty(self.numel, dtype=torch.bool)
+        start = 0
+        for is_in, run in itertools.groupby(included.tolist()):
+            stop = start + len(list(run))
+            values = slice(self.slices[start].start, self.slices[stop - 1].stop)
+            for (places,) in self.places(values, mask_F):
+                places.fill_(is_in)
+            start = stop
+        return mask_F
 
     @cached_property
     def _starts(self) -> list[int]:

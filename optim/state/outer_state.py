@@ -23,7 +23,8 @@ import math
 import struct
 import sys
 from collections.abc import Sequence
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ from atoll.optim.state.layout import Layout
 
 LEAF_BYTES = 1 << 20  # 0.1 s at 100 Mbit/s: small enough to spread over donors and to retry
 DIGEST_BYTES = 32  # of SHA-256
+LEAVES_A_THREAD = 8  # hashed in a row: 4 ms, against which a thread's turn is nothing
+MAX_THREADS = 8  # 8 GB/s is what memory gives to other work beside it
 _NODE = b"\x01"
 _ROOT = b"atoll-state-root-1"
 
@@ -72,6 +75,8 @@ class OuterState:
         self.position = position
         self.params_N = params_N
         self.memory_M = memory_M
+        self._hashing = Lock()
+        self._digests: tuple[bytes, ...] | None = None
 
     @classmethod
     def from_snapshot(cls, layout: Layout, position: int, buffer: bytearray) -> "OuterState":
@@ -167,10 +172,13 @@ class OuterState:
         """
         if not 0 <= index < self.num_leaves:
             raise IndexError(f"expected a leaf in [0, {self.num_leaves}), got {index}")
-        return bytes(self._leaf(index))
+        return bytes(self.leaf(index))
 
     def leaves(self) -> list[bytes]:
-        """Return the SHA-256 of each leaf; hashed once, about 0.5 s a gigabyte, without the GIL."""
+        """Return the SHA-256 of each leaf; hashed once, about 0.5 s a gigabyte, without the GIL.
+
+        On as many threads as torch uses for arithmetic. Whoever asks meanwhile waits.
+        """
         return list(self._leaves)
 
     def root(self) -> bytes:
@@ -187,9 +195,22 @@ class OuterState:
             if not is_finite(vector):
                 raise NotFinite(f"expected finite numbers, got NaN or infinity in {name}")
 
-    @cached_property
+    @property
     def _leaves(self) -> tuple[bytes, ...]:
-        return tuple(hashlib.sha256(self._leaf(i)).digest() for i in range(self.num_leaves))
+        with self._hashing:
+            if self._digests is None:
+                self._digests = self._hashed()
+            return self._digests
+
+    def _hashed(self) -> tuple[bytes, ...]:
+        leaves, threads = range(self.num_leaves), torch.get_num_threads()
+        if threads == 1 or len(leaves) < LEAVES_A_THREAD:
+            return tuple(map(self._digest, leaves))
+        with ThreadPoolExecutor(min(threads, MAX_THREADS)) as pool:
+            return tuple(pool.map(self._digest, leaves, chunksize=LEAVES_A_THREAD))
+
+    def _digest(self, index: int) -> bytes:
+        return hashlib.sha256(self.leaf(index)).digest()
 
     def _next(self, memory_M: Tensor) -> "OuterState":
         return OuterState(
@@ -199,7 +220,8 @@ class OuterState:
             memory_M=memory_M,
         )
 
-    def _leaf(self, index: int) -> bytes | memoryview:
+    def leaf(self, index: int) -> bytes | memoryview:
+        """Return the bytes of one leaf, without a copy if they lie in one vector."""
         start, stop = index * LEAF_BYTES, (index + 1) * LEAF_BYTES
         params, memory = _bytes(self.params_N), _bytes(self.memory_M)
         here = params[start:stop]
@@ -284,6 +306,7 @@ class Assembly:
             )
         state = OuterState.from_snapshot(self._layout, self._position, self._buffer)
         state.require_finite()
+        state._digests = self._digests  # each leaf had its digest when it came
         return state
 
 

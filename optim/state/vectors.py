@@ -4,7 +4,9 @@ A model's vector is allocated at every step of a round. Fresh pages cost more th
 on them: of 120 MB the system zeroes each, 8 ms where memory is in pages of 2 MB, up to 60 where it
 has to be gathered first; a pass of arithmetic takes 8.
 
-Memory is free again when the last tensor, array or memoryview of it is gone, whoever held it.
+Memory is free again when the last tensor, array or memoryview of it is gone, whoever held it. What
+waits to be used again is bounded in bytes, by a multiple of the longest vector: what does not fit
+goes back to the system, the length that was not asked for longest first.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import torch
 from torch import Tensor
 
 LONG = 1 << 20  # values: shorter vectors come from the heap, which is warm anyway
-SPARE = 4  # vectors a length: pseudo-gradient, residual's change, update, the state before it
-LENGTHS = 8  # kept at once: vectors, states and parts; a program with many runs forgets some
+SPARE = 3.0  # longest vectors: what a round frees at once, the old state and the old residual
 
 _spare: dict[int, deque[np.ndarray]] = {}
+"""by length, the length that was asked for last at the end"""
+_longest = 0
 
 
 def empty(numel: int) -> Tensor:
@@ -30,6 +33,7 @@ def empty(numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32)
     # Parts change a little in length from round to round: exact lengths were rarely reused.
     length = -(-numel // LONG) * LONG
+    _note(length)
     try:
         memory = _spare[length].pop()
     except (KeyError, IndexError):  # no `if` before: another thread may take the last one
@@ -60,6 +64,25 @@ def _keep(memory: np.ndarray) -> None:
 
     It takes no lock: it runs in the thread that drops the last reference, perhaps inside `empty`.
     """
-    if memory.size not in _spare and len(_spare) >= LENGTHS:
-        _spare.clear()
-    _spare.setdefault(memory.size, deque(maxlen=SPARE)).append(memory)
+    _spare.setdefault(memory.size, deque()).append(memory)
+    excess = spare_bytes() - SPARE * 4 * _longest
+    for length in list(_spare):
+        while excess > 0:
+            try:
+                _spare[length].popleft()
+            except (KeyError, IndexError):
+                break
+            excess -= 4 * length
+
+
+def spare_bytes() -> int:
+    """Return the bytes that wait to be used again."""
+    return sum(4 * length * len(kept) for length, kept in list(_spare.items()))
+
+
+def _note(length: int) -> None:
+    """Remember that a length was asked for."""
+    global _longest
+    _longest = max(_longest, length)
+    if (kept := _spare.pop(length, None)) is not None:
+        _spare[length] = kept

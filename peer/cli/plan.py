@@ -1,6 +1,7 @@
 """`atoll plan`: estimate the cost of a run before it is started."""
 
 import argparse
+import textwrap
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,14 @@ if TYPE_CHECKING:
     from atoll.optim.schedules import Timetable
     from atoll.peer.lab.advice import RunOption
     from atoll.peer.lab.plan import Setting
+    from atoll.peer.lab.resources import Resources
 
 
+WIDTH = 80  # columns
 NAME_WIDTH = 25  # so that a row fits into 80 columns; longer names get a line of their own
 LEGEND = """
-MB: sent per window. lost: time per window without computing. MB RAM: without
-activations, the log and libraries (these take about 500 MB). to ddp: loss above
+MB: sent per window. lost: time per window without computing. MB RAM: peak,
+without activations and libraries (these take about 500 MB). to ddp: loss above
 data parallel at equal steps; same time: loss above data parallel that never
 waits, at equal time, by which the advice chooses.
 """
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Predict and print."""
     from atoll.coordinator.run.spec import RunSpec
     from atoll.peer.lab import advice
-    from atoll.peer.lab.plan import bare_model, windows_of
+    from atoll.peer.lab.plan import bare_model, needed, windows_of
 
     spec = RunSpec.load(args.path)
     setting = setting_of(args, spec)
@@ -103,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = advice.pick(known) if setting.peers > 1 else mine
     shown = known if args.all else at(windows=(inner_steps,))
     if args.json:
-        print_json(_told(args, setting, model, mine, shown, chosen))
+        told = _told(args, setting, model, mine, shown, chosen)
+        print_json(told | {"needs": asdict(needed(spec, model, setting.peers))})
         return 0
     print(_heading(args, spec, setting, model))
     if spec.outer.windows == "qsr":
@@ -113,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     for line in table([mine, *shown]):
         print(line)
     print(LEGEND)
+    print(_needs(needed(spec, model, setting.peers)))
     for line in advice.ALONE if setting.peers == 1 else advice.reasons(chosen, known):
         print(line)
     return 0
@@ -173,6 +178,19 @@ def _params(model: Any) -> int:  # noqa: ANN401 - a module
     from atoll.optim.state.layout import Layout
 
     return Layout.of(model).numel
+
+
+def _needs(needs: "Resources") -> str:
+    """Return what the run needs of each machine."""
+    gb = {name: f"{count / 1e9:.3g} GB" for name, count in asdict(needs).items()}
+    text = (
+        f"A peer needs {gb['peer_memory']} of memory at the peak ({gb['inner_memory']} of that "
+        f"on its GPU if it has one) and {gb['peer_disk']} of disk, with {gb['peer_disk_free']} "
+        f"free beside them. The coordinator needs {gb['coordinator_memory']} of memory and "
+        f"{gb['coordinator_disk']} of disk, with {gb['coordinator_disk_free']} free, and "
+        f"{gb['coordinator_disk_a_round']} more disk a round."
+    )
+    return textwrap.fill(text, WIDTH) + "\n"
 
 
 def table(options: "list[RunOption]") -> list[str]:

@@ -38,7 +38,7 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.log.mending import mend
 from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
-from atoll.optim.log.store import LogStore, NotStored, StoreHead
+from atoll.optim.log.store import KEPT_SNAPSHOTS, LogStore, NotStored, StoreHead
 from atoll.optim.reduction.robust import rule_of
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.peer.daemon.loop_thread import LoopThread
@@ -53,7 +53,6 @@ from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
 
 PATIENCE_STALLS = 20  # a round with one repair and one change of proposer takes about ten
-KEPT_SNAPSHOTS = 3  # the newest two may not have a certified root yet
 LAST_VOTE_S = 10.0  # most of what a leaving elector has voted for is decided within a second
 HAND_OVER_S = 3.0  # one heartbeat learns what the coordinator lacks, another that it has it
 SETTLE_PAUSE_S = 1.0  # between two tries to find a first state

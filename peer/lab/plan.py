@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.inner import muon_groups
 from atoll.optim.log.entry import MAX_MEMBERS
 from atoll.optim.log.replica import cells_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reduction.cells import LENGTH
 from atoll.optim.schedules import Timetable
 from atoll.optim.state.layout import Fragment, Layout, codec_of
+from atoll.peer.lab.resources import Resources, memory_bytes, resources
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
@@ -119,8 +119,8 @@ class Prediction:
     steps_per_s: float
     """Inner steps per second, including lost time."""
     memory_bytes: int
-    """Peak memory of a peer for parameters, optimizers and messages, without activations, the log
-    and libraries."""
+    """Peak host memory of a peer that trains on its processor, without activations and libraries;
+    see `atoll.peer.lab.resources`."""
 
 
 def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: int) -> Prediction:
@@ -158,7 +158,12 @@ def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: 
         lost_s=lost_s,
         utilisation=window_s / (window_s + lost_s),
         steps_per_s=inner_steps / (window_s + lost_s),
-        memory_bytes=memory_bytes(method, model, setting.peers),
+        memory_bytes=memory_bytes(
+            method,
+            model,
+            peers=setting.peers,
+            bodies=[body_bytes(method, fragment) for fragment in fragments],
+        ),
     )
 
 
@@ -251,38 +256,11 @@ def _lost_s(
     return max(late_s, sum(travels_s) - window_s) + trainer_s
 
 
-def memory_bytes(method: Method, model: nn.Module, peers: int) -> int:
-    """Return the bytes of a peer while it applies a round's result, which is the peak.
-
-    Training needs parameters, gradients and the inner optimizer's moments. Syncing needs the
-    common state twice (an update is applied in new buffers), the residual, frames, the order of
-    values that are sent in tiles, and for each fragment in progress the contribution, its change
-    of the residual, the local values and the decoded update. This is within 3% of the memory that
-    five methods took at 31M parameters (docs/benchmarks/plan.md).
-    """
-    layout = Layout.of(model)
-    vectors = 3.0 + _moments(method, model) / layout.numel  # parameters, gradients, temporaries
-    vectors += 2 * 2  # synced parameters and outer momentum, old and new
-    vectors += 2  # local values, flat, and the values to send
-    vectors += 2 if method.residual > 0 else 0  # residual, and its change
-    vectors += 1 if method.rank else 0  # the input of the factors
-    vectors += 2  # the contribution, and the update
-    vectors += method.window_vectors
-    fragments = fragments_of(method, layout)
-    body = sum(body_bytes(method, fragment) for fragment in fragments)
-    frames = peers if method.reduction == "gather" else 2
-    return round(4 * layout.numel * vectors) + frames * body
-
-
-def _moments(method: Method, model: nn.Module) -> int:
-    if method.inner == "muon":
-        groups = muon_groups(model, weight_decay=0.0)
-        return sum(
-            (1 if group["kind"] == "muon" else 2) * param.numel()
-            for group in groups
-            for param in group["params"]
-        )
-    return {"adamw": 2, "lion": 1, "sgd": 0}[method.inner] * Layout.of(model).numel
+def needed(spec: RunSpec, model: nn.Module, peers: int) -> Resources:
+    """Return the memory and disk that a run needs of each machine."""
+    method = spec.method()
+    bodies = [body_bytes(method, f) for f in fragments_of(method, Layout.of(model))]
+    return resources(spec, method, model, peers=peers, bodies=bodies)
 
 
 def windows_of(spec: RunSpec, model: nn.Module) -> Timetable:

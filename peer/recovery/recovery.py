@@ -37,7 +37,13 @@ from atoll.optim.log.entry import (
     place_at_base,
 )
 from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered, RecoveryError
-from atoll.optim.state.outer_state import Assembly, OuterState, StateError
+from atoll.optim.state.outer_state import (
+    LEAF_BYTES,
+    Assembly,
+    OuterState,
+    StateError,
+    snapshot_bytes,
+)
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, Source, Sources
 from atoll.peer.rounds.fetching import MAX_SPAN
 from atoll.peer.rounds.messages import Head
@@ -463,10 +469,11 @@ class Recovery:
             raise NoDonor(f"snapshot {position}: {error}") from error
 
     async def _assembly(self, position: int, root: bytes, holders: Sequence[Source]) -> Assembly:
+        replay = self._replica.replay
+        count = -(-snapshot_bytes(replay.layout, replay.memory_numel) // LEAF_BYTES)
         for source in holders:
             with suppress(*FETCH_ERRORS):
-                digests = await source.leaf_digests(position)
-                replay = self._replica.replay
+                digests = await source.leaf_digests(position, count)
                 return Assembly(
                     layout=replay.layout,
                     position=position,
@@ -535,7 +542,7 @@ class Bodies:
         self._entries = entries
         self._donors = donors
         self._on_failure = on_failure
-        self._tasks: dict[int, asyncio.Task[bytes]] = {}
+        self._tasks: dict[int, asyncio.Task[bytes | bytearray]] = {}
 
     async def __aenter__(self) -> Self:
         """Begin without fetching anything."""
@@ -550,7 +557,7 @@ class Bodies:
         """Give up what is under way."""
         await end(*self._tasks.values(), expected=FETCH_ERRORS)
 
-    async def of(self, entry: Entry) -> AsyncIterator[tuple[Donor, bytes]]:
+    async def of(self, entry: Entry) -> AsyncIterator[tuple[Donor, bytes | bytearray]]:
         """Yield the body as one donor after the other gives it, until the caller is content."""
         self._fetch_from(entry.position)
         for donor in holders(entry, self._donors):
@@ -581,8 +588,8 @@ def holders(entry: Entry, donors: Sequence[Donor]) -> list[Donor]:
     return [donor for donor in turn if donor.head.position > entry.position]
 
 
-def _fetching(donor: Donor, entry: Entry) -> asyncio.Task[bytes]:
-    async def fetch() -> bytes:
+def _fetching(donor: Donor, entry: Entry) -> asyncio.Task[bytes | bytearray]:
+    async def fetch() -> bytes | bytearray:
         if not entry.body_bytes:
             return b""
         return await donor.source.body(entry.position, entry.body_bytes)

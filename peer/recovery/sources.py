@@ -23,8 +23,8 @@ from atoll.peer.rounds.fetching import (
     Asking,
     fetch_body,
     fetch_headers,
+    fetch_leaf_digests,
     fetch_leaves,
-    fetch_snapshot_meta,
 )
 from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
 
@@ -50,12 +50,12 @@ class Source(Protocol):
         """Fetch entries with certificates from `start` on, perhaps fewer than asked for."""
         ...
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
+    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
         """Fetch the body of an entry, of the right length."""
         ...
 
-    async def leaf_digests(self, position: int) -> list[bytes]:
-        """Fetch the digests of a snapshot's leaves."""
+    async def leaf_digests(self, position: int, count: int) -> list[bytes]:
+        """Fetch the digests of the leaves of a snapshot, which has `count` of them."""
         ...
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
@@ -140,14 +140,13 @@ class PeerSource:
         """Fetch entries with certificates."""
         return await fetch_headers(self._ctx, self._peer, start, stop)
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
+    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
         """Fetch the body of an entry."""
         return await fetch_body(self._ctx, self._peer, position, body_bytes)
 
-    async def leaf_digests(self, position: int) -> list[bytes]:
+    async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         """Fetch the digests of a snapshot's leaves."""
-        meta = await fetch_snapshot_meta(self._ctx, self._peer, position)
-        return [meta.leaves[i : i + 32] for i in range(0, len(meta.leaves), 32)]
+        return await fetch_leaf_digests(self._ctx, self._peer, position, count)
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
         """Fetch leaves of a snapshot."""
@@ -201,13 +200,13 @@ class CoordinatorSource:
         entries = self._client.fetch_entries(start, count, bodies=False)
         return [Decided(entry=e.entry, certificate=e.certificate) async for e in entries]
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
+    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
         """Fetch the body of an entry."""
         async for fetched in self._client.fetch_entries(position, 1, max_body_bytes=body_bytes):
             return fetched.body or b""
         raise StateError(f"expected entry {position}, the coordinator does not have it")
 
-    async def leaf_digests(self, position: int) -> list[bytes]:
+    async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         """Fetch the digests of a snapshot's leaves."""
         return list((await self._client.fetch_snapshot(position)).leaf_digests)
 

@@ -26,8 +26,8 @@ from atoll.dht.transport import (
     TransportError,
 )
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
-from atoll.optim.log.store import NotStored
-from atoll.optim.state.outer_state import OuterState
+from atoll.optim.log.store import NotStored, SnapshotFile, StoreCorrupt
+from atoll.optim.state.outer_state import DIGEST_BYTES
 from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.messages import (
@@ -35,7 +35,6 @@ from atoll.peer.rounds.messages import (
     Decided,
     LeafRequest,
     PartRequest,
-    SnapshotMeta,
     Span,
 )
 from atoll.peer.rounds.slots import Slots, Turn
@@ -142,17 +141,18 @@ async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[D
     return headers
 
 
-async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytes:
+async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytearray:
     """Fetch the body of one entry, unverified but of the right length."""
     async with await _open(ctx, peer, "body", Span(start=position, stop=position + 1)) as stream:
         return await _exactly(ctx, stream, body_bytes)
 
 
-async def fetch_snapshot_meta(ctx: Asking, peer: str, position: int) -> SnapshotMeta:
-    """Fetch the digests of a snapshot's leaves, unverified."""
-    request = LeafRequest(position=position, start=0, stop=0)
-    async with await _open(ctx, peer, "leaves", request) as stream:
-        return SnapshotMeta.decode(await _Floor(ctx).message(stream))
+async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) -> list[bytes]:
+    """Fetch the digests of the first `count` leaves of a snapshot, unverified."""
+    request = LeafRequest(position=position, start=0, stop=count)
+    async with await _open(ctx, peer, "digests", request) as stream:
+        joined = await _exactly(ctx, stream, DIGEST_BYTES * count)
+    return [bytes(joined[i : i + DIGEST_BYTES]) for i in range(0, len(joined), DIGEST_BYTES)]
 
 
 async def fetch_leaves(
@@ -162,7 +162,6 @@ async def fetch_leaves(
     request = LeafRequest(position=position, start=indices[0], stop=indices[-1] + 1)
     async with await _open(ctx, peer, "leaves", request) as stream:
         floor = _Floor(ctx)
-        SnapshotMeta.decode(await floor.message(stream))
         for index in indices:
             yield index, await floor.message(stream)
 
@@ -258,14 +257,14 @@ class _Outflow:
             await asyncio.sleep(0)
 
 
-async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytes:
+async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytearray:
     body = bytearray()
     floor = _Floor(ctx)
     while len(body) < wire_bytes:
         body += await floor.message(stream)
     if len(body) != wire_bytes:
         raise MalformedRecord(f"expected {wire_bytes} bytes, got {len(body)}")
-    return bytes(body)
+    return body
 
 
 def refuse_missing(what: str) -> Refused:
@@ -287,6 +286,7 @@ class Archive:
             ("part", self._serve_part),
             ("headers", self._serve_headers),
             ("body", self._serve_body),
+            ("digests", self._serve_digests),
             ("leaves", self._serve_leaves),
         ):
             guarded = guarded_stream(handler, self._ctx.fault, self._ctx.door)
@@ -339,19 +339,27 @@ class Archive:
             except NotStored:
                 raise refuse_missing(f"the body of entry {span.start}") from None
 
+    async def _serve_digests(self, remote: str, stream: Stream) -> None:
+        request = await self._request(stream, LeafRequest)
+        self._leased(request)  # before a wait for nothing
+        async with self._outflow(remote, stream) as out:
+            digests = self._leased(request).leaves()
+            await out.send_pieces(b"".join(digests[request.start : request.stop]))
+
     async def _serve_leaves(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, LeafRequest)
         self._leased(request)  # before a wait for nothing
         async with self._outflow(remote, stream) as out:
-            state = self._leased(request)  # and no state is held for a stream that waits
-            digests = await self._ctx.compute(state.leaves)
-            meta = SnapshotMeta(position=request.position, leaves=b"".join(digests))
-            await out.send(meta.encode())
+            snapshot = self._leased(request)  # and no file is held for a stream that waits
             for index in range(request.start, request.stop):
-                await out.send(state.read_leaf(index))
+                try:
+                    leaf: bytes = await self._ctx.compute(snapshot.read_leaf, index)
+                except StoreCorrupt:  # the disk spoiled it; whoever asks finds another donor
+                    raise refuse_missing(f"leaf {index} of {request.position}") from None
+                await out.send(leaf)
 
-    def _leased(self, request: LeafRequest) -> OuterState:
-        state = self._ctx.replica.lease(request.position)
-        if state is None or request.stop > state.num_leaves:
+    def _leased(self, request: LeafRequest) -> SnapshotFile:
+        snapshot = self._ctx.replica.lease(request.position)
+        if snapshot is None or request.stop > snapshot.num_leaves:
             raise refuse_missing(f"the snapshot at {request.position}")
-        return state
+        return snapshot

@@ -6,7 +6,7 @@ from support.greedy import join_s, trickle
 from support.swarm import claim, reached, run_swarm
 
 
-@pytest.mark.parametrize("what", ["headers", "leaves", "body"])
+@pytest.mark.parametrize("what", ["headers", "digests", "leaves", "body"])
 def test_a_joiner_waits_for_no_trickling_donor(tmp_path, monkeypatch, what):
     async def scenario(swarm):
         peers = await swarm.start(4)

@@ -151,9 +151,9 @@ def test_a_snapshot_before_its_own_state_is_not_fetched(long_log: Log) -> None:
     asked: list[int] = []
 
     class Donor(LogSource):
-        async def leaf_digests(self, position: int) -> list[bytes]:
+        async def leaf_digests(self, position: int, count: int) -> list[bytes]:
             asked.append(position)
-            return await super().leaf_digests(position)
+            return await super().leaf_digests(position, count)
 
     donor = Donor(long_log, name="donor", first_body=9, snapshots=(2,))
 

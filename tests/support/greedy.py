@@ -19,10 +19,8 @@ from atoll.peer.rounds.messages import (
     UPFRONT,
     Announced,
     Decided,
-    LeafRequest,
     PartRequest,
     Propose,
-    SnapshotMeta,
     Span,
     Upfront,
     deflated,
@@ -150,10 +148,7 @@ def trickle(monkeypatch, liar, what):
             await asyncio.sleep(5)
 
     async def leaves(remote, stream):
-        request = LeafRequest.decode(await stream.recv(timeout_s=5))
-        state = liar.replica.lease(request.position)
-        meta = SnapshotMeta(position=request.position, leaves=b"".join(state.leaves()))
-        await stream.send(meta.encode(), timeout_s=20)
+        await stream.recv(timeout_s=5)
         for _ in range(10_000):
             await stream.send(b"", timeout_s=20)
             await asyncio.sleep(5)
@@ -164,7 +159,7 @@ def trickle(monkeypatch, liar, what):
             await stream.send(b"x", timeout_s=20)
             await asyncio.sleep(5)
 
-    handlers = {"headers": headers, "leaves": leaves, "body": body}
+    handlers = {"headers": headers, "digests": leaves, "leaves": leaves, "body": body}
     serve_instead(monkeypatch, liar, what, handlers[what])
 
 

@@ -56,7 +56,7 @@ from atoll.peer.rounds.messages import (
 from support.swarm import SwarmPeer, ready_of
 
 CALLS = ("head", "prepare", "propose", "lock", "voted", "evidence", "commit", "group", "seals")
-STREAMS = ("round", "reduce", "part", "headers", "body", "leaves")
+STREAMS = ("round", "reduce", "part", "headers", "body", "digests", "leaves")
 KINDS = (READY, GROUP, SEATED, REPAIR, GONE, PART_DONE, CELL, REDUCE, UPFRONT, ALIVE)
 FAR = (1 << 61) - 1
 KEPT = 200  # messages that the liar remembers for later: those of some rounds
@@ -387,6 +387,7 @@ class Liar:
         asks: dict[str, Record] = {
             "headers": span,
             "body": span,
+            "digests": LeafRequest(position=start, start=0, stop=FAR),
             "leaves": LeafRequest(position=start, start=0, stop=FAR),
             "part": PartRequest(digest=rng.randbytes(32), wire_bytes=rng.choice((0, 100, FAR))),
             "head": Known(epoch=rng.choice((None, 0, 1, FAR)), roster=rng.randbytes(40)),

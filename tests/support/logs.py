@@ -55,6 +55,7 @@ def take(replica: Replica, swarm: kit.Swarm, **changes: Any) -> Entry:
     entry, body = swarm.entry(replica.run_id, replica.head, **changes)
     body = b"" if entry.kind == "null" else body
     replica.accept(replica.check(entry, swarm.certify(entry)), body)
+    replica.save_due()
     return entry
 
 
@@ -83,6 +84,7 @@ class Log:
             entry, body = self.swarm.entry(self.run_id, head, state_root=root)
             claim = self.whole.check(entry, self.swarm.certify(entry))
             self.whole.accept(claim, body)
+            self.whole.save_due()
             self.states[self.whole.position] = self.whole.state
             self.entries.append((claim, body))
 
@@ -126,7 +128,7 @@ class LogSource:
         assert position >= self.first_body
         return self.log.entries[position][1]
 
-    async def leaf_digests(self, position: int) -> list[bytes]:
+    async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         return list(self.log.states[position].leaves())
 
     async def leaves(self, position: int, indices: Sequence[int]) -> Any:

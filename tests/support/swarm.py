@@ -356,7 +356,7 @@ class SwarmPeer:
     async def stop(self) -> None:
         await end(*self.tasks)
         await self.rounds.close()
-        self.replica.store.close()
+        await self.replica.close()
 
     def kill(self) -> None:
         """SIGKILL: nothing of the peer goes on, nothing is said."""

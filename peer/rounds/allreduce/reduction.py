@@ -443,7 +443,7 @@ class FrameBuffer:
             if len(self._long) < self._length:
                 return []
             data, self._long = memoryview(self._long), None
-        frames = split_frames(data, self._limits[self._next :])
+        frames = split_frames(data, self._limits, self._next)
         self._next += len(frames)
         return frames
 
@@ -485,13 +485,13 @@ def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
     return out
 
 
-def split_frames(data: memoryview, limits: Sequence[int]) -> list[memoryview]:
-    """Return the frames in a message, each of at most the length in `limits`.
+def split_frames(data: memoryview, limits: Sequence[int], first: int = 0) -> list[memoryview]:
+    """Return the frames in a message, each of at most the length in `limits`, from `first` on.
 
     Raises:
         CellRefused: the message does not end where a cell ends, or holds too many cells.
     """
     try:
-        return unpack(data, limits)
+        return unpack(data, limits, first)
     except UpdateError as error:
         raise CellRefused(str(error)) from None

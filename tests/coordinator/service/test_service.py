@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from atoll.coordinator.admission_control import Refusal
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.channel import StatusClient
@@ -35,8 +36,9 @@ from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import Event, RoundReport
 from atoll.coordinator.service.server import WrongDirectory
+from atoll.coordinator.service.service import MAX_RECEIVED_BYTES, Service
 from atoll.dht import Identity
-from atoll.optim.log.entry import Certificate, SignedEpoch
+from atoll.optim.log.entry import Certificate, Entry, SignedEpoch
 from atoll.optim.state.outer_state import Assembly
 
 PUBLISH = next(method for method in METHODS if method.name == "Publish")
@@ -187,6 +189,7 @@ def test_a_joiner_fetches_the_genesis_and_newer_snapshots(kit: Any, tmp_path: Pa
             for _ in range(2):
                 entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
                 await net.publish(one, entry, body)
+            await net.up.coordinator.replica.saved()
             for position, expected in (
                 (0, kit.genesis()),
                 (None, net.up.coordinator.replica.state),
@@ -630,6 +633,30 @@ async def answer(call: Any) -> None:
     else:
         async for _ in call:
             pass
+
+
+def test_bodies_on_their_way_are_bounded_in_bytes(kit: Any, tmp_path: Path) -> None:
+    """A body of any length comes alone; others have to leave room in memory."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            await net.started()
+            service = Service(net.up.coordinator)
+            entry, _ = net.swarm.entry(net.run_id, net.up.coordinator.head())
+
+            def of(position: int, body_bytes: int) -> Entry:
+                part = entry.parts[0].model_copy(update={"wire_bytes": body_bytes})
+                return entry.model_copy(update={"position": position, "parts": (part,)})
+
+            with service._slot(of(0, 7 << 30)):
+                with pytest.raises(Refusal, match="too many entries"), service._slot(of(1, 1)):
+                    pass
+            with service._slot(of(0, MAX_RECEIVED_BYTES // 2)):
+                with service._slot(of(1, MAX_RECEIVED_BYTES // 2)):
+                    assert len(service._receiving) == 2
+            assert not service._receiving
+
+    kit.run(main())
 
 
 def test_a_publisher_that_stalls_is_given_up(

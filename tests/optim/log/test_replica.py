@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +25,7 @@ from atoll.optim.log.entry import (
     epoch_payload,
     verify_claims,
 )
-from atoll.optim.log.replica import NotNext, Replica
+from atoll.optim.log.replica import LiveReplica, NotNext, Replica
 from support import kit
 from support.logs import RUN, Log, encoded, open_replica, take
 
@@ -467,16 +470,81 @@ def test_a_body_that_its_entry_does_not_name_fills_no_gap(long_log: LongLog) -> 
     assert long_log.away.store.gaps() == [(3, 6)]
 
 
-def test_a_snapshot_whose_root_is_certified_is_the_oldest_in_memory(tmp_path: Path) -> None:
+def test_a_snapshot_whose_root_is_certified_is_the_oldest_that_joiners_get(tmp_path: Path) -> None:
     log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
     peer = log.open("peer", is_ledger=False)
     peer.adopt(log.whole.epoch_record)
     for _ in range(9):
         log.grow(1)
         peer.accept(*log.entries[-1])
+        peer.save_due()
     assert set(peer.snapshots) == {6, 8} and log.whole.snapshots == {}
     assert peer.root_due(10) == (8, log.states[8].root())
     for each in (peer, log.whole):
+        each.store.close()
+
+
+def test_an_entry_counts_while_its_snapshot_is_written(tmp_path: Path) -> None:
+    """Listeners hear of it at once; the entry before the one with the root waits for the disk."""
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    core = log.open("peer", is_ledger=False)
+    core.adopt(log.whole.epoch_record)
+    log.grow(6)
+    begun, hold = threading.Event(), threading.Event()
+    write = core.store.write_snapshot
+
+    def held(*arguments: Any) -> Any:
+        begun.set()
+        assert hold.wait(20.0)
+        return write(*arguments)
+
+    core.store.write_snapshot = held  # type: ignore[method-assign]
+
+    async def main() -> None:
+        peer, heard = LiveReplica(core, compute=asyncio.to_thread), list[int]()
+        peer.listeners.append(lambda applied: heard.append(applied.entry.position))
+        for claim, body in log.entries[:3]:
+            assert await peer.accept_claim(claim, body)
+        assert await asyncio.to_thread(begun.wait, 20.0)
+        assert heard == [0, 1, 2] and peer.position == 3 and set(peer.snapshots) == {0}
+        waiting = asyncio.create_task(peer.accept_claim(*log.entries[3]))
+        await peer.verify([], None)  # a turn of the loop and of a thread
+        assert heard == [0, 1, 2] and not waiting.done()
+        hold.set()
+        assert await waiting
+        assert peer.root_due(4) == (2, log.states[2].root())
+        for claim, body in log.entries[4:]:
+            assert await peer.accept_claim(claim, body)
+        await peer.close()
+        assert set(peer.snapshots) == {2, 4, 6}
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60.0))
+    finally:
+        hold.set()
+    log.whole.store.close()
+
+
+@pytest.mark.parametrize("is_ledger", [True, False])
+def test_a_crash_before_the_snapshot_is_written_costs_a_replay(
+    tmp_path: Path, is_ledger: bool
+) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    log.grow(4)
+    crashed = log.open("it", is_ledger=is_ledger)
+    crashed.adopt(log.whole.epoch_record)
+    for claim, body in log.entries:
+        crashed.accept(claim, body)
+    assert crashed.due is not None and crashed.store.snapshot_positions() == [0, 2]
+    crashed.store.write_snapshot(crashed.due.state, crashed.due.chain)  # and no row for it
+    crashed.store.close()
+    again = log.open("it", is_ledger=is_ledger)
+    assert (again.position, again.chain) == (4, log.whole.chain)
+    assert again.state.root() == log.states[4].root()
+    assert again.store.load_snapshot(4).root() == log.states[4].root()
+    assert set(again.snapshots) == (set() if is_ledger else {2, 4})
+    assert not list((tmp_path / "it").glob("*.new"))
+    for each in (again, log.whole):
         each.store.close()
 
 

@@ -338,3 +338,50 @@ def test_kill_9_leaves_exactly_what_was_appended(tmp_path: Path) -> None:
         assert record.entry == b"entry %d" % record.position
         assert store.body(record.position) == bytes([record.position % 256]) * 3_000_000
     store.close()
+
+
+def test_a_pruned_snapshot_is_readable_for_whoever_holds_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.save_snapshot(state_at(4), chain_of(4))
+    held = store.open_snapshot(4)
+    for position in (8, 12):
+        store.save_snapshot(state_at(position), chain_of(position))
+    assert store.snapshot_positions() == [8, 12]
+    state = state_at(4)
+    assert [held.read_leaf(i) for i in range(3)] == [state.read_leaf(i) for i in range(3)]
+    assert (held.position, held.root(), held.leaves()) == (4, state.root(), state.leaves())
+    with pytest.raises(IndexError):
+        held.read_leaf(3)
+    with pytest.raises(NotStored):
+        store.open_snapshot(4)
+    store.close()
+
+
+def test_a_damaged_leaf_is_given_to_nobody(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    info = store.save_snapshot(state_at(4), chain_of(4))
+    held = store.open_snapshot(4)
+    with info.path.open("r+b") as file:
+        file.seek(1_500_000)
+        file.write(b"!")
+    assert held.read_leaf(0) == state_at(4).read_leaf(0)
+    with pytest.raises(StoreCorrupt, match="leaf 1 is damaged"):
+        held.read_leaf(1)
+    info.path.unlink()
+    with pytest.raises(StoreCorrupt, match="fetch the snapshot again"):
+        store.open_snapshot(4)
+    store.close()
+
+
+def test_a_snapshot_that_is_void_when_it_is_written_is_dropped(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for position in range(4):
+        append(store, position)
+    void = store.write_snapshot(state_at(4), chain_of(4))
+    kept = store.write_snapshot(state_at(3), chain_of(3))
+    assert store.snapshot_positions() == []
+    store.rewind(3)
+    assert store.put_snapshot(kept) and not store.put_snapshot(void)
+    assert store.snapshot_positions() == [3]
+    assert [path.name for path in tmp_path.glob("snapshot-*")] == ["snapshot-000000000003.bin"]
+    store.close()

@@ -104,3 +104,27 @@ def test_a_resized_worker_resumes_to_the_bit():
 def test_a_window_has_at_least_one_step():
     with pytest.raises(ValueError, match="at least one inner step a window, got 0"):
         Team(1, "diloco", 8).workers[0].resize(0)
+
+
+def test_a_worker_copies_what_it_handed_in_only_if_it_trains_on_undecided(monkeypatch):
+    team = Team(2, "diloco", 4, codec="fp32")
+    waits, other = team.workers
+    seen, wait = [], waits.reducer.wait
+
+    def spy():
+        seen.append(waits._windows[0].pending.local_N)
+        wait()
+
+    monkeypatch.setattr(waits.reducer, "wait", spy)
+    for step in range(4):
+        team.turn(0, step)
+    assert seen == [None]
+    submitted_N = waits.layout.flatten(waits.model)
+    assert torch.equal(waits._windows[0].pending.local_N, submitted_N)
+    team.turn(0, 4)
+    trained_N = waits.layout.flatten(waits.model) - submitted_N
+    for step in range(4):
+        team.turn(1, step)
+    assert waits._windows[0].pending is None and bool(trained_N.any())
+    assert torch.allclose(waits.layout.flatten(waits.model) - waits.synced_N, trained_N, atol=1e-6)
+    assert torch.equal(other.layout.flatten(other.model), other.synced_N)

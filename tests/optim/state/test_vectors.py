@@ -5,6 +5,7 @@ import torch
 from atoll.optim.state import vectors
 
 N = vectors.LONG + 3
+N_LONG = 2 * vectors.LONG
 
 
 def address(numel: int) -> int:
@@ -29,13 +30,27 @@ def test_memory_that_a_view_holds_is_not_given_out():
     assert at in [vectors.empty(N).data_ptr(), *[address(N) for _ in others]]
 
 
-def test_of_each_length_some_memory_is_kept_and_no_more():
-    held = [vectors.empty(N) for _ in range(vectors.SPARE + 3)]
+def test_spare_memory_is_bounded_in_bytes(monkeypatch):
+    monkeypatch.setattr(vectors, "_spare", {})
+    monkeypatch.setattr(vectors, "_longest", 0)
+    for numel in (N, 3 * N, N // 2 + vectors.LONG // 2):
+        held = [vectors.empty(numel) for _ in range(8)]
+        del held
+        longest = max(numel, vectors._longest)
+        assert 0 < vectors.spare_bytes() <= vectors.SPARE * 4 * longest
+
+
+def test_the_length_that_nobody_asks_for_goes_back_to_the_system(monkeypatch):
+    monkeypatch.setattr(vectors, "_spare", {})
+    monkeypatch.setattr(vectors, "_longest", 0)
+    for numel in (N, 3 * N, N):
+        held = [vectors.empty(numel) for _ in range(2)]
+        del held
+    longer = 4 * vectors.LONG
+    assert [len(kept) for kept in vectors._spare.values()] == [2, 2]
+    held = [vectors.empty(N) for _ in range(5)]
     del held
-    assert len(vectors._spare[2 * vectors.LONG]) == vectors.SPARE
-    for more in range(1, vectors.LENGTHS + 3):
-        vectors.empty(N + more * vectors.LONG)
-    assert len(vectors._spare) <= vectors.LENGTHS
+    assert {length: len(kept) for length, kept in vectors._spare.items()} == {longer: 0, N_LONG: 5}
 
 
 def test_nearly_equal_lengths_share_memory():

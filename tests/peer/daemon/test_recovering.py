@@ -30,7 +30,7 @@ class Follower:
     async def body(self, position, body_bytes):
         return self.peer.replica.store.body(position)
 
-    async def leaf_digests(self, position):
+    async def leaf_digests(self, position, count):
         return self.peer.replica.snapshots[position].leaves()
 
     async def leaves(self, position, indices):

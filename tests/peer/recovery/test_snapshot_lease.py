@@ -24,7 +24,8 @@ def test_a_snapshot_that_is_fetched_slowly_is_given_to_its_end(tmp_path):
             donor = peers[0]
             position, began = max(donor.replica.snapshots), donor.replica.position
             source = PeerSource(swarm.add().ctx, donor.identity.peer_id)
-            digests, leaves = await source.leaf_digests(position), {}
+            count = donor.replica.snapshots[position].num_leaves
+            digests, leaves = await source.leaf_digests(position, count), {}
             for index in range(len(digests)):
                 await asyncio.sleep(PAUSE_S)
                 leaves |= {i: leaf async for i, leaf in source.leaves(position, [index])}

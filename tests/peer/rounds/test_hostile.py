@@ -24,7 +24,7 @@ from support.streams import send
 from support.swarm import ready_of, run_swarm
 
 CALLS = ("prepare", "propose", "commit", "group", "seals")
-STREAMS = ("round", "reduce", "part", "headers", "body", "leaves")
+STREAMS = ("round", "reduce", "part", "headers", "body", "digests", "leaves")
 GARBAGE = (b"", b"\x00", b"R", b"H\xc1", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff", b"x" * 100_000)
 
 
@@ -131,6 +131,8 @@ def test_requests_for_what_is_not_there_are_refused_without_work(tmp_path):
         for method, request in (
             ("part", PartRequest(digest=b"q" * 32, wire_bytes=2**40)),
             ("body", Span(start=10**9, stop=10**9 + 1)),
+            ("digests", LeafRequest(position=10**9, start=0, stop=2**40)),
+            ("digests", LeafRequest(position=2, start=0, stop=2**40)),
             ("leaves", LeafRequest(position=10**9, start=0, stop=2**40)),
             ("leaves", LeafRequest(position=2, start=0, stop=2**40)),
         ):

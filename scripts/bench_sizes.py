@@ -1,0 +1,418 @@
+#!/usr/bin/env python3
+"""Measure memory and time a parameter of a run's processes at several sizes of the model.
+
+    ./scripts/bench sizes                                the saved table
+    ./scripts/bench sizes --rerun --sizes 10m,30m        measure again
+    ./scripts/bench sizes --rerun --sizes 10m --save --json
+
+A coordinator and peers run as people start them, on this machine and its CPUs. Memory is the peak
+of a process (`VmHWM`) less that of the same process with the tiny model, divided by the parameters
+that it has more; a peer's figure is also given without its model, gradients and inner state, which
+are on the GPU of a peer that has one (16 bytes a parameter with AdamW). `p2pd` is a process of its
+own. Seconds of phases are those that the peers report, means over the rounds after the first three;
+processor seconds are of a process over its whole life, divided by the rounds. The pieces are timed
+in one thread, each beside a copy of the bytes that it reads.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import torch
+from circumstances import circumstances
+
+from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.coordinator.run.status import RunStatus
+from atoll.optim.log.replica import Replay
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.peer.cli.watching import look
+from atoll.peer.lab.advice import as_run
+
+ROOT = Path(__file__).resolve().parent.parent
+SAVED = ROOT / "docs" / "benchmarks" / "sizes.json"
+SIZES: dict[str, dict[str, Any]] = {
+    "1m": {"preset": "nano"},
+    "10m": {"preset": "mini"},
+    "30m": {"preset": "30m"},
+    "100m": {"preset": "150m", "overrides": {"num_layers": 8}},
+    "300m": {"preset": "350m", "overrides": {"num_layers": 21}},
+}
+TINY = "1m"
+START_S = 120.0  # until the invite is written
+INNER_BYTES = 16  # a parameter: model, gradients, AdamW's two moments
+WARM_ROUNDS = 3  # the first rounds include imports, the first state and measurements of the line
+POLL_S = 0.1
+REPEATS = 3
+
+Facts = dict[str, Any]
+
+
+@dataclass
+class Process:
+    """Peaks of one process, and those of its p2pd."""
+
+    peak_bytes: int = 0
+    anonymous_bytes: int = 0
+    """The largest sample without pages of files, which the system takes back if it needs them."""
+    p2pd_bytes: int = 0
+    cpu_s: float = 0.0
+
+    def sample(self, pid: int) -> None:
+        """Read what the kernel knows of a live process."""
+        found = memory(pid)
+        self.peak_bytes = max(self.peak_bytes, found.get("VmHWM", 0))
+        self.anonymous_bytes = max(self.anonymous_bytes, found.get("RssAnon", 0))
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            self.cpu_s = times.user + times.system
+            for child in process.children():
+                peak = memory(child.pid).get("VmHWM", 0)
+                self.p2pd_bytes = max(self.p2pd_bytes, peak)
+
+
+def memory(pid: int) -> dict[str, int]:
+    """Return the sizes in /proc/PID/status in bytes; empty if the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if line.endswith(" kB"))
+    return {name: 1024 * int(value.split()[0]) for name, value in pairs}
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """One run: what its processes took, and what the peers reported."""
+
+    size: str
+    params: int
+    rounds: int
+    processes: dict[str, Process] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """a round, by phase"""
+    disk_bytes: dict[str, int] = field(default_factory=dict)
+    """of the state directories at the end"""
+
+
+def run_toml(size: str, options: argparse.Namespace) -> str:
+    """Return the run's RUN.toml."""
+    told = {
+        "run": {"name": "sizes", "rounds": options.rounds},
+        "model": SIZES[size],
+        "data": {"seq_len": 32},
+        "inner": {"batch_size": 1, "warmup_steps": 2},
+        "round": {"min_peers": options.peers, "grace_s": 60.0, "stall_s": 10.0},
+        "coordinator": {"checkpoint_every": options.rounds // 2},
+    }
+    return template(RunSpec.from_dict(told | as_run(options.method, options.inner_steps)))
+
+
+class Processes:
+    """The processes of one run, which end with it."""
+
+    def __init__(self, folder: Path, log: IO[bytes]) -> None:
+        self._folder, self._log = folder, log
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.seen: dict[str, Process] = {}
+
+    def start(self, name: str, *command: str) -> None:
+        """Start `atoll ...`."""
+        self.running[name] = subprocess.Popen(
+            [sys.executable, "-m", "atoll.peer.cli.main", *command, "--stop-with-stdin"],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            cwd=self._folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.seen[name] = Process()
+
+    def sample(self) -> None:
+        """Look at every process that runs."""
+        for name, process in self.running.items():
+            if process.poll() is None:
+                self.seen[name].sample(process.pid)
+
+    def ended(self, name: str) -> bool:
+        """Return whether a process has ended.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        code = self.running[name].poll()
+        if code:
+            raise RuntimeError(f"{name} ended with code {code}; see the log")
+        return code is not None
+
+    def stop(self) -> None:
+        """End what runs, children before parents if one hangs."""
+        for process in self.running.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self.running.values():
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def processes(folder: Path, log: IO[bytes]) -> Iterator[Processes]:
+    """Run processes for the time of the block."""
+    started = Processes(folder, log)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
+    """Run a coordinator and peers to the last round."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-sizes-")))
+        (folder / "RUN.toml").write_text(run_toml(size, options))
+        run = stack.enter_context(processes(folder, log))
+        invite = start_coordinator(run, folder)
+        names = [f"peer-{index}" for index in range(options.peers)]
+        for name in names:
+            run.start(
+                name, "peer", invite, "--state-dir", name, "--name", name, "--device", "cpu",
+                *("--listen", "/ip4/127.0.0.1/tcp/0", "--yes", "--json"),
+            )  # fmt: skip
+        status = watch(run, names, invite, options.timeout)
+        disk_bytes = {name: folder_bytes(folder / name) for name in run.seen}
+    warm = [row.seconds for row in status.history if row.position > WARM_ROUNDS]
+    phases = {name for seconds in warm for name in seconds}
+    return Measured(
+        size=size,
+        params=status.params,
+        rounds=options.rounds,
+        processes=run.seen,
+        seconds={p: statistics.mean(s.get(p, 0.0) for s in warm) for p in sorted(phases)},
+        disk_bytes=disk_bytes,
+    )
+
+
+def start_coordinator(run: Processes, folder: Path) -> str:
+    """Start the run's coordinator; return its invite."""
+    run.start(
+        "coordinator", "coordinator", "RUN.toml", "--state-dir", "coordinator", "--quiet",
+        *("--listen", "127.0.0.1:0", "--dht-listen", "127.0.0.1:0", "--invite-file", "invite"),
+    )  # fmt: skip
+    invite, deadline_s = folder / "invite", time.monotonic() + START_S
+    while not invite.exists():
+        if run.ended("coordinator") or time.monotonic() > deadline_s:
+            raise RuntimeError("the coordinator wrote no invite; see the log")
+        time.sleep(POLL_S)
+    return invite.read_text().strip()
+
+
+def watch(run: Processes, names: list[str], invite: str, timeout_s: float) -> RunStatus:
+    """Sample the processes until the peers end; return the last status of the run.
+
+    Raises:
+        RuntimeError: a process failed, or the run took too long.
+    """
+    status: RunStatus | None = None
+    deadline_s, asked_s = time.monotonic() + timeout_s, 0.0
+    while not all([run.ended(name) for name in names]):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"the run is not complete after {timeout_s:.0f} s; see the log")
+        run.sample()
+        if time.monotonic() > asked_s + 1.0:
+            asked_s = time.monotonic()
+            with suppress(CoordinatorError):
+                status = look(Invite.decode(invite))
+        time.sleep(POLL_S)
+    with suppress(CoordinatorError):
+        status = look(Invite.decode(invite))
+    if status is None:
+        raise RuntimeError("the coordinator never told the run's status; see the log")
+    return status
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes that the files of a folder take."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
+    """Return a row a process and a row a phase."""
+    more = measured.params - tiny.params
+    common = {"size": measured.size, "params": measured.params}
+    rows: list[Facts] = []
+    for name, process in measured.processes.items():
+        base = tiny.processes[name]
+        peak = (process.peak_bytes - base.peak_bytes) / more
+        rows.append(
+            common
+            | {
+                "process": name,
+                "peak_mb": process.peak_bytes / 1e6,
+                "bytes_per_param": peak,
+                "beside_per_param": peak - (0 if name == "coordinator" else INNER_BYTES),
+                "anonymous_per_param": (process.anonymous_bytes - base.anonymous_bytes) / more,
+                "p2pd_per_param": (process.p2pd_bytes - base.p2pd_bytes) / more,
+                "disk_per_param": (measured.disk_bytes[name] - tiny.disk_bytes[name]) / more,
+                "cpu_ns_per_param": 1e9 * process.cpu_s / measured.rounds / measured.params,
+            }
+        )
+    for phase, seconds in measured.seconds.items():
+        ns = 1e9 * seconds / measured.params
+        rows.append(common | {"phase": phase, "seconds": seconds, "ns_per_param": ns})
+    return rows
+
+
+# Pieces of a round, alone in this process
+
+
+def pieces(params: int, options: argparse.Namespace) -> list[Facts]:
+    """Time the log's passes over a state, each beside a copy of the bytes that it reads."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layout = Layout(names=("w",), shapes=((params,),))
+    method = RunSpec.from_dict(as_run(options.method, options.inner_steps)).method()
+    replay = Replay(method, layout)
+    state = OuterState.genesis(
+        layout,
+        torch.randn(params),
+        torch.zeros(replay.memory_numel) if replay.memory_numel else None,
+    )
+    update_N, old_N = torch.randn(params), torch.randn(params)
+    fragment = replay.fragments[0]
+
+    def apply() -> None:
+        method.apply(state, update_N, fragment=fragment, lr=0.7, momentum=0.9)
+
+    def root() -> None:
+        state.at(1).root()
+
+    feedback = replay.residual(0)
+
+    def residual() -> None:
+        offer = feedback.offer(update_N, weight=1.0)
+        feedback.settle(offer, torch.ones(len(fragment.pieces), dtype=torch.bool), weight=1.0)
+
+    copy_s = fastest_s(lambda: old_N.copy_(update_N)) / (4 * params)  # a byte
+    passes = {"apply": (apply, 12), "root": (root, 8), "residual": (residual, 8)}
+    rows = []
+    for name, (work, read_bytes) in passes.items():
+        seconds = fastest_s(work)
+        rows.append(
+            {
+                "params": params,
+                "piece": name,
+                "ns_per_param": 1e9 * seconds / params,
+                "copies": seconds / (copy_s * read_bytes * params),
+            }
+        )
+    return rows
+
+
+def fastest_s(work: Callable[[], object]) -> float:
+    """Return the least processor seconds of some repeats, which other programs do not disturb."""
+    work()
+    best = math.inf
+    for _ in range(REPEATS):
+        began_s = time.thread_time()
+        work()
+        best = min(best, time.thread_time() - began_s)
+    return best
+
+
+def table(rows: list[Facts]) -> str:
+    """Format the rows as tables."""
+    lines = [
+        f"{'size':6}{'process':13}{'peak MB':>9}{'B/param':>9}{'beside':>8}{'anon':>8}"
+        f"{'p2pd':>7}{'disk':>7}{'CPU ns/param and round':>24}"
+    ]
+    for row in (r for r in rows if "process" in r):
+        lines.append(
+            f"{row['size']:6}{row['process']:13}{row['peak_mb']:9.0f}{row['bytes_per_param']:9.1f}"
+            f"{row['beside_per_param']:8.1f}{row['anonymous_per_param']:8.1f}"
+            f"{row['p2pd_per_param']:7.1f}{row['disk_per_param']:7.1f}"
+            f"{row['cpu_ns_per_param']:24.1f}"
+        )
+    lines += ["", f"{'size':6}{'phase':13}{'s/round':>9}{'ns/param':>10}"]
+    for row in (r for r in rows if "phase" in r):
+        lines.append(
+            f"{row['size']:6}{row['phase']:13}{row['seconds']:9.3f}{row['ns_per_param']:10.1f}"
+        )
+    lines += ["", f"{'params':>12} {'piece':12}{'ns/param':>10}{'x copy':>8}"]
+    for row in (r for r in rows if "piece" in r):
+        lines.append(
+            f"{row['params']:12,} {row['piece']:12}{row['ns_per_param']:10.2f}{row['copies']:8.1f}"
+        )
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = arguments.add_argument
+    add("--sizes", default="10m,30m", help=f"sizes, of {', '.join(SIZES)} (default %(default)s)")
+    add("--method", default="diloco", metavar="SPEC", help="method (default %(default)s)")
+    add("--peers", type=int, default=2, help="number of peers (default %(default)s)")
+    add("--rounds", type=int, default=12, help="rounds of a run (default %(default)s)")
+    add("--inner-steps", type=int, default=2, help="inner steps per window (default %(default)s)")
+    add("--piece-params", type=int, default=10_000_000, help="parameters of the timed pieces")
+    add("--timeout", type=float, default=900.0, help="seconds for a run (default %(default)s)")
+    add("--rerun", action="store_true", help="measure")
+    add("--save", action="store_true", help="save what was measured")
+    add(
+        "--log",
+        type=Path,
+        default=ROOT / "build" / "bench_sizes.log",
+        help="log of the processes (default build/bench_sizes.log)",
+    )
+    add("--json", action="store_true", help="print the result as JSON on the last line")
+    return arguments
+
+
+def main() -> int:
+    options = parser().parse_args()
+    sizes = options.sizes.split(",")
+    if unknown := [size for size in sizes if size not in SIZES]:
+        print(f"bench: unknown sizes {unknown}; choose from {', '.join(SIZES)}", file=sys.stderr)
+        return 2
+    if options.rerun or not SAVED.exists():
+        rows = pieces(options.piece_params, options)
+        options.log.parent.mkdir(exist_ok=True)
+        with options.log.open("wb") as log:
+            tiny = measure(TINY, options, log)
+            for size in sizes:
+                rows += rows_of(measure(size, options, log), tiny)
+                print(table(rows), file=sys.stderr, flush=True)
+        facts = circumstances() | {"method": options.method, "peers": options.peers, "rows": rows}
+        if options.save:
+            SAVED.write_text(json.dumps(facts, indent=1) + "\n")
+    else:
+        facts = json.loads(SAVED.read_text())
+    print(table(facts["rows"]))
+    if options.json:
+        print(json.dumps(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""A model of 7B parameters passes through every message: nothing here allocates one vector of it.
+
+Its snapshot is a file of 56 GB that has no blocks on the disk, so every leaf is of zeros.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.dht.testing.memory import run_virtual
+from atoll.dht.transport import MAX_MESSAGE_BYTES
+from atoll.optim import methods
+from atoll.optim.log.entry import (
+    Entry,
+    Part,
+    Partial,
+    StateRoot,
+    certified_roots,
+    verify_linked,
+)
+from atoll.optim.log.replica import Replay
+from atoll.optim.log.store import SnapshotFile, SnapshotInfo, StoreHead
+from atoll.optim.state.layout import CELL, Layout
+from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
+from atoll.peer.recovery.sources import PeerSource
+from atoll.peer.rounds.allreduce.reduction import FrameBuffer, PartRange
+from atoll.peer.rounds.messages import Decided
+from support import kit
+from support.swarm import Swarm
+
+NUMEL = 7_000_000_000
+LAYOUT = Layout(names=("w",), shapes=((NUMEL,),))
+NUM_CELLS = -(-NUMEL // CELL)
+NUM_LEAVES = -(-snapshot_bytes(LAYOUT) // LEAF_BYTES)
+POSITION = 4
+
+
+@pytest.fixture(scope="module")
+def replay() -> Replay:
+    return Replay(methods.parse("diloco"), LAYOUT)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Iterator[SnapshotFile]:
+    path = tmp_path / "snapshot"
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), snapshot_bytes(LAYOUT))
+    leaf = hashlib.sha256(bytes(LEAF_BYTES)).digest()
+    last = hashlib.sha256(bytes(snapshot_bytes(LAYOUT) % LEAF_BYTES)).digest()
+    digests = (leaf,) * (NUM_LEAVES - 1) + (last,)
+    yield SnapshotFile(
+        SnapshotInfo(
+            position=POSITION,
+            chain=bytes(32),
+            root=merkle_root(digests),
+            leaf_digests=digests,
+            layout=LAYOUT,
+            path=path,
+        )
+    )
+
+
+def test_its_snapshot_can_be_fetched(tmp_path: Path, snapshot: SnapshotFile) -> None:
+    assert NUM_LEAVES * 32 > MAX_MESSAGE_BYTES  # the digests do not fit into one message
+
+    async def main() -> None:
+        swarm = Swarm(tmp_path / "peers")
+        try:
+            donor, *_ = await swarm.start(3)
+            await swarm.until(lambda: donor.replica.position > POSITION)
+            donor.replica.snapshots[POSITION] = snapshot
+            source = PeerSource(swarm.add().ctx, donor.identity.peer_id)
+            assert POSITION in (await source.head()).snapshots
+            digests = await source.leaf_digests(POSITION, NUM_LEAVES)
+            assert merkle_root(digests) == snapshot.root()
+            for indices in (range(8), range(NUM_LEAVES - 3, NUM_LEAVES)):
+                async for index, leaf in source.leaves(POSITION, indices):
+                    assert hashlib.sha256(leaf).digest() == digests[index]
+        finally:
+            await swarm.stop()
+
+    run_virtual(main())
+
+
+def test_its_entries_are_checked_and_told(replay: Replay) -> None:
+    half = NUM_CELLS // 2
+    wire_bytes = [
+        replay.cells_at(0).max_body_bytes(2, *cells) for cells in ((0, half), (half, NUM_CELLS))
+    ]
+    parts = tuple(
+        Part(
+            start_cell=start,
+            stop_cell=stop,
+            owner=owner,
+            generation=0,
+            wire_bytes=wire_bytes[owner],
+            digest=bytes(32),
+            partial=(Partial(member=1 - owner, cells=half - 1 - owner),),
+        )
+        for owner, (start, stop) in enumerate(((0, half), (half, NUM_CELLS)))
+    )
+    swarm = kit.Swarm()
+    head = StoreHead(epoch=0, position=POSITION, chain=bytes(32))
+    root = StateRoot(position=POSITION - 2, root=bytes(32))
+    entry, _ = swarm.entry(bytes(32), head, parts=parts, state_root=root)
+    replay.check(entry)
+    record, certificate = entry.encode(), swarm.certify(entry).encode()
+    decided = Decided(entry=record, certificate=certificate).encode()
+    assert len(decided) < MAX_MESSAGE_BYTES and Entry.decode(record) == entry
+    (claim,) = verify_linked(
+        [(record, certificate)], run_id=entry.run_id, start=POSITION, chain=entry.chain
+    )
+    assert certified_roots([claim]) == {POSITION - 2: bytes(32)}
+    assert replay.max_body_bytes(entry) >= sum(wire_bytes) == entry.body_bytes > NUMEL
+    first, second = entry.members[:2]
+    included = torch.tensor(entry.included_cells(first.peer_id, first.incarnation))
+    assert included.sum() == half + half - 2
+    with torch.device("meta"):  # a mask of 7 GB, whose runs are filled one by one
+        assert replay.fragments[0].mask(included).numel() == NUMEL
+    others = entry.included_cells(second.peer_id, second.incarnation)
+    assert others is not None and sum(others) == half - 1 + NUM_CELLS - half
+
+
+def test_the_frames_of_a_part_come_in_any_number_of_messages(replay: Replay) -> None:
+    part = PartRange(start_cell=0, stop_cell=NUM_CELLS, cells=replay.cells_at(0))
+    limits = [part.max_reduced_bytes(index, 2) for index in range(part.num_cells)]
+    assert len(limits) == NUM_CELLS
+    buffer, message = FrameBuffer(limits), memoryview(b"\x01\x00\x00\x00x" * 16)
+    taken = sum(len(buffer.feed(message)) for _ in range(NUM_CELLS // 16))
+    assert taken == NUM_CELLS // 16 * 16

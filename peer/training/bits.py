@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.errors import DataError
 from atoll.peer.training import models
 from atoll.peer.training.data.corpus import Corpus, LocalCorpus, even_windows
+from atoll.peer.training.data.shards import TokenFiles
 from atoll.peer.training.data.tokens import Tokenizer
 from atoll.peer.training.devices import Device
 from atoll.peer.training.permission import Allowed, with_own_files
@@ -72,7 +72,9 @@ def held_out(trained: Trained, *, data: str | None, tokenizer: str | None, token
     batches = max(1, tokens // batch_tokens)
     if isinstance(corpus, LocalCorpus):
         is_other = data is not None and not _is_own(spec, corpus)
-        all_N = np.concatenate([corpus.train_N, corpus.valid_N]) if is_other else corpus.valid_N
+        all_N = corpus.valid_N
+        if is_other:
+            all_N = TokenFiles([corpus.train_N, corpus.valid_N], corpus.tokenizer.vocab_size)
         batches = min(batches, math.ceil(len(all_N) / batch_tokens))
         windows = even_windows(all_N, batches, spec.inner.batch_size, spec.data.seq_len)
         name = f"all of {data}" if is_other else "held-out text of the run"

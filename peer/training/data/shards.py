@@ -13,6 +13,8 @@ Files end in `.bin` (tokens alone) or `.npy` (NumPy's format, one dimension). `s
 written last, so a folder that has it is complete.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -35,7 +37,7 @@ WRITE_TOKENS = 1 << 20  # at once
 class TokenFiles:
     """The tokens of several files, as one array that is read by places."""
 
-    def __init__(self, files: Sequence[Tokens], vocab_size: int) -> None:
+    def __init__(self, files: Sequence[Tokens | TokenFiles], vocab_size: int) -> None:
         """Join arrays of one dimension; each may be mapped into memory.
 
         Args:

@@ -31,7 +31,7 @@ def adamw_8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, f
     except ImportError as error:
         raise MethodError(
             "inner.state = '8bit' needs the package 'torchao', which is not installed or too old "
-            f'({error}); install it with: pip install "atoll[quantized]"'
+            f"({error}); install it with: pip install torchao"
         ) from error
 
     class AdamW8bit(library.AdamW8bit):  # type: ignore[misc]  # a class that may be absent

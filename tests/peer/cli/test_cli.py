@@ -602,3 +602,14 @@ def test_ctrl_c_before_a_coroutine_begins_prints_nothing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_garbage_is_left_only_without_triton_which_counts_it_as_leaks(monkeypatch, triton):
+    calls = []
+    monkeypatch.setattr(cli.gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    if triton:
+        monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    cli._leave_garbage()
+    assert calls == ([] if triton else ["freeze"])

@@ -156,7 +156,7 @@ async def find_gateway(inside: str, *, ssdp: tuple[str, int] = SSDP) -> Gateway:
     loop = asyncio.get_running_loop()
     try:
         transport, _ = await loop.create_datagram_endpoint(
-            lambda: _Answers(answers), sock=_multicast_socket(inside)
+            lambda: _Searching(answers), sock=_multicast_socket(inside)
         )
     except OSError as error:
         raise UpnpError(f"cannot ask for a router: {error}") from None
@@ -181,7 +181,7 @@ async def find_gateway(inside: str, *, ssdp: tuple[str, int] = SSDP) -> Gateway:
         transport.close()
 
 
-class _Answers(asyncio.DatagramProtocol):
+class _Searching(asyncio.DatagramProtocol):
     def __init__(self, answers: asyncio.Queue[tuple[bytes, str]]) -> None:
         self._answers = answers
 

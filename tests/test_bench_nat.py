@@ -56,7 +56,7 @@ def test_a_case_is_its_median_with_the_spread():
     assert found["runs"] == 3 and found["commit"]
 
 
-def test_an_interrupted_bench_continues_and_a_failed_run_is_tried_once_more(tmp_path):
+def test_an_interrupted_bench_continues_and_repeats_a_failed_run_once(tmp_path):
     kept = bench_nat.Kept(tmp_path / "kept")
     answers = iter([row(ratio=1.0), KeyboardInterrupt(), RuntimeError("no"), row(ratio=2.0)])
 

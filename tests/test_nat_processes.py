@@ -67,7 +67,7 @@ def newest(folder):
     return max((int(n) for n, _ in ROUND.findall((folder / "coordinator.log").read_text())))
 
 
-def test_a_run_at_one_port_outlasts_another_address_and_the_death_of_a_relay(tmp_path):
+def test_a_run_at_one_port_outlasts_a_move_and_the_death_of_a_relay(tmp_path):
     """Two peers are behind routers between which no hole works; the third relays for them."""
     invite, children = tmp_path / "invite", {}
     kinds = ("", "double", "symmetric", "")

@@ -1,4 +1,4 @@
-"""Places: the calls that wait or stream at once, bounded for each holder and for all.
+"""Places for calls: those that wait or stream at once, bounded for each holder and for all.
 
     async with places.held(address, timeout_s=5.0):
         ...                            TimeoutError: it took too long, or its place was needed
@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 
-class Places:
+class CallPlaces:
     """Places by holder, each with a deadline."""
 
     def __init__(self, *, of_one: int, total: int) -> None:

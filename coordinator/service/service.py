@@ -38,7 +38,7 @@ from atoll.coordinator.rpc.messages import (
     SERVICE,
 )
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
-from atoll.coordinator.service.places import Places
+from atoll.coordinator.service.places import CallPlaces
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.optim.log.entry import Claim, Entry
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
@@ -74,8 +74,8 @@ class Service:
         self._receiving: dict[int, int] = {}
         """bytes of the bodies that are on their way, by position"""
         self._calls = CallLimits()
-        self._unbegun = Places(of_one=UNBEGUN_OF_ONE, total=MAX_UNBEGUN)
-        self._fetches = Places(of_one=FETCHES_OF_ONE, total=MAX_FETCHES)
+        self._unbegun = CallPlaces(of_one=UNBEGUN_OF_ONE, total=MAX_UNBEGUN)
+        self._fetches = CallPlaces(of_one=FETCHES_OF_ONE, total=MAX_FETCHES)
 
     def _source(self, context: _Call) -> str:
         return source_of(self.true_caller(context.peer()))

@@ -18,7 +18,7 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.messages import SERVICE
 from atoll.coordinator.rpc.tls import pinned_channel
 from atoll.coordinator.service import service
-from atoll.coordinator.service.places import Places
+from atoll.coordinator.service.places import CallPlaces
 from atoll.coordinator.service.service import Service
 from atoll.dht.identity import Identity
 from support import kit
@@ -99,7 +99,7 @@ def test_a_stranger_without_a_session_fetches_nothing(tmp_path: Path) -> None:
     kit.run(main())
 
 
-async def hold(places: Places, holder: str, ended: list[str], timeout_s: float = 60.0) -> None:
+async def hold(places: CallPlaces, holder: str, ended: list[str], timeout_s: float = 60.0) -> None:
     with contextlib.suppress(TimeoutError):
         async with places.held(holder, timeout_s):
             await asyncio.Event().wait()
@@ -108,7 +108,7 @@ async def hold(places: Places, holder: str, ended: list[str], timeout_s: float =
 
 def test_whoever_holds_most_makes_room() -> None:
     async def main() -> None:
-        places, ended = Places(of_one=3, total=5), list[str]()
+        places, ended = CallPlaces(of_one=3, total=5), list[str]()
         async with asyncio.TaskGroup() as holders:
             tasks = []
 
@@ -131,7 +131,7 @@ def test_whoever_holds_most_makes_room() -> None:
 
 def test_a_place_has_a_deadline_of_its_own() -> None:
     async def main() -> None:
-        places = Places(of_one=3, total=5)
+        places = CallPlaces(of_one=3, total=5)
         with pytest.raises(TimeoutError):
             async with places.held("a", 0.0):
                 await asyncio.Event().wait()

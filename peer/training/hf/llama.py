@@ -47,7 +47,7 @@ FIXED: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RowRange:
     """One matrix of theirs, a range of the rows of one of ours."""
 
     name: str
@@ -111,36 +111,36 @@ def config_of(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def parts_of(config: ModelConfig) -> Iterator[tuple[str, tuple[Part, ...]]]:
+def parts_of(config: ModelConfig) -> Iterator[tuple[str, tuple[RowRange, ...]]]:
     """Yield each weight of a decoder, without `.weight`, with the parts that theirs has of it."""
     vocab, dim, width = config.vocab_size, config.dim, config.ffn_dim
     q, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
-    yield "embedding", (Part(name="model.embed_tokens", rows=vocab),)
+    yield "embedding", (RowRange(name="model.embed_tokens", rows=vocab),)
     for number in range(config.num_layers):
         ours, theirs = f"blocks.{number}", f"model.layers.{number}"
         attention = f"{theirs}.self_attn"
-        yield f"{ours}.attention_norm", (Part(name=f"{theirs}.input_layernorm", rows=dim),)
+        yield f"{ours}.attention_norm", (RowRange(name=f"{theirs}.input_layernorm", rows=dim),)
         yield (
             f"{ours}.attention.qkv",
             (
-                Part(name=f"{attention}.q_proj", rows=q, heads=config.num_heads),
-                Part(name=f"{attention}.k_proj", rows=kv, heads=config.kv_heads),
-                Part(name=f"{attention}.v_proj", rows=kv),
+                RowRange(name=f"{attention}.q_proj", rows=q, heads=config.num_heads),
+                RowRange(name=f"{attention}.k_proj", rows=kv, heads=config.kv_heads),
+                RowRange(name=f"{attention}.v_proj", rows=kv),
             ),
         )
-        yield f"{ours}.attention.out", (Part(name=f"{attention}.o_proj", rows=dim),)
-        yield f"{ours}.ffn_norm", (Part(name=f"{theirs}.post_attention_layernorm", rows=dim),)
+        yield f"{ours}.attention.out", (RowRange(name=f"{attention}.o_proj", rows=dim),)
+        yield f"{ours}.ffn_norm", (RowRange(name=f"{theirs}.post_attention_layernorm", rows=dim),)
         yield (
             f"{ours}.ffn.gate_up",
             (
-                Part(name=f"{theirs}.mlp.gate_proj", rows=width),
-                Part(name=f"{theirs}.mlp.up_proj", rows=width),
+                RowRange(name=f"{theirs}.mlp.gate_proj", rows=width),
+                RowRange(name=f"{theirs}.mlp.up_proj", rows=width),
             ),
         )
-        yield f"{ours}.ffn.out", (Part(name=f"{theirs}.mlp.down_proj", rows=dim),)
-    yield "norm", (Part(name="model.norm", rows=dim),)
+        yield f"{ours}.ffn.out", (RowRange(name=f"{theirs}.mlp.down_proj", rows=dim),)
+    yield "norm", (RowRange(name="model.norm", rows=dim),)
     if not config.tied:
-        yield "head", (Part(name="lm_head", rows=vocab),)
+        yield "head", (RowRange(name="lm_head", rows=vocab),)
 
 
 def load_(model: Decoder, folder: WeightFolder) -> None:
@@ -176,7 +176,7 @@ def state_dict_of(model: Decoder) -> dict[str, Tensor]:
     }
 
 
-def split(whole: Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, Tensor]]:
+def split(whole: Tensor, parts: tuple[RowRange, ...]) -> Iterator[tuple[str, Tensor]]:
     """Yield their parts of one of our weights, with the rows in their order."""
     pieces = torch.split(whole, [part.rows for part in parts])
     for part, piece in zip(parts, pieces, strict=True):

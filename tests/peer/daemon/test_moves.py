@@ -134,7 +134,7 @@ def test_a_router_with_another_address_forwards_the_same_port(peer):
     assert (peer.node.seen, peer.node.relays) == (("/ip4/203.0.114.10/tcp/4001",), ())
 
 
-def test_a_router_that_was_restarted_forwards_nothing_that_it_was_asked_for_before(peer):
+def test_a_router_that_was_restarted_has_forgotten_its_mappings(peer):
     peer.reach.take(Reach(address="203.0.114.9", port=4001, by_upnp=True))
     look(peer, 0.0)
     peer.node.transport.connected = frozenset()

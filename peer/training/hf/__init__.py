@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING
 from atoll.coordinator.exports import exports
 
 if TYPE_CHECKING:
-    from atoll.peer.training.hf.export import export
     from atoll.peer.training.hf.folder import WeightFolder, weights_digest
 
-__all__ = ["WeightFolder", "export", "weights_digest"]
+__all__ = ["WeightFolder", "weights_digest"]
 
-__getattr__ = exports(
-    __name__, {"WeightFolder": "folder", "export": "export", "weights_digest": "folder"}
-)
+__getattr__ = exports(__name__, {"WeightFolder": "folder", "weights_digest": "folder"})

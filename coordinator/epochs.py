@@ -187,7 +187,6 @@ class Epochs:
         electors = electors_after_stall(
             [Elector(peer_id=p.peer_id, incarnation=p.incarnation) for p in peers],
             self._replica.core.voters,
-            position=self._replica.position,
             known=known,
         )
         if not electors:
@@ -285,7 +284,7 @@ class Epochs:
         whom = "keeper" if self._min_keepers else "peer"
         because = {
             None: "",
-            Cause.ELECTORS_LEFT: ": electors left",
+            Cause.ELECTORS_LEFT: ": acceptors left",
             Cause.KEEPERS_CHANGED: f": {changes}",
         }[cause]
         self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")

@@ -66,7 +66,6 @@ def electors_after_stall(
     online: Sequence[Elector],
     voters: Succession,
     *,
-    position: int,
     known: Collection[str],
 ) -> list[Elector]:
     """Return the electors of an epoch that opens because a run with a log stands still.
@@ -76,7 +75,6 @@ def electors_after_stall(
     Args:
         online: the peers that may vote, under the incarnations that they have now.
         voters: at the head of the log.
-        position: of the head.
         known: PeerIDs of the newest entries; they vote only if nobody else is left.
     """
     present = {elector.peer_id for elector in voters.electorate}
@@ -85,16 +83,16 @@ def electors_after_stall(
     tried = [
         by_peer[n.peer_id]
         for n in voters.newcomers
-        if n.peer_id in by_peer and n.peer_id not in present and is_tried(n, position)
+        if n.peer_id in by_peer and n.peer_id not in present and is_tried(n)
     ]
     if stay:
         return [*stay, *tried[: max(1, int(NEW_PER_OLD * len(stay)))]]
     return tried or [elector for elector in online if elector.peer_id in known]
 
 
-def is_tried(newcomer: Newcomer, position: int) -> bool:
-    """Return whether a newcomer has contributed for long enough to vote."""
-    return position - newcomer.since >= TRIAL_ENTRIES
+def is_tried(newcomer: Newcomer) -> bool:
+    """Return whether a newcomer has contributed often enough to vote."""
+    return newcomer.entries >= TRIAL_ENTRIES
 
 
 def can_decide(

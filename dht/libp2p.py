@@ -14,12 +14,14 @@ import math
 import random
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from atoll.dht.addresses import CIRCUIT, by_family, relay_of
+from atoll.dht.arrivals import ArrivalMemory
 from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
 from atoll.dht.relaying import Relaying
 from atoll.dht.strangers import Strangers
@@ -98,8 +100,17 @@ class LibP2PStream(StreamEnd):
     `admit` judges the OPEN at the accepting side; it is None at the opening side.
     """
 
-    def __init__(self, remote: str, method: str, *, is_call: bool, admit: Admit | None) -> None:
+    def __init__(
+        self,
+        remote: str,
+        method: str,
+        *,
+        is_call: bool,
+        admit: Admit | None,
+        memory: ArrivalMemory | None = None,
+    ) -> None:
         super().__init__(remote, method)
+        self._memory = memory or ArrivalMemory()
         self.connection = Connection(self)
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.admission = b""
@@ -169,11 +180,17 @@ class LibP2PStream(StreamEnd):
         self.connection.write(Mark.REFUSED, encode_refusal(error))
 
     def _taken(self, num_bytes: int) -> None:
-        self._unread_bytes -= num_bytes + MESSAGE_COST_BYTES
-        if self._unread_bytes < READ_WINDOW_BYTES // 2:
+        self._release_unread(num_bytes + MESSAGE_COST_BYTES)
+        is_tight = self._memory.is_tight(self.remote)
+        if self._unread_bytes < (1 if is_tight else READ_WINDOW_BYTES // 2):
             self.connection.pause_reading(False)
 
+    def _release_unread(self, num_bytes: int) -> None:
+        self._unread_bytes -= num_bytes
+        self._memory.release(self.remote, num_bytes)
+
     async def _shut(self) -> None:
+        self._release_unread(self._unread_bytes)  # `close` has dropped the messages
         self.connection.write(Mark.CLOSE)
         if self._peer_closed or not self.connection.is_open:
             self.connection.close()
@@ -200,6 +217,14 @@ class LibP2PStream(StreamEnd):
         if self._peer_ended:
             return mark in (Mark.CLOSE, Mark.REFUSED) and not self._peer_closed
         return True
+
+    def claim(self, num_bytes: int) -> None:
+        """Account for memory of a frame that is arriving. Raises FrameError if it is too much."""
+        self._memory.claim(self.remote, num_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Give back what a frame has claimed."""
+        self._memory.release(self.remote, num_bytes)
 
     def on_frame(self, mark: Mark, payload: bytes) -> None:
         """Take a whole frame."""
@@ -232,9 +257,11 @@ class LibP2PStream(StreamEnd):
     def _on_message(self, payload: bytes) -> None:
         if self._closed:
             return
-        self._unread_bytes += len(payload) + MESSAGE_COST_BYTES
+        num_bytes = len(payload) + MESSAGE_COST_BYTES
+        self._memory.claim(self.remote, num_bytes)
+        self._unread_bytes += num_bytes
         self.on_data(payload)
-        if self._unread_bytes > READ_WINDOW_BYTES:
+        if self._unread_bytes > READ_WINDOW_BYTES or self._memory.is_tight(self.remote):
             self.connection.pause_reading(True)
 
     def on_connection_lost(self, error: Exception | None) -> None:
@@ -311,6 +338,9 @@ class LibP2PTransport:
         self._relaying = relaying
         self._dialing: dict[str, asyncio.Lock] = {}
         self._strangers = Strangers()
+        self._memory = ArrivalMemory()
+        self._handled: set[LibP2PStream] = set()
+        """streams whose handler runs, which may outlive their connection"""
         self._doubted: set[str] = set()
         self._refused_s: dict[str, float] = {}
         """by peer, when its machine last refused a connection"""
@@ -598,7 +628,7 @@ class LibP2PTransport:
     ) -> LibP2PStream:
         if peer not in self._connected and peer in self._known:
             await self._connect(peer, timeout_s)
-        stream = LibP2PStream(peer, method, is_call=is_call, admit=None)
+        stream = LibP2PStream(peer, method, is_call=is_call, admit=None, memory=self._memory)
         tls: ssl.SSLContext | None = None
         if peer in self._behind and peer not in self._connected:
             stream.relay, connection, tls = await self._through_relay(peer, timeout_s)
@@ -723,7 +753,7 @@ class LibP2PTransport:
             logger.info("refused a stream of %s: %s", remote, why)
             connection.close()
             return
-        stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
+        stream = self._accepted(remote)
         task = self._tasks.spawn(self._serve_direct(stream, connection))
         task.add_done_callback(lambda _: self._served(stream, connection))
 
@@ -737,12 +767,30 @@ class LibP2PTransport:
         """Return why a peer may open no more streams now; empty if it may."""
         if self._is_closed:
             return "this peer is leaving"
-        num_streams = sum(stream.remote == remote for stream in self._streams)
-        if num_streams >= MAX_STREAMS_PER_PEER:
-            return f"it has {num_streams} open, at most {MAX_STREAMS_PER_PEER} are allowed"
-        if len(self._streams) >= open_files() // SPARE_FILES:
+        counts = Counter(stream.remote for stream in self._streams | self._handled)
+        if counts[remote] >= MAX_STREAMS_PER_PEER:
+            return f"it has {counts[remote]} open, at most {MAX_STREAMS_PER_PEER} are allowed"
+        if len(self._streams) >= open_files() // SPARE_FILES and not self._make_room(
+            remote, counts
+        ):
             return f"{len(self._streams)} are open, of all peers together"
         return ""
+
+    def _make_room(self, remote: str, counts: Counter[str]) -> bool:
+        """End the quietest stream of the peer with most of them; False if that is `remote`."""
+        ((most, num_streams),) = counts.most_common(1)
+        if num_streams <= counts[remote]:
+            return False
+        streams = [stream for stream in self._streams if stream.remote == most]
+        quietest = min(streams, key=lambda stream: stream.heard_s, default=None)
+        if quietest is None:  # handlers of streams that are lost: they end by themselves
+            return False
+        logger.info("ended a stream of %s, which has %d, to make room", most, num_streams)
+        quietest.connection.abort()
+        return True
+
+    def _accepted(self, remote: str) -> LibP2PStream:
+        return LibP2PStream(remote, "", is_call=False, admit=self._admit, memory=self._memory)
 
     def _served(self, stream: LibP2PStream, connection: socket.socket) -> None:
         if not stream.connection.is_made:  # cancelled before its first step
@@ -758,7 +806,7 @@ class LibP2PTransport:
             logger.info("refused a relayed stream of %s: %s", remote, why)
             connection.close()
             return
-        stream = LibP2PStream(remote, "", is_call=False, admit=self._admit)
+        stream = self._accepted(remote)
         stream.relay = relay
         await self._attach(stream, connection, tls, is_accepted=True)
         self._tasks.spawn(self._serve(stream))
@@ -778,10 +826,12 @@ class LibP2PTransport:
         await self._serve(stream)
 
     async def _serve(self, stream: LibP2PStream) -> None:
+        self._handled.add(stream)
         try:
             if await self._is_greeted(stream):
                 await self._handle(stream)
         finally:
+            self._handled.discard(stream)
             await stream.close()
 
     async def _is_greeted(self, stream: LibP2PStream) -> bool:

@@ -36,6 +36,7 @@ import logging
 import math
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
@@ -64,6 +65,12 @@ MAX_JUDGED = 4096  # records in memory that were found valid: each comes from se
 INCARNATION_CHARS = 32
 MAX_SHARED = 32  # records in one answer: 32 kB at most, a tenth of a second of a slow uplink
 MAX_KNOWN = 4096  # records that are kept; the run that was planned for has 1,000 peers
+# Seconds of a record's life that count when there is no room for all: honest peers renew theirs
+# every 5 s for 20 s, and records of 300 s must not push these out.
+RANKED_S = 20.0
+# Questions of one peer that are answered: a leader of several terms asks each second in each.
+ASKS_S = 4.0
+MAX_ASKS = 16.0
 EAGER_S = 1.0  # wait for the DHT if others are known without it; its search continues
 MAX_INTEGER = 1 << 53  # from here on a double skips integers
 MAX_NUMBER = 1e15  # far beyond any rate or time; sums of such numbers stay finite
@@ -148,7 +155,7 @@ class Roster(Protocol):
         """Return what to send to a peer that is asked for records."""
         ...
 
-    async def answer(self, question: bytes) -> bytes:
+    async def answer(self, question: bytes, remote: str = "") -> bytes:
         """Return records for the peer that asks. Raises RecordError."""
         ...
 
@@ -377,10 +384,29 @@ class _Held:
     data: bytes
     digest: bytes
     record: PeerRecord
+    rank_s: float = 0.0
+    """when it counts as expired if there is no room; on the run's clock"""
 
     @property
     def is_live(self) -> bool:
         return self.record.expires_at > clock.now_s()
+
+
+class _Asks:
+    """The questions that one peer may still ask."""
+
+    def __init__(self) -> None:
+        self._left, self.at_s = MAX_ASKS, time.monotonic()
+
+    def take(self) -> bool:
+        """Return whether a question is within the budget, and count it."""
+        now_s = time.monotonic()
+        self._left = min(MAX_ASKS, self._left + ASKS_S * (now_s - self.at_s))
+        self.at_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class DhtRoster:
@@ -408,19 +434,24 @@ class DhtRoster:
         self._in_thread = in_thread
         self._last: PeerRecord | None = None
         self._known: dict[str, _Held] = {}
+        self._asks: dict[str, _Asks] = {}
+        """by peer"""
         self._searches: set[asyncio.Task[Any]] = set()
         self._searching = 0
 
     # Records from anywhere
 
-    async def take(self, records: Sequence[bytes]) -> int:
-        """Keep the valid records among those that anyone sent; return how many were news."""
+    async def take(self, records: Sequence[bytes], *, only: str = "") -> int:
+        """Keep the valid records among those that anyone sent; return how many were news.
+
+        With `only`, none but this peer's is kept.
+        """
         known = {held.data for held in self._known.values()}
         new = [data for data in records if data not in known]
         if not new:
             return 0
         opened = await self._in_thread(self._open, new) if self._in_thread else self._open(new)
-        return sum(self._keep(held) for held in opened)
+        return sum(self._keep(held) for held in opened if only in ("", held.record.peer_id))
 
     def _open(self, records: Sequence[bytes]) -> list[_Held]:
         opened = []
@@ -439,11 +470,13 @@ class DhtRoster:
         before = self._known.get(peer)
         if before is not None and before.record.expires_at >= until_s:
             return False
-        if not 0 < until_s - clock.now_s() <= MAX_TTL_S + CLOCK_SLACK_S:
+        now_s = clock.now_s()
+        if not 0 < until_s - now_s <= MAX_TTL_S + CLOCK_SLACK_S:
             return False
-        self._known[peer] = held
+        self._known[peer] = replace(held, rank_s=min(until_s, now_s + RANKED_S))
         if len(self._known) > MAX_KNOWN:
-            self._known.pop(min(self._known, key=lambda p: self._known[p].record.expires_at))
+            others = self._known.keys() - {self._identity.peer_id}
+            del self._known[min(others, key=lambda p: self._known[p].rank_s)]
         return True
 
     def _live(self) -> dict[str, _Held]:
@@ -460,15 +493,28 @@ class DhtRoster:
         mine = self._live().get(self._identity.peer_id)
         return _pack([self._digest(), mine.data if mine else b""])
 
+    def _may_ask(self, remote: str) -> bool:
+        if remote not in self._asks and len(self._asks) >= MAX_KNOWN:
+            full_s = time.monotonic() - MAX_ASKS / ASKS_S
+            self._asks = {peer: asks for peer, asks in self._asks.items() if asks.at_s > full_s}
+        return self._asks.setdefault(remote, _Asks()).take()
+
     def _digest(self) -> bytes:
         return hashlib.sha256(b"".join(sorted(h.digest for h in self._known.values()))).digest()
 
-    async def answer(self, question: bytes) -> bytes:
+    async def answer(self, question: bytes, remote: str = "") -> bytes:
         """Return records for the peer that asks: ours, and some of the others'.
+
+        Args:
+            question: as `question` makes it.
+            remote: PeerID of the peer that asks, if it was authenticated. Then only its own record
+                is taken, and above `ASKS_S` questions a second the answer is empty.
 
         Raises:
             RecordError: the question is malformed.
         """
+        if remote and not self._may_ask(remote):
+            return _pack([])
         if len(question) > MAX_RECORD_BYTES + 64:
             raise RecordError(f"a question of {len(question)} bytes")
         digest, theirs = _list(question, 2, "question")
@@ -477,7 +523,7 @@ class DhtRoster:
         live = self._live()
         is_same = digest == self._digest()
         if theirs:
-            await self.take([theirs])
+            await self.take([theirs], only=remote)
         if is_same:
             return _pack([])
         mine = live.get(self._identity.peer_id)
@@ -503,7 +549,7 @@ class DhtRoster:
     async def serve(self, remote: str, question: bytes) -> bytes:
         """Answer the call `roster`."""
         try:
-            return await self.answer(question)
+            return await self.answer(question, remote)
         except RecordError as error:
             raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
 

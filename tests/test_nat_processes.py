@@ -97,7 +97,9 @@ def test_a_run_at_one_port_outlasts_a_move_and_the_death_of_a_relay(tmp_path):
             until(lambda: all(said(n, "relays of this peer") for n in ("ann", "ben")), tmp_path)
             lab.readdress(1)
             until(
-                lambda: said("ann", f"reached anew: a router lets nobody in to /ip4/{lab.ip(1)}"),
+                lambda: said(
+                    "ann", f"reachable again: a router refuses connections to /ip4/{lab.ip(1)}"
+                ),
                 tmp_path,
             )
             moved = newest(tmp_path)

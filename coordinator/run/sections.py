@@ -452,7 +452,7 @@ class RoundSection(Section):
         default="crash",
         description="Faults of voting peers under which no round is decided twice: 'crash' (they "
         "stop, or are too late) or 'byzantine' (fewer than a third of the keepers also lie; needs "
-        "electors = 'keepers', waits for four of them, and takes one more round trip per round).",
+        "keepers as electors, waits for four of them, and takes one more round trip per round).",
     )
     grace_s: float = Field(
         default=3.0,

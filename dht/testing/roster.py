@@ -46,7 +46,7 @@ class MemoryRoster:
         """Return nothing: all records are on the board."""
         return b""
 
-    async def answer(self, question: bytes) -> bytes:
+    async def answer(self, question: bytes, remote: str = "") -> bytes:
         """Return nothing."""
         return b""
 

@@ -30,12 +30,15 @@ from atoll.optim.log.entry import (
 Electors = Literal["members", "keepers"]
 """The voters: members that have contributed for a while, or only the keepers of the epoch."""
 
-# Entries from a peer's first contribution to its first vote. Keys are free, work is not: whoever
-# wants votes has to send this many contributions with each of its keys.
+# Contributions of a peer before its first vote, in as many entries. Keys are free, work is not:
+# whoever wants votes has to send this many with each of its keys.
 TRIAL_ENTRIES = 8
 # New electors of one entry for each old one: those that vote now stay a majority of the next
 # electorate, so that an influx of keys cannot outvote them at once.
 NEW_PER_OLD = 0.5
+# Fewer electors than these take one new elector an entry: half of three would be a third of the
+# next electorate, which stops a run by leaving soon after.
+FEW_ELECTORS = 8
 # Entries for which a peer that is away is remembered: a restarted elector, of which a new
 # incarnation comes back, need not be tried again.
 REMEMBERED_ENTRIES = 64
@@ -105,7 +108,9 @@ def succeed(
     # A restarted elector votes on under its new incarnation: its key is what is trusted.
     kept = [workers.get(e.peer_id, e) for e in stay]
     known = _remembered(now, kept, position, workers)
-    joined = _promoted(known, workers, position, len(kept))
+    # A member that fell silent after it contributed is dropped, and not back with the same entry.
+    before = {e.peer_id for e in now.electorate}
+    joined = _promoted([n for n in known if n.peer_id not in before], workers, len(kept))
     electorate = (*kept, *(workers[n.peer_id] for n in joined))
     waiting = [n for n in known if n not in joined]
     return Succession(electorate=electorate, newcomers=tuple(waiting[:MAX_NEWCOMERS]))
@@ -158,17 +163,21 @@ def _remembered(
     known = {n.peer_id: n for n in now.newcomers if position - n.last <= REMEMBERED_ENTRIES}
     for elector in now.electorate:  # dropped now: it has been tried before
         since = max(0, position - TRIAL_ENTRIES)
-        known[elector.peer_id] = Newcomer(peer_id=elector.peer_id, since=since, last=position)
+        known[elector.peer_id] = Newcomer(
+            peer_id=elector.peer_id, since=since, last=position, entries=TRIAL_ENTRIES
+        )
     for peer in workers:
-        since = known[peer].since if peer in known else position
-        known[peer] = Newcomer(peer_id=peer, since=since, last=position)
+        before = known.get(peer)
+        since, entries = (before.since, before.entries) if before else (position, 0)
+        known[peer] = Newcomer(
+            peer_id=peer, since=since, last=position, entries=min(entries + 1, TRIAL_ENTRIES)
+        )
     others = [n for n in known.values() if n.peer_id not in electors]
     return sorted(others, key=lambda n: (n.since, n.peer_id))
 
 
-def _promoted(
-    known: Sequence[Newcomer], workers: Collection[str], position: int, electors: int
-) -> list[Newcomer]:
-    room = min(max(1, int(NEW_PER_OLD * electors)), MAX_ELECTORS - electors)
-    tried = [n for n in known if n.peer_id in workers and position - n.since >= TRIAL_ENTRIES]
+def _promoted(known: Sequence[Newcomer], workers: Collection[str], electors: int) -> list[Newcomer]:
+    new = 1 if electors < FEW_ELECTORS else int(NEW_PER_OLD * electors)
+    room = min(new, MAX_ELECTORS - electors)
+    tried = [n for n in known if n.peer_id in workers and n.entries >= TRIAL_ENTRIES]
     return tried[: max(0, room)]

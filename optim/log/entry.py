@@ -48,7 +48,7 @@ from pydantic import (
     model_validator,
 )
 
-VERSION: Literal[3] = 3  # of `Entry`; another version is another record, refused here
+VERSION: Literal[4] = 4  # of `Entry`; another version is another record, refused here
 MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom vanish at once
 MAX_MEMBERS = 4096  # as many as a group may have; 4,096 of them take 13 ms to parse
 
@@ -253,6 +253,8 @@ class Newcomer(Record):
     """position of its first contribution of late"""
     last: Count
     """position of its newest one"""
+    entries: Count = 1
+    """in how many entries it has contributed since the first, up to those that its trial takes"""
 
 
 class StateRoot(Record):
@@ -267,7 +269,7 @@ class Entry(Record):
 
     max_bytes: ClassVar[int] = 16 << 20
 
-    version: Literal[3] = VERSION
+    version: Literal[4] = VERSION
     run_id: Digest
     epoch: Count
     position: Count
@@ -380,7 +382,7 @@ class Entry(Record):
 class EntryHead(Record):
     """The first fields of an entry, by which a peer decides whether to read the rest."""
 
-    version: Literal[3]
+    version: Literal[4]
     run_id: Digest
     epoch: Count
     position: Count

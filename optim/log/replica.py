@@ -1111,6 +1111,8 @@ class Applied:
     entry: Entry
     state: OuterState
     apply_s: float
+    attempt: int = 0
+    """the ballot of its certificate"""
     update_F: Update | None = None  # noqa: N815
     """the decoded update, if residuals are taken against it"""
 
@@ -1259,7 +1261,13 @@ class LiveReplica(ReplicaView):
     async def accept_claim(self, claim: Claim, body: Bytes, on_taken: OnTaken = _ignore) -> bool:
         """Apply and store the next entry; False if it is not the next one any more."""
         try:
-            await self._accept(claim.entry, lambda: self.core.accept(claim, body), None, on_taken)
+            await self._accept(
+                claim.entry,
+                lambda: self.core.accept(claim, body),
+                None,
+                on_taken,
+                attempt=claim.certificate.attempt,
+            )
         except NotNext:
             return False
         return True
@@ -1287,12 +1295,17 @@ class LiveReplica(ReplicaView):
                 entry=entry,
                 state=self.state,
                 apply_s=loop.time() - started,
+                attempt=attempt,
                 update_F=update_F if self.replay.by_factors else None,
             )
             for listener in self.listeners:
                 listener(applied)
 
         await self.change(work, report)
+
+    def electorate_at(self, position: int) -> tuple[Elector, ...]:
+        """Return those who vote at a position; see `Replica.electorate_at`."""
+        return self.core.electorate_at(position)
 
     # Recovery
 

@@ -168,6 +168,9 @@ class Gossip:
     async def _meet(self, here: GossipRound) -> Met | None:
         """Return the result of the round; None if the window is kept."""
         while not self._is_over and (partner := here.draw.partner) is not None:
+            if self._ctx.lags.barred(partner, self._ctx.now()) is not None:
+                here.without[partner] = "made no progress before"
+                break
             reach = self._inviter.invite if here.draw.invites else self._invitee.wait
             met = await reach(here, partner)
             if here.times.accepted:

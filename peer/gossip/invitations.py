@@ -13,7 +13,7 @@ from typing import NoReturn
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.transport import Refused, Stream, TransportError
+from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met
 from atoll.optim.log.entry import MalformedRecord
 from atoll.peer.gossip.meeting import BROKEN, InDoubt, Meeting, check_weight
@@ -127,7 +127,7 @@ class Invitee:
 
         Raises:
             Refused: this peer declines, or the inviting peer broke the rules.
-            TransportError, TimeoutError: the inviting peer is gone or too slow.
+            TransportError: the inviting peer is gone or too slow.
         """
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
         if message is None or message[:1] != TERMS:
@@ -151,7 +151,9 @@ class Invitee:
         except BROKEN as error:
             watch.disturbed = True
             self._peer.note_failure(here, remote, error)
-            if isinstance(error, TransportError | TimeoutError):
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded("the exchange took too long", peer=remote) from error
+            if isinstance(error, TransportError):
                 raise  # gone or slow, which is no fault
             raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
         finally:
@@ -160,7 +162,8 @@ class Invitee:
             here.ended.set_result(met)
 
     def _expect_welcome(self, remote: str, terms: Terms) -> None:
-        barred = self._ctx.conduct.barred(remote, self._ctx.now())
+        now = self._ctx.now()
+        barred = self._ctx.conduct.barred(remote, now) or self._ctx.lags.barred(remote, now)
         if barred is not None:
             raise Refused(RefusalCode.BARRED, str(barred))
         if terms.protocol != PROTOCOL:

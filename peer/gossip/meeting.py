@@ -47,7 +47,7 @@ from atoll.peer.gossip.messages import (
     tagged,
 )
 from atoll.peer.rounds.messages import PACED_BYTES
-from atoll.peer.rounds.policies import round_deadline_s
+from atoll.peer.rounds.policies import exchange_mbit_s, round_deadline_s
 
 
 class InDoubt(Exception):
@@ -259,8 +259,8 @@ class Meeting:
         return met
 
     def _deadline_s(self) -> float:
-        uplinks = (self._ctx.link.uplink_mbit_s, self._terms.uplink_mbit_s or float("inf"))
-        return round_deadline_s(3 * sum(self._ctx.cells.sizes), min(uplinks), self._stall_s)
+        rate = exchange_mbit_s(self._ctx.link.uplink_mbit_s, self._terms.uplink_mbit_s)
+        return round_deadline_s(3 * sum(self._ctx.cells.sizes), rate, self._stall_s)
 
     @property
     def _terms(self) -> Terms:

@@ -239,6 +239,8 @@ class GossipPeer:
             self.known.hear(partner, error.round)
         here.is_refused = code in REFUSALS and code is not RefusalCode.BARRED
         is_away = isinstance(error, TransportError | TimeoutError)
+        if here.times.accepted is not None and isinstance(error, TimeoutError):
+            self.ctx.lags.fault(partner, Fault.NO_PROGRESS, self.ctx.now())  # it lived all the time
         if here.times.accepted is None and is_away and (code in REFUSALS or code is None):
             return  # never met: declining and absence are ordinary, and the trace has the reason
         if not is_away:

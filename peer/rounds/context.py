@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -34,6 +34,7 @@ from atoll.peer.rounds.messages import (
     reports_root,
 )
 from atoll.peer.rounds.pacing import Link
+from atoll.peer.rounds.reliance import FailedLeaders, Promises
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
@@ -93,8 +94,9 @@ class PeerContext:
     conduct: Conduct = field(default_factory=Conduct)
     """faults that this peer saw, by peer"""
     lags: Conduct = field(default_factory=Conduct)
-    """how often they sent far less than the others; an owner expects nothing of those barred here,
-    which keep their votes and their turns to lead"""
+    """how often they sent far less than the others, or did not finish parts; an owner expects
+    nothing of those barred here, and a leader gives them no parts; they keep their votes and their
+    turns to lead"""
     link: Link = field(default_factory=Link)
     _seen: dict[str, PeerRecord] = field(default_factory=dict)
     _seen_until: float = 0.0
@@ -302,6 +304,11 @@ class Context(PeerContext):
     """by fragment: how the last entry was cut, which the next one is expected to be too; not where
     its group was large"""
 
+    promises: Promises = field(default_factory=Promises)
+    """which peers groups wait for"""
+    failed: FailedLeaders = field(default_factory=FailedLeaders)
+    """leaders that this peer passes over"""
+
     evidence: EvidenceBook = field(default_factory=EvidenceBook)
     """against peers that signed two entries at one place"""
     on_evidence: Callable[[bytes], None] = lambda record: None
@@ -340,6 +347,24 @@ class Context(PeerContext):
         )
         self.on_evidence(evidence.encode())
         self.spread(evidence)
+
+    def note_idle_owner(self, peer: str) -> None:
+        """Note an owner that is there and did not finish its parts of a group in time."""
+        if self.lags.fault(peer, Fault.NO_PROGRESS, self.now()) is not None:
+            self.on_event(
+                "warning",
+                f"giving {short(peer)} no parts for a while: it did not finish them in time before",
+            )
+
+    def note_term(self, entry: Entry, term: int) -> None:
+        """Note which leaders failed at a position that was decided at a term."""
+        if term or entry.kind == "null" or not self.failed.is_empty:
+            electorate = self.replica.electorate_at(entry.position)
+            self.failed.note(entry.kind, entry.position, electorate, term)
+
+    def skipped_terms(self, position: int) -> Collection[int]:
+        """Return the terms at a position whose leaders this peer passes over."""
+        return self.failed.skipped(self.replica.electorate, position)
 
     def note_parts(self, entry: Entry) -> None:
         """An entry was applied."""

@@ -42,7 +42,7 @@ from atoll.peer.rounds.conduct import guarded_call, guarded_stream
 from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed, take_seals
 from atoll.peer.rounds.consensus.leader import Leading, OnLed
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWindow, Pending
-from atoll.peer.rounds.consensus.round import Ballots, Place
+from atoll.peer.rounds.consensus.round import Ballots, Place, term_of
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
 from atoll.peer.rounds.entries import named, parsed
@@ -322,6 +322,8 @@ class Rounds:
     def _settle(self, applied: Applied) -> None:
         entry = applied.entry
         self._ctx.note_parts(entry)
+        self._ctx.note_term(entry, term_of(applied.attempt))
+        self._ctx.promises.kept(member.peer_id for member in entry.members)
         pending = self._pending.pop(entry.fragment, None)
         included = entry.included_cells(self._ctx.me.peer_id, self._ctx.me.incarnation)
         if pending is not None and pending.exchange is None:
@@ -379,7 +381,7 @@ class Rounds:
         head = self.head(known)
         if known.roster:
             try:
-                records = await self._ctx.roster.answer(known.roster)
+                records = await self._ctx.roster.answer(known.roster, remote)
             except RecordError as error:
                 raise MalformedRecord(str(error)) from error
             head = head.model_copy(update={"roster": records})

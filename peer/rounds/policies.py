@@ -33,8 +33,13 @@ ALONE_GRACES = 3
 # windows for another peer is worth less to the run than five rounds of one peer.
 LONE_WINDOWS = 4
 POLL_STALLS = 10  # of a question before there is a group, which has a deadline of its own
+OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
 MARGIN_STALLS = 4  # for messages under way and loops that are busy, beyond what a leader may take
 MOST_BELOW_MEDIAN = 4  # as much as weights may be above theirs: honest links differ by less
+# Of the upper median, if half of a group may lie: a liar beside one honest peer may declare any
+# rate. A quarter of it is the least that counts, so that a lie upwards costs no peer of more than
+# 3 Mbit/s its chunks.
+HALF_MBIT_S = 40.0
 MAX_MBIT_S = 1e5  # a claim beyond 100 Gbit/s is cut to it
 # Streams of a reduction that a member has open, about. On a new stream yamux lets 256 KiB be under
 # way, and it learns only slowly that the link takes more; a dozen fill 100 Mbit/s at 250 ms, queues
@@ -245,25 +250,30 @@ def is_relayed(members: int, values: int, code_bytes: int) -> bool:
     return is_large(members) and sum_bytes <= code_bytes
 
 
-def may_own(is_dialed: Sequence[bool], uplinks_mbit_s: Sequence[float]) -> list[bool]:
+def may_own(
+    is_dialed: Sequence[bool], uplinks_mbit_s: Sequence[float], lags: Sequence[bool]
+) -> list[bool]:
     """Return which members may own parts: those that all others can dial, if there are any.
 
     Two members behind NATs reach each other through a third peer. If one of them owned a part, its
     bytes would cross that peer's link both ways, once for each of the others; an owner in that
     place receives them, and sends their sum. A member that declares less than a quarter of the
-    group's median is no better place.
+    group's median is no better place. Nor is one that did not finish its parts before.
 
     Args:
         is_dialed: whether others can dial the member.
         uplinks_mbit_s: the members' declared rates.
+        lags: whether the member has made no progress before, here.
     """
-    if all(is_dialed):
-        return [True] * len(is_dialed)
-    can = [
-        dialed and not is_slow(rate, uplinks_mbit_s)
-        for dialed, rate in zip(is_dialed, uplinks_mbit_s, strict=True)
-    ]
-    return can if any(can) else [True] * len(can)
+    can = [True] * len(is_dialed)
+    if not all(is_dialed):
+        dialed = [
+            one and not is_slow(rate, uplinks_mbit_s)
+            for one, rate in zip(is_dialed, uplinks_mbit_s, strict=True)
+        ]
+        can = dialed if any(dialed) else can
+    quick = [one and not lag for one, lag in zip(can, lags, strict=True)]
+    return quick if any(quick) else can
 
 
 def split_cells(
@@ -413,9 +423,13 @@ def slowest_mbit_s(uplinks_mbit_s: Sequence[float]) -> float:
     """Return the rate of the slowest member, as a group's deadline takes it.
 
     A declared rate counts no lower than a quarter of the median: otherwise one member that declares
-    0 keeps a round open for hours. A member that really is that slow is left out of parts.
+    0 keeps a round open for hours. A member that really is that slow is left out of parts. Of an
+    even number, half may declare too little, or too much: the higher one of the two in the middle
+    counts as well, up to `HALF_MBIT_S`.
     """
-    return max(min(uplinks_mbit_s), statistics.median_low(uplinks_mbit_s) / MOST_BELOW_MEDIAN)
+    high = min(statistics.median_high(uplinks_mbit_s), HALF_MBIT_S)
+    median = max(statistics.median_low(uplinks_mbit_s), high)
+    return max(min(uplinks_mbit_s), median / MOST_BELOW_MEDIAN)
 
 
 def is_slow(uplink_mbit_s: float, uplinks_mbit_s: Sequence[float]) -> bool:
@@ -424,28 +438,44 @@ def is_slow(uplink_mbit_s: float, uplinks_mbit_s: Sequence[float]) -> bool:
 
 
 def laggards(
-    progress: Mapping[int, float], took_s: Mapping[int, float], *, waited_s: float, stall_s: float
+    progress: Mapping[int, float],
+    took_s: Mapping[int, float],
+    *,
+    waited_s: float,
+    stall_s: float,
+    lone_s: float,
 ) -> set[int]:
     """Return the senders of a part for which its owner waits no longer.
 
     A sender lags if less than a quarter of its cells have come after twice the time that the
     median of the other senders took, and no less than four stalls. Signs of life do not count. A
-    sender without another beside it never lags: it may be the link of both that is slow.
+    sender without another beside it has `lone_s`: it may be the link of both that is slow.
 
     Args:
         progress: by sender, the fraction of its cells that has come.
         took_s: by sender whose cells are all here, how long they took.
         waited_s: since the owner began to wait.
         stall_s: of the run.
+        lone_s: the time of a lone sender, in which the slowest rate that counts brings a vector.
     """
     lagging = set()
     for member, sent in progress.items():
         others = [took_s.get(other, math.inf) for other in progress if other != member]
-        if member in took_s or sent * MOST_BELOW_MEDIAN >= 1 or not others:
+        if member in took_s or sent * MOST_BELOW_MEDIAN >= 1:
             continue
-        if waited_s >= max(MARGIN_STALLS * stall_s, 2 * statistics.median_high(others)):
+        limit_s = 2 * statistics.median_high(others) if others else lone_s
+        if waited_s >= max(MARGIN_STALLS * stall_s, limit_s):
             lagging.add(member)
     return lagging
+
+
+def exchange_mbit_s(own_mbit_s: float, theirs_mbit_s: float) -> float:
+    """Return the rate by which one side of a pairwise exchange computes its deadline.
+
+    The partner's counts as at least a quarter of its own one, which it knows; a rate of 0 is none.
+    """
+    least = min(own_mbit_s, HALF_MBIT_S) / MOST_BELOW_MEDIAN
+    return min(own_mbit_s, max(theirs_mbit_s or math.inf, least))
 
 
 def group_patience_s(

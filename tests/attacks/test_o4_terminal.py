@@ -230,6 +230,7 @@ def test_a_model_that_writes_escapes_moves_no_terminal(monkeypatch, stdout):
         allow_model=[],
         any_model_source=False,
         tokenizer=None,
+        init=None,
         **options,
     )
     with contextlib.redirect_stdout(stdout()) as out:

@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from atoll.dht.testing import memory
+from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import sha256
 from atoll.peer.rounds.fetching import FLOOR_BYTES_S, fetch_part
 from atoll.peer.rounds.messages import PIECE_BYTES
-from atoll.peer.rounds.slots import MAX_SLOTS
+from atoll.peer.rounds.slots import KEPT_S, MAX_SLOTS, Slots
 from support.greedy import BODY, TRICKLE_S, open_part, read_slowly
 from support.swarm import run_swarm
 
@@ -66,11 +67,78 @@ def test_a_few_peers_cannot_hold_them_for_long(tmp_path):
             trickle(name, MAX_SLOTS)
         await asyncio.sleep(60.0)
         held = donor.rounds.archive.slots.held
-        assert held.total() == MAX_SLOTS
+        assert held.total() == MAX_SLOTS - 1
         assert len(held) == 3
-        assert await fetched_s(asking, donor) < 20.0
+        assert await fetched_s(asking, donor) < 5.0, "a slot is kept for a peer that had none"
 
     attacked(tmp_path, attack)
+
+
+def test_as_many_peers_as_there_are_slots_cannot_hold_them_for_long(tmp_path):
+    async def attack(donor, asking, trickle):
+        for number in range(MAX_SLOTS):
+            trickle(f"hog{number}", 2)
+        await asyncio.sleep(KEPT_S + 1)
+        assert donor.rounds.archive.slots.held.total() >= MAX_SLOTS - 1
+        assert await fetched_s(asking, donor) < 10.0
+
+    attacked(tmp_path, attack)
+
+
+def test_peers_that_have_had_slots_for_a_minute_cede_one_to_a_peer_without():
+    async def scenario():
+        slots, began_s = Slots(3), asyncio.get_running_loop().time()
+        taken = []
+
+        async def hold(peer):
+            async with slots.turn(peer) as turn:
+                while True:
+                    await asyncio.sleep(4.0)  # a message at the floor of rates
+                    await turn.cede()
+
+        async def come(at_s):
+            await asyncio.sleep(at_s)
+            async with slots.turn(f"joiner {at_s}"):
+                taken.append(asyncio.get_running_loop().time() - began_s)
+
+        hogs = [asyncio.create_task(hold(peer)) for peer in "abc"]
+        async with asyncio.TaskGroup() as group:
+            for at_s in (10.0, 70.0):
+                group.create_task(come(at_s))
+        for task in hogs:
+            task.cancel()
+        await asyncio.gather(*hogs, return_exceptions=True)
+        assert KEPT_S <= taken[0] <= KEPT_S + 4.0
+        assert taken[1] < 70.1, "the last slot is kept for it now"
+        assert not slots.held
+
+    run_virtual(scenario())
+
+
+def test_a_peer_without_a_slot_for_a_minute_has_the_last_one():
+    async def scenario():
+        slots = Slots(2)
+        order = []
+
+        async def read(peer, seconds):
+            async with slots.turn(peer):
+                order.append((peer, asyncio.get_running_loop().time()))
+                await asyncio.sleep(seconds)
+
+        async with asyncio.TaskGroup() as group:
+            for peer, seconds in (("a", 1000.0), ("b", 1.0)):
+                group.create_task(read(peer, seconds))
+            await asyncio.sleep(2.0)
+            group.create_task(read("b", 1.0))  # had one a second ago
+            await asyncio.sleep(2.0)
+            group.create_task(read("c", 1.0))
+        began_s = dict(order[1:])
+        assert [peer for peer, _ in order] == ["a", "b", "c", "b"]
+        assert began_s["c"] - order[0][1] == pytest.approx(4.0)
+        assert KEPT_S <= began_s["b"] - order[0][1] <= KEPT_S + 2.0
+        assert not slots.held
+
+    run_virtual(scenario())
 
 
 def test_a_reader_slower_than_the_floor_loses_its_slot(tmp_path):

@@ -34,6 +34,37 @@ def test_a_run_goes_on_under_the_next_leader(tmp_path, monkeypatch, step):
     run_swarm(tmp_path, scenario, codec="int8")
 
 
+@pytest.mark.parametrize(
+    ("electors", "trust"), [("members", "crash"), ("keepers", "crash"), ("keepers", "byzantine")]
+)
+def test_a_leader_that_failed_is_passed_over(tmp_path, monkeypatch, electors, trust):
+    async def scenario(swarm):
+        role = "keeper" if electors == "keepers" else "trainer"
+        voting = [swarm.add(role=role) for _ in range(4)]
+        trainers = [swarm.add() for _ in range(3)] if electors == "keepers" else voting[:3]
+        await swarm.begin([*voting, *(trainers if electors == "keepers" else ())])
+        await swarm.until(lambda: reached(trainers, 2))
+        liar, honest = voting[3], voting[:3]
+        stop_at(monkeypatch, liar.ctx.me, "_form")
+
+        async def until_led(times):
+            """Wait until so many positions were decided whose first leader is the liar."""
+            longest_s, led = 0.0, 0
+            while led < times:
+                at, began_s = min(p.replica.position for p in trainers), swarm.now()
+                order = honest[0].replica.electorate
+                led += leaders.leader_of(order, at, 0) == liar.ctx.me
+                await swarm.until(lambda at=at: reached(trainers, at + 1), timeout_s=300.0)
+                longest_s = max(longest_s, swarm.now() - began_s)
+            return longest_s
+
+        assert await until_led(1) > 2 * SETTINGS.grace_s, "its first silence costs a term"
+        assert await until_led(3) < 5.0 + 4 * SETTINGS.stall_s
+        assert swarm.same_bits(trainers)
+
+    run_swarm(tmp_path, scenario, codec="int8", electors=electors, trust=trust)
+
+
 @pytest.mark.parametrize("electors", ["members", "keepers"])
 def test_an_epoch_does_not_begin_with_a_leader_whose_term_failed(tmp_path, electors):
     async def scenario(swarm):
@@ -62,7 +93,8 @@ def test_an_epoch_does_not_begin_with_a_leader_whose_term_failed(tmp_path, elect
             term_of(Certificate.decode(row.certificate).attempt)
             for row in replica.store.headers(at, 3)
         ]
-        assert terms == [2, 0, 0]
+        led = [leaders.leader_of(electorate, at + i, t).peer_id for i, t in enumerate(terms)]
+        assert terms[0] == 2 and not failed & set(led), "they are passed over from now on"
         assert swarm.same_bits(peers)
 
     run_swarm(tmp_path, scenario, codec="int8", electors=electors)

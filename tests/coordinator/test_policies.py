@@ -210,12 +210,18 @@ def after_stall(online: str, *, known: str = "") -> str:
     voters = Succession(
         electorate=tuple(map(elector, "abcd")),
         newcomers=(
-            *(Newcomer(peer_id=peer_id, since=0, last=9) for peer_id in "pqrst"),
-            *(Newcomer(peer_id=peer_id, since=9 - TRIAL_ENTRIES + 1, last=9) for peer_id in "xy"),
+            *(
+                Newcomer(peer_id=peer_id, since=0, last=9, entries=TRIAL_ENTRIES)
+                for peer_id in "pqrst"
+            ),
+            *(
+                Newcomer(peer_id=peer_id, since=0, last=9, entries=TRIAL_ENTRIES - 1)
+                for peer_id in "xy"
+            ),
         ),
     )
     found = electors_after_stall(
-        [elector(peer_id, "2") for peer_id in online], voters, position=9, known=set(known)
+        [elector(peer_id, "2") for peer_id in online], voters, known=set(known)
     )
     assert all(each.incarnation == "2" for each in found)
     return "".join(each.peer_id for each in found)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from atoll.dht.libp2p import LibP2PStream
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import (
+    FIRST_BYTES,
     HEADER_BYTES,
     MAX_ADMISSION_BYTES,
     MAX_CALL_BYTES,
@@ -32,9 +33,16 @@ class Sink:
     def __init__(self, limit=MAX_MESSAGE_BYTES):
         self.limit = limit
         self.frames = []
+        self.claimed = 0
 
     def max_payload(self, mark):
         return self.limit
+
+    def claim(self, num_bytes):
+        self.claimed += num_bytes
+
+    def release(self, num_bytes):
+        self.claimed -= num_bytes
 
     def on_frame(self, mark, payload):
         self.frames.append((mark, payload))
@@ -84,6 +92,31 @@ def test_long_frames_go_straight_into_their_own_memory(size):
 def test_a_length_of_four_gigabytes_is_refused_before_memory_is_taken():
     with pytest.raises(FrameError, match="4294967295"):
         push(FrameReader(Sink()), bytes([Mark.DATA]) + b"\xff\xff\xff\xff")
+
+
+def test_memory_follows_the_bytes_not_the_announced_length():
+    sink = Sink(limit=3 << 20)
+    reader = FrameReader(sink)
+    push(reader, bytes([Mark.DATA]) + (3 << 20).to_bytes(4))
+    assert sink.claimed == FIRST_BYTES
+    payload = bytes(i % 251 for i in range(3 << 20))
+    arrived = 0
+    while arrived < len(payload):
+        piece = payload[arrived : arrived + 10_000]
+        push(reader, piece)
+        arrived += len(piece)
+        assert sink.claimed <= 2 * arrived + FIRST_BYTES
+    assert sink.frames == [(Mark.DATA, payload)] and sink.claimed == 0
+
+
+def test_half_a_frame_is_given_back_once_it_cannot_complete():
+    sink = Sink()
+    reader = FrameReader(sink)
+    push(reader, bytes([Mark.DATA]) + (1 << 20).to_bytes(4) + b"x" * 100)
+    assert sink.claimed == FIRST_BYTES
+    reader.drop()
+    reader.drop()
+    assert sink.claimed == 0
 
 
 def test_an_unknown_mark_is_refused():

@@ -3,6 +3,7 @@
 import asyncio
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
@@ -66,6 +67,28 @@ def report(monkeypatch, liar, lie):
             owner.reports = Lies(state)
 
     monkeypatch.setattr(Owner, "__init__", lying)
+
+
+def finish_no_parts(monkeypatch, liar):
+    """P5: as an owner, it takes all chunks, sends keepalives, and finishes nothing."""
+    reduce = Owner.reduce
+
+    async def never(owner, part, generation):
+        if owner._state.ctx.me == liar:
+            await asyncio.Event().wait()
+        await reduce(owner, part, generation)
+
+    monkeypatch.setattr(Owner, "reduce", never)
+
+
+async def tease(swarm):
+    """P17: an admitted key answers that it is ready now whenever asked, and never reports."""
+    key = swarm.add(role="keeper")  # follows the log, and trains nothing
+    await key.start()
+    key.role = "trainer"
+    record = (await key.roster.peers())[key.identity.peer_id]
+    await key.roster.publish(replace(record, role="trainer"), ttl_s=3600.0)
+    return key
 
 
 def close_alone(monkeypatch, liar):

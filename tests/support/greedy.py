@@ -192,7 +192,7 @@ def costly(replica, *, position=0, members=MAX_MEMBERS, **changes):
     """P11: return the bytes of an entry that is right in its head and has thousands of members."""
     part = {"start_cell": 0, "stop_cell": 1, "owner": 0, "generation": 0, "wire_bytes": 0}
     fields = {
-        "version": 3,
+        "version": 4,
         "run_id": replica.run_id,
         "epoch": replica.epoch,
         "position": position,

@@ -26,7 +26,7 @@ ALONE_S = 5.0  # without anybody: one call may fail, and the first look at the r
 ASK_S = 7.0  # libp2p does not dial again for 5 s after a failure
 ASKED_AT_ONCE = 8  # of those that are due: bounds the calls of a large run
 AGAIN_S = 10.0  # after an answer; longer in a run in which more than `ASKED_AT_ONCE` are asked
-RESUMES = "another trainer is here; training resumes"
+RESUMES = "another trainer is online; training resumes"
 APART_S = 15.0  # of failures, before a pair is reported: a peer that was killed is gone by then
 
 

@@ -120,9 +120,9 @@ class WatchedRoster:
         """Return what to send to a peer that is asked for records."""
         return self._roster.question()
 
-    async def answer(self, question: bytes) -> bytes:
+    async def answer(self, question: bytes, remote: str = "") -> bytes:
         """Return records for the peer that asks."""
-        return await self._roster.answer(question)
+        return await self._roster.answer(question, remote)
 
     async def hear(self, answer: bytes) -> None:
         """Take the records of an answer."""

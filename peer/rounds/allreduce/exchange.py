@@ -52,7 +52,7 @@ from atoll.peer.rounds.messages import (
     Upfront,
     planned_parts,
 )
-from atoll.peer.rounds.policies import is_relayed
+from atoll.peer.rounds.policies import OWNERS_SHARE, is_relayed
 
 
 def plan_of(group: Group) -> Plan:
@@ -269,6 +269,10 @@ class Exchange:
         self._work = Tasks()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """by part: the newest generation's"""
+        self._owners: dict[int, tuple[int, float]] = {}
+        """by part: its owner, and since when"""
+        self._idle: set[int] = set()
+        """owners that were noted, once a group"""
         ctx.parts.arriving[group.position] = self
         everyone = range(len(group.members))
         for index, plan in enumerate(group.parts):
@@ -289,6 +293,7 @@ class Exchange:
 
     def _start(self, part: int, owner: int, senders: Collection[int]) -> None:
         generation = self._generation[part]
+        self._owners[part] = owner, self._state.ctx.now()
         # A repaired part goes from every member to its new owner directly.
         rows = self._rows if generation == 0 else None
         if owner == self._state.me:
@@ -340,11 +345,25 @@ class Exchange:
             raise MalformedRecord("repair: names a sender that is not a member")
         if order.generation <= self._generation[order.part]:
             return
+        if not self._tasks[order.part].done():
+            self._note_owner(order.part)
         self._generation[order.part] = order.generation
         self.parts.pop(order.part, None)
         self.credits.pop(order.part, None)
         self._tasks[order.part].cancel()
         self._start(order.part, order.owner, order.senders)
+
+    def _note_owner(self, part: int) -> None:
+        """Note the owner of a part that is repaired, if it is there and had its time.
+
+        By this peer's own clock: the leader that orders the repair may lie.
+        """
+        state, (owner, began_at) = self._state, self._owners[part]
+        had_s = OWNERS_SHARE * self.group.deadline_s - self.group.stall_s
+        is_here = owner != state.me and owner not in state.gone
+        if is_here and owner not in self._idle and state.ctx.now() >= began_at + had_s:
+            self._idle.add(owner)
+            state.ctx.note_idle_owner(state.peer(owner))
 
     def gone(self, member: int) -> None:
         """Wait no longer for streams that a member has not opened; open ones break by themselves.

@@ -512,6 +512,7 @@ class Sender:
 # Of the deadline. A slow sender then costs only its own contribution: an owner loses its part to
 # another one after 3/4 of the deadline (`consensus.round`), and the round ends later still.
 SENDERS_SHARE = 0.5
+LONE_SHARE = 1 / 8  # in which a vector travels once at the rate by which the deadline is computed
 
 
 @dataclass(kw_only=True)
@@ -752,7 +753,8 @@ class Owner:
         num_cells = owned.reducer.part.num_cells
         progress = {m: owned.reducer.arrived(m) / num_cells for m in owned.senders}
         stall_s = self._state.group.stall_s
-        return laggards(progress, took_s, waited_s=waited_s, stall_s=stall_s)
+        lone_s = self._state.group.deadline_s * LONE_SHARE
+        return laggards(progress, took_s, waited_s=waited_s, stall_s=stall_s, lone_s=lone_s)
 
     def _remember(self, owned: OwnedPart, members: Collection[int]) -> None:
         """Note a fault of members that lag, unless they said that they are slow and send."""

@@ -139,6 +139,7 @@ from atoll.peer.rounds.messages import (
     tagged,
 )
 from atoll.peer.rounds.policies import (
+    MAX_AHEAD,
     POLL_STALLS,
     admit,
     kept_parts,
@@ -150,6 +151,10 @@ from atoll.peer.rounds.policies import (
 )
 
 PROBE_S = 1.0  # how often peers that are waited for are asked
+MAX_PROBED = 64  # trainers that are asked again in one probe; admitted keys may be many
+# Terms that one caller may have begun here and that are not over: as many as positions in flight.
+# A leadership has tasks, and asks the others each second.
+MAX_BEGUN = MAX_AHEAD + 1
 ASKED_AGAIN = frozenset({RefusalCode.NO_REPORTS, RefusalCode.UNDER_WAY})
 """Refusals of electors that answer another time: with the reports, or when the term opens."""
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
@@ -504,6 +509,8 @@ class Leadership:
     term: int
     check: Callable[[str, Ready], Awaitable[None]]
     """(member, its report): raises Refused if the member may not take part"""
+    begun_by: str = ""
+    """PeerID of its first caller"""
     exchange: Exchange | None = None
     """this peer's own part in the reduction, if it is a member of the group"""
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -530,6 +537,10 @@ class Leadership:
         self._helper: asyncio.Task[None] | None = None
         self._helped = RoundState.DECIDED
         self._delivery: Delivery | None = None
+        self._promised: dict[str, float] = {}
+        """by peer that was asked: when it expects to be ready; infinite if it does not say"""
+        self._overdue: set[str] = set()
+        """owners that have lost a part, which is one fault however many they lose"""
         self._outcome: Decision | None = None
 
     async def serve(self, remote: str, ready: Ready, stream: Stream) -> None:
@@ -758,28 +769,42 @@ class Leadership:
         The roster is some seconds old, so each one is asked. At the beginning of an epoch it may
         show nobody, so the electorate is asked too.
         """
-        me, replica = self.ctx.me.peer_id, self.ctx.replica
+        me = self.ctx.me.peer_id
         records = await self.ctx.roster_peers()
         trainers = {peer for peer, record in records.items() if record.role == "trainer"}
         trainers |= {elector.peer_id for elector in self._electorate()}
         trainers -= {me}
         here = trainers & set(self.round.live)
-        asked = sorted(trainers - here)
+        asked = self._due_for_probe(trainers - here)
         heads = await together(*(ask_head(self.ctx, peer) for peer in asked))
         self._note_electors(dict(zip(asked, heads, strict=True)))
         now = self.ctx.now()
-        ready_at = dict.fromkeys(sorted(here), now)
         for peer, head in zip(asked, heads, strict=True):
-            if head is None or head.role != "trainer":
-                continue
+            self._promised.pop(peer, None)  # those that were asked last come last
+            self._promised[peer] = now + self._comes_in_s(head)
+        ready_at = dict.fromkeys(sorted(here), now)
+        for peer in sorted(trainers - here):
             if self.ctx.conduct.barred(peer, now) is not None:
                 continue  # its report would be refused
-            if head.position >= replica.position - DECISION_UNDER_WAY:
-                ready_at[peer] = now + head.ready_in_s
+            promised = self._promised.get(peer, math.inf)
+            if promised < math.inf and self.ctx.promises.believes(peer):
+                ready_at[peer] = promised
         ready_in_s = self.ctx.ready_in_s()
         if ready_in_s is not None:  # a leader may lead a group that it is not a member of
             ready_at[me] = now + ready_in_s
         return ready_at
+
+    def _comes_in_s(self, head: Head | None) -> float:
+        """Return when a peer expects to be ready; infinite if it takes no part here."""
+        least = self.ctx.replica.position - DECISION_UNDER_WAY
+        is_here = head is not None and head.role == "trainer" and head.position >= least
+        return head.ready_in_s if head is not None and is_here else math.inf
+
+    def _due_for_probe(self, trainers: Collection[str]) -> list[str]:
+        """Return those to ask now: electors, those never asked, and some of the others in turn."""
+        electors = {elector.peer_id for elector in self._electorate()}
+        again = [peer for peer in self._promised if peer in trainers and peer not in electors]
+        return sorted(set(trainers) - set(again[MAX_PROBED:]))
 
     async def _listen(self, session: Session) -> None:
         with suppress(TransportError):
@@ -838,6 +863,13 @@ class Leadership:
         self._delivery = Delivery(
             self.ctx, action.group, uplinks_mbit_s=action.uplinks_mbit_s, send=self._send_group
         )
+        for peer in sorted(action.broke - {self.ctx.me.peer_id}):
+            if self.ctx.promises.broke(peer):
+                self.ctx.on_event(
+                    "warning",
+                    f"groups led by this peer wait for {short(peer)} no longer: it said that it "
+                    "was ready, and did not report",
+                )
         await self._delivery.begin()
         self._tasks.spawn(self._delivery.run())
         if is_large(len(action.group.members)):
@@ -851,6 +883,9 @@ class Leadership:
             f"is reassigned to {short(action.owner)}"
         )
         self.ctx.on_event("warning", text)
+        if action.overdue and self.exchange is None and action.overdue not in self._overdue:
+            self._overdue.add(action.overdue)  # else its own exchange notes it
+            self.ctx.note_idle_owner(action.overdue)
         await self._broadcast(REPAIR, action.order)
 
     async def _fetch(self, action: Fetch) -> None:
@@ -981,7 +1016,7 @@ class Leading:
         self._voter.expect_near(ready.term)
         if ready.position == replica.position and ready.term < self._voter.term:
             raise Refused(RefusalCode.SUPERSEDED, f"term {self._voter.term} is under way")
-        await self._lead(ready).serve(remote, ready, stream)
+        await self._lead(remote, ready).serve(remote, ready, stream)
 
     async def _check(self, remote: str, ready: Ready) -> None:
         barred = self._ctx.conduct.barred(remote, self._ctx.now())
@@ -1031,10 +1066,19 @@ class Leading:
                 f"from {ready.stands_at}; fetch the missing entries",
             )
 
-    def _lead(self, ready: Ready) -> Leadership:
-        """Return the leadership of a term of ours; it starts with the first call."""
+    def _lead(self, remote: str, ready: Ready) -> Leadership:
+        """Return the leadership of a term of ours; it starts with the first call.
+
+        Raises:
+            Refused: the caller has begun too many.
+        """
         key = (ready.epoch, ready.position, ready.term)
         if key not in self._leaderships:
+            begun = sum(one.begun_by == remote for one in self._leaderships.values())
+            if remote != self._ctx.me.peer_id and begun >= MAX_BEGUN:
+                raise Refused(
+                    RefusalCode.BUSY, f"you have begun {begun} terms here that are not over"
+                )
             leadership = Leadership(
                 ctx=self._ctx,
                 voter=self._voter,
@@ -1042,6 +1086,7 @@ class Leading:
                 place=Place(ready.epoch, ready.position),
                 term=ready.term,
                 check=self._check,
+                begun_by=remote,
             )
             self._leaderships[key] = leadership
             self._tasks.spawn(self._run(key, leadership))
@@ -1146,7 +1191,8 @@ def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[Pa
 def _may_own(ctx: Context, ready: Mapping[str, Ready]) -> list[bool]:
     records = (ctx.seen.get(peer) for peer in ready)
     is_dialed = [record is None or record.is_dialed for record in records]
-    return may_own(is_dialed, [one.report.uplink_mbit_s for one in ready.values()])
+    lags = [ctx.lags.barred(peer, ctx.now()) is not None for peer in ready]
+    return may_own(is_dialed, [one.report.uplink_mbit_s for one in ready.values()], lags)
 
 
 def _rate_mbit_s(ctx: Context, peer: str, report: Report) -> float:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -100,6 +100,8 @@ class MemberView:
     """the term below which this elector accepts nothing at that place"""
     patience_s: Callable[[int], float] = lambda term: math.inf
     """by term, how long to wait for its group from the turn on"""
+    skipped: Collection[int] = ()
+    """terms whose leaders have failed of late: this member reports to none of them"""
 
 
 # Events
@@ -267,6 +269,10 @@ class MemberRound:
         self._was_early = self._is_early(view)
         if not self._was_early:
             self._term = max(self._term, view.term)
+        while self._term in view.skipped:
+            if self._was_early:
+                return self._await_entry(view)  # of later terms nothing is reduced early
+            self._term += 1
         self._leader = leader_of(view.electorate, self.place.position, self._term)
         self._electors = len(view.electorate)
         self._has_turn, self._failure, self.wake_at = False, None, None
@@ -363,11 +369,14 @@ class MemberRound:
         return [CountFailure(), report]
 
     def _fail_early(self, failure: Failed, view: MemberView) -> list[Action]:
+        show = self._await_entry(view)
+        return [*show, FetchEntries()] if failure.code == RefusalCode.DECIDED else show
+
+    def _await_entry(self, view: MemberView) -> list[Action]:
         """Wait for the next entry: it may name another leader, or bring the turn."""
         self.state, self.wake_at = MemberState.LATE, None
         self._late_since = view.place.position
-        show = self._show(RoundPhase.LATE)
-        return [*show, FetchEntries()] if failure.code == RefusalCode.DECIDED else show
+        return self._show(RoundPhase.LATE)
 
     def _try_next(self) -> None:
         """The next leader's turn; after the last one's, a stall later."""
@@ -557,6 +566,7 @@ class Flight:
             # A voter stands at a position only once it knows who else votes there.
             term=self._host.voter.term if place == self.place and replica.electorate else 0,
             patience_s=self._patience_s,
+            skipped=self._ctx.skipped_terms(self.place.position),
         )
 
     def _patience_s(self, term: int) -> float:

@@ -59,10 +59,16 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.locks import Justification, Lock, SignedPromise
 from atoll.optim.reduction.cells import Cells
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready, Repair
-from atoll.peer.rounds.policies import ALONE_GRACES, Close, Rendezvous, close_decision, new_owner
+from atoll.peer.rounds.policies import (
+    ALONE_GRACES,
+    OWNERS_SHARE,
+    Close,
+    Rendezvous,
+    close_decision,
+    new_owner,
+)
 
 TERM = 4  # attempts of one leader: each but the first is for a proposal that nobody can vote for
-OWNERS_SHARE = 0.75  # of the deadline: more than senders have, less than the round has
 # Terms beyond one's own that others may be at. A term takes a stall or so, so no outage explains
 # a million. Whoever skips as many at a time needs 2^40 messages to come to the last number there
 # is, after which nobody could lead at that position.
@@ -480,6 +486,8 @@ class RepairPart:
 
     order: Repair
     owner: str
+    overdue: str = ""
+    """PeerID of the owner before, if it is there and did not finish the part in time"""
 
 
 @dataclass(kw_only=True)
@@ -620,6 +628,8 @@ class Parts:
     def _repair(self, index: int, view: LeaderView, is_live: IsLive) -> list[RepairPart]:
         """The live member that owns the fewest cells; the old owner if no other is left."""
         part, alive = self._parts[index], self._alive(is_live)
+        before = self._group.members[part.owner].peer_id
+        overdue = before if part.done is None and is_live(before) else ""
         if part.done is not None:
             self._untrue.add(part.owner)
         load: dict[int, int] = {}
@@ -636,7 +646,8 @@ class Parts:
         part.due = view.now + OWNERS_SHARE * self._group.deadline_s
         part.generation += 1
         order = Repair(part=index, generation=part.generation, owner=owner, senders=tuple(alive))
-        return [RepairPart(order=order, owner=self._group.members[owner].peer_id)]
+        name = self._group.members[owner].peer_id
+        return [RepairPart(order=order, owner=name, overdue=overdue)]
 
 
 def _logged(part: PartState, done: PartDone) -> Part:
@@ -816,6 +827,8 @@ class CloseGroup:
 
     group: Group
     uplinks_mbit_s: Mapping[str, float]
+    broke: frozenset[str] = frozenset()
+    """peers that said that they would be ready by now, and have not reported"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -928,6 +941,8 @@ class Round:
         """peers that the group was closed without, and why"""
         self.expected: Mapping[str, float] | None = None
         """by peer, when it expects to be ready; None before all were asked once"""
+        self._promised: dict[str, float] = {}
+        """by peer, the earliest time at which it said that it would be ready"""
         self._silent: frozenset[str] = frozenset()
         self._keeps_all = False
         """whether no elector is dropped, as another one hears those that are silent here"""
@@ -1002,6 +1017,8 @@ class Round:
                 return self._take_end(event.peer)
             case Probed():
                 self.expected = event.ready_at
+                for peer, at in event.ready_at.items():
+                    self._promised[peer] = min(at, self._promised.get(peer, at))
             case ElectorsProbed():
                 self._silent = event.silent
             case ElectorHeard() if self._is_asked(RoundState.VOTING, event.attempt):
@@ -1178,7 +1195,9 @@ class Round:
         self.left_out = {peer: "not ready in time" for peer in self.expected if peer not in ready}
         self.state = RoundState.REDUCING
         uplinks = {peer: one.report.uplink_mbit_s for peer, one in ready.items()}
-        return [CloseGroup(group=self.group, uplinks_mbit_s=uplinks)]
+        due = {peer for peer, at in self._promised.items() if at <= view.now}
+        broke = frozenset(due & self.left_out.keys())
+        return [CloseGroup(group=self.group, uplinks_mbit_s=uplinks, broke=broke)]
 
     # the reduction
 

@@ -7,7 +7,7 @@ does so when it is asked for a promise: a position at which nobody trains opens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from atoll.optim.log.entry import Elector, max_liars
 from atoll.peer.rounds.consensus.round import leader_of
@@ -58,6 +58,7 @@ class Turns:
         now: float,
         base_s: float,
         told: Mapping[str, int | None],
+        skipped: Collection[int] = (),
     ) -> None:
         """Open what may be open up to a term: those that others have, and those that are over.
 
@@ -68,6 +69,7 @@ class Turns:
             base_s: the time of the open term, if it is among the first with their leaders.
             told: the newest term that each other acceptor has open here, 0 if it stands elsewhere;
                 None: it is gone.
+            skipped: terms that get no time, as their leaders have failed of late.
         """
         others = [e.peer_id for e in self._electorate if e.peer_id != me]
         terms = sorted((told.get(peer) or 0 for peer in others), reverse=True)
@@ -75,7 +77,9 @@ class Turns:
         if liars < len(terms):
             # An honest one is as far: this acceptor was away, or came to the position later.
             self.open(terms[liars], now)
-        while self.open_term < wanted and self._is_over(me, now, base_s, told):
+        while self.open_term < wanted and (
+            self.open_term in skipped or self._is_over(me, now, base_s, told)
+        ):
             self.open(self.open_term + 1, now)
 
     def _is_over(self, me: str, now: float, base_s: float, told: Mapping[str, int | None]) -> bool:

@@ -405,6 +405,7 @@ class Voter:
             now=now,
             base_s=self._base_s(open_term),
             told=told,
+            skipped=self._ctx.skipped_terms(place.position),
         )
         if term > self.open_term:
             raise Refused(

@@ -90,7 +90,7 @@ def test_a_damaged_cell_of_a_sparse_body_is_named():
     broken = bytearray(frames[2])
     broken[-1] ^= 1
     frames[2] = bytes(broken)
-    with pytest.raises(UpdateError, match="cell 2: "):
+    with pytest.raises(UpdateError, match="chunk 2: "):
         CELLS.decode_body(body_of(frames), 1)
 
 

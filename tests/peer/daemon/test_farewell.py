@@ -83,11 +83,8 @@ def test_the_reason_comes_before_the_goodbye(monkeypatch, tmp_path):
 def test_a_first_round_has_no_utilisation(spent, shown):
     events = []
     narrator = Narrator(events.append)
-    narrator.follow(SimpleNamespace(spec=SimpleNamespace(run=SimpleNamespace(rounds=8))))
-    narrator._trainer = SimpleNamespace(
-        statistics=lambda: TrainerStatistics(spent=spent, loss=math.nan)
-    )
-    narrator.on_account(SimpleNamespace(position=1, verdict="counted"))
+    trainer = SimpleNamespace(statistics=lambda: TrainerStatistics(spent=spent, loss=math.nan))
+    narrator.on_account(trainer, 8, SimpleNamespace(position=1, verdict="counted"))
     (event,) = events
     assert shown in event.text.replace("\u2013", "-").replace("\u2014", "-")
     assert event.utilisation == (spent.train_s / 10.0 if spent.total_s else None)

@@ -316,7 +316,8 @@ def test_init_chooses_for_peers_and_links(tmp_path, capsys):
     path = tmp_path / "RUN.toml"
     words = ("--peers", "8", "--mbit", "100", "--model", "30m", "--step-ms", "200")
     assert run("init", str(path), *words) == 0
-    what, why, by_speed, wrote = capsys.readouterr().out.splitlines()
+    what, why, by_speed, left_open, wrote = capsys.readouterr().out.splitlines()
+    assert "round.min_peers" in left_open
     assert what.startswith("Take ") and "200 ms (as given)" in why
     assert by_speed.startswith('outer.windows = "deadline"')
     assert wrote.startswith(f"Wrote {path}")

@@ -203,10 +203,18 @@ def test_a_lost_part_goes_to_the_survivor_with_the_least_to_do():
 
 
 def test_members_that_all_can_dial_own_the_parts():
-    assert may_own([True, False, True], [100, 100, 100]) == [True, False, True]
-    assert may_own([True, True, True], [100, 100, 1]) == [True] * 3  # shares follow the rates
-    assert may_own([True, False, False], [20, 100, 100]) == [True] * 3  # too slow to own all
-    assert may_own([False, False], [100, 100]) == [True] * 2
+    none = [False] * 3
+    assert may_own([True, False, True], [100, 100, 100], none) == [True, False, True]
+    assert may_own([True, True, True], [100, 100, 1], none) == [True] * 3  # shares follow the rates
+    assert may_own([True, False, False], [20, 100, 100], none) == [True] * 3  # too slow to own all
+    assert may_own([False, False], [100, 100], none[:2]) == [True] * 2
+
+
+def test_members_that_did_not_finish_own_no_parts_if_others_can():
+    fast = [100.0] * 3
+    assert may_own([True] * 3, fast, [False, True, False]) == [True, False, True]
+    assert may_own([True] * 3, fast, [True] * 3) == [True] * 3
+    assert may_own([True, False, True], fast, [True, False, True]) == [True, False, True]
 
 
 def test_only_owners_have_shares():

@@ -86,6 +86,7 @@ def test_an_error_comes_where_its_batch_would_have(ahead):
 
 
 def test_closing_ends_the_thread_after_the_batch_that_it_draws():
+    others = set(threading.enumerate())
     source = Counted()
     stream = Prefetched(source)
     drawn(stream, 1)
@@ -93,7 +94,7 @@ def test_closing_ends_the_thread_after_the_batch_that_it_draws():
         assert source.drawn.acquire(timeout=30)
     source.gate.clear()
     drawn(stream, 1)  # one more is asked for, and held
-    threads = {t for t in threading.enumerate() if t.name.startswith("data")}
+    threads = set(threading.enumerate()) - others
     assert threads
     source.gate.set()
     stream.close()

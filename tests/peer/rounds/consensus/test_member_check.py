@@ -258,3 +258,24 @@ def test_a_leader_whose_relay_was_lost_is_joined_once_more_in_its_term():
             actions = member.advance(view(0.0))
         terms += [join.term for join in joins]
     assert terms == [0, 1, 1]
+
+
+def joined(member, **view):
+    """The terms that a member reports to when it looks around."""
+    fields = {"now": 0.0, "place": PLACE, "electorate": ELECTORATES[0], "term": 0}
+    actions = member.advance(MemberView(**(fields | view)))
+    return [action.term for action in actions if isinstance(action, Join)]
+
+
+def test_a_member_passes_over_the_terms_of_leaders_that_failed():
+    assert joined(MemberRound(PLACE, stall_s=STALL_S), skipped={0, 1}) == [2]
+    assert joined(MemberRound(PLACE, stall_s=STALL_S), skipped={1}) == [0]
+
+
+def test_nothing_is_reduced_early_by_a_leader_that_is_passed_over():
+    member = MemberRound(PLACE, stall_s=STALL_S)
+    early = Place(1, PLACE.position - 1)
+    assert joined(member, place=early, skipped={0}) == []
+    assert member.state is MemberState.LATE
+    assert joined(member, place=early, skipped=()) == [], "it waits for the next entry"
+    assert joined(member, skipped={0}) == [1]

@@ -245,6 +245,11 @@ ATTACKS: dict[str, Attack] = {
         begin=_p4,
     ),
     "p5": Attack(what="a member declares no uplink, and sends signs of life alone", begin=_p5),
+    "p5-owner": Attack(
+        what="an owner takes all chunks, sends signs of life, and finishes no part",
+        begin=lambda scene: attackers.finish_no_parts(scene.patch, scene.liar.ctx.me),
+        saw=parts,
+    ),
     "p6": Attack(
         what="five keys report a weight of 0 to each leader",
         begin=lambda scene: greedy.crowd(scene.swarm, scene.peers, 5, scene.seen),
@@ -303,6 +308,10 @@ ATTACKS: dict[str, Attack] = {
         begin=_c4,
         saw=electors,
     ),
+    "p17": Attack(
+        what="a member says that it is ready, and never reports",
+        begin=lambda scene: attackers.never_report(scene.patch, scene.liar.ctx.me),
+    ),
     "random": Attack(what="an elector lies at random (seed 2)", begin=lambda scene: None),
 }
 """By name; the liar at random takes over its peer before the run starts."""
@@ -326,6 +335,7 @@ class _Watch:
         return all(
             peer.ctx.conduct.is_out(name)
             or peer.ctx.lags.barred(name, now_s) is not None
+            or not peer.ctx.promises.believes(name)
             or name not in {elector.peer_id for elector in peer.replica.electorate}
             for peer in self.honest
         )

@@ -81,6 +81,18 @@ def finish_no_parts(monkeypatch, liar):
     monkeypatch.setattr(Owner, "reduce", never)
 
 
+def never_report(monkeypatch, liar):
+    """P17: its contribution is ready, as it answers, and it reports to no leader."""
+    join = member.Flight._join
+
+    async def silent(flight, leader, term):
+        if flight._ctx.me == liar:
+            await asyncio.Event().wait()
+        await join(flight, leader, term)
+
+    monkeypatch.setattr(member.Flight, "_join", silent)
+
+
 async def tease(swarm):
     """P17: an admitted key answers that it is ready now whenever asked, and never reports."""
     key = swarm.add(role="keeper")  # follows the log, and trains nothing

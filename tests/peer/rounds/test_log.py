@@ -125,7 +125,7 @@ def test_the_encoding_is_pinned():
     assert fixed.digest.hex() == PINNED_DIGEST
 
 
-PINNED_DIGEST = "6b059f6965911bac92f42967d0facb34a896f15485c3439ce7acf3c5529cc08c"
+PINNED_DIGEST = "26e714d357cde64f88f0b93418b99cfa526a25e9524a5d8ef8b497f7e918ac7d"
 
 
 @pytest.mark.parametrize("voters", [(0, 1, 2), (0, 1), (1, 2, 3), (0, 1, 2, 3)])

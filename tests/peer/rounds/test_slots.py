@@ -46,11 +46,12 @@ def test_a_peer_alone_has_what_a_joiner_needs_and_leaves_the_rest_free():
         alone = await readers(slots, "a" * 10)
         assert reading(alone) == alone[:MAX_OF_ONE]
         other = await readers(slots, "bb")
-        assert reading(other) == other
-        assert slots.held.total() == MAX_SLOTS
+        assert reading(other) == other[:1]
+        assert slots.held.total() == MAX_SLOTS - 1, "the last one is kept for a third peer"
         await alone[0].end()
         await asyncio.sleep(1)
-        assert reading(alone[1:]) == alone[1 : MAX_OF_ONE + 1]
+        assert reading(other) == other
+        assert reading(alone[1:]) == alone[1:MAX_OF_ONE]
 
     run_virtual(main())
 
@@ -60,12 +61,13 @@ def test_a_peer_over_its_share_cedes_to_those_below_theirs_and_no_further():
         slots = Slots()
         many, few = await readers(slots, "a" * 6), await readers(slots, "b" * 2)
         late = await readers(slots, "c" * 4)
-        assert not reading(late)
-        for reader in many + few:
+        assert reading(few) == few[:1]
+        assert reading(late) == late[:1], "by the slot that is kept for it"
+        for reader in many + few[:1]:
             reader.cede()
         await asyncio.sleep(1)
         assert len(reading(late)) == SHARE
-        assert len(reading(many)) == 4
+        assert len(reading(many)) == 3, "one more, so that a slot is kept again"
         assert reading(few) == few
         for reader in late[:SHARE]:
             await reader.end()
@@ -80,7 +82,8 @@ def test_the_last_peer_of_many_gets_a_slot_of_one_with_two():
         slots = Slots()
         many = await readers(slots, "aabbccdd")
         late, later = await readers(slots, "ef")
-        for reader in many:
+        assert late.reads
+        for reader in reading(many):
             reader.cede()
         await asyncio.sleep(1)
         assert len(reading(many)) == 6

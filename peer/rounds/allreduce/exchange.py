@@ -312,7 +312,8 @@ class Exchange:
             if rows is None or not await rows.get(name, part):
                 await self._sender.exchange(name, part, generation)
         except LOST as error:
-            self._state.log(f"lost part {part} of {short(name)}: {error}")
+            if not self.is_over:  # else the part was not needed any more
+                self._state.log(f"lost part {part} of {short(name)}: {error}")
 
     async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
         """Take the codes or sums that a member sends of a part, and send it the results."""

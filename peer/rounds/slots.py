@@ -82,11 +82,7 @@ class Slots:
     def _grant(self) -> None:
         """Give free slots to the peers that have fewest, and among these to the longest waiting."""
         while self.held.total() < self._count:
-            ready = [
-                waiting
-                for waiting in self._waiting
-                if self.held[waiting.peer] < self._most_of_one and not waiting.granted.done()
-            ]
+            ready = [w for w in self._waiting if self._may_have(w)]
             if not ready:
                 return
             first = min(ready, key=lambda waiting: self.held[waiting.peer])

@@ -67,6 +67,7 @@ def newest(folder):
     return max((int(n) for n, _ in ROUND.findall((folder / "coordinator.log").read_text())))
 
 
+@pytest.mark.exhaustive  # minutes: six processes at links of the lab, and two deadlines to pass
 def test_a_run_at_one_port_outlasts_a_move_and_the_death_of_a_relay(tmp_path):
     """Two peers are behind routers between which no hole works; the third relays for them."""
     invite, children = tmp_path / "invite", {}

@@ -413,7 +413,7 @@ def test_a_peer_that_is_stopped_leaves_the_roster_and_resumes(run):
     run.await_electors(3)
 
 
-def test_a_trainer_whose_electors_leave_together_waits_and_continues_with_them(run):
+def test_a_trainer_waits_if_the_other_electors_leave_and_continues_later(run):
     """Without those two no quorum is left of the three that could vote on the next round."""
     run.set_pace(3 * STEP_S)  # so that both have left before another round
     epoch, there = run.status().epoch, run.status().position

@@ -138,11 +138,6 @@ def test_init_of_a_folder_names_a_file_in_it(atoll, tmp_path):
     assert "runs is a folder; name a file in it: runs/RUN.toml" in refused(atoll("init", "runs"))
 
 
-def test_init_for_several_peers_names_what_it_left_at_its_default(atoll, tmp_path):
-    result = atoll("init", "--peers", "8", "--mbit", "100", "--step-ms", "50")
-    assert "begins with 2 peers (round.min_peers) and has no end (run.rounds)" in result.out
-
-
 def test_init_in_a_folder_that_is_not_there(atoll):
     said = refused(atoll("init", "nowhere/RUN.toml"))
     assert "nowhere/RUN.toml: " in said and "create the folder nowhere first" in said

@@ -134,7 +134,7 @@ def test_keys_that_contributed_once_do_not_outvote_the_electors(tmp_path: Path) 
             clients = await net.started()
             keys = [Identity.ephemeral() for _ in range(9)]
             waiting = tuple(
-                Newcomer(peer_id=key.peer_id, since=0, last=10, entries=8 if number < 3 else 7)
+                Newcomer(peer_id=key.peer_id, since=number, last=10, entries=8 if number < 3 else 7)
                 for number, key in enumerate(keys)  # of these, three have been tried
             )
             for _ in range(11):

@@ -48,7 +48,7 @@ AskHead = Callable[[str], Awaitable[PeerHead | None]]
 
 @dataclass
 class _Called:
-    """What came of the last call of a peer."""
+    """Outcome of the last call to a peer."""
 
     at_s: float
     """when it ended"""

@@ -82,7 +82,7 @@ class Commit:
     """Number of contributions in it; 0 for an entry without an update."""
 
     in_part: bool | None = None
-    """Whether any piece is in, of a commit that is cut to the range of a rank: there `included`
+    """True if any piece is in, of a commit that is cut to the range of a rank: there `included`
     holds that rank's pieces alone. None: `included` holds all."""
 
     reset: bool = False

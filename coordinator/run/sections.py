@@ -170,7 +170,7 @@ class ModelSection(Section):
 
     @property
     def title(self) -> str:
-        """What the model is called: its function, the folder that it begins with, or its preset."""
+        """Return the model's name: its function, the folder it begins with, or its preset."""
         return self.custom or (self.preset if self.init is None else PurePath(self.init).name)
 
     @field_validator("custom")

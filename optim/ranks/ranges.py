@@ -23,10 +23,10 @@ class Range:
     """The share of one rank in a fragment."""
 
     pieces: slice
-    """Of the P."""
+    """Range of the P pieces."""
 
     values: slice
-    """Of the F, in the fragment's order and in that of `cut`."""
+    """Range of the F values, in the fragment's order and in that of `cut`."""
 
     spans: tuple[tuple[int, int], ...]
     """Runs of the layout's vector."""

@@ -40,7 +40,7 @@ class RanksError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What one rank sends another."""
+    """A message from one rank to another."""
 
     fields: Any = None
     """Whatever JSON holds."""

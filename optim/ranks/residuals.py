@@ -23,7 +23,7 @@ from atoll.optim.state.updates import Update, dense
 
 @dataclass(frozen=True, kw_only=True)
 class Settlement:
-    """What the ranks have yet to do to their residuals of one fragment."""
+    """Settlements of one fragment that the ranks have not applied to their residuals yet."""
 
     kind: str
     """`settle`, `credit`, `reset` or `load`"""
@@ -48,7 +48,7 @@ class RemoteResidual:
     def __init__(self, fragment: int, ledger: deque[Settlement]) -> None:
         """Write down what becomes of it."""
         self.mass_N = torch.empty(0)
-        """What the ranks keep, when it is to be saved."""
+        """Return the residuals of all ranks, to be saved."""
         self._fragment, self._ledger = fragment, ledger
 
     def offer(self, delta: object, weight: float) -> Offer:
